@@ -1,0 +1,1 @@
+"""Tests whose ranks are processes on this host."""

@@ -1,0 +1,119 @@
+"""The harness itself: results, errors, deadlines, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multirank import harness
+from tests.multirank.harness import Died, RankFailure, RankPool, RankTimeout, run_ranks
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _sum(rank: int, world_size: int, scale: float) -> tuple[int, float, int]:
+    x_1 = torch.full((1,), rank * scale)
+    dist.all_reduce(x_1)
+    return os.getpid(), float(x_1), torch.get_num_threads()
+
+
+def _tensor(rank: int, world_size: int, x: torch.Tensor) -> torch.Tensor:
+    return x + rank
+
+
+def _raise(rank: int, world_size: int, bad: int) -> None:
+    print(f"word from {rank}")
+    if rank == bad:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def _hang(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _sleep_for_ever()
+
+
+def _sleep_for_ever() -> None:
+    time.sleep(1000)
+
+
+def _die(rank: int, world_size: int, victim: int) -> int:
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def _stop(rank: int, world_size: int) -> int:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return rank
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_results_come_back_by_rank(world_size: int) -> None:
+    results = run_ranks(world_size, _sum, 2.0)
+    assert [total for _, total, _ in results] == [world_size * (world_size - 1.0)] * world_size
+    assert all(threads == 1 for _, _, threads in results)
+    pids = [pid for pid, _, _ in results]
+    assert len(set(pids)) == world_size
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_tensors_travel_by_value() -> None:
+    x = torch.arange(5)
+    first, second = run_ranks(2, _tensor, x)
+    assert torch.equal(first, x) and torch.equal(second, x + 1)
+
+
+def test_an_exception_names_the_rank_and_carries_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "GRACE_S", 0.5)
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(3, _raise, 2)
+    text = str(caught.value)
+    assert caught.value.ranks[0] == 2 and caught.value.types[0] == "KeyError"
+    assert "rank 2 of 3" in text and "in _raise" in text and "the reason" in text and "word from 2" in text
+
+
+def test_the_deadline_kills_and_shows_stacks() -> None:
+    pool = RankPool(2, timeout=2.0)
+    assert len(pool(_sum, 1.0)) == 2
+    pids = pool.pids
+    with pytest.raises(RankTimeout) as caught:
+        pool(_hang)
+    assert caught.value.ranks == (1,) and "_sleep_for_ever" in str(caught.value)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_a_death_is_an_error_unless_allowed() -> None:
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        run_ranks(2, _die, 1)
+    assert run_ranks(2, _die, 1, may_die=[1]) == [0, Died(-signal.SIGKILL)]
+
+
+def test_a_stopped_rank_is_killed_at_the_deadline() -> None:
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(2, _stop, timeout=2.0)
+    assert caught.value.ranks == (0,)
+
+
+def test_a_pool_keeps_its_ranks_and_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "GRACE_S", 0.5)
+    with RankPool(2) as pool:
+        first = [pid for pid, _, _ in pool(_sum, 1.0)]
+        assert [pid for pid, _, _ in pool(_sum, 1.0)] == first
+        with pytest.raises(RankFailure):
+            pool(_raise, 0)
+        second = [pid for pid, _, _ in pool(_sum, 1.0)]
+        assert not set(first) & set(second)
+    assert not any(_alive(pid) for pid in first + second)

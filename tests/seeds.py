@@ -1,0 +1,22 @@
+"""The base of all random seeds of one test run."""
+
+from __future__ import annotations
+
+import os
+
+_base: int | None = None
+
+
+def base() -> int:
+    """The base seed: `--seed`, else the environment's MOECOMM_TEST_SEED, else a random one fixed for this run."""
+    global _base
+    if _base is None:
+        given = os.environ.get("MOECOMM_TEST_SEED")
+        _base = int(given) if given else int.from_bytes(os.urandom(3), "little")
+    return _base
+
+
+def set_base(value: int) -> None:
+    """Fixes the base seed; called once, before any test is collected."""
+    global _base
+    _base = value
