@@ -1,0 +1,40 @@
+"""A thin mixture-of-experts layer on moecomm's dispatch and combine.
+
+    config = MoEConfig(hidden=512, ffn_hidden=1024, num_experts=16, top_k=2)
+    layer = MoELayer(config, max_tokens=4096)    # every rank of the default group holds 16 / R experts
+    y = layer(x)                                 # x: (T, 512) or (B, S, 512), each rank its own tokens
+    y.square().mean().backward()
+    sync_gradients(layer)
+ After that every rank holds the gradient of the mean over ranks; what it knows of its experts came with the
+dispatch.
+"""
+
+from __future__ import annotations
+
+from moecomm.nn.balance import update_expert_bias
+from moecomm.nn.checkpoint import sharded_state
+from moecomm.nn.config import MoEConfig
+from moecomm.nn.experts import GroupedExperts, SharedExperts
+from moecomm.nn.gradients import clip_grad_norm, sync_gradients
+from moecomm.nn.layer import MoELayer, set_loss_scale
+from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
+from moecomm.nn.parameters import is_expert_parameter
+from moecomm.nn.router import Routing, TopKRouter
+
+__all__ = [
+    "GroupedExperts",
+    "MoEConfig",
+    "MoELayer",
+    "Routing",
+    "SharedExperts",
+    "TopKRouter",
+    "attach_loss",
+    "clip_grad_norm",
+    "is_expert_parameter",
+    "load_balancing_loss",
+    "set_loss_scale",
+    "sharded_state",
+    "sync_gradients",
+    "update_expert_bias",
+    "z_loss",
+]

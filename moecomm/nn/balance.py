@@ -1,0 +1,34 @@
+"""Load balancing without auxiliary loss: the biases that steer the choice of experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moecomm.nn.router import TopKRouter
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Call once after each optimizer step: raises the bias of underloaded experts, lowers the others'.
+
+    bias_e += bias_update_rate * sign(mean load - load_e) with the load counted over `group` (default: all
+    ranks) since the last call (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The load
+    counts tokens whose backward has run, once each, also under activation checkpointing and gradient
+    accumulation. One all-reduce for all layers; every rank of the group must call. No-op for a model without
+    such routers.
+    """
+    routers = [m for m in model.modules() if isinstance(m, TopKRouter) and m.expert_bias_E is not None]
+    loads = [router.load_E for router in routers if router.load_E is not None]
+    if not loads:
+        return
+    flat = torch.cat(loads)
+    if dist.is_initialized():
+        dist.all_reduce(flat, group=group)
+    for router, load_E in zip(routers, flat.split([load.numel() for load in loads]), strict=True):
+        assert router.expert_bias_E is not None
+        assert router.load_E is not None
+        above_E = load_E.sum() - load_E * load_E.numel()
+        router.expert_bias_E += router.config.bias_update_rate * above_E.sign()
+        router.load_E.zero_()

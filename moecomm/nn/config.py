@@ -1,0 +1,165 @@
+"""The one description of a mixture-of-experts layer, from which router, experts and layer are built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from moecomm.errors import InvalidArgument
+
+_CHOICES = {
+    "activation": ("swiglu", "gelu"),
+    "score_function": ("softmax", "sigmoid"),
+    "aux_loss": ("none", "batch", "sequence"),
+    "drop_policy": ("probs", "position"),
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes, routing and balancing of one MoE layer. Checks itself: a bad value raises `InvalidArgument`.
+
+    The routing options follow Megatron-Core's MoE router. What DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
+    uses is `score_function="sigmoid", normalize_topk=True, scaling_factor=2.5, num_groups=8, topk_groups=4,
+    bias_update_rate=0.001`; Switch Transformer (arXiv 2101.03961) is `top_k=1, pre_softmax=True,
+    aux_loss="batch", aux_loss_coef=0.01, capacity_factor=1.25, drop_policy="position"`.
+    """
+
+    hidden: int
+    """Width of a token row (H)."""
+    ffn_hidden: int
+    """Inner width of one expert."""
+    num_experts: int
+    """Experts over all ranks (E)."""
+    top_k: int
+    """Experts a token is sent to (K)."""
+    activation: str = "swiglu"
+    """"swiglu": silu(x W_gate) * (x W_up), or "gelu": the exact (erf) GELU of x W_in. No biases."""
+    num_shared_experts: int = 0
+    """Experts that see every token, fused into one of width num_shared_experts * ffn_hidden."""
+
+    score_function: str = "softmax"
+    """"softmax" or "sigmoid" of the router's logits."""
+    pre_softmax: bool = False
+    """Softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over these k."""
+    normalize_topk: bool = False
+    """Divide the k weights of a token by their sum (softmax after top-k sums to one by itself)."""
+    scaling_factor: float = 1.0
+    """Multiplies the weights, after normalisation."""
+    num_groups: int | None = None
+    """Group-limited routing: experts form this many equal groups, in order of their ids."""
+    topk_groups: int | None = None
+    """Group-limited routing: a token may use experts of this many groups."""
+
+    aux_loss: str = "none"
+    """Load-balancing loss: over the rank's tokens ("batch") or the mean over its sequences ("sequence")."""
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    """Coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906)."""
+    bias_update_rate: float = 0.0
+    """Above zero: balancing without auxiliary loss; `update_expert_bias` moves each bias by this step."""
+    jitter: float = 0.0
+    """In training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter]."""
+    force_balanced: bool = False
+    """For benchmarks: ignore the scores in the choice of experts and give every expert the same load."""
+
+    capacity_factor: float | None = None
+    """None: dropless. Else a rank sends one expert at most ceil(T * K / E * capacity_factor) tokens."""
+    drop_policy: str = "probs"
+    """Who keeps a place in a full expert: tokens of highest weight ("probs") or the first ("position")."""
+    pad_to_capacity: bool = False
+    """With capacity_factor: buffers of fixed size, so that shapes are static and the host never waits."""
+
+    dtype: torch.dtype = torch.float32
+    """Of the experts' weights and of the rows on the wire. The router computes in float32 all the same."""
+    init_std: float = 0.02
+    """Standard deviation of the normal distribution that all weights start from."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "ffn_hidden", "num_experts", "top_k"):
+            _require(_is_count(getattr(self, name)), name, getattr(self, name), "an int of at least 1")
+        _require(
+            self.top_k <= self.num_experts, "top_k", self.top_k, f"at most num_experts={self.num_experts}"
+        )
+        shared = self.num_shared_experts
+        _require(shared == 0 or _is_count(shared), "num_shared_experts", shared, "an int of at least 0")
+        for name, allowed in _CHOICES.items():
+            _require(
+                getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}"
+            )
+        _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {', '.join(map(str, _DTYPES))}")
+        for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, name, value, "a finite number of at least 0")
+        _require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
+        factor = self.scaling_factor
+        _require(math.isfinite(factor) and factor > 0, "scaling_factor", factor, "a finite number above 0")
+        self._check_scores()
+        self._check_groups()
+        self._check_capacity()
+
+    def _check_scores(self) -> None:
+        softmax = self.score_function == "softmax"
+        _require(
+            softmax or not self.pre_softmax, "pre_softmax", self.pre_softmax, "False with sigmoid scores"
+        )
+        # A softmax over one value is the constant 1: the router would get no gradient and never learn.
+        learns = self.top_k > 1 or self.num_experts == 1 or not softmax or self.pre_softmax
+        _require(
+            learns,
+            "pre_softmax",
+            self.pre_softmax,
+            "True when top_k is 1 (else every weight is the constant 1)",
+        )
+        constant = self.normalize_topk and self.top_k == 1 and self.num_experts > 1
+        _require(
+            not constant,
+            "normalize_topk",
+            True,
+            "False when top_k is 1 (else every weight is the constant 1)",
+        )
+        has_loss = self.aux_loss != "none"
+        _require(
+            has_loss or self.aux_loss_coef == 0, "aux_loss_coef", self.aux_loss_coef, "0 with aux_loss='none'"
+        )
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.num_groups, self.topk_groups
+        if groups is None and chosen is None:
+            return
+        _require(
+            groups is not None and chosen is not None, "topk_groups", chosen, "given together with num_groups"
+        )
+        assert groups is not None
+        assert chosen is not None
+        divides = _is_count(groups) and self.num_experts % groups == 0
+        _require(divides, "num_groups", groups, f"a divisor of num_experts={self.num_experts}")
+        _require(_is_count(chosen) and chosen <= groups, "topk_groups", chosen, f"in 1..num_groups={groups}")
+        reachable = chosen * (self.num_experts // groups)
+        _require(
+            self.top_k <= reachable,
+            "top_k",
+            self.top_k,
+            f"at most the {reachable} experts of {chosen} groups",
+        )
+
+    def _check_capacity(self) -> None:
+        factor = self.capacity_factor
+        if factor is not None:
+            _require(
+                math.isfinite(factor) and factor > 0, "capacity_factor", factor, "a finite number above 0"
+            )
+        has_capacity = factor is not None or not self.pad_to_capacity
+        _require(has_capacity, "pad_to_capacity", self.pad_to_capacity, "False without a capacity_factor")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _require(condition: bool, name: str, value: object, bound: str) -> None:
+    if not condition:
+        raise InvalidArgument(f"MoEConfig.{name} is {value!r}, must be {bound}")

@@ -1,0 +1,138 @@
+"""The experts: feed-forward networks, either one per row group or one shared by all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn.config import MoEConfig
+from moecomm.nn.grouped import grouped_matmul
+from moecomm.nn.parameters import init_expert_weights, mark_expert_parameter
+
+
+def activate(inner: Tensor, activation: str) -> Tensor:
+    """(..., 2F) -> (..., F) for "swiglu", silu(first half) * second half (arXiv 2002.05202); exact GELU for
+    "gelu".
+    """
+    if activation == "swiglu":
+        gate, up = inner.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+    return functional.gelu(inner)
+
+
+class GroupedExperts(nn.Module):
+    """This rank's experts (L of E), applied to expert-major rows in two grouped products.
+
+    Weights, of the config's dtype: w_in (L, H, 2F) for swiglu, gate first and up second, or (L, H, F) for
+    gelu; w_out (L, F, H). They are marked as expert parameters. Expert e starts from a seed made of its
+    global id and one number drawn from torch's default generator: ranks that call torch.manual_seed alike
+    make the same model at any EP size. first_expert is the global id of the first local expert.
+    """
+
+    w_in: nn.Parameter
+    w_out: nn.Parameter
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        num_local_experts: int | None = None,
+        first_expert: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        local = config.num_experts if num_local_experts is None else num_local_experts
+        if local < 1 or first_expert < 0 or first_expert + local > config.num_experts:
+            raise InvalidArgument(
+                f"experts {first_expert}..{first_expert + local - 1} (num_local_experts={local}) are not "
+                f"within 0..{config.num_experts - 1}"
+            )
+        self.config, self.num_local_experts, self.first_expert = config, local, first_expert
+        inner = config.ffn_hidden * (2 if config.activation == "swiglu" else 1)
+        make = {"dtype": config.dtype, "device": device}
+        self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
+        self.w_out = nn.Parameter(torch.empty(local, config.ffn_hidden, config.hidden, **make))  # type: ignore[arg-type]
+        self._mark_parameters()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        seed = int(torch.randint(2**62, ()))
+        for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
+            std = self.config.init_std
+            init_expert_weights(weight, seed=seed, name=name, first_expert=self.first_expert, std=std)
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor, *, has_tail: bool = True) -> Tensor:
+        """rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive
+        ends of groups.
+
+        Returns (P, H). Rows past offsets[-1], which a communicator leaves unspecified in fixed-capacity mode,
+        may hold anything: they come out zero, get a zero gradient and reach no weight's gradient. The caller
+        who knows that there are none (P == offsets[-1]) says has_tail=False and saves two passes. Raises
+        InvalidArgument.
+        """
+        if rows_PH.dim() != 2 or rows_PH.shape[1] != self.config.hidden or rows_PH.dtype != self.w_in.dtype:
+            raise InvalidArgument(
+                f"rows have shape {tuple(rows_PH.shape)} and dtype {rows_PH.dtype}, must be "
+                f"(rows, hidden={self.config.hidden}) of the weights' dtype {self.w_in.dtype}"
+            )
+        if tuple(offsets_L.shape) != (self.num_local_experts,):
+            raise InvalidArgument(
+                f"offsets have shape {tuple(offsets_L.shape)}, must be ({self.num_local_experts},)"
+            )
+        offsets_L = offsets_L.to(torch.int32)
+        with torch.autocast(rows_PH.device.type, enabled=False):
+            if not has_tail:
+                return self._apply_experts(rows_PH, offsets_L)
+            # where() on the way in zeroes the tail's gradient, on the way out its value: NaN times zero would
+            # not.
+            real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < offsets_L[-1]).unsqueeze(1)
+            return self._apply_experts(rows_PH.where(real_P1, 0.0), offsets_L).where(real_P1, 0.0)
+
+    def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        inner_PF = activate(grouped_matmul(rows_PH, self.w_in, offsets_L), self.config.activation)
+        return grouped_matmul(inner_PF, self.w_out, offsets_L)
+
+    def _mark_parameters(self) -> None:
+        mark_expert_parameter(self.w_in)
+        mark_expert_parameter(self.w_out)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Copying or unpickling a module makes new Parameter objects, which have lost their attributes.
+        self._mark_parameters()
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.num_local_experts - 1
+        return f"experts {self.first_expert}..{last} of {self.config.num_experts}, {self.config.activation}"
+
+
+class SharedExperts(nn.Module):
+    """The experts that see every token, as one dense network of width F' = num_shared_experts * ffn_hidden
+    (DeepSeekMoE, arXiv 2401.06066). w_in (H, 2F') or (H, F'), w_out (F', H): the same on all ranks, not
+    marked.
+    """
+
+    w_in: nn.Parameter
+    w_out: nn.Parameter
+
+    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        width = config.num_shared_experts * config.ffn_hidden
+        inner = width * (2 if config.activation == "swiglu" else 1)
+        self.w_in = nn.Parameter(torch.empty(config.hidden, inner, dtype=config.dtype, device=device))
+        self.w_out = nn.Parameter(torch.empty(width, config.hidden, dtype=config.dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w_in, std=self.config.init_std)
+        nn.init.normal_(self.w_out, std=self.config.init_std)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """(T, H) of the weights' dtype -> (T, H)."""
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return activate(x_TH @ self.w_in, self.config.activation) @ self.w_out

@@ -1,0 +1,75 @@
+"""Matrix product of row groups, each with its own weight, differentiable: the arithmetic of the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_ALIGNMENT_BYTES = 16
+
+
+def grouped_matmul(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    """(P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
+
+    rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
+    P; a group may be empty. Rows past offsets[-1] come out unspecified and get an unspecified gradient; the
+    weights' gradient does not depend on them, even if they hold NaN, and is zero for an empty group.
+
+    Runs torch.nn.functional.grouped_mm, with no padding and no host wait. That has no float64 and wants A and
+    B to be multiples of 16 bytes; elsewhere each group is one torch.mm, for which the host must know the
+    offsets.
+    """
+    product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    # grouped_mm's own backward refuses gradients that are not contiguous, such as the expanded one of a sum.
+
+    @staticmethod
+    def forward(ctx: Any, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_PA, weight_LAB, offsets_L)
+        return _rows_by_weights(rows_PA.contiguous(), weight_LAB, offsets_L)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
+        grad_PB = grad_PB.contiguous()
+        grad_rows_PA = grad_weight_LAB = None
+        if ctx.needs_input_grad[0]:
+            grad_rows_PA = _rows_by_weights(grad_PB, weight_LAB.transpose(1, 2), offsets_L)
+        if ctx.needs_input_grad[1]:
+            grad_weight_LAB = _rows_by_rows(rows_PA.contiguous(), grad_PB, offsets_L)
+        return grad_rows_PA, grad_weight_LAB, None
+
+
+def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    if _has_grouped_kernel(rows_PA, weight_LAB.shape[2]):
+        return functional.grouped_mm(rows_PA, weight_LAB, offs=offsets_L)
+    product_PB = rows_PA.new_zeros(rows_PA.shape[0], weight_LAB.shape[2])
+    for weight_AB, (begin, end) in zip(weight_LAB, _groups(offsets_L), strict=True):
+        torch.mm(rows_PA[begin:end], weight_AB, out=product_PB[begin:end])
+    return product_PB
+
+
+def _rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    if _has_grouped_kernel(rows_PA, grad_PB.shape[1]):
+        return functional.grouped_mm(rows_PA.t(), grad_PB, offs=offsets_L)
+    product_LAB = rows_PA.new_empty(offsets_L.numel(), rows_PA.shape[1], grad_PB.shape[1])
+    for product_AB, (begin, end) in zip(product_LAB, _groups(offsets_L), strict=True):
+        torch.mm(rows_PA[begin:end].t(), grad_PB[begin:end], out=product_AB)
+    return product_LAB
+
+
+def _has_grouped_kernel(rows_PA: Tensor, width: int) -> bool:
+    item = rows_PA.element_size()
+    aligned = (rows_PA.shape[1] * item) % _ALIGNMENT_BYTES == 0 and (width * item) % _ALIGNMENT_BYTES == 0
+    return rows_PA.dtype != torch.float64 and aligned
+
+
+def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
+    ends = offsets_L.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))

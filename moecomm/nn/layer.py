@@ -1,0 +1,141 @@
+"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moecomm.communicator import Communicator
+from moecomm.errors import InvalidArgument
+from moecomm.nn.capacity import tokens_per_expert_limit
+from moecomm.nn.config import MoEConfig
+from moecomm.nn.experts import GroupedExperts, SharedExperts
+from moecomm.nn.losses import attach_loss
+from moecomm.nn.router import Routing, TopKRouter
+
+
+class MoELayer(nn.Module):
+    """y = shared(x) + sum over the chosen experts of weight * expert(x), with the experts spread over ranks.
+
+    Every rank of the communicator calls forward together, each with its own tokens, which may be none. `comm`
+    may be shared by many layers; without it the layer builds one from `group` and `max_tokens`, the most
+    tokens a rank brings to one call. Rows travel and experts compute in config.dtype; the output has x's
+    dtype.
+
+    Dropless unless config.capacity_factor is set. A dropped choice contributes nothing; a token with every
+    choice dropped gets only the shared experts. With pad_to_capacity the received rows have the fixed number
+    R * L * (limit for max_tokens), which no routing can exceed.
+
+    The routing's losses are attached to the output: their gradient flows when the output's backward runs, as
+    if loss_scale * (their sum) had been added to the model's loss. Set loss_scale to whatever the model's
+    loss is multiplied by before backward (1 / accumulation steps, a GradScaler's scale); `set_loss_scale`
+    does so for a model.
+
+    After a forward: last_losses, the detached losses by name; last_tokens_per_expert, (E,) int64, this rank's
+    choices before drops. Expert weights are made on the communicator's device and do not depend on the number
+    of ranks.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        comm: Communicator | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        if comm is None:
+            comm = _build_communicator(config, group, max_tokens)
+        elif group is not None or max_tokens is not None:
+            raise InvalidArgument("group and max_tokens are given by comm, must be None when comm is passed")
+        for name in ("num_experts", "hidden", "top_k", "dtype"):
+            ours, theirs = getattr(config, name), getattr(comm, name)
+            if ours != theirs:
+                raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
+        self.config, self.comm = config, comm
+        self.router = TopKRouter(config, device=comm.device)
+        self.experts = GroupedExperts(
+            config,
+            num_local_experts=comm.num_local_experts,
+            first_expert=comm.rank * comm.num_local_experts,
+            device=comm.device,
+        )
+        self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
+        self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
+        self.loss_scale = 1.0
+        self.last_losses: dict[str, Tensor] = {}
+        self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
+
+    def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
+        """x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. Returns the same shape and
+        dtype.
+
+        seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
+        input. Raises InvalidArgument, and what the communicator raises, on all ranks.
+        """
+        x_TH, seq_len = self._flatten(x, seq_len)
+        routing = self.router(x_TH, seq_len)
+        rows_TH = x_TH.to(self.config.dtype)
+        out = self.comm.dispatch(
+            rows_TH, routing.topk_idx_TK, routing.topk_weights_TK, capacity=self.capacity
+        )
+        expert_rows_PH = self.experts(out.tokens, out.offsets, has_tail=self.capacity is not None)
+        y_TH = self.comm.combine(expert_rows_PH, out.handle, weights=out.weights)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(rows_TH)
+        return self._attach(y_TH.to(x.dtype), routing).view(x.shape)
+
+    def _flatten(self, x: Tensor, seq_len: int | None) -> tuple[Tensor, int | None]:
+        if x.dim() not in (2, 3) or x.shape[-1] != self.config.hidden:
+            # Raising here would leave the other ranks waiting; the communicator refuses x on all of them.
+            nowhere_0K = torch.empty(0, self.config.top_k, dtype=torch.int32, device=x.device)
+            self.comm.dispatch(x, nowhere_0K)
+        if x.dim() == 3:
+            return x.flatten(0, 1), x.shape[1] or None
+        return x, seq_len
+
+    def _attach(self, y_TH: Tensor, routing: Routing) -> Tensor:
+        self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
+        self.last_tokens_per_expert = routing.tokens_per_expert_E
+        if not (torch.is_grad_enabled() and y_TH.requires_grad):
+            return y_TH
+        total = sum(routing.losses.values(), start=y_TH.new_zeros((), dtype=torch.float32))
+        router, load_E, training = self.router, routing.tokens_per_expert_E, self.training
+        return attach_loss(
+            y_TH, total, self.loss_scale, (lambda: router.record_load(load_E)) if training else None
+        )
+
+
+def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
+    """Rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens each rank
+    brings.
+    """
+    limit = tokens_per_expert_limit(config, comm.max_tokens)
+    from_one_rank = min(
+        comm.num_local_experts * limit, min(config.top_k, comm.num_local_experts) * comm.max_tokens
+    )
+    return comm.size * from_one_rank
+
+
+def set_loss_scale(model: nn.Module, scale: float) -> None:
+    """Sets loss_scale of every MoELayer in the model: what multiplies the model's loss before backward."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.loss_scale = scale
+
+
+def _build_communicator(
+    config: MoEConfig, group: dist.ProcessGroup | None, max_tokens: int | None
+) -> Communicator:
+    if max_tokens is None:
+        raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
+    return Communicator(
+        group,
+        num_experts=config.num_experts,
+        hidden=config.hidden,
+        top_k=config.top_k,
+        max_tokens=max_tokens,
+        dtype=config.dtype,
+    )

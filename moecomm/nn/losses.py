@@ -1,0 +1,66 @@
+"""Auxiliary losses of the router, and how their gradient flows although the model's loss lacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def load_balancing_loss(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int | None = None) -> Tensor:
+    """Switch Transformer's load-balancing loss (arXiv 2101.03961, eq. 4-6; for top-k as in Megatron-Core).
+
+    E * sum over e of f_e * P_e, where f_e is the share of the (token, k) pairs that chose expert e and P_e
+    the mean probability of e; 1 when both are uniform. Gradient flows through P only. probs_TE: (T, E), rows
+    sum to 1; topk_idx_TK: (T, K), every entry a global expert id. With sequence_len, which must divide T, the
+    loss is taken over each run of sequence_len tokens and averaged. Returns a 0-d tensor; 0 when T is 0.
+    """
+    num_tokens, num_experts = probs_TE.shape
+    if num_tokens == 0:
+        return probs_TE.sum()
+    length = num_tokens if sequence_len is None else sequence_len
+    sequences = num_tokens // length
+    probs_SE = probs_TE.view(sequences, length, num_experts).mean(dim=1)
+    chosen_SN = topk_idx_TK.reshape(sequences, -1).to(torch.int64)
+    ones_SN = torch.ones_like(chosen_SN, dtype=probs_TE.dtype)
+    share_SE = torch.zeros_like(probs_SE).scatter_add(1, chosen_SN, ones_SN) / chosen_SN.shape[1]
+    return num_experts * (probs_SE * share_SE).sum(dim=1).mean()
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). 0-d; 0 when T is 0."""
+    return logits_TE.logsumexp(dim=-1).square().sum() / max(logits_TE.shape[0], 1)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, loss: Tensor, scale: float, on_backward: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.scale, ctx.on_backward = scale, on_backward
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        (loss,) = ctx.saved_tensors
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        return grad_y, torch.full_like(loss, ctx.scale), None, None
+
+
+def attach_loss(
+    y: Tensor, loss: Tensor, scale: float = 1.0, on_backward: Callable[[], None] | None = None
+) -> Tensor:
+    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale` beside it.
+
+    The manner of Megatron-Core's MoEAuxLossAutoScaler: the gradient is that of (the model's loss + scale *
+    loss), and no one has to carry the loss out of the model. Right under torch.utils.checkpoint too: there
+    the first forward is thrown away and only the recomputed one has a backward. For the same reason
+    `on_backward`, called once when the gradient arrives, is the place to count a step's tokens: a forward may
+    run twice, a backward does not.
+    """
+    attached: Tensor = _AttachLoss.apply(y, loss, scale, on_backward)  # type: ignore[no-untyped-call]
+    return attached

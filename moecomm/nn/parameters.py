@@ -1,0 +1,34 @@
+"""Which parameters belong to experts, and so differ between the ranks of an expert-parallel group."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+_MARK = "moecomm_expert_parallel"
+
+
+def mark_expert_parameter(parameter: nn.Parameter) -> None:
+    setattr(parameter, _MARK, True)
+
+
+def is_expert_parameter(parameter: Tensor) -> bool:
+    """True for a parameter sharded by expert over the expert-parallel group; False for one that all ranks
+    share.
+    """
+    return getattr(parameter, _MARK, False)
+
+
+def init_expert_weights(weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float) -> None:
+    """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone.
+
+    So a model starts the same at every EP size. Drawn in float32 on the CPU, so that neither dtype nor device
+    matters beyond rounding.
+    """
+    generator = torch.Generator()
+    for local, weight_AB in enumerate(weight_LAB.detach()):
+        key = f"{seed}:{name}:{first_expert + local}".encode()
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
+        weight_AB.copy_(torch.normal(0.0, std, weight_AB.shape, generator=generator))

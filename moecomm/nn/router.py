@@ -1,0 +1,195 @@
+"""Top-k router: scores every expert for every token and chooses k of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn.capacity import kept_choices, tokens_per_expert_limit
+from moecomm.nn.config import MoEConfig
+from moecomm.nn.losses import load_balancing_loss, z_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Where the tokens go.
+
+    topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice.
+    topk_weights_TK: (T, K) float32, 0 where dropped; differentiable.
+    scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
+    losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient; differentiable.
+    tokens_per_expert_E: (E,) int64, choices before any drop: the load that balancing must see.
+    """
+
+    topk_idx_TK: Tensor
+    topk_weights_TK: Tensor
+    scores_TE: Tensor
+    losses: dict[str, Tensor]
+    tokens_per_expert_E: Tensor
+
+
+class TopKRouter(nn.Module):
+    """Linear router without bias; the order of its steps is that of Megatron-Core's TopKRouter.
+
+    jitter on the input -> logits -> scores -> choice of k (group-limited and with balancing bias if
+    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All of it in float32, whatever
+    the tokens' dtype and also inside autocast (float64 for float64 tokens). `weight` is (E, H) float32
+    (float64 for a float64 config) and starts from the default generator: ranks that call torch.manual_seed
+    alike have the same router.
+
+    With bias_update_rate the buffers are expert_bias_E float32 (saved) and load_E int64, the choices counted
+    since the last `update_expert_bias` (not saved).
+    """
+
+    weight: nn.Parameter
+    expert_bias_E: Tensor | None
+    load_E: Tensor | None
+
+    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        dtype = torch.promote_types(config.dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
+        balances = config.bias_update_rate > 0
+        bias_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if balances else None
+        load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=device) if balances else None
+        self.register_buffer("expert_bias_E", bias_E)
+        self.register_buffer("load_E", load_E, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.config.init_std)
+
+    def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
+        """x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
+        aux_loss="sequence" (default: all T are one sequence). Raises InvalidArgument on a wrong shape or a
+        seq_len that does not divide T.
+        """
+        config = self.config
+        self._check(x_TH, seq_len)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
+            if self.training and config.jitter > 0:
+                x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - config.jitter, 1 + config.jitter)
+            logits_TE = x_TH @ self.weight.to(x_TH.dtype).t()
+            scores_TE = (
+                logits_TE.softmax(dim=-1) if config.score_function == "softmax" else logits_TE.sigmoid()
+            )
+            topk_idx_TK = self._choose(logits_TE.detach(), scores_TE.detach())
+            weights_TK = self._weights(logits_TE, scores_TE, topk_idx_TK)
+            losses = self._losses(logits_TE, scores_TE, topk_idx_TK, seq_len)
+            choices = topk_idx_TK.reshape(-1)
+            load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=x_TH.device)
+            load_E.scatter_add_(0, choices, torch.ones_like(choices))
+            if config.capacity_factor is not None:
+                by_weight = weights_TK if config.drop_policy == "probs" else None
+                limit = tokens_per_expert_limit(config, x_TH.shape[0])
+                kept_TK = kept_choices(topk_idx_TK, by_weight, config.num_experts, limit)
+                topk_idx_TK = topk_idx_TK.masked_fill(~kept_TK, -1)
+                weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)
+        return Routing(
+            topk_idx_TK=topk_idx_TK.to(torch.int32),
+            topk_weights_TK=weights_TK.to(torch.float32),
+            scores_TE=scores_TE,
+            losses=losses,
+            tokens_per_expert_E=load_E,
+        )
+
+    def _check(self, x_TH: Tensor, seq_len: int | None) -> None:
+        if x_TH.dim() != 2 or x_TH.shape[1] != self.config.hidden:
+            raise InvalidArgument(
+                f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={self.config.hidden})"
+            )
+        if seq_len is not None and (seq_len < 1 or x_TH.shape[0] % seq_len):
+            raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {x_TH.shape[0]}")
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        config = self.config
+        if config.force_balanced:
+            return balanced_choice(logits_TE.shape[0], config.num_experts, config.top_k, logits_TE.device)
+        # Softmax is monotone, so that only the balancing bias and the groups' sums feel on which of the two
+        # we choose.
+        after_topk = config.score_function == "softmax" and not config.pre_softmax
+        rank_by_TE = logits_TE if after_topk else scores_TE
+        if self.expert_bias_E is not None:
+            rank_by_TE = rank_by_TE + self.expert_bias_E
+        if config.num_groups is not None and config.topk_groups is not None:
+            rank_by_TE = limit_to_groups(rank_by_TE, config.num_groups, config.topk_groups, config.top_k)
+        return rank_by_TE.topk(config.top_k, dim=-1).indices
+
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor) -> Tensor:
+        config = self.config
+        if config.score_function == "softmax" and not config.pre_softmax:
+            weights_TK = logits_TE.gather(1, topk_idx_TK).softmax(dim=-1)
+        else:
+            weights_TK = scores_TE.gather(1, topk_idx_TK)
+            if config.normalize_topk:
+                weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights_TK * config.scaling_factor
+
+    def _losses(
+        self, logits_TE: Tensor, scores_TE: Tensor, topk_idx_TK: Tensor, seq_len: int | None
+    ) -> dict[str, Tensor]:
+        config = self.config
+        losses: dict[str, Tensor] = {}
+        if config.aux_loss != "none":
+            probs_TE = scores_TE
+            if config.score_function == "sigmoid":
+                probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+            length = seq_len if config.aux_loss == "sequence" else None
+            losses["aux_loss"] = config.aux_loss_coef * load_balancing_loss(probs_TE, topk_idx_TK, length)
+        if config.z_loss_coef > 0:
+            losses["z_loss"] = config.z_loss_coef * z_loss(logits_TE)
+        return losses
+
+    def record_load(self, tokens_per_expert_E: Tensor) -> None:
+        """Adds one batch's choices to what the next `update_expert_bias` balances. No-op without a balancing
+        bias.
+        """
+        if self.load_E is not None:
+            self.load_E += tokens_per_expert_E
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        # model.to(torch.bfloat16) must not round the bias: steps of 0.001 would be lost in it.
+        bias_E = self.expert_bias_E
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias_E is not None and self.expert_bias_E is not None and self.expert_bias_E.dtype != bias_E.dtype:
+            self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
+        return self
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"experts={config.num_experts}, top_k={config.top_k}, scores={config.score_function}"
+
+
+def limit_to_groups(rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k: int) -> Tensor:
+    """(T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    A group is worth the sum of its best top_k // topk_groups (at least one) entries; a token keeps
+    topk_groups groups.
+
+    Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups are worth
+    5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 is the best one.
+    """
+    grouped_TGM = rank_by_TE.unflatten(1, (num_groups, -1))
+    best = min(max(top_k // topk_groups, 1), grouped_TGM.shape[2])
+    worth_TG = grouped_TGM.topk(best, dim=-1).values.sum(dim=-1)
+    kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, worth_TG.topk(topk_groups, dim=-1).indices, True)
+    return grouped_TGM.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) -> Tensor:
+    """(T, K) int64: k different experts a token, each expert equally often in any run of E tokens.
+
+    A token's choices lie E // K apart, so that they spread over the ranks as those of a balanced router
+    would. Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].
+    """
+    token_T1 = torch.arange(num_tokens, device=device).unsqueeze(1)
+    slot_K = torch.arange(top_k, device=device) * (num_experts // top_k)
+    return (token_T1 + slot_K) % num_experts
