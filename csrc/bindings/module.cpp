@@ -1,0 +1,174 @@
+// The Python face of the runtime: pointers and sizes in, typed exceptions out. moecomm/backends/cpu.py is its only caller.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "kernels/cpu/heuristics.hpp"
+#include "runtime/communicator.hpp"
+#include "runtime/host_pool.hpp"
+
+namespace py = pybind11;
+using namespace moecomm;
+
+namespace {
+
+/// Memory that Python sees as a writable buffer; tensors made from it keep it alive.
+struct HostBuffer {
+  std::shared_ptr<std::byte> memory;
+  int64_t bytes;
+};
+
+template <class T = std::byte>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void set_python_error(const Error& error) {
+  const ErrorDetails& d = error.details();
+  const py::object raised = py::module_::import("moecomm.errors")
+                                .attr("from_native")(static_cast<uint32_t>(error.kind()), error.what(), d.rank, d.peer, d.phase,
+                                                     d.expected, d.seen, d.needed, d.available);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+}
+
+py::dict stats_dict(const Stats& s) {
+  py::dict out;
+  out["dispatch_calls"] = s.dispatch_calls;
+  out["dispatch_seconds"] = s.dispatch_seconds;
+  out["combine_calls"] = s.combine_calls;
+  out["combine_seconds"] = s.combine_seconds;
+  out["wait_seconds"] = s.wait_seconds;
+  out["rows_in"] = s.rows_in;
+  out["rows_out"] = s.rows_out;
+  out["bytes_wire"] = s.bytes_wire;
+  out["plans_made"] = s.plans_made;
+  out["plans_reused"] = s.plans_reused;
+  return out;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "moecomm's C++ runtime";
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      set_python_error(error);
+    }
+  });
+#if defined(MOECOMM_CUDA_VERSION)
+  m.attr("cuda_version") = MOECOMM_CUDA_VERSION;
+#else
+  m.attr("cuda_version") = py::none();
+#endif
+  m.attr("compiler") = __VERSION__;
+  m.def("cpu_heuristics", [](int ranks) { return cpu::choose_heuristics(ranks).text(); }, py::arg("local_ranks"));
+  m.def("shm_available_bytes", &shm::available_bytes);
+
+  py::enum_<DType>(m, "DType")
+      .value("float32", DType::float32)
+      .value("bfloat16", DType::bfloat16)
+      .value("float16", DType::float16)
+      .value("float64", DType::float64);
+  py::enum_<RowLayout>(m, "RowLayout").value("expert", RowLayout::expert).value("rank", RowLayout::rank);
+  py::enum_<ErrorKind>(m, "ErrorKind")
+      .value("invalid_argument", ErrorKind::invalid_argument)
+      .value("invalid_routing", ErrorKind::invalid_routing)
+      .value("mismatched_arguments", ErrorKind::mismatched_arguments)
+      .value("capacity_exceeded", ErrorKind::capacity_exceeded)
+      .value("closed", ErrorKind::closed)
+      .value("out_of_memory", ErrorKind::out_of_memory)
+      .value("peer_timeout", ErrorKind::peer_timeout)
+      .value("peer_lost", ErrorKind::peer_lost)
+      .value("unsupported", ErrorKind::unsupported);
+
+  py::class_<WindowShape>(m, "WindowShape")
+      .def(py::init([](int32_t ranks, int32_t top_k, int64_t hidden, int64_t max_tokens, DType dtype) {
+             return WindowShape{ranks, top_k, hidden, max_tokens, dtype};
+           }),
+           py::kw_only(), py::arg("ranks"), py::arg("top_k"), py::arg("hidden"), py::arg("max_tokens"), py::arg("dtype"));
+  m.def("window_sections", [](const WindowShape& shape) {
+    py::list out;
+    for (const Section& section : window_sections(shape)) out.append(py::make_tuple(section.name, section.offset, section.bytes));
+    return out;
+  });
+  m.def("window_bytes", [](const WindowShape& shape) {
+    const WindowLayout layout = WindowLayout::make(shape);
+    return py::make_tuple(layout.total_bytes, layout.committed_bytes);
+  });
+
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def_readonly("id", &Plan::id)
+      .def_readonly("rows", &Plan::rows)
+      .def_readonly("needed_rows", &Plan::needed_rows)
+      .def_readonly("tokens", &Plan::tokens)
+      .def_property_readonly("layout", [](const Plan& plan) { return plan.shape.layout; })
+      .def_readonly("expert_rows", &Plan::expert_rows)
+      .def_readonly("offsets", &Plan::offsets);
+
+  py::class_<HostBuffer>(m, "HostBuffer", py::buffer_protocol())
+      .def_buffer([](HostBuffer& buffer) {
+        return py::buffer_info(buffer.memory.get(), 1, py::format_descriptor<uint8_t>::format(), 1, {buffer.bytes}, {1});
+      })
+      .def_readonly("bytes", &HostBuffer::bytes);
+  py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool").def(py::init<>()).def("take", [](HostPool& pool, int64_t bytes) {
+    return HostBuffer{pool.take(bytes), bytes};
+  });
+
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+      .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads, double timeout) {
+             return std::make_shared<Communicator>(CommunicatorConfig{shape, rank, num_experts, threads, timeout});
+           }),
+           py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"), py::arg("timeout"))
+      .def_property_readonly("window_name", &Communicator::window_name)
+      .def("connect", &Communicator::connect, py::arg("names"), py::arg("pids"), Release())
+      .def("unlink_window", &Communicator::unlink_window)
+      .def(
+          "begin_dispatch",
+          [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens, RowLayout layout,
+             int64_t alignment, int64_t capacity) {
+            // Python's Plan is read-only, so the missing const costs nothing.
+            return std::const_pointer_cast<Plan>(self.begin_dispatch({pointer(x), pointer<void>(ids), wide_ids, pointer(weights),
+                                                                      tokens, layout, alignment, capacity}));
+          },
+          py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"), py::arg("tokens"),
+          py::arg("layout"), py::arg("alignment"), py::arg("capacity"), Release())
+      .def(
+          "pull",
+          [](Communicator& self, uintptr_t out, uintptr_t weights, uintptr_t ids) {
+            self.pull(pointer(out), pointer(weights), pointer<int32_t>(ids));
+          },
+          py::kw_only(), py::arg("out"), py::arg("weights"), py::arg("ids"), Release())
+      .def(
+          "redispatch",
+          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t out, uintptr_t scales,
+             uintptr_t other, uintptr_t dots) {
+            self.redispatch(plan, pointer(rows), pointer(out), pointer(scales), pointer(other), pointer(dots));
+          },
+          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"),
+          Release())
+      .def(
+          "combine",
+          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t weights, uintptr_t y,
+             uintptr_t weight_grads, uintptr_t out_weight_grads) {
+            self.combine(plan, pointer(rows), pointer(weights), pointer(y), pointer(weight_grads), pointer(out_weight_grads));
+          },
+          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("weights"), py::arg("y"), py::arg("weight_grads"),
+          py::arg("out_weight_grads"), Release())
+      .def(
+          "fail", [](Communicator& self, ErrorKind kind, const std::string& text) { self.fail(kind, text); }, py::arg("kind"),
+          py::arg("text"), Release())
+      .def("check", &Communicator::check)
+      .def(
+          "take_input",
+          [](Communicator& self, int64_t tokens) {
+            return HostBuffer{self.take_input(), tokens * self.layout().shape.row_bytes()};
+          },
+          py::arg("tokens"), Release())
+      .def("close", &Communicator::close)
+      .def_property_readonly("closed", &Communicator::closed)
+      .def("stats", [](Communicator& self) { return stats_dict(self.stats()); })
+      .def("reset_stats", [](Communicator& self) { self.stats() = Stats{}; })
+      .def("__str__", &Communicator::heuristics_text);
+}

@@ -1,0 +1,50 @@
+// Recoverable errors. A broken invariant is an assert; everything a caller or a peer can cause is an Error.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace moecomm {
+
+// The numbers cross process borders in signal records; moecomm/errors.py maps them to Python types.
+enum class ErrorKind : uint32_t {
+  none = 0,
+  invalid_argument = 1,
+  invalid_routing = 2,
+  mismatched_arguments = 3,
+  capacity_exceeded = 4,
+  closed = 5,
+  out_of_memory = 6,
+  peer_timeout = 7,
+  peer_lost = 8,
+  unsupported = 9,
+};
+
+/// What an error knows besides its text; -1 and 0 where it does not apply.
+struct ErrorDetails {
+  int rank = -1;
+  int peer = -1;
+  std::string phase;
+  uint64_t expected = 0;
+  uint64_t seen = 0;
+  int64_t needed = 0;     ///< rows (capacity_exceeded) or bytes (out_of_memory)
+  int64_t available = 0;  ///< the bound that `needed` passed, same unit
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& text, ErrorDetails details = {})
+      : std::runtime_error(text), kind_(kind), details_(std::move(details)) {}
+  ErrorKind kind() const { return kind_; }
+  const ErrorDetails& details() const { return details_; }
+
+ private:
+  ErrorKind kind_;
+  ErrorDetails details_;
+};
+
+/// "shm_open: No space left on device" for the current errno.
+std::string errno_text(const char* call);
+
+}  // namespace moecomm

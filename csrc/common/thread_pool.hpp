@@ -1,0 +1,40 @@
+// Threads that one communicator uses for its copies and sums: the CPU's counterpart of an SM budget.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace moecomm {
+
+class ThreadPool {
+ public:
+  /// `threads` counts the caller: 1 starts nothing and runs everything inline.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  /// Splits [0, count) into one contiguous range a thread and returns when all have run. One caller at a time.
+  /// A range does not depend on what other threads do, so results cannot depend on timing.
+  void parallel(int64_t count, const std::function<void(int64_t begin, int64_t end)>& body);
+
+ private:
+  void run(int index);
+
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable start_, finished_;
+  const std::function<void(int64_t, int64_t)>* body_ = nullptr;
+  int64_t count_ = 0;
+  uint64_t generation_ = 0;
+  int running_ = 0;
+  bool stop_ = false;
+};
+
+}  // namespace moecomm

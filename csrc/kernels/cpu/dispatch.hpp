@@ -1,0 +1,42 @@
+// Dispatch on the CPU: publish what others need into the own window, then pull what the plan asks for.
+#pragma once
+
+#include <vector>
+
+#include "common/thread_pool.hpp"
+#include "kernels/cpu/heuristics.hpp"
+#include "layout/plan.hpp"
+#include "layout/window.hpp"
+
+namespace moecomm::cpu {
+
+/// What every kernel of a communicator works with.
+struct Context {
+  const WindowShape& shape;
+  ThreadPool& pool;
+  const Heuristics& heuristics;
+  int32_t rank;
+  int32_t local_experts;
+};
+
+/// Copies those of the `tokens` rows of x that another rank will pull; rows of tokens that nobody else owns stay behind.
+void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens, std::byte* rows);
+
+/// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]; alignment rows become zero.
+/// rows[r]: rank r's published rows. With `scales` (weight type, [plan.rows]) each place gets its row times its scale; with
+/// `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
+struct PullArguments {
+  std::vector<const std::byte*> rows;
+  std::byte* out = nullptr;
+  const std::byte* scales = nullptr;
+  const std::byte* other = nullptr;
+  std::byte* dots = nullptr;
+};
+void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments);
+
+/// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Places that no token
+/// has get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be null.
+void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
+                   std::byte* out_weights, int32_t* out_ids);
+
+}  // namespace moecomm::cpu

@@ -1,0 +1,23 @@
+// Every choice of the CPU kernels that is a matter of speed and not of results, in one printable place.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace moecomm::cpu {
+
+struct Heuristics {
+  /// Outputs of at least this many bytes are written past the caches: they would only evict what is still needed, and an
+  /// ordinary store first reads the line that it overwrites. Half of the last-level cache's share of a rank.
+  int64_t stream_bytes;
+  std::string isa;  ///< instruction set of the row kernels
+
+  bool stream(int64_t output_bytes) const { return output_bytes >= stream_bytes; }
+  std::string text() const {
+    return "row kernels " + isa + ", outputs of " + std::to_string(stream_bytes) + " bytes and more bypass the caches";
+  }
+};
+
+Heuristics choose_heuristics(int local_ranks);
+
+}  // namespace moecomm::cpu

@@ -1,0 +1,151 @@
+// The plan by count and prefix sum (layout/plan.hpp says what it holds):
+//   1. for every source, count rows a local expert and the entries (tokens that need this rank)
+//   2. expert e starts at the aligned end of expert e-1; within it source s starts after sources below s
+//   3. walk the ids again in (source, token, k) order and hand out rows from those starts
+// Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0 (experts 0, 1),
+// alignment 4; source 0 ids {0,2} {1,0} {3,2}, source 1 ids {1,3} {0,1}.
+//   expert 0: (s0,t0) (s0,t1) (s1,t1) -> rows 0 1 2, row 3 is padding; expert 1: (s0,t1) (s1,t0) (s1,t1) -> rows 4 5 6
+//   offsets {4, 8}; entries (0,0) -> {0}; (0,1) -> {4,1} in k order; (1,0) -> {5}; (1,1) -> {2,6}
+#include "layout/plan.hpp"
+
+#include <algorithm>
+
+#include "layout/routing.hpp"
+
+namespace moecomm {
+namespace {
+
+/// Rows that each rank needs, to know everywhere whether a fixed capacity was passed anywhere.
+void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
+  const PlanShape& s = plan.shape;
+  std::vector<int64_t> counts(int64_t{s.ranks} * s.local_experts, 0), needed(s.ranks, 0);
+  for (const SourceIds& source : sources)
+    for (int64_t t = 0; t < source.tokens; ++t) {
+      const int32_t* ids = source.ids + t * s.top_k;
+      for (int32_t k = 0; k < s.top_k; ++k) {
+        if (ids[k] < 0) continue;
+        if (s.layout == RowLayout::expert)
+          ++counts[ids[k]];
+        else if (first_of_owner(ids, k, s.local_experts))
+          ++needed[expert_owner(ids[k], s.local_experts)];
+      }
+    }
+  if (s.layout == RowLayout::expert)
+    for (size_t e = 0; e < counts.size(); ++e) needed[e / s.local_experts] += align_up(counts[e], s.alignment);
+  const auto most = std::max_element(needed.begin(), needed.end());
+  plan.max_needed = *most;
+  plan.max_needed_rank = static_cast<int32_t>(most - needed.begin());
+}
+
+void plan_home(Plan& plan, const SourceIds& home) {
+  const PlanShape& s = plan.shape;
+  plan.tokens = home.tokens;
+  plan.home_ids.assign(home.ids, home.ids + home.tokens * s.top_k);
+  plan.owner_begin.reserve(home.tokens + 1);
+  plan.owner_begin.push_back(0);
+  for (int64_t t = 0; t < home.tokens; ++t) {
+    const int32_t* ids = home.ids + t * s.top_k;
+    const auto begin = static_cast<int64_t>(plan.owner.size());
+    for (int32_t k = 0; k < s.top_k; ++k)
+      if (first_of_owner(ids, k, s.local_experts)) plan.owner.push_back(expert_owner(ids[k], s.local_experts));
+    std::sort(plan.owner.begin() + begin, plan.owner.end());
+    plan.owner_begin.push_back(static_cast<int64_t>(plan.owner.size()));
+  }
+  plan.own_entry.assign(home.tokens, -1);
+  for (int64_t i = plan.source_begin[s.rank]; i < plan.source_begin[s.rank + 1]; ++i)
+    plan.own_entry[plan.entry_token[i]] = i;
+}
+
+}  // namespace
+
+Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
+  Plan plan;
+  plan.shape = shape;
+  const int32_t local = shape.local_experts, first = shape.rank * local;
+  const bool by_expert = shape.layout == RowLayout::expert;
+  const auto local_expert = [&](int32_t id) { return id >= first && id < first + local ? id - first : -1; };
+
+  // 1. count
+  std::vector<int64_t> counts(int64_t{shape.ranks} * local, 0);  // [source][expert]
+  plan.source_begin.assign(shape.ranks + 1, 0);
+  int64_t pairs = 0;
+  for (int32_t r = 0; r < shape.ranks; ++r) {
+    int64_t entries = 0;
+    for (int64_t t = 0; t < sources[r].tokens; ++t) {
+      const int32_t* ids = sources[r].ids + t * shape.top_k;
+      bool needed = false;
+      for (int32_t k = 0; k < shape.top_k; ++k) {
+        const int32_t e = local_expert(ids[k]);
+        if (e < 0) continue;
+        ++counts[int64_t{r} * local + e];
+        ++pairs;
+        needed = true;
+      }
+      entries += needed;
+    }
+    plan.source_begin[r + 1] = plan.source_begin[r] + entries;
+  }
+
+  // 2. starts
+  const int64_t entries = plan.source_begin[shape.ranks];
+  plan.expert_rows.assign(local, 0);
+  for (int32_t e = 0; e < local; ++e)
+    for (int32_t r = 0; r < shape.ranks; ++r) plan.expert_rows[e] += static_cast<int32_t>(counts[int64_t{r} * local + e]);
+  const auto clamp = [&](int64_t row) { return shape.capacity < 0 ? row : std::min(row, shape.capacity); };
+  std::vector<int64_t> next(int64_t{shape.ranks} * local, 0);  // next row of [source][expert]
+  if (by_expert) {
+    int64_t end = 0;
+    for (int32_t e = 0; e < local; ++e) {
+      int64_t row = end;
+      for (int32_t r = 0; r < shape.ranks; ++r) {
+        next[int64_t{r} * local + e] = row;
+        row += counts[int64_t{r} * local + e];
+      }
+      end = align_up(row, shape.alignment);
+      plan.offsets.push_back(static_cast<int32_t>(clamp(end)));
+      if (clamp(row) < clamp(end)) plan.padding.emplace_back(clamp(row), clamp(end));
+    }
+    plan.needed_rows = end;
+  } else {
+    for (int32_t r = 0; r < shape.ranks; ++r) plan.offsets.push_back(static_cast<int32_t>(clamp(plan.source_begin[r + 1])));
+    plan.needed_rows = entries;
+  }
+  plan.rows = shape.capacity < 0 ? plan.needed_rows : shape.capacity;
+
+  // 3. rows
+  plan.entry_token.reserve(entries);
+  plan.entry_slot.reserve(entries);
+  plan.row_begin.reserve(entries + 1);
+  plan.row_begin.push_back(0);
+  plan.row.reserve(by_expert ? pairs : entries);
+  plan.row_k.reserve(by_expert ? pairs : entries);
+  const auto place = [&](int64_t row, int32_t k) {
+    plan.row.push_back(row < plan.rows ? static_cast<int32_t>(row) : -1);
+    plan.row_k.push_back(k);
+  };
+  for (int32_t r = 0; r < shape.ranks; ++r)
+    for (int64_t t = 0; t < sources[r].tokens; ++t) {
+      const int32_t* ids = sources[r].ids + t * shape.top_k;
+      bool needed = false;
+      for (int32_t k = 0; k < shape.top_k; ++k) {
+        const int32_t e = local_expert(ids[k]);
+        if (e < 0) continue;
+        needed = true;
+        if (by_expert) place(next[int64_t{r} * local + e]++, k);
+      }
+      if (!needed) continue;
+      if (!by_expert) {
+        place(plan.entries(), -1);
+        for (int32_t k = 0; k < shape.top_k; ++k) plan.entry_ids.push_back(local_expert(ids[k]));
+      }
+      plan.entry_token.push_back(static_cast<int32_t>(t));
+      plan.entry_slot.push_back(owners_below(ids, shape.top_k, local, shape.rank));
+      plan.row_begin.push_back(static_cast<int64_t>(plan.row.size()));
+    }
+
+  if (shape.capacity >= 0) find_max_needed(plan, sources);
+  plan_home(plan, sources[shape.rank]);
+  return plan;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,41 @@
+#include "kernels/cpu/rows.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "kernels/cpu/heuristics.hpp"
+
+namespace moecomm::cpu {
+
+namespace baseline { const RowKernels& kernels(); }
+#if defined(__x86_64__)
+namespace x86_64_v3 { const RowKernels& kernels(); }
+namespace x86_64_v4 { const RowKernels& kernels(); }
+#endif
+
+const RowKernels& row_kernels() {
+#if defined(__x86_64__)
+  static const RowKernels& best = [&]() -> const RowKernels& {
+    __builtin_cpu_init();
+    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+                    __builtin_cpu_supports("f16c");
+    const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512cd");
+    return v4 ? x86_64_v4::kernels() : v3 ? x86_64_v3::kernels() : baseline::kernels();
+  }();
+  return best;
+#else
+  return baseline::kernels();
+#endif
+}
+
+Heuristics choose_heuristics(int local_ranks) {
+  int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (cache <= 0) cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  if (cache <= 0) cache = int64_t{16} << 20;
+  return {std::max<int64_t>(cache / (2 * std::max(local_ranks, 1)), int64_t{1} << 20), row_kernels().isa};
+}
+
+}  // namespace moecomm::cpu

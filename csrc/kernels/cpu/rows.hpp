@@ -1,0 +1,34 @@
+// Verbs on rows: copy, scale, sum, dot. One source (rows_isa.cpp), compiled for several instruction sets; the table of the
+// best one that the processor has is chosen once. All give the same bits: products are rounded before they are added,
+// sums run in the order given, and a dot product has a fixed number of lanes whatever the vector width.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.hpp"
+
+namespace moecomm::cpu {
+
+/// Verbs for one element type. Rows are `hidden` elements; scales and dots are of the weight type (float32, or float64
+/// for float64 rows). `stream` writes past the caches and wants dst aligned to 16 bytes; call fence() after the last one.
+struct RowVerbs {
+  /// dst = round(scale * src)
+  void (*scale)(void* dst, const void* src, double scale, int64_t hidden, bool stream);
+  /// dst = round(sum of scales[i] * round(src[i])), left to right; scales may be null; n >= 1
+  void (*sum)(void* dst, const void* const* src, const double* scales, int n, int64_t hidden, bool stream);
+  /// sum of a * b in 64 lanes, added pairwise
+  double (*dot)(const void* a, const void* b, int64_t hidden);
+};
+
+struct RowKernels {
+  const char* isa;
+  RowVerbs verbs[kDTypes];
+  /// dst = src for `bytes`, a multiple of 16
+  void (*copy)(void* dst, const void* src, int64_t bytes, bool stream);
+  /// Orders streamed stores before what follows.
+  void (*fence)();
+};
+
+const RowKernels& row_kernels();
+
+}  // namespace moecomm::cpu

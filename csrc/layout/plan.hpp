@@ -1,0 +1,66 @@
+// The plan of one dispatch on one rank: which rows it needs, from where, and where they go. A pure function of every
+// source's expert ids, so that all ranks agree without another exchange, whatever the timing.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "layout/control.hpp"
+
+namespace moecomm {
+
+/// What the plan depends on besides the ids.
+struct PlanShape {
+  int32_t rank;
+  int32_t ranks;
+  int32_t local_experts;
+  int32_t top_k;
+  RowLayout layout;
+  int64_t alignment;
+  int64_t capacity;  ///< rows of the output, or -1 for as many as needed
+
+  bool operator==(const PlanShape&) const = default;
+};
+
+/// One source's ids, int32[tokens][top_k]; values outside the experts are no expert.
+struct SourceIds {
+  const int32_t* ids;
+  int64_t tokens;
+};
+
+/// An entry is one (source, token) that this rank needs; entries are ordered by source, then token.
+struct Plan {
+  PlanShape shape;
+  uint64_t id = 0;          ///< epoch in which it was made, the same on all ranks
+  int64_t rows = 0;         ///< rows of the output: capacity, or needed_rows
+  int64_t needed_rows = 0;  ///< rows that every expert row and its alignment take here
+  int64_t max_needed = 0;   ///< the largest needed_rows of any rank (fixed capacity only)
+  int32_t max_needed_rank = 0;
+
+  std::vector<int64_t> source_begin;  ///< [ranks + 1] entries of a source
+  std::vector<int32_t> entry_token;   ///< [entries]
+  std::vector<int32_t> entry_slot;    ///< [entries] this rank's combine slot at the token's home
+  std::vector<int64_t> row_begin;     ///< [entries + 1] into row and row_k
+  std::vector<int32_t> row;           ///< destination rows in the order of k; -1 past capacity
+  std::vector<int32_t> row_k;         ///< the token's k that the row serves; -1 in the rank layout
+  std::vector<int32_t> entry_ids;     ///< [entries][top_k] local expert or -1 (rank layout only)
+
+  std::vector<int32_t> expert_rows;                   ///< [local experts] rows without alignment
+  std::vector<int32_t> offsets;                       ///< inclusive ends a local expert (or a source), at most rows
+  std::vector<std::pair<int64_t, int64_t>> padding;   ///< alignment rows [begin, end), zero in the output
+
+  // The home side: this rank's own tokens.
+  int64_t tokens = 0;
+  std::vector<int32_t> home_ids;       ///< [tokens][top_k]
+  std::vector<int64_t> owner_begin;    ///< [tokens + 1] into owner
+  std::vector<int32_t> owner;          ///< ranks that hold the token's experts, ascending
+  std::vector<int64_t> own_entry;      ///< [tokens] entry of (this rank, token), or -1
+
+  int64_t entries() const { return static_cast<int64_t>(entry_token.size()); }
+};
+
+/// sources[r] is rank r's; sources.size() == shape.ranks.
+Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources);
+
+}  // namespace moecomm

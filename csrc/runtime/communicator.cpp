@@ -1,0 +1,391 @@
+#include "runtime/communicator.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+
+#include "common/deadline.hpp"
+#include "kernels/cpu/combine.hpp"
+#include "kernels/cpu/rows.hpp"
+#include "layout/routing.hpp"
+
+namespace moecomm {
+namespace {
+
+// Plans kept alive after their handles are gone, so that a recomputed forward can find its plan again.
+constexpr size_t kRecentPlans = 16;
+
+const char* name(Operation operation) {
+  switch (operation) {
+    case Operation::dispatch: return "dispatch";
+    case Operation::redispatch: return "backward of combine";
+    case Operation::combine: return "combine";
+    case Operation::none: break;
+  }
+  return "an operation with bad arguments";
+}
+
+const char* name(RowLayout layout) { return layout == RowLayout::expert ? "expert" : "rank"; }
+
+/// Copies ids to int32 and checks them. Returns what is wrong with the first bad one, or an empty text.
+template <class Id>
+std::string take_ids(const Id* ids, int64_t tokens, int32_t top_k, int64_t num_experts, int32_t* out) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int32_t k = 0; k < top_k; ++k) {
+      const auto place = [&] { return "topk_idx[" + std::to_string(t) + ", " + std::to_string(k) + "]"; };
+      const Id id = ids[t * top_k + k];
+      if (id < -1 || id >= num_experts)
+        return place() + " is " + std::to_string(id) + ", expected -1 (no expert) to " + std::to_string(num_experts - 1);
+      out[t * top_k + k] = static_cast<int32_t>(id);
+      if (id < 0) continue;
+      for (int32_t j = 0; j < k; ++j)
+        if (out[t * top_k + j] == id)
+          return place() + " is " + std::to_string(id) + ", which the token already has at k = " + std::to_string(j) +
+                 "; a token may name an expert once";
+    }
+  return {};
+}
+
+uint64_t hash_ids(const int32_t* ids, int64_t count) {
+  return std::hash<std::string_view>{}({reinterpret_cast<const char*>(ids), static_cast<size_t>(count) * sizeof(int32_t)});
+}
+
+}  // namespace
+
+Communicator::Communicator(const CommunicatorConfig& config)
+    : config_(config),
+      layout_(WindowLayout::make(config.shape)),
+      local_experts_(static_cast<int32_t>(config.num_experts / config.shape.ranks)),
+      pool_(config.threads),
+      heuristics_(cpu::choose_heuristics(config.shape.ranks)),
+      windows_(static_cast<size_t>(config.shape.ranks)) {
+  windows_[config_.rank] = shm::Window::create(layout_.total_bytes, layout_.committed_bytes);
+}
+
+Communicator::~Communicator() { close(); }
+
+void Communicator::connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
+  std::vector<std::byte*> bases;
+  for (int r = 0; r < config_.shape.ranks; ++r) {
+    if (r != config_.rank) windows_[r] = shm::Window::open(names[r], layout_.total_bytes);
+    bases.push_back(windows_[r].base());
+  }
+  signals_ = std::make_unique<shm::Signals>(layout_, std::move(bases), config_.rank, pids, config_.timeout_seconds);
+}
+
+std::string Communicator::heuristics_text() const {
+  return heuristics_.text() + ", " + std::to_string(pool_.threads()) + (pool_.threads() == 1 ? " thread" : " threads");
+}
+
+void Communicator::close() noexcept {
+  if (closed_) return;
+  closed_ = true;
+  pending_.reset();
+  recent_.clear();
+  plans_.clear();
+  if (signals_) signals_->close();
+}
+
+void Communicator::require_usable() const {
+  if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
+  if (broken_) throw *broken_;
+  if (!signals_) throw Error(ErrorKind::closed, "the communicator is not connected");
+}
+
+void Communicator::check() {
+  require_usable();
+  if (auto error = std::exchange(overflow_, std::nullopt)) throw *error;
+}
+
+/// Runs one operation; an error that leaves ranks out of step ends the communicator.
+template <class Body>
+auto Communicator::guarded(Body&& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    pending_.reset();
+    signals_->complete(epoch_);
+    if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) broken_ = error;
+    throw;
+  }
+}
+
+SignalRecord Communicator::start(Operation operation) {
+  pending_.reset();
+  signals_->complete(epoch_);  // whatever came before, also a dispatch that was never pulled
+  SignalRecord record{};
+  record.epoch = ++epoch_;
+  record.operation = operation;
+  record.capacity = -1;
+  return record;
+}
+
+void Communicator::exchange(const SignalRecord& record, const char* phase) {
+  signals_->signal(record);
+  {
+    ScopedSeconds waiting(stats_.wait_seconds);
+    signals_->wait_all(record.epoch, phase);
+  }
+  compare_records(record.epoch);
+}
+
+/// Every rank looks at the same records, so every rank comes to the same verdict.
+void Communicator::compare_records(uint64_t epoch) {
+  for (int r = 0; r < config_.shape.ranks; ++r) {
+    const SignalRecord& record = signals_->record(r, epoch);
+    if (record.error == 0) continue;
+    const char* text = reinterpret_cast<const char*>(at(r, layout_.error_text[epoch & 1]));
+    ErrorDetails details;
+    details.rank = r;
+    throw Error(static_cast<ErrorKind>(record.error),
+                "rank " + std::to_string(r) + ": " + std::string(text, strnlen(text, kErrorText)), details);
+  }
+  const SignalRecord& first = signals_->record(0, epoch);
+  for (int r = 1; r < config_.shape.ranks; ++r) {
+    const SignalRecord& other = signals_->record(r, epoch);
+    const auto differ = [&](const std::string& what, const std::string& at_first, const std::string& here) {
+      ErrorDetails details;
+      details.rank = r;
+      throw Error(ErrorKind::mismatched_arguments,
+                  "ranks disagree on " + what + ": rank 0 has " + at_first + ", rank " + std::to_string(r) + " has " + here,
+                  details);
+    };
+    const auto compare = [&](const char* what, int64_t at_first, int64_t here) {
+      if (at_first != here) differ(what, std::to_string(at_first), std::to_string(here));
+    };
+    if (first.operation != other.operation) differ("the operation", name(first.operation), name(other.operation));
+    if (first.layout != other.layout) differ("layout", name(first.layout), name(other.layout));
+    compare("alignment", first.alignment, other.alignment);
+    compare("capacity (-1: none)", first.capacity, other.capacity);
+    if (first.operation != Operation::dispatch)
+      compare("the handle (the epoch of its dispatch)", static_cast<int64_t>(first.plan), static_cast<int64_t>(other.plan));
+    compare("what travels (1: rows, 2: weights, 3: both)", first.carries, other.carries);
+  }
+}
+
+void Communicator::fail(ErrorKind kind, const std::string& text) {
+  require_usable();
+  SignalRecord record = start(Operation::none);
+  record.error = static_cast<uint32_t>(kind);
+  std::byte* const target = at(config_.rank, layout_.error_text[record.epoch & 1]);
+  const size_t length = std::min(text.size(), size_t{kErrorText - 1});
+  std::memcpy(target, text.data(), length);
+  target[length] = std::byte{0};
+  signals_->signal(record);
+  // Ranks stay in step only if this one waits as well; what it reports is its own error all the same.
+  try {
+    signals_->wait_all(record.epoch, "error exchange");
+  } catch (const Error& error) {
+    broken_ = error;
+  }
+  ErrorDetails details;
+  details.rank = config_.rank;
+  throw Error(kind, text, details);
+}
+
+/// Puts x where peers can pull it and returns its offset in this rank's window.
+int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t tokens) {
+  const int64_t in_window = input_offset(x);
+  if (in_window >= 0) {
+    input_epoch_[in_window >= layout_.input[1]] = epoch_;
+    return in_window;
+  }
+  // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left n-2.
+  const int64_t offset = layout_.rows[epoch_ & 1];
+  cpu::publish_rows(context(), x, ids, tokens, at(config_.rank, offset));
+  return offset;
+}
+
+std::vector<const std::byte*> Communicator::published_rows(uint64_t epoch, const std::byte* own) const {
+  std::vector<const std::byte*> rows;
+  for (int r = 0; r < config_.shape.ranks; ++r)
+    rows.push_back(r == config_.rank ? own : at(r, signals_->record(r, epoch).rows_offset));
+  return rows;
+}
+
+/// Row bytes that a dispatch brings here from other ranks, and a combine sends back to them.
+int64_t Communicator::wire_bytes(const Plan& plan) const {
+  const int64_t own = plan.source_begin[config_.rank + 1] - plan.source_begin[config_.rank];
+  return (plan.entries() - own) * layout_.shape.row_bytes();
+}
+
+std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments& arguments) {
+  check();
+  return guarded([&] {
+    ScopedSeconds timer(stats_.dispatch_seconds);
+    ++stats_.dispatch_calls;
+    const int32_t top_k = config_.shape.top_k;
+    const int parity = static_cast<int>((epoch_ + 1) & 1);
+    auto* const ids = reinterpret_cast<int32_t*>(at(config_.rank, layout_.ids[parity]));
+    const std::string wrong =
+        arguments.wide_ids
+            ? take_ids(static_cast<const int64_t*>(arguments.ids), arguments.tokens, top_k, config_.num_experts, ids)
+            : take_ids(static_cast<const int32_t*>(arguments.ids), arguments.tokens, top_k, config_.num_experts, ids);
+    if (!wrong.empty()) fail(ErrorKind::invalid_routing, wrong);
+
+    SignalRecord record = start(Operation::dispatch);
+    if (arguments.weights != nullptr)
+      std::memcpy(at(config_.rank, layout_.weights[parity]), arguments.weights,
+                  static_cast<size_t>(arguments.tokens * top_k * weight_bytes(config_.shape.dtype)));
+    const PlanShape shape{config_.rank,     config_.shape.ranks, local_experts_,    top_k,
+                          arguments.layout, arguments.alignment, arguments.capacity};
+    std::shared_ptr<const Plan> plan = reusable_plan(shape, ids, arguments.tokens);
+    record.rows_offset = publish(arguments.x, ids, arguments.tokens);
+    record.tokens = static_cast<int32_t>(arguments.tokens);
+    record.layout = arguments.layout;
+    record.alignment = static_cast<int32_t>(arguments.alignment);
+    record.capacity = arguments.capacity;
+    record.carries = kCarriesRows | (arguments.weights != nullptr ? uint32_t{kCarriesWeights} : 0);
+    record.plan = plan ? plan->id : 0;
+    exchange(record, "dispatch");
+
+    // The kept plan holds if every rank's ids are those of the same earlier dispatch.
+    bool reuse = plan != nullptr;
+    for (int r = 0; r < config_.shape.ranks && reuse; ++r) reuse = signals_->record(r, record.epoch).plan == plan->id;
+    if (reuse) {
+      ++stats_.plans_reused;
+    } else {
+      std::vector<SourceIds> sources;
+      for (int r = 0; r < config_.shape.ranks; ++r)
+        sources.push_back({reinterpret_cast<const int32_t*>(at(r, layout_.ids[parity])),
+                           signals_->record(r, record.epoch).tokens});
+      auto made = std::make_shared<Plan>(make_plan(shape, sources));
+      made->id = record.epoch;
+      plan = std::move(made);
+      ++stats_.plans_made;
+    }
+    remember(plan);
+    pending_ = Pending{plan, arguments.x, record.epoch};
+    if (arguments.capacity >= 0 && plan->max_needed > arguments.capacity) {
+      ErrorDetails details;
+      details.rank = plan->max_needed_rank;
+      details.needed = plan->max_needed;
+      details.available = arguments.capacity;
+      overflow_ = Error(ErrorKind::capacity_exceeded,
+                        "a dispatch needed " + std::to_string(plan->max_needed) + " rows on rank " +
+                            std::to_string(plan->max_needed_rank) + ", its capacity was " +
+                            std::to_string(arguments.capacity) + "; the rows past it were left out",
+                        details);
+    }
+    return plan;
+  });
+}
+
+void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids) {
+  require_usable();
+  if (!pending_) throw Error(ErrorKind::invalid_argument, "pull without a dispatch before it");
+  ScopedSeconds timer(stats_.dispatch_seconds);
+  const auto [plan, x, epoch] = *std::exchange(pending_, std::nullopt);
+  cpu::PullArguments arguments;
+  arguments.rows = published_rows(epoch, x);
+  arguments.out = out;
+  cpu::pull_rows(context(), *plan, arguments);
+  if (out_weights != nullptr || out_ids != nullptr) {
+    std::vector<const std::byte*> weights;
+    for (int r = 0; r < config_.shape.ranks; ++r) weights.push_back(at(r, layout_.weights[epoch & 1]));
+    cpu::pull_metadata(context(), *plan, weights, out_weights, out_ids);
+  }
+  signals_->complete(epoch);
+  stats_.rows_in += plan->tokens;
+  stats_.rows_out += plan->needed_rows;
+  stats_.bytes_wire += wire_bytes(*plan);
+}
+
+void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,
+                              const std::byte* scales, const std::byte* other, std::byte* dots) {
+  require_usable();
+  guarded([&] {
+    ScopedSeconds timer(stats_.dispatch_seconds);
+    ++stats_.dispatch_calls;
+    SignalRecord record = start(Operation::redispatch);
+    record.plan = plan->id;
+    record.layout = plan->shape.layout;
+    record.carries = kCarriesRows;
+    record.tokens = static_cast<int32_t>(plan->tokens);
+    record.rows_offset = publish(rows, plan->home_ids.data(), plan->tokens);
+    exchange(record, "backward of combine");
+    cpu::PullArguments arguments{published_rows(record.epoch, rows), out, scales, other, dots};
+    cpu::pull_rows(context(), *plan, arguments);
+    signals_->complete(record.epoch);
+    stats_.bytes_wire += wire_bytes(*plan);
+  });
+}
+
+void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights,
+                           std::byte* y, const std::byte* weight_grads, std::byte* out_weight_grads) {
+  require_usable();
+  guarded([&] {
+    ScopedSeconds timer(stats_.combine_seconds);
+    ++stats_.combine_calls;
+    SignalRecord record = start(Operation::combine);
+    record.plan = plan->id;
+    record.layout = plan->shape.layout;
+    record.carries = (y != nullptr ? uint32_t{kCarriesRows} : 0) | (out_weight_grads != nullptr ? uint32_t{kCarriesWeights} : 0);
+    const int parity = static_cast<int>(record.epoch & 1);
+    cpu::CombineArguments arguments;
+    arguments.rows = rows;
+    arguments.weights = weights;
+    arguments.weight_grads = weight_grads;
+    for (int r = 0; r < config_.shape.ranks; ++r) {
+      arguments.slots.push_back(at(r, layout_.slots[parity]));
+      arguments.home_weight_grads.push_back(at(r, layout_.weight_grads[parity]));
+    }
+    // Slots alternate like rows: a home has read what epoch n-2 put there before it announced n-1.
+    if (y != nullptr) cpu::reduce_and_push(context(), *plan, arguments);
+    if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
+    exchange(record, "combine");
+    if (y != nullptr) {
+      cpu::sum_home(context(), *plan, arguments, y);
+      stats_.bytes_wire += wire_bytes(*plan);
+    }
+    if (out_weight_grads != nullptr)
+      cpu::collect_weight_grads(context(), *plan, arguments.home_weight_grads[config_.rank], out_weight_grads);
+    signals_->complete(record.epoch);
+  });
+}
+
+std::shared_ptr<const Plan> Communicator::reusable_plan(const PlanShape& shape, const int32_t* ids, int64_t tokens) {
+  const int64_t count = tokens * shape.top_k;
+  const auto [begin, end] = plans_.equal_range(hash_ids(ids, count));
+  std::shared_ptr<const Plan> newest;
+  for (auto it = begin; it != end; ++it) {
+    auto plan = it->second.lock();
+    if (plan && plan->shape == shape && plan->tokens == tokens && (!newest || plan->id > newest->id) &&
+        std::equal(ids, ids + count, plan->home_ids.begin()))
+      newest = std::move(plan);
+  }
+  return newest;
+}
+
+void Communicator::remember(const std::shared_ptr<const Plan>& plan) {
+  std::erase_if(recent_, [&](const auto& other) { return other == plan; });
+  if (recent_.size() == kRecentPlans) recent_.erase(recent_.begin());
+  recent_.push_back(plan);
+  std::erase_if(plans_, [&](const auto& item) { return item.second.expired(); });
+  const uint64_t hash = hash_ids(plan->home_ids.data(), static_cast<int64_t>(plan->home_ids.size()));
+  const auto [begin, end] = plans_.equal_range(hash);
+  if (std::none_of(begin, end, [&](const auto& item) { return item.second.lock() == plan; })) plans_.emplace(hash, plan);
+}
+
+std::shared_ptr<std::byte> Communicator::take_input() {
+  require_usable();
+  const int index = input_taken_[0] ? 1 : 0;
+  if (input_taken_[index])
+    throw Error(ErrorKind::out_of_memory,
+                "empty_input: both input buffers of the window are in use; let go of a tensor that it returned before");
+  if (!input_committed_) {
+    windows_[config_.rank].commit(layout_.input[0], layout_.total_bytes - layout_.input[0]);
+    input_committed_ = true;
+  }
+  guarded([&] { signals_->wait_completed(input_epoch_[index], "empty_input"); });
+  input_taken_[index] = true;
+  return {at(config_.rank, layout_.input[index]), [self = shared_from_this(), index](std::byte*) { self->input_taken_[index] = false; }};
+}
+
+int64_t Communicator::input_offset(const std::byte* pointer) const {
+  const std::byte* const base = windows_[config_.rank].base();
+  if (pointer < base + layout_.input[0] || pointer >= base + layout_.total_bytes) return -1;
+  return pointer - base;
+}
+
+}  // namespace moecomm

@@ -1,0 +1,142 @@
+// The communicator of one rank: owns its window and the mappings of its peers' windows, and runs dispatch and combine as
+// sequences of kernels and signals (docs/protocol.md). Knows nothing of torch: arguments are pointers and sizes.
+//
+// One operation at a time; the caller serialises. Every operation announces one epoch to all ranks, also when its
+// arguments are bad, so that ranks stay in step and an error of one is an error of all.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/error.hpp"
+#include "common/thread_pool.hpp"
+#include "kernels/cpu/dispatch.hpp"
+#include "layout/plan.hpp"
+#include "layout/window.hpp"
+#include "transport/shm/signal.hpp"
+#include "transport/shm/window.hpp"
+
+namespace moecomm {
+
+struct CommunicatorConfig {
+  WindowShape shape;
+  int32_t rank;
+  int64_t num_experts;
+  int32_t threads;
+  double timeout_seconds;
+};
+
+struct DispatchArguments {
+  const std::byte* x;        ///< [tokens][hidden]
+  const void* ids;           ///< [tokens][top_k], int64 if wide_ids, else int32
+  bool wide_ids;
+  const std::byte* weights;  ///< weight type [tokens][top_k], or null
+  int64_t tokens;
+  RowLayout layout;
+  int64_t alignment;
+  int64_t capacity;          ///< -1: as many rows as needed
+};
+
+struct Stats {
+  int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, plans_reused = 0;
+  int64_t rows_in = 0, rows_out = 0, bytes_wire = 0;
+  double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
+};
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  /// Makes this rank's window; peers open it by window_name(). Error(out_of_memory), nothing left behind.
+  explicit Communicator(const CommunicatorConfig& config);
+  ~Communicator();
+
+  const std::string& window_name() const { return windows_[config_.rank].name(); }
+  /// Maps the peers' windows. names[r] and pids[r] are rank r's; ready for operations afterwards.
+  void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
+  /// To be called when all ranks have connected: from then on nothing of the window outlives the processes.
+  void unlink_window() noexcept { windows_[config_.rank].unlink(); }
+
+  /// Publishes, waits for all ranks and plans. Then pull() with an output of plan->rows rows finishes the dispatch.
+  std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
+  /// out [rows][hidden]; out_weights (weight type) as pull_metadata says, or null; out_ids (rank layout), or null.
+  void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids);
+
+  /// Sends rows [plan.tokens][hidden] again along a kept plan: the backward of combine. scales, other and dots as in
+  /// PullArguments; null where not wanted.
+  void redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out, const std::byte* scales,
+                  const std::byte* other, std::byte* dots);
+
+  /// y [plan.tokens][hidden] from rows [plan.rows][hidden], weights (weight type [plan.rows]) or null. With `weight_grads`
+  /// (as CombineArguments says) they travel too, into out_weight_grads [plan.tokens][top_k]. rows and y may both be null.
+  void combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights, std::byte* y,
+               const std::byte* weight_grads, std::byte* out_weight_grads);
+
+  /// Announces to all ranks that this one's arguments are bad, waits for them, and throws Error(kind, text).
+  [[noreturn]] void fail(ErrorKind kind, const std::string& text);
+  /// Throws Error(capacity_exceeded) once if a dispatch since the last call passed its capacity on any rank, and the error
+  /// that broke the communicator, if one did.
+  void check();
+
+  /// Memory in the window for [max_tokens][hidden] input rows, once all ranks have read what it held; it is free again when
+  /// the last owner lets go. Error(out_of_memory) if both input sections are taken or /dev/shm is full.
+  std::shared_ptr<std::byte> take_input();
+  /// Offset of `pointer` in this rank's window if it lies in an input section, else -1.
+  int64_t input_offset(const std::byte* pointer) const;
+
+  /// Tells the peers; later operations throw Error(closed). Memory goes with the object.
+  void close() noexcept;
+  bool closed() const { return closed_; }
+
+  Stats& stats() { return stats_; }
+  const CommunicatorConfig& config() const { return config_; }
+  const WindowLayout& layout() const { return layout_; }
+  std::string heuristics_text() const;
+
+ private:
+  cpu::Context context() { return {layout_.shape, pool_, heuristics_, config_.rank, local_experts_}; }
+  std::byte* at(int rank, int64_t offset) const { return windows_[rank].base() + offset; }
+  SignalRecord start(Operation operation);
+  void exchange(const SignalRecord& record, const char* phase);
+  void compare_records(uint64_t epoch);
+  void require_usable() const;
+  std::vector<const std::byte*> published_rows(uint64_t epoch, const std::byte* own) const;
+  int64_t wire_bytes(const Plan& plan) const;
+  int64_t publish(const std::byte* x, const int32_t* ids, int64_t tokens);
+  std::shared_ptr<const Plan> reusable_plan(const PlanShape& shape, const int32_t* ids, int64_t tokens);
+  void remember(const std::shared_ptr<const Plan>& plan);
+  template <class Body>
+  auto guarded(Body&& body);
+
+  CommunicatorConfig config_;
+  WindowLayout layout_;
+  int32_t local_experts_;
+  ThreadPool pool_;
+  cpu::Heuristics heuristics_;
+  std::vector<shm::Window> windows_;
+  std::unique_ptr<shm::Signals> signals_;
+
+  uint64_t epoch_ = 0;
+  bool closed_ = false;
+  std::optional<Error> broken_;
+  std::optional<Error> overflow_;
+  uint64_t input_epoch_[2] = {0, 0};  // last epoch that published from an input section
+  bool input_committed_ = false;
+  std::atomic<bool> input_taken_[2] = {false, false};
+
+  // A dispatch between begin_dispatch and pull.
+  struct Pending {
+    std::shared_ptr<const Plan> plan;
+    const std::byte* x;
+    uint64_t epoch;
+  };
+  std::optional<Pending> pending_;
+
+  std::multimap<uint64_t, std::weak_ptr<const Plan>> plans_;  // live plans by hash of their ids
+  std::vector<std::shared_ptr<const Plan>> recent_;           // kept alive for recomputation
+  Stats stats_;
+};
+
+}  // namespace moecomm

@@ -1,0 +1,44 @@
+// A window in POSIX shared memory: created by its owner, mapped by every rank of the node, unlinked as soon as all have
+// mapped it, so that the kernel frees it with the last process whatever way that ends.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace moecomm::shm {
+
+class Window {
+ public:
+  /// A new window under a random name, mode 0600. The first `committed` bytes get memory at once, so that a full /dev/shm
+  /// is an Error(out_of_memory) here and not a SIGBUS later.
+  static Window create(int64_t bytes, int64_t committed);
+  /// A peer's window. Error(invalid_argument) if it has another size.
+  static Window open(const std::string& name, int64_t bytes);
+
+  Window() = default;
+  Window(Window&& other) noexcept;
+  Window& operator=(Window&& other) noexcept;
+  ~Window();
+
+  std::byte* base() const { return base_; }
+  int64_t bytes() const { return bytes_; }
+  const std::string& name() const { return name_; }
+
+  /// Takes memory for [offset, offset + bytes). Error(out_of_memory) if there is none. Owner only.
+  void commit(int64_t offset, int64_t bytes);
+  /// Removes the name; mappings stay. Owner only; harmless when called again.
+  void unlink() noexcept;
+
+ private:
+  std::byte* base_ = nullptr;
+  int64_t bytes_ = 0;
+  int fd_ = -1;
+  bool linked_ = false;
+  std::string name_;
+};
+
+/// Bytes that can still be allocated in /dev/shm.
+int64_t available_bytes();
+
+}  // namespace moecomm::shm

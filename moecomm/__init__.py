@@ -1,0 +1,37 @@
+"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on it."""
+
+from moecomm.communicator import Communicator
+from moecomm.errors import (
+    CapacityExceeded,
+    CommunicatorClosed,
+    InvalidArgument,
+    InvalidRouting,
+    MismatchedArguments,
+    MoecommError,
+    OutOfMemory,
+    PeerLost,
+    PeerTimeout,
+    Unsupported,
+)
+from moecomm.memory import MemoryPlan
+from moecomm.types import DispatchOutput, Handle, Work
+from moecomm.version import __version__
+
+__all__ = [
+    "CapacityExceeded",
+    "Communicator",
+    "CommunicatorClosed",
+    "DispatchOutput",
+    "Handle",
+    "InvalidArgument",
+    "InvalidRouting",
+    "MemoryPlan",
+    "MismatchedArguments",
+    "MoecommError",
+    "OutOfMemory",
+    "PeerLost",
+    "PeerTimeout",
+    "Unsupported",
+    "Work",
+    "__version__",
+]

@@ -1,0 +1,296 @@
+"""CPU tensors over POSIX shared memory: ranks are processes of one host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moecomm import _C
+from moecomm.backends.order import InOrder
+from moecomm.errors import (
+    InvalidArgument,
+    MismatchedArguments,
+    MoecommError,
+    OutOfMemory,
+    Unsupported,
+    from_native,
+    kind_of,
+)
+from moecomm.memory import plan_memory, window_shape
+from moecomm.rendezvous import Rendezvous
+from moecomm.routing import weight_dtype
+from moecomm.types import Layout
+
+# Smaller outputs come from torch's own allocator: recycling pages pays only from here on.
+_POOLED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawDispatch:
+    """The tensors of a DispatchOutput before autograd has seen them, and the plan behind its handle."""
+
+    tokens_PH: torch.Tensor
+    weights: torch.Tensor | None
+    topk_idx_PK: torch.Tensor | None
+    tokens_per_expert_L: torch.Tensor
+    offsets: torch.Tensor
+    overflow: torch.Tensor
+    plan: _C.Plan
+
+
+def _node_identity() -> str:
+    """Equal for processes that can map each other's shared memory and watch each other."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def default_threads(local_ranks: int) -> int:
+    """Threads a rank: the cores that this process may use, shared by the ranks of the node."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+class CpuBackend:
+    """Owns the native communicator. Methods take and return tensors, and do no more checking than the runtime does.
+
+    The caller runs them through `order`, one at a time.
+    """
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        arguments: dict[str, Any],
+        argument_error: MoecommError | None,
+        dtype: torch.dtype,
+        threads: int | None,
+    ) -> None:
+        """`arguments`: those of the Communicator that all ranks have to share, as JSON values. `argument_error`: why this
+        rank's are bad; it still meets the others, so that all raise."""
+        self.order = InOrder()
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self._pool = _C.HostPool()
+        self._meet(meeting, arguments, argument_error)
+
+        self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
+        shape = window_shape(
+            ranks=meeting.size, top_k=self.top_k, hidden=self.hidden, max_tokens=arguments["max_tokens"], dtype=dtype
+        )
+        self.memory = plan_memory(shape, meeting.size)
+        self._check_room(meeting)
+        self._native = self._connect(meeting, shape, arguments["num_experts"], threads or default_threads(meeting.size))
+
+    @staticmethod
+    def _meet(meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
+        message: dict[str, Any] = {"arguments": arguments, "node": _node_identity()}
+        if error is not None:
+            message["error"] = [kind_of(error), str(error)]
+        messages = meeting.exchange("construction: arguments", message)
+        if error is not None:
+            raise error
+        _raise_first(messages)
+        for rank, other in enumerate(messages):
+            for name, value in messages[0]["arguments"].items():
+                theirs = other["arguments"].get(name)
+                if theirs != value:
+                    raise MismatchedArguments(
+                        f"ranks disagree on {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
+                    )
+            if other["node"] != messages[0]["node"]:
+                raise Unsupported(
+                    f"rank {rank} does not share memory and processes with rank 0 (another host or container); "
+                    "ranks of different nodes need a fabric transport, which this version does not have"
+                )
+
+    def _check_room(self, meeting: Rendezvous) -> None:
+        available = min(
+            int(message["available"])
+            for message in meeting.exchange("construction: memory", {"available": _C.shm_available_bytes()})
+        )
+        needed = self.memory.committed_bytes * meeting.size
+        if needed > available:
+            raise OutOfMemory(
+                f"the windows of {meeting.size} ranks need {needed} bytes of /dev/shm, {available} are free; give it more "
+                "room (docker: --shm-size) or lower max_tokens, hidden or top_k",
+                needed=needed,
+                available=available,
+            )
+
+    @staticmethod
+    def _connect(meeting: Rendezvous, shape: _C.WindowShape, num_experts: int, threads: int) -> _C.Communicator:
+        def step(phase: str, action: Any) -> list[dict[str, Any]]:
+            """One step of all ranks: an error of one is raised by all."""
+            error: MoecommError | None = None
+            message: dict[str, Any] = {}
+            try:
+                message = action()
+            except MoecommError as failed:
+                error = failed
+                message["error"] = [kind_of(failed), str(failed)]
+            messages = meeting.exchange(phase, message)
+            if error is not None:
+                raise error
+            _raise_first(messages)
+            return messages
+
+        native: list[_C.Communicator] = []
+
+        def create() -> dict[str, Any]:
+            native.append(
+                _C.Communicator(
+                    shape=shape, rank=meeting.rank, num_experts=num_experts, threads=threads, timeout=meeting.timeout
+                )
+            )
+            return {"window": native[0].window_name, "pid": os.getpid()}
+
+        try:
+            peers = step("construction: windows", create)
+
+            def connect() -> dict[str, Any]:
+                native[0].connect([str(p["window"]) for p in peers], [int(p["pid"]) for p in peers])
+                return {}
+
+            step("construction: mapping", connect)
+        finally:
+            if native:
+                native[0].unlink_window()
+        return native[0]
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        if count * dtype.itemsize < _POOLED_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        buffer = self._pool.take(count * dtype.itemsize)
+        return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor | None,
+        layout: Layout,
+        alignment: int,
+        capacity: int,
+    ) -> RawDispatch:
+        """Arguments contiguous and checked; capacity -1 for exact sizes."""
+        plan = self._native.begin_dispatch(
+            x=x_TH.data_ptr(),
+            ids=topk_idx_TK.data_ptr(),
+            wide_ids=topk_idx_TK.dtype == torch.int64,
+            weights=_address(topk_weights_TK),
+            tokens=x_TH.shape[0],
+            layout=getattr(_C.RowLayout, layout),
+            alignment=alignment,
+            capacity=capacity,
+        )
+        by_rank = layout == "rank"
+        tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
+        weights = None
+        if topk_weights_TK is not None:
+            weights = self._empty((plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype))
+        topk_idx_PK = self._empty((plan.rows, self.top_k), torch.int32) if by_rank else None
+        self._native.pull(out=tokens_PH.data_ptr(), weights=_address(weights), ids=_address(topk_idx_PK))
+        return RawDispatch(
+            tokens_PH=tokens_PH,
+            weights=weights,
+            topk_idx_PK=topk_idx_PK,
+            tokens_per_expert_L=torch.tensor(plan.expert_rows, dtype=torch.int32),
+            offsets=torch.tensor(plan.offsets, dtype=torch.int32),
+            overflow=torch.tensor(plan.needed_rows if plan.needed_rows > plan.rows else 0, dtype=torch.int32),
+            plan=plan,
+        )
+
+    def redispatch(
+        self, plan: _C.Plan, rows_TH: torch.Tensor, scales_P: torch.Tensor | None, other_PH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        out_PH = self._empty((plan.rows, self.hidden), self.dtype)
+        dots_P = None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype))
+        self._native.redispatch(
+            plan,
+            rows=rows_TH.data_ptr(),
+            out=out_PH.data_ptr(),
+            scales=_address(scales_P),
+            other=_address(other_PH),
+            dots=_address(dots_P),
+        )
+        return out_PH, dots_P
+
+    def combine(
+        self,
+        plan: _C.Plan,
+        rows_PH: torch.Tensor | None,
+        weights_P: torch.Tensor | None,
+        weight_grads: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without weight_grads)."""
+        y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)
+        grads_TK = None
+        if weight_grads is not None:
+            grads_TK = torch.empty((plan.tokens, self.top_k), dtype=weight_dtype(self.dtype))
+        self._native.combine(
+            plan,
+            rows=_address(rows_PH),
+            weights=_address(weights_P),
+            y=_address(y_TH),
+            weight_grads=_address(weight_grads),
+            out_weight_grads=_address(grads_TK),
+        )
+        return y_TH, grads_TK
+
+    def empty_input(self, num_tokens: int) -> torch.Tensor:
+        """(num_tokens, H) in the window."""
+        if num_tokens == 0:
+            return torch.empty((0, self.hidden), dtype=self.dtype)
+        buffer = self._native.take_input(num_tokens)
+        return torch.frombuffer(buffer, dtype=self.dtype).view(num_tokens, self.hidden)
+
+    def fail(self, error: MoecommError) -> None:
+        """Tells all ranks that this one's arguments are bad, and raises `error`."""
+        try:
+            self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error))
+        except InvalidArgument:
+            raise error from None
+
+    def check(self) -> None:
+        """Raises what is pending: CapacityExceeded, or what broke the communicator."""
+        self._native.check()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since construction or the last reset."""
+        return dict(self._native.stats())
+
+    def reset_stats(self) -> None:
+        """Sets the counters to zero."""
+        self._native.reset_stats()
+
+    def close(self) -> None:
+        """Waits for what is under way, tells the peers, and lets go of the window."""
+        self.order.finish()
+        self._native.close()
+
+    def __str__(self) -> str:
+        return str(self._native)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets one that is not."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() or _NOWHERE.data_ptr()
+
+
+_NOWHERE = torch.empty(1, dtype=torch.float64)
+
+
+def _raise_first(messages: list[dict[str, Any]]) -> None:
+    for rank, message in enumerate(messages):
+        if "error" in message:
+            kind, text = message["error"]
+            number = int(getattr(_C.ErrorKind, kind))
+            raise from_native(number, f"rank {rank}: {text}", rank, -1, "construction", 0, 0, 0, 0)

@@ -1,0 +1,49 @@
+"""Environment variables, read once for each communicator into one immutable object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moecomm.errors import InvalidArgument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """What the environment asks for; None where it says nothing."""
+
+    timeout: float | None = None
+    """MOECOMM_TIMEOUT: seconds that a wait for a peer may take where the caller gives no timeout."""
+
+    threads: int | None = None
+    """MOECOMM_THREADS: threads a rank of the CPU backend uses where the caller gives no num_sms."""
+
+    ranks_per_node: int | None = None
+    """MOECOMM_RANKS_PER_NODE: emulate nodes of this many ranks on one host where the caller gives no ranks_per_node."""
+
+
+def _number(environ: Mapping[str, str], name: str, kind: type, least: float) -> float | None:
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not value >= least:
+        raise InvalidArgument(f"environment variable {name} is {text!r}, expected a number of at least {least:g}")
+    return value
+
+
+def read_env(environ: Mapping[str, str] | None = None) -> Env:
+    """The settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no number."""
+    environ = os.environ if environ is None else environ
+    timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)
+    threads = _number(environ, "MOECOMM_THREADS", int, 1)
+    ranks_per_node = _number(environ, "MOECOMM_RANKS_PER_NODE", int, 1)
+    return Env(
+        timeout=timeout,
+        threads=None if threads is None else int(threads),
+        ranks_per_node=None if ranks_per_node is None else int(ranks_per_node),
+    )

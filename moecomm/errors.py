@@ -1,0 +1,119 @@
+"""The errors that moecomm raises. All are recoverable by the caller; a broken invariant is an assertion instead.
+
+After `PeerTimeout` and `PeerLost` the ranks of a communicator are out of step: it refuses further work with the same error,
+and a new communicator has to be built. After every other error it stays usable, on all ranks.
+"""
+
+from __future__ import annotations
+
+
+class MoecommError(RuntimeError):
+    """Base of everything that moecomm raises on purpose."""
+
+
+class InvalidArgument(MoecommError, ValueError):
+    """An argument has the wrong type, shape, dtype, device or value; the text names it, its value and the bound.
+
+    Raised on every rank when it happens in a call that all ranks make: the others learn which rank it was.
+    """
+
+
+class InvalidRouting(InvalidArgument):
+    """`topk_idx` holds an expert id out of range, or one id twice in a token."""
+
+
+class MismatchedArguments(InvalidArgument):
+    """Ranks called with arguments, or operations, that have to be the same everywhere and are not."""
+
+
+class CapacityExceeded(MoecommError):
+    """A dispatch with a fixed capacity needed more rows than that on some rank; rows past it were left out.
+
+    Attributes:
+        needed: rows that the fullest rank would have needed.
+        capacity: rows there were.
+        rank: the fullest rank.
+    """
+
+    def __init__(self, text: str, *, needed: int = 0, capacity: int = 0, rank: int = -1) -> None:
+        super().__init__(text)
+        self.needed, self.capacity, self.rank = needed, capacity, rank
+
+
+class CommunicatorClosed(MoecommError):
+    """The communicator was closed, or was never connected."""
+
+
+class OutOfMemory(MoecommError, MemoryError):
+    """A window or an output does not fit.
+
+    Attributes:
+        needed: bytes that were asked for.
+        available: bytes that were free, 0 if unknown.
+    """
+
+    def __init__(self, text: str, *, needed: int = 0, available: int = 0) -> None:
+        super().__init__(text)
+        self.needed, self.available = needed, available
+
+
+class _PeerError(MoecommError):
+    def __init__(
+        self, text: str, *, rank: int = -1, peer: int = -1, phase: str = "", expected: int = 0, seen: int = 0
+    ) -> None:
+        super().__init__(text)
+        self.rank, self.peer, self.phase, self.expected, self.seen = rank, peer, phase, expected, seen
+
+
+class PeerTimeout(_PeerError):
+    """A peer did not arrive before the deadline.
+
+    Attributes:
+        rank: the rank that waited.
+        peer: the rank that it waited for.
+        phase: what it was doing.
+        expected: epoch that was waited for (0 during construction).
+        seen: last epoch of the peer.
+    """
+
+
+class PeerLost(_PeerError):
+    """A peer's process has ended, or it closed the communicator, while it was still needed. Attributes as `PeerTimeout`."""
+
+
+class Unsupported(MoecommError):
+    """This build, machine or combination of arguments is not supported; the text says what would be."""
+
+
+_BY_NAME: dict[str, type[MoecommError]] = {
+    "invalid_argument": InvalidArgument,
+    "invalid_routing": InvalidRouting,
+    "mismatched_arguments": MismatchedArguments,
+    "closed": CommunicatorClosed,
+    "unsupported": Unsupported,
+}
+
+
+def kind_of(error: MoecommError) -> str:
+    """The runtime's name for the type of `error`, so that a rank can tell its peers what went wrong."""
+    for name, error_type in reversed(_BY_NAME.items()):
+        if type(error) is error_type:
+            return name
+    return "invalid_argument"
+
+
+def from_native(
+    kind: int, text: str, rank: int, peer: int, phase: str, expected: int, seen: int, needed: int, available: int
+) -> MoecommError:
+    """The exception for an error of the C++ runtime (csrc/common/error.hpp)."""
+    from moecomm import _C
+
+    name = _C.ErrorKind(kind).name
+    if name in ("peer_timeout", "peer_lost"):
+        error_type = PeerTimeout if name == "peer_timeout" else PeerLost
+        return error_type(text, rank=rank, peer=peer, phase=phase, expected=expected, seen=seen)
+    if name == "capacity_exceeded":
+        return CapacityExceeded(text, needed=needed, capacity=available, rank=rank)
+    if name == "out_of_memory":
+        return OutOfMemory(text, needed=needed, available=available)
+    return _BY_NAME[name](text)

@@ -1,0 +1,69 @@
+"""The size of a window before it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moecomm import _C
+from moecomm.errors import InvalidArgument
+
+NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
+    torch.float32: _C.DType.float32,
+    torch.bfloat16: _C.DType.bfloat16,
+    torch.float16: _C.DType.float16,
+    torch.float64: _C.DType.float64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Sections of one rank's window. `str()` is a table.
+
+    With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for float64), every
+    section rounded up to 4096 bytes, the large ones are, twice each because uses alternate between two copies:
+    rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input rows M*H*b,
+    which take memory only when `empty_input` is first called.
+    """
+
+    sections: tuple[tuple[str, int, int], ...]
+    """(name, offset, bytes) in the order of the window."""
+    total_bytes: int
+    """Address space of the window."""
+    committed_bytes: int
+    """Memory taken when the communicator is built: all but the input rows."""
+    ranks: int
+
+    def __str__(self) -> str:
+        lines = [f"window of one rank ({self.ranks} ranks a node)", f"{'section':<18} {'offset':>14} {'bytes':>14}"]
+        lines += [f"{name:<18} {offset:>14} {size:>14}" for name, offset, size in self.sections]
+        lines.append(f"{'total':<18} {'':>14} {self.total_bytes:>14}")
+        lines.append(f"{'taken at once':<18} {'':>14} {self.committed_bytes:>14}")
+        lines.append(f"{'all ranks at once':<18} {'':>14} {self.committed_bytes * self.ranks:>14}")
+        return "\n".join(lines)
+
+
+def window_shape(*, ranks: int, top_k: int, hidden: int, max_tokens: int, dtype: torch.dtype) -> _C.WindowShape:
+    """The runtime's description of a window. Raises InvalidArgument for sizes that no window can have."""
+    if dtype not in NATIVE_DTYPES:
+        names = ", ".join(str(known) for known in NATIVE_DTYPES)
+        raise InvalidArgument(f"dtype is {dtype}, expected one of {names}")
+    for name, value in (("ranks", ranks), ("top_k", top_k), ("hidden", hidden), ("max_tokens", max_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise InvalidArgument(f"{name} is {value!r}, expected an integer from 1 to {2**31 - 1}")
+    if hidden * dtype.itemsize % 16 != 0:
+        raise InvalidArgument(
+            f"hidden is {hidden}: a row of {dtype} would have {hidden * dtype.itemsize} bytes, expected a multiple of 16"
+        )
+    return _C.WindowShape(
+        ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=NATIVE_DTYPES[dtype]
+    )
+
+
+def plan_memory(shape: _C.WindowShape, ranks: int) -> MemoryPlan:
+    """The sections of a window of `shape`."""
+    total, committed = _C.window_bytes(shape)
+    return MemoryPlan(
+        sections=tuple(_C.window_sections(shape)), total_bytes=total, committed_bytes=committed, ranks=ranks
+    )

@@ -1,0 +1,79 @@
+"""Dispatch and combine as autograd sees them: the backward of each is the other, on the kept plan.
+
+With y = combine(rows, w): y_t = sum over the rows p of token t of w_p * rows_p, so
+    d rows_p = w_p * dy_t(p)   a dispatch of dy along the kept plan, scaled on arrival
+    d w_p    = <rows_p, dy_t(p)>   computed where the row arrives
+and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent home with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moecomm import _C
+from moecomm.backends import CpuBackend, RawDispatch
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: CpuBackend
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.plan, ctx.backend = raw.plan, backend
+        return raw.tokens_PH, raw.weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_tokens_PH: torch.Tensor, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
+        need_x, need_weights = ctx.needs_input_grad[:2]
+        rows_PH = grad_tokens_PH.contiguous() if need_x else None
+        weight_grads = grad_weights.contiguous() if need_weights and grad_weights is not None else None
+        grad_x_TH, grad_weights_TK = ctx.backend.order.run(
+            lambda: ctx.backend.combine(ctx.plan, rows_PH, None, weight_grads)
+        )
+        return grad_x_TH, grad_weights_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_PH: torch.Tensor,
+        weights_P: torch.Tensor | None,
+        y_TH: torch.Tensor,
+        plan: _C.Plan,
+        backend: CpuBackend,
+    ) -> torch.Tensor:
+        ctx.plan, ctx.backend = plan, backend
+        need_weights = weights_P is not None and ctx.needs_input_grad[1]
+        ctx.save_for_backward(rows_PH if need_weights else None, weights_P)
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_TH: torch.Tensor) -> tuple[Any, ...]:
+        rows_PH, weights_P = ctx.saved_tensors
+        grad_TH = grad_y_TH.contiguous()
+        scales_P = None if weights_P is None else weights_P.contiguous()
+        other_PH = None if rows_PH is None else rows_PH.contiguous()
+        grad_rows_PH, grad_weights_P = ctx.backend.order.run(
+            lambda: ctx.backend.redispatch(ctx.plan, grad_TH, scales_P, other_PH)
+        )
+        return grad_rows_PH if ctx.needs_input_grad[0] else None, grad_weights_P, None, None, None
+
+
+def dispatch(
+    x_TH: torch.Tensor, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: CpuBackend
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ties the rows and weights of a finished dispatch to the tensors they came from."""
+    return _Dispatch.apply(x_TH, topk_weights_TK, raw, backend)  # type: ignore[no-any-return]
+
+
+def combine(
+    rows_PH: torch.Tensor, weights_P: torch.Tensor | None, y_TH: torch.Tensor, plan: _C.Plan, backend: CpuBackend
+) -> torch.Tensor:
+    """Ties the result of a finished combine to the rows and weights it was made from."""
+    return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-any-return]

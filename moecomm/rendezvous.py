@@ -1,0 +1,76 @@
+"""How the ranks of a new communicator find each other: small JSON messages through the store of torch.distributed.
+
+The store is there with every backend (gloo, NCCL), has its own deadline, and carries text that is parsed as JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from moecomm.errors import MoecommError, PeerLost, PeerTimeout
+from moecomm.types import Group
+
+_built: dict[str, int] = defaultdict(int)  # communicators begun so far, by name of their group
+
+
+class Rendezvous:
+    """One construction: a numbered meeting of all ranks of a group (None: this process alone)."""
+
+    def __init__(self, group: Group | None, timeout: float) -> None:
+        self.timeout = timeout
+        self.rank, self.size = 0, 1
+        self._store: dist.Store | None = None
+        if group is None:
+            return
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        _built[group.group_name] += 1
+        self._store = dist.PrefixStore(
+            f"moecomm/{group.group_name}/{_built[group.group_name]}", dist.distributed_c10d._get_default_store()
+        )
+
+    def exchange(self, phase: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's message of this phase, by rank.
+
+        Raises PeerTimeout, naming the rank that did not come within the timeout, or PeerLost if the store is gone.
+        """
+        if self._store is None:
+            return [message]
+        deadline = time.monotonic() + self.timeout
+        try:
+            self._store.set(f"{phase}/{self.rank}", json.dumps(message))
+        except RuntimeError as error:
+            raise self._lost(phase, error) from error
+        return [self._receive(phase, peer, deadline) for peer in range(self.size)]
+
+    def _receive(self, phase: str, peer: int, deadline: float) -> dict[str, Any]:
+        assert self._store is not None
+        key = f"{phase}/{peer}"
+        try:
+            self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            message = json.loads(self._store.get(key))
+        except dist.DistNetworkError as error:
+            raise self._lost(phase, error) from error
+        except RuntimeError as error:
+            if time.monotonic() < deadline:
+                raise self._lost(phase, error) from error
+            raise PeerTimeout(
+                f"rank {self.rank}, {phase}: rank {peer} did not come within {self.timeout:g} s; "
+                "every rank of the group has to build the communicator",
+                rank=self.rank,
+                peer=peer,
+                phase=phase,
+            ) from error
+        if not isinstance(message, dict):
+            raise MoecommError(f"rank {self.rank}, {phase}: rank {peer} sent {type(message).__name__}, expected an object")
+        return message
+
+    def _lost(self, phase: str, error: Exception) -> PeerLost:
+        return PeerLost(
+            f"rank {self.rank}, {phase}: the store of torch.distributed is gone ({error})", rank=self.rank, phase=phase
+        )

@@ -1,0 +1,86 @@
+"""Types that cross the public surface.
+
+Shape letters, as they end the names of tensors:
+    T tokens of this rank   H hidden   K top-k   E experts   R ranks   L local experts (E / R)
+    P rows of a dispatch's output ("permuted" rows)   B batch   S sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup
+Layout = Literal["expert", "rank"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Handle:
+    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque but for these sizes.
+
+    It may be used any number of times, with the communicator that made it, and by all ranks in the same order.
+    """
+
+    plan: Any
+    owner: int
+    layout: Layout
+    num_tokens: int
+    """T: this rank's tokens in the dispatch."""
+    num_rows: int
+    """P: rows of the dispatch's output."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DispatchOutput:
+    """What a dispatch brings to this rank.
+
+    Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token; each expert's
+    group is padded with zero rows to a multiple of `alignment`.
+    Rank layout: a row for each token that has at least one local expert, ordered by source rank, then token.
+    With a fixed capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
+    """
+
+    tokens: torch.Tensor
+    """(P, H) in the communicator's dtype."""
+    weights: torch.Tensor | None
+    """Routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the rank layout; 0 in
+    places that no expert has. None if the dispatch had none."""
+    tokens_per_expert: torch.Tensor
+    """(L,) int32: rows for each local expert, without alignment, and whether or not they fit the capacity."""
+    offsets: torch.Tensor
+    """(L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of torch.nn.functional.grouped_mm. Rank
+    layout: (R,) inclusive ends of the sources."""
+    overflow: torch.Tensor
+    """0-d int32: 0, or the rows that this rank would have needed, if more than the capacity."""
+    handle: Handle
+    """For `combine`."""
+    topk_idx: torch.Tensor | None = None
+    """Rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the expert layout."""
+
+
+class Work(Generic[Result]):
+    """An operation under way, in the manner of torch.distributed.
+
+    The arguments of the operation must not change before `wait` returns.
+    """
+
+    def __init__(self, wait: Callable[[], Result], is_completed: Callable[[], bool]) -> None:
+        self._wait, self._is_completed = wait, is_completed
+        self._result: Result | None = None
+        self._waited = False
+
+    def wait(self) -> Result:
+        """Waits, and returns the operation's result; raises its error. Calling it again returns the same object."""
+        if not self._waited:
+            self._result = self._wait()
+            self._waited = True
+        return self._result  # type: ignore[return-value]
+
+    def is_completed(self) -> bool:
+        """True when `wait` would not block."""
+        return self._is_completed()
