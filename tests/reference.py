@@ -1,0 +1,196 @@
+"""What dispatch and combine mean, in plain loops over numpy arrays. Shares nothing with the product.
+
+Every function sees the whole job at once: a list per source rank of tokens `x_TH`, ids `topk_idx_TK` and weights
+`topk_weights_TK`. A row's values are held in float32 (float64 for "float64"); `rounded` says which of them the named
+dtype can hold. Two ways of writing a row down are used throughout: an assignment is (source rank, token, k), and an
+owner row is (source rank, token).
+
+Order: expert-major rows go by expert, then source rank, then token; rank-major rows by source rank, then token.
+Combine: the owner sums a token's rows in ascending k in float32 (float64 for "float64"), each times its weight if there
+are weights, and rounds the sum; the home rank sums the owners' rows in ascending rank the same way and rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def wide(dtype: str) -> type:
+    """The numpy type sums run in."""
+    return np.float64 if dtype == "float64" else np.float32
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """x at the precision of `dtype`, to nearest even, kept in the wide type."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
+        kept = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        return np.where(np.isnan(x), np.float32(np.nan), kept).astype(np.float32)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    return x.astype(wide(dtype))
+
+
+@dataclass
+class Dispatched:
+    """What one rank receives. `origin` has one entry a row: the assignments (source, token, k) that it answers for,
+    none for an alignment row. Rows past `offsets[-1]` are not listed at all."""
+
+    tokens: np.ndarray
+    weights: np.ndarray | None
+    topk_idx: np.ndarray | None
+    tokens_per_expert: np.ndarray
+    offsets: np.ndarray
+    overflow: int
+    origin: list[list[tuple[int, int, int]]]
+
+
+def dispatch(
+    x: Sequence[np.ndarray],
+    ids: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray] | None,
+    *,
+    rank: int,
+    num_experts: int,
+    layout: str = "expert",
+    alignment: int = 1,
+    capacity: int | None = None,
+) -> Dispatched:
+    """The rows that `rank` receives. With a capacity, `tokens` and the rest stop at the clamped `offsets[-1]`."""
+    size = len(x)
+    local = num_experts // size
+    mine = range(rank * local, (rank + 1) * local)
+    per_expert = [
+        [
+            (src, t, k)
+            for src in range(size)
+            for t in range(len(ids[src]))
+            for k in _where(ids[src][t], expert)
+        ]
+        for expert in mine
+    ]
+    if layout == "expert":
+        groups = [[[assignment] for assignment in group] for group in per_expert]
+    else:
+        groups = []
+        for src in range(size):
+            owned = [
+                [(src, t, k) for k, e in enumerate(ids[src][t]) if e in mine] for t in range(len(ids[src]))
+            ]
+            groups.append([row for row in owned if row])
+    origin: list[list[tuple[int, int, int]]] = []
+    ends = []
+    for group in groups:
+        origin += group
+        while len(origin) % alignment:
+            origin.append([])
+        ends.append(len(origin))
+    needed = len(origin)
+    overflow = 0
+    if capacity is not None and needed > capacity:
+        overflow = needed
+        origin = origin[:capacity]
+        ends = [min(end, capacity) for end in ends]
+
+    hidden, top_k = x[0].shape[1], ids[0].shape[1]
+    tokens = np.zeros((len(origin), hidden), x[0].dtype)
+    out_weights = np.zeros(len(origin) if layout == "expert" else (len(origin), top_k), np.float32)
+    local_ids = np.full((len(origin), top_k), -1, np.int32)
+    for p, row in enumerate(origin):
+        for src, t, k in row:
+            tokens[p] = x[src][t]
+            local_ids[p, k] = ids[src][t, k] - rank * local
+            if weights is not None:
+                out_weights[p if layout == "expert" else (p, k)] = weights[src][t, k]
+    return Dispatched(
+        tokens=tokens,
+        weights=None if weights is None else out_weights,
+        topk_idx=local_ids if layout == "rank" else None,
+        tokens_per_expert=np.array([len(group) for group in per_expert], np.int32),
+        offsets=np.array(ends, np.int32),
+        overflow=overflow,
+        origin=origin,
+    )
+
+
+def combine(
+    rows: Sequence[np.ndarray],
+    dispatched: Sequence[Dispatched],
+    token_counts: Sequence[int],
+    *,
+    dtype: str,
+    weights: Sequence[np.ndarray] | None = None,
+) -> list[np.ndarray]:
+    """One (T,H) array a rank from the rows (P,H), and weights (P,), of every rank."""
+    kind = wide(dtype)
+    hidden = rows[0].shape[1]
+    totals = [np.zeros((count, hidden), kind) for count in token_counts]
+    for owner, sent in enumerate(dispatched):
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for p, row in enumerate(sent.origin):
+            if row:
+                src, t, k = row[0]
+                found.setdefault((src, t), []).append((k, p))
+        for (src, t), terms in found.items():
+            partial = np.zeros(hidden, kind)
+            for _, p in sorted(terms):
+                value = rows[owner][p].astype(kind)
+                partial = partial + (value if weights is None else value * kind(weights[owner][p]))
+            totals[src][t] += rounded(partial, dtype)
+    return [rounded(total, dtype) for total in totals]
+
+
+def dispatch_backward(
+    grad_tokens: Sequence[np.ndarray],
+    grad_weights: Sequence[np.ndarray] | None,
+    dispatched: Sequence[Dispatched],
+    token_counts: Sequence[int],
+    top_k: int,
+    *,
+    dtype: str,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Gradients of every rank's tokens (T,H) and weights (T,K) from those of the rows it was dispatched to."""
+    grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype)
+    if grad_weights is None:
+        return grad_x, None
+    grad_w = [np.zeros((count, top_k), np.float32) for count in token_counts]
+    for owner, sent in enumerate(dispatched):
+        for p, row in enumerate(sent.origin):
+            for src, t, k in row:
+                grad_w[src][t, k] = grad_weights[owner][p if grad_weights[owner].ndim == 1 else (p, k)]
+    return grad_x, grad_w
+
+
+def combine_backward(
+    grad_y: Sequence[np.ndarray],
+    rows: Sequence[np.ndarray],
+    dispatched: Sequence[Dispatched],
+    *,
+    dtype: str,
+    weights: Sequence[np.ndarray] | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Gradients of every rank's rows (P,H) and weights (P,). The latter are sums over H, held in float64."""
+    kind = wide(dtype)
+    grad_rows, grad_weights = [], []
+    for owner, sent in enumerate(dispatched):
+        grad = np.zeros(rows[owner].shape, kind)
+        grad_w = np.zeros(len(rows[owner]), np.float64)
+        for p, row in enumerate(sent.origin):
+            if row:
+                src, t, _ = row[0]
+                value = grad_y[src][t].astype(kind)
+                grad[p] = rounded(value if weights is None else value * kind(weights[owner][p]), dtype)
+                grad_w[p] = np.dot(rows[owner][p].astype(np.float64), grad_y[src][t].astype(np.float64))
+        grad_rows.append(grad)
+        grad_weights.append(grad_w)
+    return grad_rows, (None if weights is None else grad_weights)
+
+
+def _where(ids_K: np.ndarray, expert: int) -> list[int]:
+    return [k for k, e in enumerate(ids_K) if e == expert]
