@@ -149,8 +149,10 @@ build: $(BUILT)
 train: $(BUILT)
 	@$(PY) examples/train_lm.py $(ARGS)
 
+# Each program next to its baselines (memcpy and gloo) in the same run; BENCH=alltoall picks another.
+BENCH ?= dispatch combine
 bench: $(BUILT)
-	@$(PY) -m bench $(ARGS)
+	@for operation in $(BENCH); do $(PY) bench/$${operation}_perf.py --baselines all $(ARGS); done
 
 # Without ARGS everything runs; with ARGS pytest alone, narrowed by them.
 test: $(if $(strip $(ARGS)),,cpptest sanitize) $(BUILT) $(DEV_DONE)
