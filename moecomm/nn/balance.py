@@ -26,7 +26,7 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
     flat = torch.cat(loads)
     if dist.is_initialized():
         dist.all_reduce(flat, group=group)
-    for router, load_E in zip(routers, flat.split([load.numel() for load in loads]), strict=True):
+    for router, load_E in zip(routers, torch.split(flat, [load.numel() for load in loads]), strict=True):
         assert router.expert_bias_E is not None
         assert router.load_E is not None
         above_E = load_E.sum() - load_E * load_E.numel()

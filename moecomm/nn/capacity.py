@@ -11,7 +11,7 @@ from moecomm.nn.config import MoEConfig
 
 
 def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
-    """Tokens that a rank with num_tokens may send to one expert: ceil(T * K / E * capacity_factor), at most T.
+    """What a rank with T tokens may send to one expert: ceil(T * K / E * capacity_factor), at most T.
 
     Megatron-Core's get_capacity. The limit holds per sending rank, so that dropping needs no communication.
     """

@@ -96,7 +96,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _ParamGroups:
-    """The optimizer's settings, Stateful for torch.distributed.checkpoint: numbers cannot be loaded in place."""
+    """The optimizer's settings as a Stateful of distributed checkpoint: numbers cannot load in place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = optimizer.param_groups

@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
         mark_expert_parameter(self.w_out)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         # Copying or unpickling a module makes new Parameter objects, which have lost their attributes.
         self._mark_parameters()
 

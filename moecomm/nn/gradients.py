@@ -104,7 +104,7 @@ def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup | None) -> Non
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             gradient.copy_(total.view(gradient.shape))
 
 

@@ -35,7 +35,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return _rows_by_weights(rows_PA.contiguous(), weight_LAB, offsets_L)
 
     @staticmethod
-    def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
         grad_PB = grad_PB.contiguous()
         grad_rows_PA = grad_weight_LAB = None

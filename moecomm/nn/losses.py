@@ -44,7 +44,7 @@ class _AttachLoss(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (loss,) = ctx.saved_tensors
         if ctx.on_backward is not None:
             ctx.on_backward()

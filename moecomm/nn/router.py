@@ -176,8 +176,9 @@ def limit_to_groups(rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k
     Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups are worth
     5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 is the best one.
     """
-    grouped_TGM = rank_by_TE.unflatten(1, (num_groups, -1))
-    best = min(max(top_k // topk_groups, 1), grouped_TGM.shape[2])
+    num_tokens, num_experts = rank_by_TE.shape
+    grouped_TGM = rank_by_TE.view(num_tokens, num_groups, num_experts // num_groups)
+    best = max(top_k // topk_groups, 1)
     worth_TG = grouped_TGM.topk(best, dim=-1).values.sum(dim=-1)
     kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
     kept_TG.scatter_(1, worth_TG.topk(topk_groups, dim=-1).indices, True)
