@@ -1,8 +1,8 @@
 #include "kernels/cpu/rows.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
+#include <fstream>
+#include <string>
 
 #include "kernels/cpu/heuristics.hpp"
 
@@ -31,11 +31,25 @@ const RowKernels& row_kernels() {
 #endif
 }
 
+namespace {
+
+/// Bytes of the last-level cache that this processor core shares, as the kernel reports it; sysconf() adds up whole
+/// sockets on some machines.
+int64_t last_level_cache_bytes() {
+  for (int index = 4; index >= 1; --index) {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size");
+    int64_t size = 0;
+    char unit = 0;
+    if (file >> size >> unit) return size << (unit == 'M' ? 20 : unit == 'K' ? 10 : 0);
+  }
+  return int64_t{16} << 20;
+}
+
+}  // namespace
+
 Heuristics choose_heuristics(int local_ranks) {
-  int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (cache <= 0) cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  if (cache <= 0) cache = int64_t{16} << 20;
-  return {std::max<int64_t>(cache / (2 * std::max(local_ranks, 1)), int64_t{1} << 20), row_kernels().isa};
+  return {std::max<int64_t>(last_level_cache_bytes() / (2 * std::max(local_ranks, 1)), int64_t{1} << 20),
+          row_kernels().isa};
 }
 
 }  // namespace moecomm::cpu

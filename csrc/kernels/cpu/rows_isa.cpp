@@ -13,14 +13,17 @@
 namespace moecomm::cpu::MOECOMM_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;  // elements that are summed at a time: the accumulators stay in registers or L1
+constexpr int64_t kBlock = 1024;  // elements that are summed at a time: the accumulators stay in L1
 constexpr int kLanes = 64;       // of a dot product
 
 // -- element types: bits in memory, to and from the type that sums run in --------------------------------------------
 
-struct Float32 {
-  using Bits = float;
-  using Sum = float;
+template <class Float>
+struct Native {
+  using Bits = Float;
+  using Sum = Float;
+  static constexpr bool kElementwise = true;  // widen() in a loop vectorises
+  static Sum widen(Bits value) { return value; }
   static void load(Sum* out, const Bits* in, int64_t n) {
     for (int64_t i = 0; i < n; ++i) out[i] = in[i];
   }
@@ -28,17 +31,8 @@ struct Float32 {
     for (int64_t i = 0; i < n; ++i) out[i] = in[i];
   }
 };
-
-struct Float64 {
-  using Bits = double;
-  using Sum = double;
-  static void load(Sum* out, const Bits* in, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-  static void store(Bits* out, const Sum* in, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-};
+using Float32 = Native<float>;
+using Float64 = Native<double>;
 
 template <class To, class From>
 To bit_cast(From from) {
@@ -51,8 +45,10 @@ To bit_cast(From from) {
 struct BFloat16 {
   using Bits = uint16_t;
   using Sum = float;
+  static constexpr bool kElementwise = true;
+  static Sum widen(Bits value) { return bit_cast<float>(uint32_t{value} << 16); }
   static void load(Sum* out, const Bits* in, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) out[i] = bit_cast<float>(uint32_t{in[i]} << 16);
+    for (int64_t i = 0; i < n; ++i) out[i] = widen(in[i]);
   }
   static void store(Bits* out, const Sum* in, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
@@ -67,6 +63,7 @@ struct BFloat16 {
 struct Float16 {
   using Bits = uint16_t;
   using Sum = float;
+  static constexpr bool kElementwise = false;  // the conversion instructions want load()
   static float widen(uint16_t half) {
     // Shift the exponent into place, then correct it by a multiplication, which also normalises subnormals exactly.
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = uint32_t{half & 0x7fffu} << 13;
@@ -147,24 +144,40 @@ void fence() {
 
 // -- arithmetic ----------------------------------------------------------------------------------------------------------
 
+/// total (+)= scale * in, without the multiplication if !scaled and without the addition if it is the first term.
+template <class T, bool first, bool scaled>
+void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in, typename T::Sum scale,
+                int64_t count) {
+  using Sum = typename T::Sum;
+  const auto step = [&](int64_t j, Sum value) {
+    const Sum term = scaled ? value * scale : value;
+    total[j] = first ? term : total[j] + term;
+  };
+  if constexpr (T::kElementwise) {
+    for (int64_t j = 0; j < count; ++j) step(j, T::widen(in[j]));
+  } else {
+    alignas(64) Sum wide[kBlock];
+    T::load(wide, in, count);
+    for (int64_t j = 0; j < count; ++j) step(j, wide[j]);
+  }
+}
+
 template <class T>
 void sum(void* dst, const void* const* src, const double* scales, int n, int64_t hidden, bool stream) {
   using Sum = typename T::Sum;
   using Bits = typename T::Bits;
   alignas(64) Sum total[kBlock];
-  alignas(64) Sum term[kBlock];
   alignas(64) Bits out[kBlock];
   for (int64_t begin = 0; begin < hidden; begin += kBlock) {
     const int64_t count = hidden - begin < kBlock ? hidden - begin : kBlock;
     for (int i = 0; i < n; ++i) {
-      Sum* const into = i == 0 ? total : term;
-      T::load(into, static_cast<const Bits*>(src[i]) + begin, count);
+      const Bits* const in = static_cast<const Bits*>(src[i]) + begin;
       if (scales != nullptr) {
         const Sum scale = static_cast<Sum>(scales[i]);
-        for (int64_t j = 0; j < count; ++j) into[j] *= scale;
+        i == 0 ? accumulate<T, true, true>(total, in, scale, count) : accumulate<T, false, true>(total, in, scale, count);
+      } else {
+        i == 0 ? accumulate<T, true, false>(total, in, Sum{1}, count) : accumulate<T, false, false>(total, in, Sum{1}, count);
       }
-      if (i > 0)
-        for (int64_t j = 0; j < count; ++j) total[j] += term[j];
     }
     Bits* const target = static_cast<Bits*>(dst) + begin;
     if (stream) {
