@@ -1,0 +1,1 @@
+"""Benchmark programs in the manner of nccl-tests. See bench/README.md."""

@@ -1,0 +1,1 @@
+"""The harness shared by the benchmark programs: ranks, options, data, checks, timing, tables."""

@@ -1,0 +1,284 @@
+"""The baseline: dispatch and combine as a plain framework does them, torch index permutes around gloo
+all_to_all_single.
+
+Dispatch: sort the (token, expert) pairs by expert, gather their rows into a send buffer, exchange counts,
+exchange rows, and put the received chunks into expert-major order. Combine: the same backwards, then a
+weighted index_add at the home rank. Rows come out in moecomm's order (expert, source rank, token), so both
+pass the same check.
+
+Two variants. Plain allocates its buffers in each call and adds up with index_add, as frameworks do. Tuned
+keeps all buffers from call to call (sparing the page faults of fresh memory) and sums with one fused weighted
+gather (embedding_bag): what a user could get out of gloo with care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from .case import Case, as_array, poison, to_storage
+from .paths import Path
+from .verify import Received
+
+
+class _Buffers:
+    """Uninitialised memory by name: fresh for every request, or, if kept, the same again when it is large
+    enough.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep
+        self._held: dict[str, torch.Tensor] = {}
+
+    def rows(self, name: str, count: int, like: torch.Tensor) -> torch.Tensor:
+        """(count, columns of `like`)."""
+        if not self.keep:
+            return like.new_empty(count, like.shape[1])
+        held = self._held.get(name)
+        if held is None or held.shape[0] < count or held.dtype != like.dtype:
+            held = self._held[name] = like.new_empty(count, like.shape[1])
+        return held[:count]
+
+    def all(self) -> list[torch.Tensor]:
+        return list(self._held.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The plan of one dispatch, kept for its combine. S rows sent, P rows received."""
+
+    token_S: torch.Tensor  # home token of each row sent
+    pair_S: torch.Tensor | None  # its place in the flattened top-k ids (expert layout)
+    send_splits: list[int]
+    receive_splits: list[int]
+    chunks_RL: list[int] | None  # rows per (source rank, local expert) (expert layout)
+    counts_L: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """What arrived: (P, H) rows, and in the rank layout (P, K) local expert ids and weights."""
+
+    tokens: torch.Tensor
+    exchange: Exchange
+    topk_idx: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+class GlooPath:
+    """Dispatch and combine over the default process group."""
+
+    def __init__(self, *, experts: int, layout: str, tuned: bool) -> None:
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.experts, self.local = experts, experts // dist.get_world_size()
+        self.layout = layout
+        self.tuned = tuned
+        self.buffers = _Buffers(keep=tuned)
+
+    def dispatch(
+        self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Dispatched:
+        """Rows of all ranks that this rank's experts want."""
+        if self.layout == "rank":
+            return self._dispatch_rank(x_TH, topk_idx_TK, topk_weights_TK)
+        return self._dispatch_expert(x_TH, topk_idx_TK)
+
+    def combine(self, rows_PH: torch.Tensor, exchange: Exchange, weights_TK: torch.Tensor) -> torch.Tensor:
+        """(T, H): each token's rows summed, in the expert layout times its weights."""
+        chunks = exchange.chunks_RL
+        if chunks is not None and self.local > 1:
+            back = self._reorder("unpermuted", rows_PH, self._transposed(chunks), self.local, self.ranks)
+        else:
+            back = rows_PH
+        home_SH = self.buffers.rows("home", sum(exchange.send_splits), rows_PH)
+        dist.all_to_all_single(home_SH, back, exchange.send_splits, exchange.receive_splits)
+        weight_S = None if exchange.pair_S is None else weights_TK.reshape(-1)[exchange.pair_S]
+        add = self._sum_fused if self.tuned else self._sum_index_add
+        return add(home_SH, exchange.token_S, weight_S, weights_TK.shape[0])
+
+    def _dispatch_expert(self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor) -> Dispatched:
+        flat = topk_idx_TK.reshape(-1)
+        counts_E = torch.bincount(flat.clamp_min(-1) + 1, minlength=self.experts + 1)
+        pair_S = torch.argsort(flat, stable=True)[int(counts_E[0]) :]  # -1 entries sort first and stay home
+        counts_E = counts_E[1:]
+        token_S = pair_S // topk_idx_TK.shape[1]
+        received_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(received_E, counts_E.contiguous())
+        received_RL = received_E.view(self.ranks, self.local)
+        chunks = received_E.tolist()
+        exchange = Exchange(
+            token_S=token_S,
+            pair_S=pair_S,
+            send_splits=counts_E.view(self.ranks, self.local).sum(1).tolist(),
+            receive_splits=received_RL.sum(1).tolist(),
+            chunks_RL=chunks,
+            counts_L=received_RL.sum(0),
+        )
+        arrived = self._exchange_rows(x_TH, exchange)
+        if self.local > 1:
+            arrived = self._reorder("permuted", arrived, chunks, self.ranks, self.local)
+        return Dispatched(tokens=arrived, exchange=exchange)
+
+    def _dispatch_rank(
+        self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Dispatched:
+        owner_TK = torch.where(topk_idx_TK < 0, self.ranks, topk_idx_TK // self.local).long()
+        wants_TR = torch.zeros(x_TH.shape[0], self.ranks + 1, dtype=torch.bool).scatter_(1, owner_TK, True)
+        rank_S, token_S = wants_TR[:, : self.ranks].T.nonzero(as_tuple=True)
+        counts_R = torch.bincount(rank_S, minlength=self.ranks)
+        received_R = torch.empty_like(counts_R)
+        dist.all_to_all_single(received_R, counts_R)
+        exchange = Exchange(
+            token_S=token_S,
+            pair_S=None,
+            send_splits=counts_R.tolist(),
+            receive_splits=received_R.tolist(),
+            chunks_RL=None,
+            counts_L=None,
+        )
+        # Ids and weights travel together, as 32-bit words, since the receiver has to apply them.
+        details = torch.cat(
+            [
+                topk_idx_TK.to(torch.int32).index_select(0, token_S),
+                topk_weights_TK.index_select(0, token_S).view(torch.int32),
+            ],
+            dim=1,
+        )
+        received = self.buffers.rows("details", sum(exchange.receive_splits), details)
+        dist.all_to_all_single(received, details, exchange.receive_splits, exchange.send_splits)
+        topk = topk_idx_TK.shape[1]
+        local_PK = received[:, :topk] - self.rank * self.local
+        local_PK = torch.where((local_PK >= 0) & (local_PK < self.local), local_PK, -1)
+        return Dispatched(
+            tokens=self._exchange_rows(x_TH, exchange),
+            exchange=exchange,
+            topk_idx=local_PK,
+            weights=received[:, topk:].contiguous().view(torch.float32),
+        )
+
+    def _exchange_rows(self, x_TH: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        send_SH = self.buffers.rows("send", exchange.token_S.numel(), x_TH)
+        torch.index_select(x_TH, 0, exchange.token_S, out=send_SH)
+        arrived = self.buffers.rows("arrived", sum(exchange.receive_splits), x_TH)
+        dist.all_to_all_single(arrived, send_SH, exchange.receive_splits, exchange.send_splits)
+        return arrived
+
+    def _transposed(self, chunks_RL: Sequence[int]) -> list[int]:
+        return [
+            chunks_RL[rank * self.local + expert]
+            for expert in range(self.local)
+            for rank in range(self.ranks)
+        ]
+
+    def _reorder(
+        self, name: str, rows: torch.Tensor, chunks: Sequence[int], outer: int, inner: int
+    ) -> torch.Tensor:
+        """Chunks stored (outer, inner)-major, copied to (inner, outer)-major order by one concatenation."""
+        parts = rows.split(list(chunks))
+        out = self.buffers.rows(name, rows.shape[0], rows)
+        torch.cat([parts[a * inner + b] for b in range(inner) for a in range(outer)], out=out)
+        return out
+
+    def _sum_index_add(
+        self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor | None, tokens: int
+    ) -> torch.Tensor:
+        wide = torch.float64 if rows_SH.dtype == torch.float64 else torch.float32
+        if weight_S is None:
+            scaled = rows_SH.to(wide)
+        elif rows_SH.dtype == wide:
+            scaled = rows_SH.mul_(weight_S[:, None])  # in place: the buffer is this call's own
+        else:
+            scaled = rows_SH * weight_S[:, None]
+        total = torch.zeros(tokens, rows_SH.shape[1], dtype=wide).index_add_(0, token_S, scaled)
+        return total.to(rows_SH.dtype)
+
+    def _sum_fused(
+        self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor | None, tokens: int
+    ) -> torch.Tensor:
+        if rows_SH.shape[0] == 0:
+            return rows_SH.new_zeros(tokens, rows_SH.shape[1])
+        order = torch.argsort(token_S, stable=True)
+        per_token = torch.bincount(token_S, minlength=tokens)
+        scale = None if weight_S is None else weight_S[order].to(rows_SH.dtype)
+        return functional.embedding_bag(
+            order, rows_SH, per_token.cumsum(0) - per_token, mode="sum", per_sample_weights=scale
+        )
+
+
+def gloo_dispatch_path(case: Case, *, tuned: bool) -> Path:
+    """Dispatch through gloo. The expert layout carries no weights: this baseline applies them at home, in
+    combine.
+    """
+    path = GlooPath(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
+    layout = case.layout_for(case.rank, 1)
+
+    def call() -> Dispatched:
+        return path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK)
+
+    def check(round: int) -> int:
+        case.load(round)
+        poison(*path.buffers.all())
+        out = call()
+        case.maybe_corrupt(out.tokens)
+        wrong = case.wrong_dispatch(
+            Received(
+                tokens=to_storage(out.tokens),
+                counts=as_array(out.exchange.counts_L),
+                weights=as_array(out.weights),
+                topk_idx=as_array(out.topk_idx),
+            ),
+            layout,
+        )
+        poison(out.tokens)
+        return wrong
+
+    return Path(name="gloo-tuned" if tuned else "gloo", call=call, check=check, before=case.fresh_ids)
+
+
+def gloo_combine_path(case: Case, *, tuned: bool) -> Path:
+    """Combine through gloo of rows in the layout that its own dispatch made."""
+    path = GlooPath(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
+    layout = case.layout_for(case.rank, 1)
+    exchange = path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK).exchange
+    rows_PH = torch.empty(layout.num_rows, case.options.hidden, dtype=case.torch_dtype)
+
+    def call() -> torch.Tensor:
+        return path.combine(rows_PH, exchange, case.topk_weights_TK)
+
+    def check(round: int) -> int:
+        case.load(round)
+        rows_PH.copy_(case.answers(layout, layout.num_rows))
+        poison(*path.buffers.all())
+        y_TH = call()
+        case.maybe_corrupt(y_TH)
+        wrong = case.wrong_combine(y_TH)
+        poison(y_TH)
+        return wrong
+
+    check(0)  # gives rows_PH its values also when checks are off
+    return Path(name="gloo-tuned" if tuned else "gloo", call=call, check=check)
+
+
+def gloo_alltoall_path(case: Case) -> Path:
+    """The bare exchange: equal contiguous blocks, no permutes, no counts, result buffer reused."""
+    layout = case.layout_for(case.rank, 1)
+    send_splits = [int((case.ids_TK == rank).sum()) for rank in range(case.options.ranks)]
+    receive_splits = [int((ids_TK == case.rank).sum()) for ids_TK in case.ids_R]
+    arrived = torch.empty(sum(receive_splits), case.options.hidden, dtype=case.torch_dtype)
+
+    def call() -> torch.Tensor:
+        dist.all_to_all_single(arrived, case.x_TH, receive_splits, send_splits)
+        return arrived
+
+    def check(round: int) -> int:
+        case.load(round)
+        poison(arrived)
+        call()
+        case.maybe_corrupt(arrived)
+        return case.wrong_dispatch(Received(tokens=to_storage(arrived)), layout)
+
+    return Path(name="gloo", call=call, check=check)

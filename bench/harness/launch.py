@@ -1,0 +1,163 @@
+"""Ranks of a benchmark: started here on one host, or joined when torchrun has started them.
+
+The starting process owns the rendezvous store (on a port the system picks, so two benchmarks never collide),
+waits for all ranks, and ends the others as soon as one fails, or on Ctrl-C, SIGTERM or SIGHUP. If it is
+itself killed outright, the kernel ends its ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from typing import NoReturn
+
+from .options import Options
+
+RankMain = Callable[[Options, int, int], int]
+_GRACE_AFTER_FAILURE = 3.0  # seconds the other ranks get to report what they saw
+_GRACE_AFTER_TERM = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+def run(rank_main: RankMain, options: Options) -> int:
+    """Runs `rank_main(options, rank, ranks)` on every rank and returns the exit status of the program.
+
+    0: all ranks returned 0. 1: a rank failed or found wrong values. 130: interrupted.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _join(rank_main, options)
+    return _spawn(rank_main, options)
+
+
+def _join(rank_main: RankMain, options: Options) -> int:
+    import torch.distributed as dist
+
+    _set_threads(options.threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+    return _rank(rank_main, options, dist.get_rank(), dist.get_world_size())
+
+
+def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
+    import torch.distributed as dist
+
+    try:
+        return rank_main(options, rank, ranks)
+    except Exception as problem:
+        if type(problem).__module__.startswith("moecomm"):  # typed: its text says what to do
+            text = f"{type(problem).__name__}: {problem}"
+        else:
+            text = traceback.format_exc().rstrip()
+        print(f"{options.operation}_perf.py: rank {rank}: {text}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        dist.destroy_process_group()
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _child(rank_main: RankMain, options: Options, rank: int, port: int, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the ranks in order
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the request took hold
+            raise SystemExit(1)
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
+
+    _set_threads(options.threads)
+    timeout = timedelta(seconds=options.timeout)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks, timeout=timeout)
+    raise SystemExit(_rank(rank_main, options, rank, options.ranks))
+
+
+def _spawn(rank_main: RankMain, options: Options) -> int:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    context = multiprocessing.get_context("spawn")
+    ranks: list[BaseProcess] = []
+    threads_before = os.environ.get("OMP_NUM_THREADS")
+    try:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the ranks as they start
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(options.ranks):
+            process = context.Process(
+                target=_child, args=(rank_main, options, rank, store.port, os.getpid()), name=f"rank {rank}"
+            )
+            process.start()
+            ranks.append(process)
+        return _wait(ranks, options)
+    except KeyboardInterrupt:
+        print(
+            f"\n{options.operation}_perf.py: interrupted, ending {len(ranks)} ranks",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 130
+    finally:
+        _end(ranks)
+        if threads_before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads_before
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _wait(ranks: list[BaseProcess], options: Options) -> int:
+    """Waits until all ranks are done, or one has failed and the others have had their grace."""
+    running: dict[object, tuple[int, BaseProcess]] = {p.sentinel: (rank, p) for rank, p in enumerate(ranks)}
+    failed = False
+    deadline: float | None = None
+    while running:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        done = multiprocessing.connection.wait([p.sentinel for _, p in running.values()], timeout=left)
+        if not done:
+            return 1
+        for sentinel in done:
+            rank, process = running.pop(sentinel)
+            process.join()
+            code = process.exitcode
+            if code == 0:
+                continue
+            if code is not None and code < 0 and not failed:
+                name = signal.Signals(-code).name
+                print(f"{options.operation}_perf.py: rank {rank} died of {name}", file=sys.stderr, flush=True)
+            failed = True
+            deadline = deadline or time.monotonic() + _GRACE_AFTER_FAILURE
+    return int(failed)
+
+
+def _end(ranks: Iterable[BaseProcess]) -> None:
+    """Ends what still runs: politely, then not. A second Ctrl-C does not cut this short."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        alive = [process for process in ranks if process.is_alive()]
+        for process in alive:
+            process.terminate()
+        deadline = time.monotonic() + _GRACE_AFTER_TERM
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in alive:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,85 @@
+"""What the numbers were measured on: processor, memory, versions, commit. Goes into the header and the JSON
+file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .options import available_cores
+
+_ROOT = Path(__file__).resolve().parents[2]
+_DEFAULT_CACHE = 32 << 20  # where the system does not say how large its last-level cache is
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The host's hardware, without its name."""
+
+    cpu: str
+    architecture: str
+    cores: int
+    memory_bytes: int
+    last_level_cache_bytes: int
+
+
+def describe() -> Machine:
+    """Reads /proc and /sys; falls back to what Python knows."""
+    return Machine(
+        cpu=_cpu_model(),
+        architecture=platform.machine(),
+        cores=available_cores(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        last_level_cache_bytes=_last_level_cache(),
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _last_level_cache() -> int:
+    sizes = [0]
+    for entry in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = entry.read_text().strip()
+        if text[:-1].isdecimal() and text[-1] in "KM":
+            sizes.append(int(text[:-1]) << (10 if text[-1] == "K" else 20))
+    return max(sizes) or _DEFAULT_CACHE
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages whose speed is compared."""
+    found = {"python": platform.python_version()}
+    for package in ("moecomm", "torch", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+def git_commit() -> tuple[str | None, bool | None]:
+    """(commit, whether tracked files differ from it); (None, None) outside a git checkout."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return commit, bool(_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=20
+    ).stdout.strip()

@@ -1,0 +1,99 @@
+"""The JSON file: one document per run, complete enough to make the run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from . import machine
+from .options import Options
+from .timing import Timing
+from .traffic import Traffic
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table: one path at one size. Times in seconds, bandwidths in GB/s (1e9 bytes), mean
+    over ranks.
+    """
+
+    path: str
+    dtype: str
+    tokens: int
+    size_bytes: int
+    useful_bytes: int
+    remote_bytes: int
+    time_s: float
+    min_s: float
+    algbw_GBps: float
+    busbw_GBps: float | None  # None: the path moves nothing between ranks
+    wrong: int | None  # None: not checked
+    note: str
+    samples_s: tuple[float, ...]
+
+
+def make_row(
+    *,
+    path: str,
+    dtype: str,
+    tokens: int,
+    row_bytes: int,
+    moved: Traffic,
+    timing: Timing,
+    wrong: int | None,
+    note: str,
+    remote: bool,
+) -> Row:
+    """Joins a timing with the bytes behind it."""
+    per_rank = len(moved.useful_R) * timing.median * 1e9
+    return Row(
+        path=path,
+        dtype=dtype,
+        tokens=tokens,
+        size_bytes=tokens * row_bytes,
+        useful_bytes=moved.useful,
+        remote_bytes=moved.remote,
+        time_s=timing.median,
+        min_s=timing.fastest,
+        algbw_GBps=moved.useful / per_rank,
+        busbw_GBps=moved.remote / per_rank if remote else None,
+        wrong=wrong,
+        note=note,
+        samples_s=timing.slowest_I,
+    )
+
+
+def document(options: Options, rows: Sequence[Row], stats: dict[str, Any]) -> dict[str, Any]:
+    """The whole record as plain values. `stats` are rank 0's Communicator.stats() at the end of the run."""
+    commit, dirty = machine.git_commit()
+    checked = [row.wrong for row in rows if row.wrong is not None]
+    return {
+        "schema": SCHEMA,
+        "program": f"{options.operation}_perf",
+        "command": options.command,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git": {"commit": commit, "dirty": dirty},
+        "hardware": asdict(machine.describe()),
+        "versions": machine.versions(),
+        "seed": options.seed,
+        "ranks": options.ranks,
+        "threads": options.threads,
+        "options": options.as_dict(),
+        "rows": [asdict(row) for row in rows],
+        "stats": stats,
+        "wrong": sum(checked) if checked else None,
+    }
+
+
+def write(path: str, content: dict[str, Any]) -> None:
+    """Writes `content`, replacing the file only once all of it is there."""
+    target = Path(path)
+    part = target.with_name(target.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(target)
