@@ -100,7 +100,8 @@ def dispatch(
 
     hidden, top_k = x[0].shape[1], ids[0].shape[1]
     tokens = np.zeros((len(origin), hidden), x[0].dtype)
-    out_weights = np.zeros(len(origin) if layout == "expert" else (len(origin), top_k), np.float32)
+    kind = np.float32 if weights is None else weights[0].dtype
+    out_weights = np.zeros(len(origin) if layout == "expert" else (len(origin), top_k), kind)
     local_ids = np.full((len(origin), top_k), -1, np.int32)
     for p, row in enumerate(origin):
         for src, t, k in row:
@@ -159,7 +160,7 @@ def dispatch_backward(
     grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype)
     if grad_weights is None:
         return grad_x, None
-    grad_w = [np.zeros((count, top_k), np.float32) for count in token_counts]
+    grad_w = [np.zeros((count, top_k), grad_weights[0].dtype) for count in token_counts]
     for owner, sent in enumerate(dispatched):
         for p, row in enumerate(sent.origin):
             for src, t, k in row:

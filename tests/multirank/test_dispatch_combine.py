@@ -1,0 +1,340 @@
+"""Dispatch and combine against the numpy reference, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.harness import RankPool
+from tests.reference import DTYPES
+
+SIZES = [1, 2, 3, 4, 7]
+HIDDEN = {"float32": 20, "bfloat16": 40, "float16": 24, "float64": 6}
+Pools = Callable[[int], RankPool]
+
+
+def _play(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+    import moecomm
+
+    results = []
+    for case in some:
+        with moecomm.Communicator(**case.communicator) as comm:
+            assert (comm.rank, comm.size, comm.num_local_experts) == (
+                rank,
+                world_size,
+                case.num_experts // world_size,
+            )
+            results.append(cases.play(comm, case, rank))
+    return results
+
+
+def _check(pool: RankPool, some: list[Case]) -> None:
+    for case, results in zip(some, zip(*pool(_play, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+def _tokens(size: int, most: int, seed: int) -> tuple[int, ...]:
+    """Unequal counts with a zero among them, where there is more than one rank."""
+    counts = np.random.default_rng(seed).integers(1, most + 1, size)
+    if size > 1:
+        counts[seed % size] = 0
+    return tuple(int(count) for count in counts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_layouts_alignments_and_capacities(pool: Pools, size: int, dtype: str, seed: int) -> None:
+    base = Case(
+        tokens=_tokens(size, 13, seed),
+        num_experts=4 * size,
+        hidden=HIDDEN[dtype],
+        top_k=4,
+        dtype=dtype,
+        seed=seed,
+    )
+    some = [
+        replace(
+            base,
+            seed=seed + i,
+            layout=layout,
+            alignment=alignment,
+            slack=slack,
+            routing=routing,
+            weights=i % 3 > 0,
+        )
+        for i, (layout, alignment, slack, routing) in enumerate(
+            [
+                ("expert", 1, None, "uniform"),
+                ("expert", 8, None, "holes"),
+                ("expert", 5, 0, "uniform"),
+                ("expert", 16, 7, "holes"),
+                ("expert", 4, -5, "uniform"),
+                ("rank", 1, None, "uniform"),
+                ("rank", 1, None, "holes"),
+                ("rank", 1, 3, "uniform"),
+                ("rank", 1, -2, "holes"),
+            ]
+        )
+    ]
+    _check(pool(size), some)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("top_k", [1, 2, 8, 22])
+def test_top_k(pool: Pools, size: int, top_k: int, seed: int) -> None:
+    base = Case(tokens=_tokens(size, 9, seed), num_experts=28 * size, hidden=4, top_k=top_k, seed=seed)
+    _check(
+        pool(size),
+        [base, replace(base, layout="rank", dtype="bfloat16", hidden=8), replace(base, routing="holes")],
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_tokens_to_one_rank(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(11,) * size, num_experts=3 * size, hidden=12, top_k=3, routing="one-rank", seed=seed)
+    _check(
+        pool(size), [base, replace(base, layout="rank"), replace(base, slack=-1), replace(base, alignment=64)]
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_to_do(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(0,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+    none = replace(base, tokens=(5,) * size, routing="empty")
+    some = [base, replace(base, layout="rank"), replace(base, slack=4), none, replace(none, layout="rank")]
+    _check(pool(size), [*some, replace(none, slack=0), replace(base, alignment=4)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [1, 3, 17, 65])
+def test_hidden_sizes(pool: Pools, dtype: str, blocks: int, seed: int) -> None:
+    """A row is any multiple of 16 bytes, also one that fits no vector width or block of the kernels."""
+    hidden = blocks * 16 // getattr(torch, dtype).itemsize
+    base = Case(
+        tokens=(7, 0, 10), num_experts=6, hidden=hidden, top_k=4, dtype=dtype, routing="holes", seed=seed
+    )
+    _check(pool(3), [base, replace(base, layout="rank")])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_rows(pool: Pools, dtype: str, seed: int) -> None:
+    """Large enough for the recycled outputs and the streaming stores."""
+    base = Case(tokens=(300, 411), num_experts=8, hidden=2048, top_k=4, dtype=dtype, num_sms=2, seed=seed)
+    _check(pool(2), [base, replace(base, layout="rank", num_sms=1)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_thread_counts_give_the_same_bits(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(37,) * size, num_experts=4 * size, hidden=264, top_k=4, dtype="bfloat16", seed=seed)
+    some = [
+        replace(base, num_sms=threads, layout=layout)
+        for layout in ("expert", "rank")
+        for threads in (1, 2, 3)
+    ]
+    _check(pool(size), some)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_id_types_and_input_in_the_window(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=_tokens(size, 20, seed), num_experts=2 * size, hidden=16, top_k=2, seed=seed)
+    some = [
+        replace(base, wide_ids=wide, input_in_window=inside)
+        for wide in (False, True)
+        for inside in (False, True)
+    ]
+    _check(pool(size), some)
+
+
+def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+    import moecomm
+
+    with moecomm.Communicator(**some[0].communicator) as comm:
+        return [cases.play(comm, case, rank) for case in some]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
+    """Ids, counts, layouts and the place of the input change from step to step; nothing of an earlier one may show."""
+    rng = np.random.default_rng(seed)
+    base = Case(tokens=(12,) * size, num_experts=2 * size, hidden=32, top_k=2)
+    some = [
+        replace(
+            base,
+            tokens=(12, *(int(count) for count in rng.integers(0, 13, size - 1))),
+            seed=seed + step // 2,
+            layout=("expert", "rank")[step % 3 == 2],
+            slack=(None, 2, -3)[step % 3],
+            routing=("uniform", "holes", "one-rank")[step // 4 % 3],
+            input_in_window=step % 5 > 2,
+            weights=step % 4 > 0,
+        )
+        for step in range(30)
+    ]
+    for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+def _skewed_steps(rank: int, world_size: int, case: Case, steps: int) -> int:
+    """Ranks take turns at being late; every rank checks its own rows of every step."""
+    import time
+
+    import moecomm
+
+    rows = 0
+    with moecomm.Communicator(**case.communicator) as comm:
+        wants = [replace(case, seed=case.seed + i).expected(rank) for i in range(3)]
+        for step in range(steps):
+            if step % world_size == rank and step % 4 == 0:
+                time.sleep(0.003)
+            now = replace(case, seed=case.seed + step % 3)
+            out = cases.dispatch(comm, now, rank)
+            cases.assert_same_bits(
+                cases.to_numpy(out.tokens), wants[step % 3].tokens, f"step {step} on rank {rank}"
+            )
+            y_TH = comm.combine(out.tokens, out.handle)
+            counts = (now.ids(rank) >= 0).sum(1, keepdims=True)
+            np.testing.assert_allclose(y_TH.numpy(), now.x(rank) * counts, rtol=1e-5)
+            rows += len(out.tokens)
+    return rows
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_take_turns_at_being_late(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(6,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+    assert sum(pool(size)(_skewed_steps, case, 150)) == 150 * 6 * 2 * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_runs_repeat_bit_for_bit(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(64,) * size, num_experts=4 * size, hidden=128, top_k=4, dtype="float16", seed=seed)
+    first, *others = zip(*pool(size)(_play, [case] * 4), strict=True)
+    for results in others:
+        for left, right in zip(first, results, strict=True):
+            for name, value in left.items():
+                if isinstance(value, np.ndarray):
+                    assert value.tobytes() == right[name].tobytes(), name
+                else:
+                    assert value == right[name], name
+
+
+def _interleaved(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+    """Dispatch on all communicators, then combine in another order."""
+    import moecomm
+
+    comms = [moecomm.Communicator(**case.communicator) for case in some]
+    outs = [cases.dispatch(comm, case, rank) for comm, case in zip(comms, some, strict=True)]
+    results: list[Any] = [None] * len(some)
+    for i in reversed(range(len(some))):
+        case, out = some[i], outs[i]
+        rows_PH = cases.tensor(case.rows(rank, len(out.tokens)), case.torch_dtype)
+        weights_P = torch.from_numpy(case.row_weights(rank, len(out.tokens)))
+        results[i] = {
+            "tokens": cases.to_numpy(out.tokens),
+            "weights": cases.to_numpy(out.weights),
+            "topk_idx": cases.to_numpy(out.topk_idx),
+            "tokens_per_expert": out.tokens_per_expert.numpy(),
+            "offsets": out.offsets.numpy(),
+            "overflow": int(out.overflow),
+            "y": cases.to_numpy(comms[i].combine(rows_PH, out.handle)),
+            "weighted": cases.to_numpy(comms[i].combine(rows_PH, out.handle, weights=weights_P)),
+            "exceeded": None,
+        }
+    for comm in comms[1::2] + comms[::2]:
+        comm.close()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_communicators_at_once(pool: Pools, size: int, seed: int) -> None:
+    some = [
+        Case(tokens=(5,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed),
+        Case(
+            tokens=(9,) * size,
+            num_experts=4 * size,
+            hidden=24,
+            top_k=3,
+            dtype="bfloat16",
+            layout="rank",
+            seed=seed,
+        ),
+        Case(tokens=_tokens(size, 7, seed), num_experts=size, hidden=2, top_k=1, dtype="float64", seed=seed),
+    ]
+    for case, results in zip(some, zip(*pool(size)(_interleaved, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+def _subgroups(rank: int, world_size: int, case: Case) -> tuple[int, cases.Arrays, cases.Arrays]:
+    """Ranks {0, 2} and {1, 3} each have a communicator of their own, and all four share a third."""
+    import moecomm
+
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    mine = groups[rank % 2]
+    arguments = case.communicator
+    with (
+        moecomm.Communicator(mine, **arguments) as pair,
+        moecomm.Communicator(**{**arguments, "num_experts": 2 * case.num_experts}) as everybody,
+    ):
+        assert (pair.rank, pair.size) == (rank // 2, 2)
+        wide = replace(case, tokens=case.tokens * 2, num_experts=2 * case.num_experts)
+        first = cases.play(pair, replace(case, seed=case.seed + rank % 2), rank // 2)
+        return rank % 2, first, cases.play(everybody, wide, rank)
+
+
+def test_two_subgroups_and_the_world(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(8, 3), num_experts=4, hidden=16, top_k=3, seed=seed)
+    results = pool(4)(_subgroups, case)
+    for half in (0, 1):
+        cases.verify(replace(case, seed=seed + half), [first for which, first, _ in results if which == half])
+    cases.verify(
+        replace(case, tokens=case.tokens * 2, num_experts=8), [everybody for _, _, everybody in results]
+    )
+
+
+def _alone(rank: int, world_size: int) -> tuple[int, int]:
+    import moecomm
+
+    dist.destroy_process_group()
+    with moecomm.Communicator(num_experts=2, hidden=4, top_k=1, max_tokens=3, dtype=torch.float32) as comm:
+        x_TH = torch.arange(12.0).view(3, 4)
+        out = comm.dispatch(x_TH, torch.tensor([[1], [0], [1]]))
+        assert torch.equal(out.tokens, x_TH[[1, 0, 2]])
+        assert torch.equal(comm.combine(out.tokens, out.handle), x_TH)
+        sizes = comm.rank, comm.size
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return sizes
+
+
+def test_without_a_process_group_it_is_one_process() -> None:
+    with RankPool(1) as own:
+        assert own(_alone) == [(0, 1)]
+
+
+def _stats(rank: int, world_size: int, case: Case) -> dict[str, float]:
+    import moecomm
+
+    with moecomm.Communicator(**case.communicator) as comm:
+        cases.play(comm, case, rank)
+        comm.reset_stats()
+        assert comm.stats()["dispatch_calls"] == 0
+        for _ in range(3):
+            cases.play(comm, case, rank)
+        return comm.stats()
+
+
+def test_stats_count_rows_and_bytes(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(10, 4), num_experts=4, hidden=8, top_k=2, seed=seed)
+    for rank, stats in enumerate(pool(2)(_stats, case)):
+        want = case.expected(rank)
+        far = {(src, t) for row in want.origin for src, t, _ in row if src != rank}
+        assert stats["dispatch_calls"] == 3 and stats["combine_calls"] == 6
+        assert stats["rows_in"] == 3 * case.tokens[rank] and stats["rows_out"] == 3 * len(want.origin)
+        assert stats["bytes_wire"] == (3 + 6) * len(far) * case.hidden * 4
+        assert 0 <= stats["wait_seconds"] <= stats["dispatch_seconds"] + stats["combine_seconds"]
