@@ -18,9 +18,9 @@ struct WindowShape {
   int64_t max_tokens;
   DType dtype;
 
-  int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
   /// Most ranks that one token can have as owners.
-  int32_t slots() const { return ranks < top_k ? ranks : top_k; }
+  MOECOMM_HD int32_t slots() const { return ranks < top_k ? ranks : top_k; }
 };
 
 /// Sections exist twice where their use alternates by epoch; the index is 0 or 1.

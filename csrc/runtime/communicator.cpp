@@ -1,5 +1,7 @@
 #include "runtime/communicator.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <string_view>
@@ -65,12 +67,17 @@ Communicator::Communicator(const CommunicatorConfig& config)
 Communicator::~Communicator() { close(); }
 
 void Communicator::connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
-  std::vector<std::byte*> bases;
   for (int r = 0; r < config_.shape.ranks; ++r) {
     if (r != config_.rank) windows_[r] = shm::Window::open(names[r], layout_.total_bytes);
-    bases.push_back(windows_[r].base());
+    bases_.push_back(windows_[r].base());
   }
-  signals_ = std::make_unique<shm::Signals>(layout_, std::move(bases), config_.rank, pids, config_.timeout_seconds);
+  signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds);
+}
+
+void Communicator::connect_threads(std::vector<std::byte*> bases) {
+  bases_ = std::move(bases);
+  const std::vector<int64_t> pids(bases_.size(), getpid());
+  signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds);
 }
 
 std::string Communicator::heuristics_text() const {
@@ -383,7 +390,7 @@ std::shared_ptr<std::byte> Communicator::take_input() {
 }
 
 int64_t Communicator::input_offset(const std::byte* pointer) const {
-  const std::byte* const base = windows_[config_.rank].base();
+  const std::byte* const base = this->base();
   if (pointer < base + layout_.input[0] || pointer >= base + layout_.total_bytes) return -1;
   return pointer - base;
 }

@@ -56,6 +56,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::string& window_name() const { return windows_[config_.rank].name(); }
   /// Maps the peers' windows. names[r] and pids[r] are rank r's; ready for operations afterwards.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
+  /// The same for ranks that are threads of one process: they share each other's mappings. base() is this rank's.
+  void connect_threads(std::vector<std::byte*> bases);
+  std::byte* base() const { return windows_[config_.rank].base(); }
   /// To be called when all ranks have connected: from then on nothing of the window outlives the processes.
   void unlink_window() noexcept { windows_[config_.rank].unlink(); }
 
@@ -97,7 +100,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  private:
   cpu::Context context() { return {layout_.shape, pool_, heuristics_, config_.rank, local_experts_}; }
-  std::byte* at(int rank, int64_t offset) const { return windows_[rank].base() + offset; }
+  std::byte* at(int rank, int64_t offset) const { return bases_[rank] + offset; }
   SignalRecord start(Operation operation);
   void exchange(const SignalRecord& record, const char* phase);
   void compare_records(uint64_t epoch);
@@ -116,6 +119,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ThreadPool pool_;
   cpu::Heuristics heuristics_;
   std::vector<shm::Window> windows_;
+  std::vector<std::byte*> bases_;  // of every rank's window as mapped here
   std::unique_ptr<shm::Signals> signals_;
 
   uint64_t epoch_ = 0;

@@ -14,22 +14,25 @@ namespace x86_64_v3 { const RowKernels& kernels(); }
 namespace x86_64_v4 { const RowKernels& kernels(); }
 #endif
 
-const RowKernels& row_kernels() {
+const std::vector<const RowKernels*>& available_row_kernels() {
+  static const std::vector<const RowKernels*> available = [] {
+    std::vector<const RowKernels*> found = {&baseline::kernels()};
 #if defined(__x86_64__)
-  static const RowKernels& best = [&]() -> const RowKernels& {
     __builtin_cpu_init();
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
                     __builtin_cpu_supports("f16c");
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512cd");
-    return v4 ? x86_64_v4::kernels() : v3 ? x86_64_v3::kernels() : baseline::kernels();
-  }();
-  return best;
-#else
-  return baseline::kernels();
+    if (v3) found.push_back(&x86_64_v3::kernels());
+    if (v4) found.push_back(&x86_64_v4::kernels());
 #endif
+    return found;
+  }();
+  return available;
 }
+
+const RowKernels& row_kernels() { return *available_row_kernels().back(); }
 
 namespace {
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.hpp"
 
@@ -29,6 +30,8 @@ struct RowKernels {
   void (*fence)();
 };
 
+/// Those that this processor can run, worst first.
+const std::vector<const RowKernels*>& available_row_kernels();
 const RowKernels& row_kernels();
 
 }  // namespace moecomm::cpu

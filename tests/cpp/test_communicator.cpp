@@ -1,0 +1,227 @@
+// Dispatch and combine between threads of one process that share each other's windows (a sanitizer sees everything),
+// against sums made from the definition. Values are small integers, so that every order of a sum gives the same.
+#include <algorithm>
+#include <numeric>
+#include <thread>
+
+#include "check.hpp"
+#include "layout/routing.hpp"
+#include "runtime/communicator.hpp"
+#include "runtime/host_pool.hpp"
+
+using namespace moecomm;
+
+namespace {
+
+constexpr int64_t kHidden = 20;
+
+struct Ranks {
+  Ranks(int32_t ranks, int32_t local_experts, int32_t top_k, int64_t max_tokens, int threads) {
+    for (int32_t r = 0; r < ranks; ++r)
+      comms.push_back(std::make_shared<Communicator>(CommunicatorConfig{
+          {ranks, top_k, kHidden, max_tokens, DType::float32}, r, int64_t{ranks} * local_experts, threads, 60.0}));
+    std::vector<std::byte*> bases;
+    for (auto& comm : comms) bases.push_back(comm->base());
+    for (auto& comm : comms) comm->connect_threads(bases);
+    for (auto& comm : comms) comm->unlink_window();
+  }
+  ~Ranks() {
+    for (auto& comm : comms) comm->close();  // writes into the windows of all, so before the first goes
+  }
+  template <class Body>
+  void run(const Body& body) {
+    std::vector<std::thread> threads;
+    for (auto& comm : comms)
+      threads.emplace_back([&comm, &body] {
+        try {
+          body(*comm, comm->config().rank);
+        } catch (const Error& error) {
+          std::printf("unexpected error: %s\n", error.what());
+          CHECK(false);
+        }
+      });
+    for (auto& thread : threads) thread.join();
+  }
+  std::vector<std::shared_ptr<Communicator>> comms;
+};
+
+struct Input {
+  std::vector<float> x, weights;
+  std::vector<int32_t> ids;
+  int64_t tokens;
+};
+
+/// `size` values whose address is not null even if there are none: null says that an argument is absent.
+std::vector<float> values(int64_t size) {
+  std::vector<float> made;
+  made.reserve(static_cast<size_t>(size + 1));
+  made.assign(static_cast<size_t>(size), -99.0f);
+  return made;
+}
+
+Input make_input(std::mt19937_64& random, int64_t tokens, int32_t top_k, int32_t experts) {
+  Input input{values(0), values(0), {}, tokens};
+  std::vector<int32_t> order(static_cast<size_t>(experts));
+  std::iota(order.begin(), order.end(), 0);
+  for (int64_t t = 0; t < tokens; ++t) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (int32_t k = 0; k < top_k; ++k) {
+      input.ids.push_back(random() % 5 == 0 ? -1 : order[static_cast<size_t>(k)]);
+      input.weights.push_back(static_cast<float>(1 + random() % 7));
+    }
+    for (int64_t h = 0; h < kHidden; ++h) input.x.push_back(static_cast<float>(static_cast<int>(random() % 15) - 7));
+  }
+  return input;
+}
+
+template <class T>
+const std::byte* bytes(const std::vector<T>& data) {
+  return reinterpret_cast<const std::byte*>(data.data());
+}
+template <class T>
+std::byte* bytes(std::vector<T>& data) {
+  return reinterpret_cast<std::byte*>(data.data());
+}
+
+/// dispatch, then combine of rows * (1 + global expert), then both backwards.
+void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_experts) {
+  const auto plan = comm.begin_dispatch({bytes(input.x), input.ids.data(), false, bytes(input.weights), input.tokens,
+                                         RowLayout::expert, 4, -1});
+  std::vector<float> rows = values(plan->rows * kHidden), weights = values(plan->rows);
+  comm.pull(bytes(rows), bytes(weights), nullptr);
+  const int32_t first = comm.config().rank * local_experts;
+  int64_t row = 0;
+  for (int32_t e = 0; e < local_experts; ++e)
+    for (; row < plan->offsets[static_cast<size_t>(e)]; ++row)
+      for (int64_t h = 0; h < kHidden; ++h) rows[static_cast<size_t>(row * kHidden + h)] *= static_cast<float>(1 + first + e);
+
+  std::vector<float> y = values(input.tokens * kHidden);
+  comm.combine(plan, bytes(rows), bytes(weights), bytes(y), nullptr, nullptr);
+  bool right = true;
+  for (int64_t t = 0; t < input.tokens; ++t) {
+    float factor = 0;
+    for (int32_t k = 0; k < top_k; ++k) {
+      const auto i = static_cast<size_t>(t * top_k + k);
+      if (input.ids[i] >= 0) factor += input.weights[i] * static_cast<float>(1 + input.ids[i]);
+    }
+    for (int64_t h = 0; h < kHidden; ++h)
+      right = right && y[static_cast<size_t>(t * kHidden + h)] == factor * input.x[static_cast<size_t>(t * kHidden + h)];
+  }
+  CHECK(right);
+
+  // Backward of combine with dy = x: rows come back scaled, and dots are <row, x>. Then the weights' gradients go home.
+  std::vector<float> grad_rows = values(plan->rows * kHidden), dots = values(plan->rows);
+  comm.redispatch(plan, bytes(input.x), bytes(grad_rows), bytes(weights), bytes(rows), bytes(dots));
+  std::vector<float> grad_x = values(input.tokens * kHidden), grad_weights = values(input.tokens * top_k);
+  comm.combine(plan, bytes(grad_rows), nullptr, bytes(grad_x), bytes(dots), bytes(grad_weights));
+  right = true;
+  for (int64_t t = 0; t < input.tokens; ++t) {
+    float square = 0, weight = 0;
+    for (int64_t h = 0; h < kHidden; ++h)
+      square += input.x[static_cast<size_t>(t * kHidden + h)] * input.x[static_cast<size_t>(t * kHidden + h)];
+    for (int32_t k = 0; k < top_k; ++k) {
+      const auto i = static_cast<size_t>(t * top_k + k);
+      const bool is_expert = input.ids[i] >= 0;
+      right = right && grad_weights[i] == (is_expert ? square * static_cast<float>(1 + input.ids[i]) : 0.0f);
+      if (is_expert) weight += input.weights[i];
+    }
+    for (int64_t h = 0; h < kHidden; ++h)
+      right = right && grad_x[static_cast<size_t>(t * kHidden + h)] == weight * input.x[static_cast<size_t>(t * kHidden + h)];
+  }
+  CHECK(right);
+}
+
+void test_steps(int32_t ranks, int threads) {
+  const int32_t local_experts = 3, top_k = std::min(4, ranks * local_experts);
+  Ranks node(ranks, local_experts, top_k, 40, threads);
+  node.run([&](Communicator& comm, int rank) {
+    std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
+    for (int i = 0; i < 30; ++i)
+      step(comm, make_input(random, static_cast<int64_t>(random() % 41), top_k, ranks * local_experts), top_k, local_experts);
+    CHECK(comm.stats().plans_made + comm.stats().plans_reused == 30);  // two empty steps share one
+  });
+}
+
+void test_errors() {
+  Ranks node(3, 2, 2, 8, 1);
+  node.run([&](Communicator& comm, int rank) {
+    std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
+    const Input good = make_input(random, 4, 2, 6);
+    Input bad = good;
+    bad.ids[3] = rank == 1 ? 6 : 0;
+    const auto dispatch = [&](const Input& input, int64_t alignment, int64_t capacity) {
+      return comm.begin_dispatch({bytes(input.x), input.ids.data(), false, nullptr, 4, RowLayout::expert, alignment, capacity});
+    };
+    CHECK(test::throws(ErrorKind::invalid_routing, "topk_idx[1, 1] is 6", [&] { dispatch(rank == 1 ? bad : good, 1, -1); }));
+    step(comm, good, 2, 2);
+    CHECK(test::throws(ErrorKind::mismatched_arguments, "alignment: rank 0 has 1, rank 2 has 8",
+                       [&] { dispatch(good, rank == 2 ? 8 : 1, -1); }));
+    step(comm, good, 2, 2);
+    CHECK(test::throws(ErrorKind::invalid_argument, "x is odd", [&] {
+      if (rank == 0) comm.fail(ErrorKind::invalid_argument, "x is odd");
+      dispatch(good, 1, -1);
+    }));
+    step(comm, good, 2, 2);
+    const auto plan = dispatch(good, 1, 0);
+    comm.pull(nullptr, nullptr, nullptr);
+    CHECK(plan->rows == 0);
+    CHECK(test::throws(ErrorKind::capacity_exceeded, "its capacity was 0", [&] { comm.check(); }));
+    comm.check();
+    step(comm, good, 2, 2);
+    // Everybody has finished before anybody closes, or the last step would be lost.
+    if (rank == 2) comm.close();
+    if (rank == 2) CHECK(test::throws(ErrorKind::closed, "closed", [&] { dispatch(good, 1, -1); }));
+    if (rank != 2) CHECK(test::throws(ErrorKind::peer_lost, "", [&] { dispatch(good, 1, -1); }));
+    if (rank != 2) CHECK(test::throws(ErrorKind::peer_lost, "", [&] { comm.check(); }));
+  });
+}
+
+void test_reuse_and_input() {
+  Ranks node(2, 2, 2, 8, 1);
+  node.run([&](Communicator& comm, int rank) {
+    std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
+    const Input input = make_input(random, 8, 2, 4);
+    const auto dispatch = [&](const std::byte* x) {
+      auto plan = comm.begin_dispatch({x, input.ids.data(), false, nullptr, 8, RowLayout::expert, 1, -1});
+      std::vector<float> rows(static_cast<size_t>(plan->rows * kHidden));
+      comm.pull(bytes(rows), nullptr, nullptr);
+      return std::pair(plan, rows);
+    };
+    const auto [plan, rows] = dispatch(bytes(input.x));
+    const auto [again, rows_again] = dispatch(bytes(input.x));
+    CHECK(plan == again && rows == rows_again && comm.stats().plans_reused == 1);
+    for (int i = 0; i < 10; ++i) {
+      const std::shared_ptr<std::byte> in_window = comm.take_input();
+      std::copy(bytes(input.x), bytes(input.x) + input.x.size() * sizeof(float), in_window.get());
+      CHECK(comm.input_offset(in_window.get()) > 0);
+      CHECK(dispatch(in_window.get()).second == rows);
+    }
+    const auto first = comm.take_input(), second = comm.take_input();
+    CHECK(first != second);
+    CHECK(test::throws(ErrorKind::out_of_memory, "both input buffers", [&] { comm.take_input(); }));
+  });
+}
+
+void test_host_pool() {
+  auto pool = std::make_shared<HostPool>();
+  auto first = pool->take(1 << 20);
+  std::byte* const address = first.get();
+  first.reset();
+  auto second = pool->take((1 << 20) - 1000);
+  CHECK(second.get() == address);  // the same size class
+  auto third = pool->take(1 << 20);
+  CHECK(third.get() != address);
+  pool.reset();
+  third.get()[0] = std::byte{1};  // memory outlives the pool's other owners
+}
+
+}  // namespace
+
+int main() {
+  for (const int32_t ranks : {1, 2, 3, 7}) test_steps(ranks, 1);
+  test_steps(2, 3);
+  test_errors();
+  test_reuse_and_input();
+  test_host_pool();
+  return test::finish();
+}
