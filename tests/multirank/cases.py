@@ -6,6 +6,7 @@ and compares bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,10 +64,9 @@ class Case:
     def capacity(self) -> int | None:
         return None if self.slack is None else max(max(self.needed()) + self.slack, 0)
 
-    def needed(self) -> list[int]:
+    def needed(self) -> tuple[int, ...]:
         """Rows that each rank needs."""
-        dropless = replace(self, slack=None)
-        return [len(dropless.expected(rank).origin) for rank in range(self.size)]
+        return _needed(replace(self, slack=None))
 
     def x(self, rank: int) -> np.ndarray:
         return self._values(1, rank, (self.tokens[rank], self.hidden))
@@ -121,6 +121,11 @@ class Case:
         # Values of very different size, so that another order of summing gives other bits.
         x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
         return reference.rounded(x.astype(reference.wide(self.dtype)), self.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _needed(case: Case) -> tuple[int, ...]:
+    return tuple(len(case.expected(rank).origin) for rank in range(case.size))
 
 
 def to_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:

@@ -1,0 +1,298 @@
+"""Gradients: against finite differences, against the reference's formulas, and under checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests import reference
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.harness import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def _build(case: Case) -> Any:
+    import moecomm
+
+    return moecomm.Communicator(**case.communicator)
+
+
+# -- torch's own gradient check, on one rank ------------------------------------------------------------------------
+
+
+def _gradcheck(rank: int, world_size: int, case: Case) -> bool:
+    with _build(case) as comm:
+        ids_TK = torch.from_numpy(case.ids(rank))
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        count = len(case.expected(rank).origin)
+        factor_P = torch.linspace(0.5, 1.5, count, dtype=torch.float64)
+
+        def both(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out = comm.dispatch(x, ids_TK, weights, layout=case.layout, alignment=case.alignment)
+            assert out.weights is not None
+            if case.layout == "rank":
+                rows_PH = out.tokens.sin() * out.weights.sum(1, keepdim=True)
+                return comm.combine(rows_PH, out.handle), out.tokens, out.weights
+            y_TH = comm.combine(out.tokens.sin(), out.handle, weights=out.weights * factor_P)
+            return y_TH, out.tokens, out.weights
+
+        return torch.autograd.gradcheck(both, (x_TH, weights_TK))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_gradcheck(pool: Pools, layout: str, seed: int) -> None:
+    case = Case(tokens=(4,), num_experts=5, hidden=2, top_k=3, dtype="float64", routing="holes", seed=seed)
+    some = [replace(case, layout=layout, alignment=alignment) for alignment in ((1, 4) if layout == "expert" else (1,))]
+    for one in some:
+        assert pool(1)(_gradcheck, one) == [True]
+
+
+# -- across ranks: the derivative of the job's one loss by an input of any rank ---------------------------------------
+
+
+def _loss(comm: Any, case: Case, rank: int, x_TH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a loss that every rank's inputs enter through experts on every rank."""
+    out = comm.dispatch(x_TH, torch.from_numpy(case.ids(rank)), weights_TK, layout=case.layout)
+    rows_PH = torch.tanh(out.tokens) * (rank + 1) + out.tokens**2
+    if case.layout == "rank":
+        y_TH = comm.combine(rows_PH * (out.weights**2).sum(1, keepdim=True), out.handle)
+    else:
+        y_TH = comm.combine(rows_PH, out.handle, weights=out.weights)
+    return (y_TH * torch.from_numpy(case.grad_y(rank))).sum() + (out.weights**3).sum()
+
+
+def _finite_differences(rank: int, world_size: int, case: Case) -> float:
+    """Largest error of the gradient over some inputs of every rank, relative to the largest gradient."""
+    import torch.distributed as dist
+
+    with _build(case) as comm:
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        _loss(comm, case, rank, x_TH, weights_TK).backward()
+        worst, largest, step = 0.0, 1e-3, 1e-6
+        for target in range(world_size):
+            for name in ("x", "weights"):
+                for place in range(5):
+                    losses = []
+                    for sign in (1, -1):
+                        x, weights = x_TH.detach().clone(), weights_TK.detach().clone()
+                        moved = x if name == "x" else weights
+                        if rank == target:
+                            flat = moved.view(-1)
+                            flat[place * 7 % len(flat)] += sign * step
+                        total = _loss(comm, case, rank, x, weights).view(1)
+                        dist.all_reduce(total)
+                        losses.append(total.item())
+                    if rank == target:
+                        grad = x_TH.grad if name == "x" else weights_TK.grad
+                        got = grad.view(-1)[place * 7 % grad.numel()].item()
+                        worst = max(worst, abs(got - (losses[0] - losses[1]) / (2 * step)))
+                        largest = max(largest, grad.abs().max().item())
+        return worst / largest
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_finite_differences_across_ranks(pool: Pools, size: int, layout: str, seed: int) -> None:
+    case = Case(
+        tokens=(5, 3, 4)[:size], num_experts=2 * size, hidden=4, top_k=2, dtype="float64", layout=layout, seed=seed
+    )
+    assert max(pool(size)(_finite_differences, case)) < 1e-5
+
+
+# -- against the reference's formulas, bit for bit where sums have a fixed order --------------------------------------
+
+
+def _gradients(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    with _build(case) as comm:
+        x_TH = cases.tensor(case.x(rank), case.torch_dtype).requires_grad_()
+        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        out = comm.dispatch(
+            x_TH,
+            torch.from_numpy(case.ids(rank)),
+            weights_TK,
+            layout=case.layout,
+            alignment=case.alignment,
+            capacity=case.capacity,
+        )
+        count = len(out.tokens)
+        grad_tokens_PH = cases.tensor(case.rows(rank, count), case.torch_dtype)
+        rng = np.random.default_rng([case.seed, 9, rank])
+        grad_weights = torch.from_numpy(rng.random(out.weights.shape).astype(reference.wide(case.dtype)))
+        torch.autograd.backward([out.tokens, out.weights], [grad_tokens_PH, grad_weights], retain_graph=True)
+        first = [cases.to_numpy(x_TH.grad), cases.to_numpy(weights_TK.grad)]
+        x_TH.grad = weights_TK.grad = None
+        torch.autograd.backward([out.tokens, out.weights], [grad_tokens_PH, grad_weights])
+        second = [cases.to_numpy(x_TH.grad), cases.to_numpy(weights_TK.grad)]
+
+        rows_PH = cases.tensor(case.rows(rank, count), case.torch_dtype).requires_grad_()
+        weights_P = torch.from_numpy(case.row_weights(rank, count)).requires_grad_()
+        grad_y_TH = cases.tensor(case.grad_y(rank), case.torch_dtype)
+        comm.combine(rows_PH, out.handle).backward(grad_y_TH)
+        plain = cases.to_numpy(rows_PH.grad)
+        rows_PH.grad = None
+        comm.combine(rows_PH, out.handle, weights=weights_P).backward(grad_y_TH)
+        return {
+            "dispatch": first,
+            "again": second,
+            "grad_weights": cases.to_numpy(grad_weights),
+            "plain": plain,
+            "weighted": [cases.to_numpy(rows_PH.grad), cases.to_numpy(weights_P.grad)],
+        }
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_match_the_reference(pool: Pools, size: int, dtype: str, seed: int) -> None:
+    hidden = {"float32": 36, "float64": 10}.get(dtype, 72)
+    base = Case(
+        tokens=(6, 0, 9, 5)[-size:], num_experts=3 * size, hidden=hidden, top_k=3, dtype=dtype, routing="holes", seed=seed
+    )
+    for case in (base, replace(base, alignment=8), replace(base, slack=3), replace(base, layout="rank")):
+        _verify_gradients(case, pool(size)(_gradients, case))
+
+
+def _verify_gradients(case: Case, results: list[dict[str, Any]]) -> None:
+    sent = [case.expected(rank) for rank in range(case.size)]
+    counts = list(case.tokens)
+    totals = [len(got["plain"]) for got in results]
+    rows = [case.rows(rank, total) for rank, total in enumerate(totals)]
+    weights = [case.row_weights(rank, total) for rank, total in enumerate(totals)]
+    grad_x, grad_w = reference.dispatch_backward(
+        rows, [got["grad_weights"] for got in results], sent, counts, case.top_k, dtype=case.dtype
+    )
+    grad_y = [case.grad_y(rank) for rank in range(case.size)]
+    plain, _ = reference.combine_backward(grad_y, rows, sent, dtype=case.dtype)
+    weighted, row_w = reference.combine_backward(grad_y, rows, sent, dtype=case.dtype, weights=weights)
+    for rank, got in enumerate(results):
+        text = f"rank {rank} of {case}"
+        kept = len(sent[rank].origin)
+        for name in ("dispatch", "again"):
+            cases.assert_same_bits(got[name][0], grad_x[rank], f"{name}: gradient of x, {text}")
+            cases.assert_same_bits(got[name][1], grad_w[rank], f"{name}: gradient of the weights, {text}")
+        cases.assert_same_bits(got["plain"][:kept], plain[rank][:kept], f"combine: gradient of rows, {text}")
+        cases.assert_same_bits(got["weighted"][0][:kept], weighted[rank][:kept], f"weighted: gradient of rows, {text}")
+        # A dot product over H: the order of its sum is the kernel's own.
+        size = np.abs(rows[rank][:kept]).max(initial=1) * max(np.abs(g).max(initial=1) for g in grad_y)
+        bound = case.hidden * size * np.finfo(reference.wide(case.dtype)).eps
+        np.testing.assert_allclose(got["weighted"][1][:kept], row_w[rank][:kept], rtol=0, atol=bound, err_msg=text)
+
+
+# -- checkpointing ----------------------------------------------------------------------------------------------------
+
+
+def _train(rank: int, world_size: int, case: Case, mode: str) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Two layers, three steps, one communicator; `mode` says how the forward is kept for the backward."""
+    torch.manual_seed(case.seed)
+    with _build(case) as comm:
+        w_HH = torch.randn(case.hidden, case.hidden, dtype=case.torch_dtype).requires_grad_()
+        gates_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        idx_TK = [torch.from_numpy(replace(case, seed=case.seed + i).ids(rank)) for i in range(2)]
+
+        def layer(x_TH: torch.Tensor, which: int) -> torch.Tensor:
+            out = comm.dispatch(x_TH, idx_TK[which], gates_TK, layout=case.layout)
+            rows_PH = torch.tanh(out.tokens @ w_HH) * (1 + rank)
+            if case.layout == "rank":
+                return x_TH + comm.combine(rows_PH * out.weights.sum(1, keepdim=True), out.handle)
+            return x_TH + comm.combine(rows_PH, out.handle, weights=out.weights)
+
+        found = []
+        for _ in range(3):
+            x_TH = torch.from_numpy(case.x(rank)).to(case.torch_dtype).requires_grad_()
+            y_TH = x_TH
+            for which in range(2):
+                if mode == "plain":
+                    y_TH = layer(y_TH, which)
+                else:
+                    y_TH = checkpoint(layer, y_TH, which, use_reentrant=mode == "reentrant")
+            (y_TH**2).sum().backward()
+            found += [each.grad.numpy() for each in (x_TH, w_HH, gates_TK)]
+            w_HH.grad = gates_TK.grad = None
+        return found, comm.stats()
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_checkpointing_gives_the_same_bits_and_reuses_plans(pool: Pools, size: int, layout: str, seed: int) -> None:
+    case = Case(
+        tokens=(7, 5, 3)[:size], num_experts=2 * size, hidden=8, top_k=2, dtype="float64", layout=layout, seed=seed
+    )
+    plain = pool(size)(_train, case, "plain")
+    for mode in ("reentrant", "non-reentrant"):
+        for (want, _), (got, stats) in zip(plain, pool(size)(_train, case, mode), strict=True):
+            for left, right in zip(want, got, strict=True):
+                np.testing.assert_array_equal(left, right)
+            # 2 layers x 3 steps are computed twice; each recompute finds the plan of its forward.
+            assert stats["plans_reused"] >= 6
+
+
+def _no_gradient(rank: int, world_size: int, case: Case) -> list[bool]:
+    with _build(case) as comm:
+        ids_TK = torch.from_numpy(case.ids(rank))
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        weights_TK = torch.from_numpy(case.topk_weights(rank))
+        out = comm.dispatch(x_TH, ids_TK, weights_TK)
+        found = [out.tokens.requires_grad, out.weights.requires_grad]
+        with torch.no_grad():
+            silent = comm.dispatch(x_TH, ids_TK, weights_TK)
+        found += [silent.tokens.requires_grad, comm.combine(silent.tokens, silent.handle).requires_grad]
+        y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
+        (grad_TH,) = torch.autograd.grad(y_TH.sum(), x_TH)
+        want_TH = (weights_TK * (ids_TK >= 0)).sum(1, keepdim=True).expand_as(grad_TH)
+        torch.testing.assert_close(grad_TH, want_TH)
+        return found
+
+
+def test_what_needs_no_gradient_gets_none(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(4, 6), num_experts=4, hidden=4, top_k=2, routing="holes", seed=seed)
+    for tokens, _, silent_tokens, silent_y in pool(2)(_no_gradient, case):
+        assert tokens and not silent_tokens and not silent_y
+
+
+def _only_weights(rank: int, world_size: int, case: Case) -> np.ndarray:
+    with _build(case) as comm:
+        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        out = comm.dispatch(torch.from_numpy(case.x(rank)), torch.from_numpy(case.ids(rank)), weights_TK)
+        comm.combine(out.tokens, out.handle, weights=out.weights).sum().backward()
+        return weights_TK.grad.numpy()
+
+
+def test_gradients_of_weights_alone(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(4, 6), num_experts=4, hidden=4, top_k=2, routing="holes", seed=seed)
+    for rank, grad in enumerate(pool(2)(_only_weights, case)):
+        want = case.x(rank).sum(1, keepdims=True) * (case.ids(rank) >= 0)
+        np.testing.assert_allclose(grad, want, rtol=1e-4, atol=1e-4)
+
+
+def _drops(rank: int, world_size: int, case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A job whose capacity leaves rows out: gradients of the rows that were kept, zero for the others."""
+    torch.use_deterministic_algorithms(True)
+    with _build(case) as comm:
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        out = comm.dispatch(x_TH, torch.from_numpy(case.ids(rank)), weights_TK, capacity=case.capacity)
+        kept = int(out.offsets[-1])
+        y_TH = comm.combine(out.tokens[:kept], out.handle) if kept == len(out.tokens) else None
+        assert y_TH is not None, "an overflow fills the capacity"
+        (y_TH.sum() + out.weights.sum()).backward()
+        return x_TH.grad.numpy(), [weights_TK.grad.numpy(), out.tokens.detach().numpy()]
+
+
+def test_gradients_of_rows_past_the_capacity_are_zero(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(9,), num_experts=4, hidden=4, top_k=2, slack=-6, seed=seed)
+    ((grad_x, (grad_w, _)),) = pool(1)(_drops, case)
+    kept = np.zeros((9, 2), np.float32)
+    for ((_, t, k),) in case.expected(0).origin:
+        kept[t, k] = 1
+    np.testing.assert_array_equal(grad_w, kept)
+    np.testing.assert_array_equal(grad_x, np.repeat(kept.sum(1, keepdims=True), 4, 1))
