@@ -1,4 +1,5 @@
-"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on it."""
+"""moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on
+it."""
 
 from moecomm.communicator import Communicator
 from moecomm.errors import (

@@ -40,13 +40,16 @@ def _check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_token
     window_shape(ranks=size, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
     require_integer("num_experts", num_experts, 1)
     if num_experts % size != 0:
-        raise InvalidArgument(f"num_experts is {num_experts}, expected a multiple of the {size} ranks of the group")
+        raise InvalidArgument(
+            f"num_experts is {num_experts}, expected a multiple of the {size} ranks of the group"
+        )
     if top_k > num_experts:
         raise InvalidArgument(f"top_k is {top_k}, expected at most num_experts = {num_experts}")
     rows = size * max_tokens * min(top_k, num_experts // size)
     if rows >= 2**31:
         raise InvalidArgument(
-            f"max_tokens is {max_tokens}: a rank could get {rows} rows, expected fewer than {2**31}; lower max_tokens"
+            f"max_tokens is {max_tokens}: a rank could get {rows} rows, expected fewer than {2**31}; "
+            "lower max_tokens"
         )
 
 
@@ -65,19 +68,20 @@ def _check_nodes(size: int, ranks_per_node: Any) -> None:
     require_integer("ranks_per_node", ranks_per_node, 1)
     if ranks_per_node < size:
         raise Unsupported(
-            f"ranks_per_node is {ranks_per_node} for {size} ranks: nodes reach each other over a fabric transport, which "
-            "this version does not have"
+            f"ranks_per_node is {ranks_per_node} for {size} ranks: nodes reach each other over a fabric "
+            "transport, which this version does not have"
         )
 
 
 class Communicator:
     """Dispatch and combine for expert parallelism between the ranks of `group`.
 
-    All ranks build it, and call its operations, together and in the same order. Expert e lives on rank e // L with
-    L = num_experts / ranks. The algorithms, signals and memory are described in docs/.
+    All ranks build it, and call its operations, together and in the same order. Expert e lives on rank e //
+    L with L = num_experts / ranks. The algorithms, signals and memory are described in docs/.
 
     Args:
-        group: a torch.distributed ProcessGroup; None is the default group, or this process alone if there is none.
+        group: a torch.distributed ProcessGroup; None is the default group, or this process alone if there is
+            none.
         num_experts: E, a multiple of the ranks.
         hidden: H, elements of a row; a row has a multiple of 16 bytes.
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
@@ -86,7 +90,8 @@ class Communicator:
         wire: format in which rows travel; None is `dtype`, the only one of this version.
         device: None is the current CUDA device if there is one, else the CPU. This version runs on "cpu".
         ranks_per_node: ranks that share memory; None finds out.
-        num_sms: threads that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the ranks.
+        num_sms: threads that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the
+            ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.
 
     Raises:
@@ -124,7 +129,9 @@ class Communicator:
             _check_nodes(size, ranks_per_node)
             threads = read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
             if wire is not None:
-                raise Unsupported(f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None")
+                raise Unsupported(
+                    f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None"
+                )
         except MoecommError as failed:
             error = failed
         meeting = Rendezvous(group, seconds)
@@ -164,18 +171,21 @@ class Communicator:
         wire: str | None = None,
         ranks_per_node: int | None = None,
     ) -> MemoryPlan:
-        """The memory that a communicator of these arguments would take on each rank, without building it; print it.
+        """The memory that a communicator of these arguments would take on each rank, without building it;
+        print it.
 
         Raises InvalidArgument as the constructor does.
         """
         _check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         _check_nodes(ranks, ranks_per_node)
         if wire is not None:
-            raise Unsupported(f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None")
+            raise Unsupported(
+                f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None"
+            )
         shape = window_shape(ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
         return plan_memory(shape, ranks)
 
-    # -- operations ---------------------------------------------------------------------------------------------------
+    # -- operations ------------------------------------------------------------------------------------
 
     @overload
     def dispatch(
@@ -216,17 +226,18 @@ class Communicator:
     ) -> DispatchOutput | Work[DispatchOutput]:
         """Brings every token to the ranks of its experts.
 
-        Differentiable in `x_TH` and `topk_weights_TK`. A call with the same `topk_idx` as an earlier one on all ranks (a
-        forward that is computed again for the backward) finds the plan of that one.
+        Differentiable in `x_TH` and `topk_weights_TK`. A call with the same `topk_idx` as an earlier one on
+        all ranks (a forward that is computed again for the backward) finds the plan of that one.
 
         Args:
-            x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens, different on each rank as it likes.
+            x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens, different on each rank as it
+                likes.
             topk_idx_TK: (T, K) int32 or int64 expert ids, -1 for none; no id twice in a token.
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
             layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank).
             alignment: each expert's group gets a multiple of this many rows, zero where no token is.
-            capacity: rows of the output. None: as many as there are. With a number, rows past it are left out and
-                reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch.
+            capacity: rows of the output. None: as many as there are. With a number, rows past it are left
+                out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput.
 
         Raises:
@@ -287,17 +298,27 @@ class Communicator:
 
     @overload
     def combine(
-        self, rows_PH: torch.Tensor, handle: Handle, *, weights: torch.Tensor | None = None, async_op: Literal[True]
+        self,
+        rows_PH: torch.Tensor,
+        handle: Handle,
+        *,
+        weights: torch.Tensor | None = None,
+        async_op: Literal[True],
     ) -> Work[torch.Tensor]: ...
 
     def combine(
-        self, rows_PH: torch.Tensor, handle: Handle, *, weights: torch.Tensor | None = None, async_op: bool = False
+        self,
+        rows_PH: torch.Tensor,
+        handle: Handle,
+        *,
+        weights: torch.Tensor | None = None,
+        async_op: bool = False,
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Brings rows back to the tokens of the dispatch that made `handle`, and sums them there.
 
-        Each rank sums its rows of a token in the order of k, times `weights` if given, in float32 (float64 for float64
-        rows), and rounds once to the dtype; the token's home sums these partial rows by ascending rank in float32 and
-        rounds once. Differentiable in `rows_PH` and `weights`.
+        Each rank sums its rows of a token in the order of k, times `weights` if given, in float32 (float64
+        for float64 rows), and rounds once to the dtype; the token's home sums these partial rows by
+        ascending rank in float32 and rounds once. Differentiable in `rows_PH` and `weights`.
 
         Args:
             rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
@@ -335,10 +356,11 @@ class Communicator:
         return self._run(backend, execute, finish, async_op)
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """An uninitialised (num_tokens, H) tensor inside the window: a dispatch of it need not copy it there first.
+        """An uninitialised (num_tokens, H) tensor inside the window: a dispatch of it need not copy it there
+        first.
 
-        At most two such tensors can be alive at a time; their memory is taken at the first call. Write it once between
-        dispatches: peers read it while they dispatch.
+        At most two such tensors can be alive at a time; their memory is taken at the first call. Write it
+        once between dispatches: peers read it while they dispatch.
 
         Raises:
             InvalidArgument: more than max_tokens.
@@ -348,20 +370,22 @@ class Communicator:
         require_integer("num_tokens", num_tokens, 0, self.max_tokens)
         return backend.order.run(lambda: backend.empty_input(num_tokens))
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and PeerTimeout or
-        PeerLost if that has ended the communicator. All ranks come to the same verdict without talking."""
+        """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
+        PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same verdict
+        without talking."""
         backend = self._open()
         backend.order.run(backend.check)
 
     def stats(self) -> dict[str, float]:
         """Counters since construction or `reset_stats()`.
 
-        dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward and backward),
-        wait_seconds (of both, waiting for peers), rows_in (tokens brought), rows_out (rows got), bytes_wire (row bytes
-        that crossed between ranks, counted at the owner of the experts), plans_made, plans_reused.
+        dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
+        and backward), wait_seconds (of both, waiting for peers), rows_in (tokens brought), rows_out (rows
+        got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
+        plans_made, plans_reused.
         """
         return self._open().stats()
 
@@ -370,10 +394,11 @@ class Communicator:
         self._open().reset_stats()
 
     def close(self) -> None:
-        """Waits for operations under way and lets go of the window. Peers that still wait for this rank get PeerLost.
+        """Waits for operations under way and lets go of the window. Peers that still wait for this rank get
+        PeerLost.
 
-        Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the backward of earlier
-        calls needs the communicator open.
+        Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
+        backward of earlier calls needs the communicator open.
         """
         backend, self._backend = self._backend, None
         if backend is not None:

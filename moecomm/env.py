@@ -20,7 +20,8 @@ class Env:
     """MOECOMM_THREADS: threads a rank of the CPU backend uses where the caller gives no num_sms."""
 
     ranks_per_node: int | None = None
-    """MOECOMM_RANKS_PER_NODE: emulate nodes of this many ranks on one host where the caller gives no ranks_per_node."""
+    """MOECOMM_RANKS_PER_NODE: emulate nodes of this many ranks on one host where the caller gives no
+    ranks_per_node."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type, least: float) -> float | None:
@@ -32,12 +33,15 @@ def _number(environ: Mapping[str, str], name: str, kind: type, least: float) -> 
     except ValueError:
         value = None
     if value is None or not value >= least:
-        raise InvalidArgument(f"environment variable {name} is {text!r}, expected a number of at least {least:g}")
+        raise InvalidArgument(
+            f"environment variable {name} is {text!r}, expected a number of at least {least:g}"
+        )
     return value
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """The settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no number."""
+    """The settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no
+    number."""
     environ = os.environ if environ is None else environ
     timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)
     threads = _number(environ, "MOECOMM_THREADS", int, 1)

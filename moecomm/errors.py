@@ -1,7 +1,8 @@
-"""The errors that moecomm raises. All are recoverable by the caller; a broken invariant is an assertion instead.
+"""The errors that moecomm raises. All are recoverable by the caller; a broken invariant is an assertion
+instead.
 
-After `PeerTimeout` and `PeerLost` the ranks of a communicator are out of step: it refuses further work with the same error,
-and a new communicator has to be built. After every other error it stays usable, on all ranks.
+After `PeerTimeout` and `PeerLost` the ranks of a communicator are out of step: it refuses further work with
+the same error, and a new communicator has to be built. After every other error it stays usable, on all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ class MoecommError(RuntimeError):
 
 
 class InvalidArgument(MoecommError, ValueError):
-    """An argument has the wrong type, shape, dtype, device or value; the text names it, its value and the bound.
+    """An argument has the wrong type, shape, dtype, device or value; the text names it, its value and the
+    bound.
 
     Raised on every rank when it happens in a call that all ranks make: the others learn which rank it was.
     """
@@ -78,7 +80,8 @@ class PeerTimeout(_PeerError):
 
 
 class PeerLost(_PeerError):
-    """A peer's process has ended, or it closed the communicator, while it was still needed. Attributes as `PeerTimeout`."""
+    """A peer's process has ended, or it closed the communicator, while it was still needed. Attributes as
+    `PeerTimeout`."""
 
 
 class Unsupported(MoecommError):
@@ -103,7 +106,15 @@ def kind_of(error: MoecommError) -> str:
 
 
 def from_native(
-    kind: int, text: str, rank: int, peer: int, phase: str, expected: int, seen: int, needed: int, available: int
+    kind: int,
+    text: str,
+    rank: int,
+    peer: int,
+    phase: str,
+    expected: int,
+    seen: int,
+    needed: int,
+    available: int,
 ) -> MoecommError:
     """The exception for an error of the C++ runtime (csrc/common/error.hpp)."""
     from moecomm import _C

@@ -21,10 +21,11 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
 class MemoryPlan:
     """Sections of one rank's window. `str()` is a table.
 
-    With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for float64), every
-    section rounded up to 4096 bytes, the large ones are, twice each because uses alternate between two copies:
-    rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input rows M*H*b,
-    which take memory only when `empty_input` is first called.
+    With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for
+    float64), every section rounded up to 4096 bytes, the large ones are, twice each because uses alternate
+    between two copies:
+    rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
+    rows M*H*b, which take memory only when `empty_input` is first called.
     """
 
     sections: tuple[tuple[str, int, int], ...]
@@ -36,7 +37,10 @@ class MemoryPlan:
     ranks: int
 
     def __str__(self) -> str:
-        lines = [f"window of one rank ({self.ranks} ranks a node)", f"{'section':<18} {'offset':>14} {'bytes':>14}"]
+        lines = [
+            f"window of one rank ({self.ranks} ranks a node)",
+            f"{'section':<18} {'offset':>14} {'bytes':>14}",
+        ]
         lines += [f"{name:<18} {offset:>14} {size:>14}" for name, offset, size in self.sections]
         lines.append(f"{'total':<18} {'':>14} {self.total_bytes:>14}")
         lines.append(f"{'taken at once':<18} {'':>14} {self.committed_bytes:>14}")
@@ -44,7 +48,9 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def window_shape(*, ranks: int, top_k: int, hidden: int, max_tokens: int, dtype: torch.dtype) -> _C.WindowShape:
+def window_shape(
+    *, ranks: int, top_k: int, hidden: int, max_tokens: int, dtype: torch.dtype
+) -> _C.WindowShape:
     """The runtime's description of a window. Raises InvalidArgument for sizes that no window can have."""
     if dtype not in NATIVE_DTYPES:
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
@@ -54,7 +60,8 @@ def window_shape(*, ranks: int, top_k: int, hidden: int, max_tokens: int, dtype:
             raise InvalidArgument(f"{name} is {value!r}, expected an integer from 1 to {2**31 - 1}")
     if hidden * dtype.itemsize % 16 != 0:
         raise InvalidArgument(
-            f"hidden is {hidden}: a row of {dtype} would have {hidden * dtype.itemsize} bytes, expected a multiple of 16"
+            f"hidden is {hidden}: a row of {dtype} would have {hidden * dtype.itemsize} bytes, "
+            "expected a multiple of 16"
         )
     return _C.WindowShape(
         ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=NATIVE_DTYPES[dtype]

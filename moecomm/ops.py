@@ -20,14 +20,20 @@ from moecomm.backends import CpuBackend, RawDispatch
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: torch.Tensor, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: CpuBackend
+        ctx: Any,
+        x_TH: torch.Tensor,
+        topk_weights_TK: torch.Tensor | None,
+        raw: RawDispatch,
+        backend: CpuBackend,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.plan, ctx.backend = raw.plan, backend
         return raw.tokens_PH, raw.weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_tokens_PH: torch.Tensor, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_tokens_PH: torch.Tensor, grad_weights: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         need_x, need_weights = ctx.needs_input_grad[:2]
         rows_PH = grad_tokens_PH.contiguous() if need_x else None
         weight_grads = grad_weights.contiguous() if need_weights and grad_weights is not None else None
@@ -69,11 +75,15 @@ def dispatch(
     x_TH: torch.Tensor, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: CpuBackend
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Ties the rows and weights of a finished dispatch to the tensors they came from."""
-    return _Dispatch.apply(x_TH, topk_weights_TK, raw, backend)  # type: ignore[no-any-return]
+    return _Dispatch.apply(x_TH, topk_weights_TK, raw, backend)  # type: ignore[no-untyped-call]
 
 
 def combine(
-    rows_PH: torch.Tensor, weights_P: torch.Tensor | None, y_TH: torch.Tensor, plan: _C.Plan, backend: CpuBackend
+    rows_PH: torch.Tensor,
+    weights_P: torch.Tensor | None,
+    y_TH: torch.Tensor,
+    plan: _C.Plan,
+    backend: CpuBackend,
 ) -> torch.Tensor:
     """Ties the result of a finished combine to the rows and weights it was made from."""
-    return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-any-return]
+    return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-untyped-call]

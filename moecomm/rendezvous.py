@@ -1,6 +1,8 @@
-"""How the ranks of a new communicator find each other: small JSON messages through the store of torch.distributed.
+"""How the ranks of a new communicator find each other: small JSON messages through the store of
+torch.distributed.
 
-The store is there with every backend (gloo, NCCL), has its own deadline, and carries text that is parsed as JSON only.
+The store is there with every backend (gloo, NCCL), has its own deadline, and carries text that is parsed as
+JSON only.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from moecomm.errors import MoecommError, PeerLost, PeerTimeout
 from moecomm.types import Group
@@ -25,19 +28,20 @@ class Rendezvous:
     def __init__(self, group: Group | None, timeout: float) -> None:
         self.timeout = timeout
         self.rank, self.size = 0, 1
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if group is None:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         _built[group.group_name] += 1
-        self._store = dist.PrefixStore(
-            f"moecomm/{group.group_name}/{_built[group.group_name]}", dist.distributed_c10d._get_default_store()
+        self._store = PrefixStore(
+            f"moecomm/{group.group_name}/{_built[group.group_name]}", _get_default_store()
         )
 
     def exchange(self, phase: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's message of this phase, by rank.
 
-        Raises PeerTimeout, naming the rank that did not come within the timeout, or PeerLost if the store is gone.
+        Raises PeerTimeout, naming the rank that did not come within the timeout, or PeerLost if the store is
+        gone.
         """
         if self._store is None:
             return [message]
@@ -67,10 +71,14 @@ class Rendezvous:
                 phase=phase,
             ) from error
         if not isinstance(message, dict):
-            raise MoecommError(f"rank {self.rank}, {phase}: rank {peer} sent {type(message).__name__}, expected an object")
+            raise MoecommError(
+                f"rank {self.rank}, {phase}: rank {peer} sent {type(message).__name__}, expected an object"
+            )
         return message
 
     def _lost(self, phase: str, error: Exception) -> PeerLost:
         return PeerLost(
-            f"rank {self.rank}, {phase}: the store of torch.distributed is gone ({error})", rank=self.rank, phase=phase
+            f"rank {self.rank}, {phase}: the store of torch.distributed is gone ({error})",
+            rank=self.rank,
+            phase=phase,
         )

@@ -36,12 +36,15 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
     return value
 
 
-def check_rows(name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_rows(
+    name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """`rows_XH` is (count, hidden) of dtype on device; count None: any."""
     _require_tensor(name, rows_XH, device)
     if rows_XH.dim() != 2 or rows_XH.shape[1] != hidden or count not in (None, rows_XH.shape[0]):
         raise InvalidArgument(
-            f"{name} has shape {tuple(rows_XH.shape)}, expected ({'any' if count is None else count}, hidden = {hidden})"
+            f"{name} has shape {tuple(rows_XH.shape)}, "
+            f"expected ({'any' if count is None else count}, hidden = {hidden})"
         )
     if rows_XH.dtype != dtype:
         raise InvalidArgument(f"{name} is {rows_XH.dtype}, expected the communicator's dtype {dtype}")
@@ -58,7 +61,8 @@ def check_dispatch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """The tensors of a dispatch, all but the values of the ids, which the runtime checks as it copies them."""
+    """The tensors of a dispatch, all but the values of the ids, which the runtime checks as it copies
+    them."""
     check_rows("x", x_TH, None, hidden, dtype, device)
     tokens = x_TH.shape[0]
     if tokens > max_tokens:
@@ -87,7 +91,9 @@ def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, i
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
     require_integer("alignment", alignment, 1, 1 << 20)
     if layout == "rank" and alignment != 1:
-        raise InvalidArgument(f"alignment is {alignment}, expected 1: rows in the rank layout have no expert groups")
+        raise InvalidArgument(
+            f"alignment is {alignment}, expected 1: rows in the rank layout have no expert groups"
+        )
     if capacity is not None:
         require_integer("capacity", capacity, 0)
     return layout, alignment, -1 if capacity is None else capacity

@@ -21,9 +21,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Handle:
-    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque but for these sizes.
+    """The plan of one dispatch, kept for its combine and for the backward of both. Opaque but for these
+    sizes.
 
-    It may be used any number of times, with the communicator that made it, and by all ranks in the same order.
+    It may be used any number of times, with the communicator that made it, and by all ranks in the same
+    order.
     """
 
     plan: Any
@@ -39,8 +41,8 @@ class Handle:
 class DispatchOutput:
     """What a dispatch brings to this rank.
 
-    Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token; each expert's
-    group is padded with zero rows to a multiple of `alignment`.
+    Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token;
+    each expert's group is padded with zero rows to a multiple of `alignment`.
     Rank layout: a row for each token that has at least one local expert, ordered by source rank, then token.
     With a fixed capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
     """
@@ -48,19 +50,20 @@ class DispatchOutput:
     tokens: torch.Tensor
     """(P, H) in the communicator's dtype."""
     weights: torch.Tensor | None
-    """Routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the rank layout; 0 in
-    places that no expert has. None if the dispatch had none."""
+    """Routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the rank
+    layout; 0 in places that no expert has. None if the dispatch had none."""
     tokens_per_expert: torch.Tensor
     """(L,) int32: rows for each local expert, without alignment, and whether or not they fit the capacity."""
     offsets: torch.Tensor
-    """(L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of torch.nn.functional.grouped_mm. Rank
-    layout: (R,) inclusive ends of the sources."""
+    """(L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
+    torch.nn.functional.grouped_mm. Rank layout: (R,) inclusive ends of the sources."""
     overflow: torch.Tensor
     """0-d int32: 0, or the rows that this rank would have needed, if more than the capacity."""
     handle: Handle
     """For `combine`."""
     topk_idx: torch.Tensor | None = None
-    """Rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the expert layout."""
+    """Rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the expert
+    layout."""
 
 
 class Work(Generic[Result]):
@@ -75,7 +78,8 @@ class Work(Generic[Result]):
         self._waited = False
 
     def wait(self) -> Result:
-        """Waits, and returns the operation's result; raises its error. Calling it again returns the same object."""
+        """Waits, and returns the operation's result; raises its error. Calling it again returns the same
+        object."""
         if not self._waited:
             self._result = self._wait()
             self._waited = True

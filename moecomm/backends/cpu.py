@@ -54,7 +54,8 @@ def default_threads(local_ranks: int) -> int:
 
 
 class CpuBackend:
-    """Owns the native communicator. Methods take and return tensors, and do no more checking than the runtime does.
+    """Owns the native communicator. Methods take and return tensors, and do no more checking than the
+    runtime does.
 
     The caller runs them through `order`, one at a time.
     """
@@ -67,8 +68,8 @@ class CpuBackend:
         dtype: torch.dtype,
         threads: int | None,
     ) -> None:
-        """`arguments`: those of the Communicator that all ranks have to share, as JSON values. `argument_error`: why this
-        rank's are bad; it still meets the others, so that all raise."""
+        """`arguments`: those of the Communicator that all ranks have to share, as JSON values.
+        `argument_error`: why this rank's are bad; it still meets the others, so that all raise."""
         self.order = InOrder()
         self.device = torch.device("cpu")
         self.dtype = dtype
@@ -77,11 +78,17 @@ class CpuBackend:
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
         shape = window_shape(
-            ranks=meeting.size, top_k=self.top_k, hidden=self.hidden, max_tokens=arguments["max_tokens"], dtype=dtype
+            ranks=meeting.size,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            max_tokens=arguments["max_tokens"],
+            dtype=dtype,
         )
         self.memory = plan_memory(shape, meeting.size)
         self._check_room(meeting)
-        self._native = self._connect(meeting, shape, arguments["num_experts"], threads or default_threads(meeting.size))
+        self._native = self._connect(
+            meeting, shape, arguments["num_experts"], threads or default_threads(meeting.size)
+        )
 
     @staticmethod
     def _meet(meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
@@ -101,8 +108,8 @@ class CpuBackend:
                     )
             if other["node"] != messages[0]["node"]:
                 raise Unsupported(
-                    f"rank {rank} does not share memory and processes with rank 0 (another host or container); "
-                    "ranks of different nodes need a fabric transport, which this version does not have"
+                    f"rank {rank} does not share memory and processes with rank 0 (another host or "
+                    "container); ranks of different nodes need a fabric transport, which this version does not have"
                 )
 
     def _check_room(self, meeting: Rendezvous) -> None:
@@ -113,14 +120,16 @@ class CpuBackend:
         needed = self.memory.committed_bytes * meeting.size
         if needed > available:
             raise OutOfMemory(
-                f"the windows of {meeting.size} ranks need {needed} bytes of /dev/shm, {available} are free; give it more "
-                "room (docker: --shm-size) or lower max_tokens, hidden or top_k",
+                f"the windows of {meeting.size} ranks need {needed} bytes of /dev/shm, {available} are free; "
+                "give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
                 needed=needed,
                 available=available,
             )
 
     @staticmethod
-    def _connect(meeting: Rendezvous, shape: _C.WindowShape, num_experts: int, threads: int) -> _C.Communicator:
+    def _connect(
+        meeting: Rendezvous, shape: _C.WindowShape, num_experts: int, threads: int
+    ) -> _C.Communicator:
         def step(phase: str, action: Any) -> list[dict[str, Any]]:
             """One step of all ranks: an error of one is raised by all."""
             error: MoecommError | None = None
@@ -141,7 +150,11 @@ class CpuBackend:
         def create() -> dict[str, Any]:
             native.append(
                 _C.Communicator(
-                    shape=shape, rank=meeting.rank, num_experts=num_experts, threads=threads, timeout=meeting.timeout
+                    shape=shape,
+                    rank=meeting.rank,
+                    num_experts=num_experts,
+                    threads=threads,
+                    timeout=meeting.timeout,
                 )
             )
             return {"window": native[0].window_name, "pid": os.getpid()}
@@ -192,7 +205,9 @@ class CpuBackend:
         tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
         weights = None
         if topk_weights_TK is not None:
-            weights = self._empty((plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype))
+            weights = self._empty(
+                (plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype)
+            )
         topk_idx_PK = self._empty((plan.rows, self.top_k), torch.int32) if by_rank else None
         self._native.pull(out=tokens_PH.data_ptr(), weights=_address(weights), ids=_address(topk_idx_PK))
         return RawDispatch(
@@ -206,7 +221,11 @@ class CpuBackend:
         )
 
     def redispatch(
-        self, plan: _C.Plan, rows_TH: torch.Tensor, scales_P: torch.Tensor | None, other_PH: torch.Tensor | None
+        self,
+        plan: _C.Plan,
+        rows_TH: torch.Tensor,
+        scales_P: torch.Tensor | None,
+        other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -228,7 +247,8 @@ class CpuBackend:
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without weight_grads)."""
+        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
+        weight_grads)."""
         y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)
         grads_TK = None
         if weight_grads is not None:
@@ -279,7 +299,8 @@ class CpuBackend:
 
 
 def _address(tensor: torch.Tensor | None) -> int:
-    """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets one that is not."""
+    """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets one
+    that is not."""
     if tensor is None:
         return 0
     return tensor.data_ptr() or _NOWHERE.data_ptr()

@@ -11,7 +11,8 @@ Result = TypeVar("Result")
 
 
 class InOrder:
-    """`run` works in the caller's thread unless operations of `submit` are under way; then it queues up behind them."""
+    """`run` works in the caller's thread unless operations of `submit` are under way; then it queues up
+    behind them."""
 
     def __init__(self) -> None:
         self._gate = threading.Lock()  # held while a call takes its place

@@ -1,0 +1,77 @@
+# The C++ runtime as csrc/bindings/module.cpp exposes it. Addresses are integers; 0 is "absent".
+from enum import Enum
+from typing import SupportsIndex
+
+cuda_version: str | None
+compiler: str
+
+def cpu_heuristics(local_ranks: int) -> str: ...
+def shm_available_bytes() -> int: ...
+def window_sections(shape: WindowShape) -> list[tuple[str, int, int]]: ...
+def window_bytes(shape: WindowShape) -> tuple[int, int]: ...
+
+class DType(Enum):
+    float32 = 0
+    bfloat16 = 1
+    float16 = 2
+    float64 = 3
+
+class RowLayout(Enum):
+    expert = 0
+    rank = 1
+
+class ErrorKind:
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    name: str
+
+class WindowShape:
+    def __init__(self, *, ranks: int, top_k: int, hidden: int, max_tokens: int, dtype: DType) -> None: ...
+
+class Plan:
+    id: int
+    rows: int
+    needed_rows: int
+    tokens: int
+    layout: RowLayout
+    expert_rows: list[int]
+    offsets: list[int]
+
+class HostBuffer:
+    bytes: int
+    def __buffer__(self, flags: SupportsIndex, /) -> memoryview: ...
+
+class HostPool:
+    def take(self, bytes: int) -> HostBuffer: ...
+
+class Communicator:
+    window_name: str
+    closed: bool
+    def __init__(
+        self, *, shape: WindowShape, rank: int, num_experts: int, threads: int, timeout: float
+    ) -> None: ...
+    def connect(self, names: list[str], pids: list[int]) -> None: ...
+    def unlink_window(self) -> None: ...
+    def begin_dispatch(
+        self,
+        *,
+        x: int,
+        ids: int,
+        wide_ids: bool,
+        weights: int,
+        tokens: int,
+        layout: RowLayout,
+        alignment: int,
+        capacity: int,
+    ) -> Plan: ...
+    def pull(self, *, out: int, weights: int, ids: int) -> None: ...
+    def redispatch(self, plan: Plan, *, rows: int, out: int, scales: int, other: int, dots: int) -> None: ...
+    def combine(
+        self, plan: Plan, *, rows: int, weights: int, y: int, weight_grads: int, out_weight_grads: int
+    ) -> None: ...
+    def fail(self, kind: ErrorKind, text: str) -> None: ...
+    def check(self) -> None: ...
+    def take_input(self, tokens: int) -> HostBuffer: ...
+    def close(self) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+    def reset_stats(self) -> None: ...

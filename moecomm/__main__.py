@@ -1,0 +1,76 @@
+"""`python -m moecomm`: what was found on this machine and which transport each peer will use.
+
+Alone it describes the ranks that `-g` names. Under torchrun every rank joins a small communicator first, so
+that what it prints was really used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm import discovery
+
+
+def _section(title: str, facts: Iterable[tuple[str, str]]) -> None:
+    print(title)
+    for name, fact in facts:
+        print(f"  {name:<18} {fact}")
+
+
+def _try_out() -> int:
+    """Dispatches and combines a few tokens between the ranks of torchrun, and says so on rank 0."""
+    dist.init_process_group("gloo")
+    try:
+        size = dist.get_world_size()
+        with moecomm.Communicator(
+            num_experts=size,
+            hidden=8,
+            top_k=size,
+            max_tokens=4,
+            dtype=torch.float32,
+            device="cpu",
+            timeout=30,
+        ) as comm:
+            x_TH = torch.arange(32, dtype=torch.float32).view(4, 8) + comm.rank
+            out = comm.dispatch(x_TH, torch.arange(size).expand(4, size))
+            right = torch.equal(comm.combine(out.tokens, out.handle), x_TH * size)
+            if comm.rank == 0:
+                _section(
+                    f"transports of {size} ranks (tried: {'works' if right else 'WRONG RESULT'})",
+                    discovery.transports(size),
+                )
+            return 0 if right else 1
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the report; 0, or 1 if the ranks of torchrun could not exchange rows."""
+    parser = argparse.ArgumentParser(prog="python -m moecomm", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "-g", "--ranks", type=int, default=2, help="ranks on this host to describe (default 2)"
+    )
+    options = parser.parse_args(arguments)
+    if options.ranks < 1:
+        parser.error(f"--ranks is {options.ranks}, expected at least 1")
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if not under_torchrun or os.environ.get("RANK") == "0":
+        _section("versions", discovery.versions())
+        _section("host", discovery.processors())
+        _section("GPUs", discovery.gpus())
+        _section("network", discovery.fabric())
+    if under_torchrun:
+        return _try_out()
+    _section(f"transports of {options.ranks} ranks on this host", discovery.transports(options.ranks))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
