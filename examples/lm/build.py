@@ -1,0 +1,78 @@
+"""From options to a model with mixture-of-experts layers, its optimizer and its learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import moecomm
+from lm.model import ModelConfig, Transformer
+from lm.options import Options
+from moecomm.nn import MoEConfig, MoELayer, is_expert_parameter
+
+FINAL_LR_SHARE = 0.1
+
+
+def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Transformer:
+    """The same weights on every rank and at every EP size, from torch's default generator.
+
+    Weights start small in proportion to the square root of the width, and those that write into the
+    residual stream smaller still, by the number of layers that do so. Routers start close to indifferent.
+    """
+    std = options.dim**-0.5
+    moe = MoEConfig(
+        hidden=options.dim,
+        ffn_hidden=options.ffn,
+        num_experts=options.experts,
+        top_k=options.top_k,
+        score_function="sigmoid",
+        normalize_topk=options.top_k > 1,
+        bias_update_rate=options.bias_rate,
+        aux_loss="sequence" if options.aux_coef else "none",
+        aux_loss_coef=options.aux_coef,
+        init_std=std,
+    )
+    config = ModelConfig(
+        vocab=vocab, dim=options.dim, layers=options.layers, heads=options.heads, max_seq=options.seq
+    )
+    model = Transformer(config, lambda: MoELayer(moe, comm))
+    with torch.no_grad():
+        torch.nn.init.normal_(model.embedding.weight, std=std)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.normal_(module.weight, std=std)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("out.weight", "w_out")):
+                parameter.div_(math.sqrt(2 * options.layers))
+            elif name.endswith("router.weight"):
+                parameter.mul_(0.1)
+    return model
+
+
+def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Linear rise over the warm-up, then half a cosine down to a tenth; `step` counts from 1."""
+    if step <= options.warmup:
+        return options.lr * step / options.warmup
+    progress = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return options.lr * (
+        FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    )
+
+
+def count_parameters(model: Transformer, options: Options, num_local_experts: int) -> tuple[int, int]:
+    """(all, those that one token meets), over all ranks."""
+    local_experts = sum(p.numel() for p in model.parameters() if is_expert_parameter(p))
+    dense = sum(p.numel() for p in model.parameters()) - local_experts
+    one_expert = local_experts // num_local_experts
+    return dense + one_expert * options.experts, dense + one_expert * options.top_k

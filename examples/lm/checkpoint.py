@@ -1,0 +1,84 @@
+"""Saving and loading the whole state of a run with torch.distributed.checkpoint.
+
+A checkpoint is a folder `step-00000200`. Experts are written as one (E, ...) tensor each, whatever number
+of ranks held them, and so load at any other one (`moecomm.nn.sharded_state`). The metadata file is written
+last: a folder without it is a save that did not finish, and is not looked at.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from lm.errors import UsageError
+from lm.ranks import Ranks
+from moecomm.nn import sharded_state
+
+KEPT = 2
+
+
+@dataclass
+class RunState:
+    """What a run needs beside model and optimizer; a Stateful of torch.distributed.checkpoint.
+
+    Batches depend on (seed, step) alone, so the random state matters only to routers with jitter. All ranks
+    draw the same numbers from it, and rank 0's serves all.
+    """
+
+    step: int
+    data_fingerprint: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "data_fingerprint": self.data_fingerprint, "random": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["data_fingerprint"] != self.data_fingerprint:
+            raise UsageError("--resume: the text is not the one this run was trained on")
+        self.step = state["step"]
+        torch.set_rng_state(state["random"])
+
+
+def save(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
+) -> Path:
+    """Writes `folder/step-...`, all ranks together, then removes all but the newest two."""
+    path = folder / f"step-{run.step:08d}"
+    save_state(_state(model, optimizer, run, ranks), checkpoint_id=path)
+    if ranks.first:
+        for old in _finished(folder)[:-KEPT]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return path
+
+
+def load(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
+) -> Path:
+    """Fills model, optimizer and run from the newest checkpoint; all ranks call it, any number of them."""
+    path = newest(folder)
+    load_state(_state(model, optimizer, run, ranks), checkpoint_id=path)
+    return path
+
+
+def newest(folder: Path) -> Path:
+    finished = _finished(folder)
+    if not finished:
+        raise UsageError(f"--resume: no checkpoint in {folder}")
+    return finished[-1]
+
+
+def _finished(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob("step-*/.metadata"))
+
+
+def _state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
+) -> dict[str, Any]:
+    return {**sharded_state(model, optimizer, ranks.ep_mesh), "run": run}

@@ -1,0 +1,133 @@
+"""Text files in, batches of token windows out; the same on every machine and for every number of ranks.
+
+1. `find_files` lists the files, sorted, so that the order never depends on the file system.
+2. `split_files` holds some of them out: a file's own name decides, so adding a file moves no other one.
+3. `encode` turns each side into one long array of token ids, with an end-of-text token after each file.
+4. `training_batch` draws the windows of one step from (seed, step) alone. Every rank computes all the
+   places and takes its slice, which is why a run gives the same losses whatever its world size.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm.errors import UsageError
+from lm.tokenizer import Tokenizer
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+HELD_OUT_ONE_IN = 16
+
+
+@dataclass(frozen=True)
+class TextFile:
+    path: Path
+    name: str  # relative to the folder it was found in: what decides its side of the split
+
+
+def find_files(places: list[str] | None) -> list[TextFile]:
+    """The text files named by paths, folders and globs; by default Python's own standard library."""
+    if not places:
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        return [file for file in _walk(stdlib) if file.path.suffix == ".py"]
+    found: dict[Path, TextFile] = {}
+    for place in places:
+        matches = sorted(glob.glob(place, recursive=True))
+        if not matches:
+            raise UsageError(f"--data: no such file or folder: {place}")
+        for match in map(Path, matches):
+            files = _walk(match) if match.is_dir() else [TextFile(match, match.name)]
+            found.update({file.path.resolve(): file for file in files})
+    if not found:
+        raise UsageError(f"--data: no text file in {' '.join(places)}")
+    return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+
+
+def _walk(folder: Path) -> list[TextFile]:
+    files = []
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith(".") or part in SKIPPED_FOLDERS for part in parts)
+        if not hidden and path.is_file() and _is_text(path):
+            files.append(TextFile(path, "/".join(parts)))
+    return files
+
+
+def _is_text(path: Path) -> bool:
+    """A file is taken for text when it is not empty and its beginning holds no zero byte."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(4096)
+    except OSError:
+        return False
+    return bool(head) and b"\0" not in head
+
+
+def split_files(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
+    """(training, validation): a hash of its name holds out about one file in sixteen, and at least one."""
+
+    def place(file: TextFile) -> int:
+        return zlib.crc32(file.name.encode())
+
+    held_out = [file for file in files if place(file) % HELD_OUT_ONE_IN == 0]
+    if not held_out or len(held_out) == len(files):
+        held_out = [min(files, key=place)]
+    training = [file for file in files if file not in held_out]
+    return training, held_out
+
+
+def encode(files: list[TextFile], tokenizer: Tokenizer) -> np.ndarray:
+    """All files in order, the end-of-text id after each: (N,) uint16, or uint32 for a large vocabulary."""
+    dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
+    end = np.asarray([tokenizer.end_of_text], dtype=dtype)
+    pieces: list[np.ndarray] = []
+    for file in files:
+        try:
+            data = file.path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--data: {error}") from None
+        pieces += [tokenizer.encode(data).astype(dtype), end]
+    return np.concatenate(pieces)
+
+
+def training_batch(
+    tokens_N: np.ndarray, *, seed: int, step: int, batch: int, seq: int, part: slice
+) -> Tensor:
+    """One step's windows (B, S+1) int64: inputs [:, :-1], targets [:, 1:]. `part` is this rank's slice."""
+    starts_B = np.random.default_rng((seed, step)).integers(0, len(tokens_N) - seq, size=batch)
+    return _windows(tokens_N, starts_B[part], seq)
+
+
+def validation_windows(tokens_N: np.ndarray, *, count: int, seq: int) -> np.ndarray:
+    """Starts of at most `count` windows that do not overlap, spread evenly over the held-out text."""
+    available = (len(tokens_N) - 1) // seq
+    return np.linspace(0, available - 1, num=min(count, available)).astype(np.int64) * seq
+
+
+def validation_batch(tokens_N: np.ndarray, starts_B: np.ndarray, *, seq: int) -> Tensor:
+    return _windows(tokens_N, starts_B, seq)
+
+
+def _windows(tokens_N: np.ndarray, starts_B: np.ndarray, seq: int) -> Tensor:
+    places_BS = starts_B[:, None] + np.arange(seq + 1)
+    return torch.from_numpy(tokens_N[places_BS].astype(np.int64))
+
+
+def unigram_nats(training_N: np.ndarray, validation_N: np.ndarray, vocab: int) -> float:
+    """Mean nats per validation token of the best model without context: token frequencies of the training
+    text.
+
+    One is added to every count, so that a token never seen in training costs much but not infinitely much.
+    """
+    seen_V = np.bincount(training_N, minlength=vocab) + 1.0
+    asked_V = np.bincount(validation_N, minlength=vocab)
+    nats_V = math.log(seen_V.sum()) - np.log(seen_V)
+    return float((asked_V * nats_V).sum() / asked_V.sum())

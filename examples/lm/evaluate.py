@@ -1,0 +1,59 @@
+"""What a trained model can do: its loss on held-out text, and text of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm import data
+from lm.model import Transformer
+from lm.ranks import Ranks
+
+TEMPERATURE = 0.8
+
+
+@torch.no_grad()
+def validation_loss(
+    model: Transformer, tokens_N: np.ndarray, *, windows: int, batch: int, seq: int, ranks: Ranks
+) -> float:
+    """Mean nats per token over the same windows of held-out text each time, whatever the number of ranks.
+
+    `batch` windows a rank at a time. Every rank makes the same number of calls, because experts answer all
+    ranks of their group; at the end of the text some ranks may bring fewer windows, or none.
+    """
+    model.eval()
+    starts_B = data.validation_windows(tokens_N, count=windows, seq=seq)
+    nats = torch.zeros((), dtype=torch.float64)
+    for begin in range(0, len(starts_B), batch * ranks.world):
+        mine_B = starts_B[begin + ranks.rank * batch :][:batch]
+        mine_B = mine_B[: max(0, len(starts_B) - begin - ranks.rank * batch)]
+        tokens_BS = data.validation_batch(tokens_N, mine_B, seq=seq).to(ranks.device)
+        logits_BSV = model(tokens_BS[:, :-1])
+        nats += (
+            F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="sum")
+            .double()
+            .cpu()
+        )
+    dist.all_reduce(nats)
+    model.train()
+    return nats.item() / (len(starts_B) * seq)
+
+
+@torch.no_grad()
+def sample(
+    model: Transformer, prompt: list[int], *, count: int, seed: int, device: torch.device
+) -> list[int]:
+    """`prompt` and `count` tokens after it. All ranks call it: each has its share of the experts."""
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(count):
+        context_BS = torch.tensor([tokens[-model.config.max_seq :]], device=device)
+        logits_V: Tensor = model(context_BS)[0, -1].float().cpu()
+        probabilities_V = (logits_V / TEMPERATURE).softmax(dim=-1)
+        tokens.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
+    model.train()
+    return tokens

@@ -1,0 +1,104 @@
+"""What a step is measured by, and the file it is written to: one JSON object a line.
+
+The first line describes the run ({"step": 0, "unigram": ...}), lines with "loss" are training steps, lines
+with "val_loss" validations. "load" holds the tokens of each expert, a list for each layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.nn import MoELayer
+
+Record = dict[str, Any]
+
+
+class MetricsFile:
+    """Appends records; a resumed run first drops those of steps that it is going to repeat."""
+
+    def __init__(self, path: Path, *, resume_at: int | None) -> None:
+        kept = [] if resume_at is None else [r for r in read_metrics(path) if r["step"] <= resume_at]
+        self.records: list[Record] = kept
+        # Line buffering: whoever watches the file sees whole lines.
+        self._stream = path.open("w", buffering=1, encoding="utf-8")
+        for record in kept:
+            self._stream.write(json.dumps(record) + "\n")
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+        self._stream.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """One step seen over all ranks."""
+
+    loss: float  # mean over all ranks' tokens, in nats
+    comm_seconds: float  # in dispatch and combine, mean over ranks
+    wait_seconds: float  # the part of it in which a rank waited for another one
+    load_AE: torch.Tensor  # (layers, E) int64: tokens of each expert
+    stop: bool  # some rank was asked to stop
+
+    @property
+    def balance(self) -> float:
+        """Largest over mean expert load, in the layer where it is worst; 1 is perfect."""
+        return float((self.load_AE.amax(1) / self.load_AE.double().mean(1)).max())
+
+
+def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def reduce_step(model: torch.nn.Module, *, loss: float, stats: dict[str, Any], stop: bool) -> StepTotals:
+    """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly."""
+    load_AE = torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)]).cpu()
+    comm_seconds = stats["dispatch_seconds"] + stats["combine_seconds"]
+    numbers = [loss, comm_seconds, stats["wait_seconds"], float(stop)]
+    sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), load_AE.flatten().double()])
+    dist.all_reduce(sums)
+    world = dist.get_world_size()
+    return StepTotals(
+        loss=sums[0].item() / world,
+        comm_seconds=sums[1].item() / world,
+        wait_seconds=sums[2].item() / world,
+        stop=sums[3].item() > 0,
+        load_AE=sums[4:].view_as(load_AE).long(),
+    )
+
+
+@dataclass
+class Totals:
+    """Time and tokens of this call's training steps; validation and checkpoints do not count."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    comm_seconds: float = 0.0
+
+    def add(self, *, tokens: int, seconds: float, comm_seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+        self.comm_seconds += comm_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else math.nan
+
+    @property
+    def comm_share(self) -> float:
+        return self.comm_seconds / self.seconds if self.seconds else math.nan

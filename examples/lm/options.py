@@ -1,0 +1,220 @@
+"""The command line of `train_lm.py`: what can be set, what fits together, what a resumed run takes over."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lm.errors import UsageError
+
+FILE_NAME = "options.json"
+
+# A checkpoint is bound to these: another value would be another model or another stream of batches.
+FIXED = ("data", "tokenizer", "seed", "batch", "seq", "dim", "layers", "heads", "ffn", "experts", "top_k")
+# These belong to one call and not to the run.
+PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One field an option; `help` texts are in `_parser`."""
+
+    data: list[str] | None
+    tokenizer: str | None
+    out: str
+    resume: bool
+    sample: int
+    prompt: str
+    ranks: int | None
+    ep: int | None
+    device: str
+    seed: int
+    steps: int
+    batch: int
+    seq: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    dim: int
+    layers: int
+    heads: int
+    ffn: int
+    experts: int
+    top_k: int
+    bias_rate: float
+    aux_coef: float
+    eval_every: int
+    eval_windows: int
+    save_every: int
+    log_every: int
+
+    def save(self, folder: Path) -> None:
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in PER_CALL}
+        (folder / FILE_NAME).write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The options, checked as far as they can be without knowing the number of ranks. Raises UsageError."""
+    parser = _parser()
+    values = vars(parser.parse_args(arguments))
+    if values["resume"]:
+        # What the run was started with takes the place of the defaults, so that `--resume` alone goes on
+        # with it.
+        saved = _load_saved(Path(values["out"]))
+        parser.set_defaults(**saved)
+        values = vars(parser.parse_args(arguments))
+        _absolute_paths(values)
+        for name in FIXED:
+            if name in saved and values[name] != saved[name]:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(
+                    f"--resume: this run has {flag} {saved[name]}, which cannot become {values[name]}"
+                )
+    _absolute_paths(values)
+    options = Options(**values)
+    _check(options)
+    return options
+
+
+def check_ranks(options: Options, world: int) -> int:
+    """Do batch and experts divide over `world` ranks? Returns the expert-parallel size. Raises UsageError."""
+    if options.batch % world:
+        raise UsageError(f"--batch {options.batch} is not divisible by the number of ranks, {world}")
+    if options.ep is None:
+        return math.gcd(world, options.experts)
+    if world % options.ep:
+        raise UsageError(f"--ep {options.ep} does not divide the number of ranks, {world}")
+    if options.experts % options.ep:
+        raise UsageError(f"--ep {options.ep} does not divide --experts {options.experts}")
+    return options.ep
+
+
+def _check(options: Options) -> None:
+    if options.dim % options.heads or (options.dim // options.heads) % 2:
+        raise UsageError(f"--dim {options.dim} must be an even multiple of --heads {options.heads}")
+    if options.top_k > options.experts:
+        raise UsageError(f"--top-k {options.top_k} is more than --experts {options.experts}")
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out: {out} is a file, not a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: {error}") from None
+    if not os.access(out, os.W_OK):
+        raise UsageError(f"--out: {out} cannot be written to")
+
+
+def _absolute_paths(values: dict[str, Any]) -> None:
+    """A run may be resumed from another folder."""
+    if values["data"] is not None:
+        values["data"] = [os.path.abspath(place) for place in values["data"]]
+    if values["tokenizer"] is not None:
+        values["tokenizer"] = os.path.abspath(values["tokenizer"])
+
+
+def _load_saved(out: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((out / FILE_NAME).read_text())
+    except FileNotFoundError:
+        raise UsageError(f"--resume: no run in {out} (no {FILE_NAME})") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--resume: {out / FILE_NAME}: {error}") from None
+    known = {field.name for field in dataclasses.fields(Options)}
+    return {name: value for name, value in saved.items() if name in known}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{value} is not a finite number of at least 0")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_lm.py",
+        description="Train a mixture-of-experts language model on text; every token is routed by moecomm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument_group("text").add_argument
+    add(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or globs (default: Python's own standard library)",
+    )
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json of the tokenizers library (default: bytes)")
+    add("--seq", type=_count, default=128, help="tokens of one training window")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--dim", type=_count, default=160, help="width of a token")
+    add("--layers", type=_count, default=4, help="transformer blocks")
+    add("--heads", type=_count, default=5, help="attention heads")
+    add("--experts", type=_count, default=8, help="experts of a layer, over all ranks")
+    add("--top-k", type=_count, default=2, help="experts a token is sent to")
+    add("--ffn", type=_count, default=320, help="inner width of one expert")
+    add("--bias-rate", type=_amount, default=0.01, help="step of the balancing biases of the router")
+    add("--aux-coef", type=_amount, default=0.0, help="weight of the balancing loss, taken per sequence")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=_count, default=400, help="optimizer steps, from the first one on")
+    add("--batch", type=_count, default=32, help="windows of one step, over all ranks")
+    add("--lr", type=_amount, default=4e-3, help="highest learning rate")
+    add("--warmup", type=_count, default=20, help="steps in which the learning rate rises")
+    add("--weight-decay", type=_amount, default=0.1, help="of matrices, not of norms")
+    add("--clip", type=_amount, default=1.0, help="largest norm of the gradient")
+    add("--seed", type=int, default=0, help="of the weights and the batches")
+
+    add = parser.add_argument_group("ranks").add_argument
+    add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")
+    add("--ep", type=_count, help="ranks that share out the experts (default: as many as divide both)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--out", default="runs/train_lm", metavar="DIR", help="metrics, pictures and checkpoints go here")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --out, with that run's options",
+    )
+    add(
+        "--sample",
+        type=_count,
+        nargs="?",
+        const=400,
+        default=0,
+        metavar="N",
+        help="write N tokens at the end",
+    )
+    add("--prompt", default="def ", help="what the sample starts from")
+    add("--eval-every", type=_count, default=50, help="steps between validations")
+    add("--eval-windows", type=_count, default=256, help="windows of held-out text in one validation")
+    add("--save-every", type=_count, default=200, help="steps between checkpoints")
+    add(
+        "--log-every",
+        type=_count,
+        default=10,
+        help="steps between lines, and between expert loads in the metrics",
+    )
+    return parser

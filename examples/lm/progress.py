@@ -1,0 +1,72 @@
+"""A bar on a terminal, plain lines elsewhere; the same numbers in both."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lm.metrics import Record
+
+ESTIMATE_AFTER = 10  # steps, of which the first two are left out: they are slower than the rest
+WARM_UP = 2
+
+
+class StepProgress:
+    """Shows the steps of one call. Silent on all ranks but the first."""
+
+    def __init__(self, *, start: int, steps: int, log_every: int, shown: bool) -> None:
+        self._start, self._steps, self._log_every, self._shown = start, steps, log_every, shown
+        self._seconds = 0.0
+        self._bar: Progress | None = None
+        if shown and sys.stdout.isatty():
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stdout))
+            self._task = self._bar.add_task("", total=steps, completed=start)
+            self._bar.start()
+
+    def step(self, record: Record) -> None:
+        if not self._shown:
+            return
+        done = record["step"] - self._start
+        if done > WARM_UP:
+            self._seconds += record["seconds"]
+        if done == ESTIMATE_AFTER:
+            left = (self._steps - record["step"]) * self._seconds / (done - WARM_UP)
+            self.note(
+                f"estimate: {duration(left)} left for {self._steps - record['step']} steps, then validation"
+            )
+        text = _describe(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        elif record["step"] % self._log_every == 0 or record["step"] in (1, self._steps):
+            print(f"step {record['step']:>5}/{self._steps}  {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        elif self._shown:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _describe(record: Record) -> str:
+    return (
+        f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "
+        f"expert max/mean {record['balance']:.2f}  dispatch+combine {record['comm_share']:.1%}"
+    )
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

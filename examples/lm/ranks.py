@@ -1,0 +1,109 @@
+"""Processes: starting them when torchrun did not, joining them, and laying them out as data x expert
+parallel.
+
+Ranks are laid out as a (dp, ep) mesh with neighbours in one EP group: with 4 ranks and ep=2, ranks 0 and 1
+hold all experts between them, 2 and 3 hold them again; 0 and 2 hold the same experts and so share expert
+gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
+PR_SET_PDEATHSIG = 1
+
+
+def default_ranks(device: str) -> int:
+    """One rank a GPU; two without, so that tokens do travel between processes on the smallest machine."""
+    return torch.cuda.device_count() if _uses_cuda(device) else 2
+
+
+def launch(arguments: Sequence[str], ranks: int) -> int:
+    """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their own errors
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"train_lm-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", *arguments)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode != 2:  # 2: the command line was wrong, and rank 0 has said so
+            print(f"train_lm.py: rank {rank} failed with exit code {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def ep_mesh(self) -> DeviceMesh:
+        return self.mesh["ep"]
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        """The ranks that share out the experts: a token of any of them may go to any other."""
+        return self.mesh.get_group("ep")
+
+    @property
+    def same_experts_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp")
+
+
+def join(ep: int, device: str) -> Ranks:
+    """Joins the ranks that torchrun (or `launch`) started. `ep` must divide their number."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if _uses_cuda(device):
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
+        torch.set_float32_matmul_precision("high")
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place)
+    else:
+        place = torch.device("cpu")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+        dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    mesh = init_device_mesh(place.type, (world // ep, ep), mesh_dim_names=("dp", "ep"))
+    return Ranks(dist.get_rank(), world, place, mesh)
+
+
+def follow_parent() -> None:
+    """Asks Linux to end this rank when its launcher dies, even by SIGKILL: no rank is left behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _uses_cuda(device: str) -> bool:
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())

@@ -1,0 +1,200 @@
+"""The training loop: expert parallel x data parallel, one communicator shared by all layers."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import moecomm
+from lm import checkpoint, data, evaluate, plots
+from lm.build import build_model, build_optimizer, count_parameters, learning_rate
+from lm.corpus import Corpus
+from lm.metrics import MetricsFile, Record, StepTotals, Totals, reduce_step
+from lm.options import Options
+from lm.progress import StepProgress
+from lm.ranks import Ranks
+from lm.stop import StopRequest
+from moecomm.nn import clip_grad_norm, sync_gradients, update_expert_bias
+
+
+class Trainer:
+    def __init__(self, options: Options, ranks: Ranks, stop: StopRequest) -> None:
+        self.options, self.ranks, self.stop = options, ranks, stop
+        self.out = Path(options.out)
+        self.corpus = Corpus(options)
+        self.local_batch = options.batch // ranks.world
+        self.comm = moecomm.Communicator(
+            ranks.ep_group,
+            num_experts=options.experts,
+            hidden=options.dim,
+            top_k=options.top_k,
+            max_tokens=self.local_batch * options.seq,
+            dtype=torch.float32,
+            device=ranks.device,
+        )
+        torch.manual_seed(options.seed)
+        self.model = build_model(options, self.corpus.tokenizer.vocab, self.comm).to(ranks.device)
+        self.optimizer = build_optimizer(self.model, options)
+        self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
+        if options.resume:
+            checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state, ranks)
+        self.totals = Totals()
+
+    def run(self) -> None:
+        options, start = self.options, self.run_state.step
+        if self.ranks.first:
+            self._begin_output()
+        progress = StepProgress(
+            start=start, steps=options.steps, log_every=options.log_every, shown=self.ranks.first
+        )
+        last, stopped, val_loss = max(start, options.steps), False, math.nan
+        try:
+            for step in range(start + 1, options.steps + 1):
+                stopped = self._step(step, progress)
+                if stopped or step % options.save_every == 0 or step == last:
+                    self._save()
+                if stopped:
+                    break
+                if step % options.eval_every == 0 or step == last:
+                    val_loss = self._validate(progress)
+        finally:
+            progress.close()
+        if stopped:
+            self._say(
+                f"stopped at step {self.run_state.step}; the checkpoint is in {self.out}; go on with --resume"
+            )
+        elif start >= options.steps:
+            val_loss = self._validate(progress)
+        if options.sample and not stopped:
+            self._sample()
+        if self.ranks.first:
+            plots.draw_loss(self.metrics.records, self.out / "loss.png")
+            plots.draw_expert_load(self.metrics.records, self.out / "expert_load.png")
+            self.metrics.close()
+        self.comm.close()
+        if not stopped:
+            self._say(
+                f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
+                f"tokens_per_s={self.totals.tokens_per_second:.0f} exposed_comm={self.totals.comm_share:.4f}"
+            )
+
+    def _step(self, step: int, progress: StepProgress) -> bool:
+        """One optimizer step; returns whether the run was asked to stop, which all ranks learn together."""
+        options = self.options
+        began = time.perf_counter()
+        self.comm.reset_stats()
+        mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
+        tokens_BS = data.training_batch(
+            self.corpus.training_N,
+            seed=options.seed,
+            step=step,
+            batch=options.batch,
+            seq=options.seq,
+            part=mine,
+        ).to(self.ranks.device)
+        logits_BSV = self.model(tokens_BS[:, :-1])
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        loss.backward()
+        sync_gradients(self.model, expert_group=self.ranks.same_experts_group)
+        norm = clip_grad_norm(self.model, options.clip, self.ranks.ep_group)
+        rate = learning_rate(step, options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        update_expert_bias(self.model)
+        totals = reduce_step(self.model, loss=loss.item(), stats=self.comm.stats(), stop=bool(self.stop))
+        self.run_state.step = step
+        seconds = time.perf_counter() - began
+        self.totals.add(tokens=options.batch * options.seq, seconds=seconds, comm_seconds=totals.comm_seconds)
+        record = self._record(step, totals, rate=rate, norm=norm.item(), seconds=seconds)
+        if self.ranks.first:
+            self.metrics.write(record)
+        progress.step(record)
+        return totals.stop
+
+    def _record(self, step: int, totals: StepTotals, *, rate: float, norm: float, seconds: float) -> Record:
+        record: Record = {
+            "step": step,
+            "loss": totals.loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "seconds": seconds,
+            "tokens_per_s": self.options.batch * self.options.seq / seconds,
+            "comm_share": totals.comm_seconds / seconds,
+            "wait_share": totals.wait_seconds / seconds,
+            "balance": totals.balance,
+        }
+        if step == 1 or step % self.options.log_every == 0:
+            record["load"] = totals.load_AE.tolist()
+        return record
+
+    def _validate(self, progress: StepProgress) -> float:
+        value = evaluate.validation_loss(
+            self.model,
+            self.corpus.validation_N,
+            windows=self.options.eval_windows,
+            batch=self.local_batch,
+            seq=self.options.seq,
+            ranks=self.ranks,
+        )
+        step = self.run_state.step
+        if self.ranks.first:
+            self.metrics.write({"step": step, "val_loss": value})
+        progress.note(f"validation at step {step}: {value:.4f} nats (unigram {self.corpus.unigram:.4f})")
+        return value
+
+    def _save(self) -> None:
+        checkpoint.save(self.out / "checkpoints", self.model, self.optimizer, self.run_state, self.ranks)
+
+    def _sample(self) -> None:
+        tokenizer = self.corpus.tokenizer
+        prompt = tokenizer.encode(self.options.prompt.encode()).tolist() or [tokenizer.end_of_text]
+        tokens = evaluate.sample(
+            self.model, prompt, count=self.options.sample, seed=self.options.seed, device=self.ranks.device
+        )
+        text = tokenizer.decode(tokens)
+        if self.ranks.first:
+            (self.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        self._say(f"sample:\n{text}")
+
+    def _begin_output(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        resume_at = self.run_state.step if self.options.resume else None
+        self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
+        total, active = count_parameters(self.model, self.options, self.comm.num_local_experts)
+        if not self.options.resume:
+            self.options.save(self.out)
+            facts = {
+                "unigram": self.corpus.unigram,
+                "vocab": self.corpus.tokenizer.vocab,
+                "parameters": total,
+            }
+            self.metrics.write({"step": 0, **facts})
+        world, ep = self.ranks.world, self.comm.size
+        self._say(self.corpus.describe())
+        self._say(
+            f"model: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token; "
+            f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}"
+        )
+        self._say(
+            f"ranks: {world} = {world // ep} data parallel x {ep} expert parallel, "
+            f"on {self.ranks.device.type}; window of {self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
+        )
+        if self.options.resume:
+            self._say(f"resumed at step {self.run_state.step} of {self.options.steps}")
+
+    def _say(self, text: str) -> None:
+        if self.ranks.first:
+            print(text, flush=True)
+
+
+def train(options: Options, ranks: Ranks, stop: StopRequest) -> None:
+    trainer = Trainer(options, ranks, stop)
+    trainer.run()
+    dist.barrier()
