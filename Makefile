@@ -159,15 +159,16 @@ test: $(if $(strip $(ARGS)),,cpptest sanitize) $(BUILT) $(DEV_DONE)
 	@echo '==> pytest $(ARGS)'
 	@$(PY) -m pytest $(ARGS)
 
-# The C++ tests need neither Python nor CUDA: plain, under ASAN with UBSAN, and under TSAN.
+# The C++ tests need no Python. They run plain (with those of the CUDA part where a toolkit is found), under ASAN with
+# UBSAN, and under TSAN.
 cpp_configure = $(VENV)/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
-  -DMOECOMM_PYTHON=OFF -DMOECOMM_TESTS=ON -DMOECOMM_CUDA=OFF $(2)
+  -DMOECOMM_PYTHON=OFF -DMOECOMM_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(2)
 cpp_build = $(call cpp_configure,$(1),$(2)) && $(VENV)/bin/cmake --build build/$(1)
 ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1) --output-on-failure --timeout 300
 
 cpptest: $(TOOLS_DONE)
 	$(system_check)
-	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,cpptest,-DCMAKE_BUILD_TYPE=RelWithDebInfo))
+	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,cpptest,$(CMAKE_ARGS)))
 	$(call quiet,"C++ tests: run",cpptest,$(call ctest,cpptest))
 	@$(call ctest_summary,cpptest)
 
@@ -176,7 +177,7 @@ cpptest: $(TOOLS_DONE)
 sanitize: $(TOOLS_DONE)
 	$(system_check)
 	$(call quiet,"C++ tests under ASAN and UBSAN: build",asan-build,\
-	  $(call cpp_build,asan,-DCMAKE_BUILD_TYPE=RelWithDebInfo -DMOECOMM_SANITIZE=address))
+	  $(call cpp_build,asan,-DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=address))
 	$(call quiet,"C++ tests under ASAN and UBSAN: run",asan,$(call ctest,asan))
 	@$(call ctest_summary,asan)
 	@mkdir -p build/tsan; echo 'int main() {}' | $(CXX) -fsanitize=thread -x c++ - -o build/tsan/probe || exit 0; \
@@ -190,11 +191,11 @@ sanitize: $(TOOLS_DONE)
 .PHONY: tsan
 tsan:
 	$(call quiet,"C++ tests under TSAN: build",tsan-build,\
-	  $(call cpp_build,tsan,-DCMAKE_BUILD_TYPE=RelWithDebInfo -DMOECOMM_SANITIZE=thread))
+	  $(call cpp_build,tsan,-DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=thread))
 	$(call quiet,"C++ tests under TSAN: run",tsan,$(call ctest,tsan,$(shell cat build/tsan/wrapper 2>/dev/null)))
 	@$(call ctest_summary,tsan)
 
-ctest_summary = grep -h -E 'tests passed|No tests were found' $(LOGS)/$(1).log | sed 's/^/    /'
+ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not Run\)' $(LOGS)/$(1).log | sed 's/^/    /'
 
 PY_TREES    := $(wildcard moecomm bench tests examples)
 CPP_FORMAT   = find csrc tests -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \)
