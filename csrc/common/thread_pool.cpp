@@ -15,8 +15,8 @@ ThreadPool::~ThreadPool() {
   for (auto& worker : workers_) worker.join();
 }
 
-void ThreadPool::parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  if (workers_.empty() || count < 2) {
+void ThreadPool::parallel(int64_t count, bool worthwhile, const std::function<void(int64_t, int64_t)>& body) {
+  if (workers_.empty() || !worthwhile || count < 2) {
     if (count > 0) body(0, count);
     return;
   }

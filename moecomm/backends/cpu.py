@@ -109,7 +109,8 @@ class CpuBackend:
             if other["node"] != messages[0]["node"]:
                 raise Unsupported(
                     f"rank {rank} does not share memory and processes with rank 0 (another host or "
-                    "container); ranks of different nodes need a fabric transport, which this version does not have"
+                    "container); ranks of different nodes need a fabric transport, which this version does "
+                    "not have"
                 )
 
     def _check_room(self, meeting: Rendezvous) -> None:

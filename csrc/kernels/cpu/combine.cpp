@@ -56,7 +56,8 @@ void reduce_and_push(const Context& context, const Plan& plan, const CombineArgu
   for (int32_t i = 1; i < plan.shape.ranks; ++i) {
     const int32_t home = (context.rank + i) % plan.shape.ranks;  // ranks start at different homes
     const int64_t first = plan.source_begin[home];
-    context.pool.parallel(plan.source_begin[home + 1] - first, [&](int64_t begin, int64_t end) {
+    const int64_t entries = plan.source_begin[home + 1] - first;
+    context.pool.parallel(entries, context.heuristics.parallel(entries * row_bytes), [&](int64_t begin, int64_t end) {
       EntrySum sum(context, plan, arguments);
       for (int64_t entry = first + begin; entry < first + end; ++entry) {
         const int64_t slot = plan.entry_token[entry] * slots + plan.entry_slot[entry];
@@ -94,7 +95,7 @@ void sum_home(const Context& context, const Plan& plan, const CombineArguments& 
   const RowKernels& kernels = row_kernels();
   const RowVerbs& verbs = kernels.verbs[static_cast<int>(context.shape.dtype)];
   const bool stream = context.heuristics.stream(plan.tokens * row_bytes);
-  context.pool.parallel(plan.tokens, [&](int64_t begin, int64_t end) {
+  context.pool.parallel(plan.tokens, context.heuristics.parallel(plan.tokens * row_bytes), [&](int64_t begin, int64_t end) {
     EntrySum own_sum(context, plan, arguments);
     std::vector<std::byte> own(static_cast<size_t>(row_bytes));
     std::vector<const void*> sources(static_cast<size_t>(slots));

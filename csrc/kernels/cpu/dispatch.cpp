@@ -14,7 +14,7 @@ void publish_rows(const Context& context, const std::byte* x, const int32_t* ids
   const int32_t top_k = context.shape.top_k;
   const RowKernels& kernels = row_kernels();
   const bool stream = context.heuristics.stream(tokens * row_bytes);
-  context.pool.parallel(tokens, [&](int64_t begin, int64_t end) {
+  context.pool.parallel(tokens, context.heuristics.parallel(tokens * row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int32_t* token_ids = ids + t * top_k;
       const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
@@ -34,7 +34,7 @@ void pull_rows(const Context& context, const Plan& plan, const PullArguments& ar
   const bool stream = context.heuristics.stream(plan.rows * row_bytes);
   // Ranks start at different sources.
   const int64_t entries = plan.entries(), first = plan.source_begin[context.rank];
-  context.pool.parallel(entries, [&](int64_t begin, int64_t end) {
+  context.pool.parallel(entries, context.heuristics.parallel(plan.rows * row_bytes), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t entry = i + first < entries ? i + first : i + first - entries;
       const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;

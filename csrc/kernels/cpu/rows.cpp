@@ -51,8 +51,10 @@ int64_t last_level_cache_bytes() {
 }  // namespace
 
 Heuristics choose_heuristics(int local_ranks) {
-  return {std::max<int64_t>(last_level_cache_bytes() / (2 * std::max(local_ranks, 1)), int64_t{1} << 20),
-          row_kernels().isa};
+  Heuristics chosen;
+  chosen.stream_bytes = std::max<int64_t>(last_level_cache_bytes() / (2 * std::max(local_ranks, 1)), int64_t{1} << 20);
+  chosen.isa = row_kernels().isa;
+  return chosen;
 }
 
 }  // namespace moecomm::cpu
