@@ -32,18 +32,24 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         ctx.save_for_backward(rows_PA, weight_LAB, offsets_L)
-        return _rows_by_weights(rows_PA.contiguous(), weight_LAB, offsets_L)
+        return _rows_by_weights(_row_major(rows_PA), weight_LAB, offsets_L)
 
     @staticmethod
     def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
-        grad_PB = grad_PB.contiguous()
+        grad_PB = _row_major(grad_PB)
         grad_rows_PA = grad_weight_LAB = None
         if ctx.needs_input_grad[0]:
             grad_rows_PA = _rows_by_weights(grad_PB, weight_LAB.transpose(1, 2), offsets_L)
         if ctx.needs_input_grad[1]:
-            grad_weight_LAB = _rows_by_rows(rows_PA.contiguous(), grad_PB, offsets_L)
+            grad_weight_LAB = _rows_by_rows(_row_major(rows_PA), grad_PB, offsets_L)
         return grad_rows_PA, grad_weight_LAB, None
+
+
+def _row_major(rows_PA: Tensor) -> Tensor:
+    """With strides (A, 1) exactly: grouped_mm insists on them, also where P is 1 and contiguous() does
+    not."""
+    return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
 
 def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
@@ -67,7 +73,7 @@ def _rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor
 def _has_grouped_kernel(rows_PA: Tensor, width: int) -> bool:
     item = rows_PA.element_size()
     aligned = (rows_PA.shape[1] * item) % _ALIGNMENT_BYTES == 0 and (width * item) % _ALIGNMENT_BYTES == 0
-    return rows_PA.dtype != torch.float64 and aligned
+    return rows_PA.dtype != torch.float64 and aligned and rows_PA.shape[0] > 0
 
 
 def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ class Routing:
     """Where the tokens go.
 
     topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice.
-    topk_weights_TK: (T, K) float32, 0 where dropped; differentiable.
+    topk_weights_TK: (T, K) float32 (float64 for a float64 config), 0 where dropped; differentiable.
     scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
     losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient; differentiable.
     tokens_per_expert_E: (E,) int64, choices before any drop: the load that balancing must see.
@@ -94,7 +94,7 @@ class TopKRouter(nn.Module):
                 weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)
         return Routing(
             topk_idx_TK=topk_idx_TK.to(torch.int32),
-            topk_weights_TK=weights_TK.to(torch.float32),
+            topk_weights_TK=weights_TK.to(torch.promote_types(config.dtype, torch.float32)),
             scores_TE=scores_TE,
             losses=losses,
             tokens_per_expert_E=load_E,

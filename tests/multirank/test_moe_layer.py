@@ -1,0 +1,250 @@
+"""MoELayer on 1 to 4 ranks equals loops over tokens and experts: outputs, losses, and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from moecomm import Communicator, InvalidArgument
+from moecomm.nn import MoEConfig, MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from tests.multirank.harness import RankPool
+from tests.multirank.moe_cases import (
+    SIZES,
+    TOKENS,
+    Case,
+    groups_of,
+    layer_step,
+    reference_step,
+    tokens_of,
+    whole,
+)
+
+CASES = {
+    "softmax": Case(),
+    "both losses": Case({"aux_loss": "batch", "aux_loss_coef": 0.7, "z_loss_coef": 0.3}),
+    "losses, scaled": Case({"aux_loss": "batch", "aux_loss_coef": 0.7, "z_loss_coef": 0.3}, loss_scale=0.25),
+    "per sequence, shared experts": Case(
+        {"aux_loss": "sequence", "aux_loss_coef": 0.5, "num_shared_experts": 2}, sequences=True
+    ),
+    "like deepseek-v3": Case(
+        {
+            "score_function": "sigmoid",
+            "normalize_topk": True,
+            "scaling_factor": 2.5,
+            "num_groups": 4,
+            "topk_groups": 2,
+            "bias_update_rate": 0.001,
+            "num_shared_experts": 1,
+            "aux_loss": "sequence",
+            "aux_loss_coef": 0.1,
+        }
+    ),
+    "like switch": Case(
+        {
+            "top_k": 1,
+            "pre_softmax": True,
+            "capacity_factor": 1.25,
+            "drop_policy": "position",
+            "activation": "gelu",
+        }
+    ),
+    "drop by weight": Case({"capacity_factor": 0.6, "pre_softmax": True, "z_loss_coef": 0.3}),
+    "fixed buffers": Case({"capacity_factor": 1.0, "pad_to_capacity": True}, poison_tail=True),
+    "fixed buffers, by position": Case(
+        {"capacity_factor": 0.8, "pad_to_capacity": True, "drop_policy": "position", "activation": "gelu"},
+        poison_tail=True,
+    ),
+    "balanced by force": Case({"force_balanced": True, "top_k": 4}),
+    "all experts": Case({"top_k": 12}),
+    "recomputed": Case({"aux_loss": "batch", "aux_loss_coef": 0.7, "bias_update_rate": 0.1}, reentrant=False),
+    "recomputed, reentrant": Case(
+        {"aux_loss": "batch", "aux_loss_coef": 0.7, "bias_update_rate": 0.1}, reentrant=True
+    ),
+    "recomputed, fixed buffers": Case({"capacity_factor": 1.0, "pad_to_capacity": True}, reentrant=False),
+}
+LOW_PRECISION = ("softmax", "per sequence, shared experts", "fixed buffers", "recomputed")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    made = {size: RankPool(size) for size in TOKENS}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def assert_step_matches(results: list[dict[str, Any]], want: dict[str, Any], bound: float) -> None:
+    """Every number within `bound` of the largest one of its tensor."""
+
+    def near(got: torch.Tensor, ref: torch.Tensor, what: str) -> None:
+        scale = max(ref.abs().max().item(), 1e-3) if ref.numel() else 0.0
+        assert_close(got, ref, rtol=0, atol=bound * scale, msg=lambda text: f"{what}: {text}")
+
+    for rank, result in enumerate(results):
+        assert result["load"] == want["load"][rank]
+        assert result["losses"] == pytest.approx(want["losses"][rank], rel=max(bound, 1e-12))
+        near(result["y"], want["y"][rank], f"y of rank {rank}")
+        near(result["x.grad"], want["x.grad"][rank], f"x.grad of rank {rank}")
+        for name, grad in result["grads"].items():
+            if name not in result["experts"]:
+                assert torch.equal(grad, results[0]["grads"][name]), f"{name}.grad differs on rank {rank}"
+    for name, grad in whole(results, "grads").items():
+        near(grad, want["grads"][name], f"{name}.grad")
+
+
+@pytest.mark.parametrize("ranks", TOKENS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_equals_dense_reference(case: Case, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
+    results = pools[ranks](layer_step, case, seed)
+    assert_step_matches(results, reference_step(results, case, seed), 1e-10)
+    for result in results:
+        if result["counted"] is not None:
+            assert result["counted"] == result["load"], "a step is counted once, however often it is computed"
+
+
+@pytest.mark.parametrize("ranks", TOKENS)
+@pytest.mark.parametrize("name", LOW_PRECISION)
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    # A number passes through a handful of roundings to dtype (rows, inner, activation, expert, partial sum, result),
+    # forward and again backward, each at most half a unit in the last place: 2^-9, 2^-12, 2^-25 of it.
+    [(torch.bfloat16, 12 * 2**-9), (torch.float16, 12 * 2**-12), (torch.float32, 32 * 2**-25)],
+)
+def test_low_precision_stays_within_its_rounding(
+    name: str, dtype: torch.dtype, bound: float, ranks: int, pools: dict[int, RankPool], seed: int
+) -> None:
+    case = CASES[name].with_dtype(dtype)
+    results = pools[ranks](layer_step, case, seed)
+    assert_step_matches(results, reference_step(results, case, seed), bound)
+
+
+def test_same_start_at_any_number_of_ranks(pools: dict[int, RankPool], seed: int) -> None:
+    case = Case({"num_shared_experts": 1})
+    alone = whole(pools[1](layer_step, case, seed), "state")
+    for ranks in (2, 3, 4):
+        for name, tensor in whole(pools[ranks](layer_step, case, seed), "state").items():
+            assert torch.equal(tensor, alone[name]), name
+
+
+def data_parallel_step(rank: int, world_size: int, ep: int, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    ep_group, expert_group = groups_of(rank, world_size, ep)
+    config = MoEConfig(**SIZES, dtype=torch.float64, bias_update_rate=0.1)
+    layer = MoELayer(config, group=ep_group, max_tokens=16)
+    x, factor = tokens_of(rank, TOKENS[world_size][rank], torch.float64, seed)
+    (layer(x) * factor).sum().backward()
+    sync_gradients(layer, expert_group=expert_group)
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    norm = clip_grad_norm(layer, 0.01, ep_group)
+    update_expert_bias(layer)
+    clipped = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+    assert layer.router.expert_bias_E is not None
+    layer.comm.close()
+    return {
+        "grads": grads,
+        "clipped": clipped,
+        "norm": norm.item(),
+        "bias": layer.router.expert_bias_E.tolist(),
+        "load": layer.last_tokens_per_expert,
+        "experts": ["experts.w_in", "experts.w_out"],
+    }
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_expert_and_data_parallel(ep: int, pools: dict[int, RankPool], seed: int) -> None:
+    """Four ranks, experts over `ep` of them: gradients, their norm and the biases are those of one big model."""
+    results = pools[4](data_parallel_step, ep, seed)
+    want = whole(pools[4](layer_step, Case(), seed), "grads")
+    for first in range(0, 4, ep):
+        block = results[first : first + ep]
+        for name, grad in whole(block, "grads").items():
+            assert_close(grad, want[name], rtol=1e-10, atol=1e-12)
+        norm = torch.cat([grad.flatten() for grad in want.values()]).norm().item()
+        assert [result["norm"] for result in block] == pytest.approx([norm] * ep, rel=1e-12)
+        clipped = torch.cat([grad.flatten() for grad in whole(block, "clipped").values()]).norm().item()
+        assert clipped == pytest.approx(0.01, rel=1e-3)
+    load = sum(result["load"] for result in results)
+    moved = (0.1 * (load.double().mean() - load).sign()).tolist()
+    for result in results:
+        assert result["bias"] == pytest.approx(moved)
+
+
+def accumulate(rank: int, world_size: int, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    options = {"aux_loss": "batch", "aux_loss_coef": 0.7, "bias_update_rate": 0.1}
+    config = MoEConfig(**SIZES, **options, dtype=torch.float64)
+    with Communicator(num_experts=12, hidden=16, top_k=3, max_tokens=16, dtype=torch.float64) as comm:
+        layers = [MoELayer(config, comm), MoELayer(config, comm)]
+        model = torch.nn.Sequential(*layers)
+        x, factor = tokens_of(rank, TOKENS[world_size][rank], torch.float64, seed)
+
+        def backward(times: int) -> list[torch.Tensor]:
+            model.zero_grad()
+            set_loss_scale(model, 1 / times)
+            for _ in range(times):
+                ((model(x) * factor).sum() / times).backward()
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+        once, thrice = backward(1), backward(3)
+        for a, b in zip(once, thrice, strict=True):
+            assert_close(a, b, rtol=1e-10, atol=1e-12)
+        loads = [layer.router.load_E.tolist() for layer in layers if layer.router.load_E is not None]
+        assert loads == [(4 * layer.last_tokens_per_expert).tolist() for layer in layers]
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+        assert loads == [layer.router.load_E.tolist() for layer in layers if layer.router.load_E is not None]
+    return {}
+
+
+def test_layers_share_a_communicator_and_accumulate(pools: dict[int, RankPool], seed: int) -> None:
+    pools[3](accumulate, seed)
+
+
+def mixed_input(rank: int, world_size: int, seed: int) -> None:
+    """float32 in and out of a bfloat16 layer, and inside autocast."""
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**SIZES, dtype=torch.bfloat16, num_shared_experts=1), max_tokens=8)
+    x = torch.randn(2, 3, 16)
+    y = layer(x)
+    assert y.dtype == torch.float32
+    assert y.shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), y)
+    assert layer(torch.empty(0, 3, 16)).shape == (0, 3, 16)
+
+
+def test_input_of_another_dtype(pools: dict[int, RankPool], seed: int) -> None:
+    pools[2](mixed_input, seed)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    layer = MoELayer(MoEConfig(**SIZES), max_tokens=8)
+    texts = []
+    for bad in (torch.zeros(4, 15), torch.zeros(16), torch.zeros(9, 16)):
+        with pytest.raises(InvalidArgument) as raised:
+            layer(bad if rank == 1 else torch.zeros(4, 16))
+        texts.append(str(raised.value))
+        assert layer(torch.ones(4, 16)).isfinite().all()
+    return texts
+
+
+def test_a_bad_input_on_one_rank_is_refused_on_all(pools: dict[int, RankPool]) -> None:
+    for texts in pools[3](refusals):
+        assert all("rank 1" in text for text in texts) or all("x" in text for text in texts)
+
+
+def test_layer_and_communicator_must_agree() -> None:
+    config = MoEConfig(**SIZES)
+    with Communicator(num_experts=12, hidden=16, top_k=2, max_tokens=4, dtype=torch.float32) as comm:
+        with pytest.raises(InvalidArgument, match="comm.top_k is 2, must be the config's top_k=3"):
+            MoELayer(config, comm)
+        with pytest.raises(InvalidArgument, match="must be None when comm is passed"):
+            MoELayer(config, comm, max_tokens=4)
+    with pytest.raises(InvalidArgument, match="max_tokens is None"):
+        MoELayer(config)

@@ -1,0 +1,227 @@
+"""GroupedExperts against one feed-forward per row, and what happens to empty groups, tails and copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from moecomm import InvalidArgument
+from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, is_expert_parameter
+from moecomm.nn.grouped import grouped_matmul
+from tests.moe_reference import feed_forward
+
+GROUPS = {
+    "plain": [3, 5, 9, 10],
+    "empty ones": [0, 4, 4, 10],
+    "empty at both ends": [0, 6, 10, 10],
+    "all in one": [0, 0, 10, 10],
+    "a tail": [2, 3, 3, 7],
+    "nothing but tail": [0, 0, 0, 0],
+}
+# Rounding of one product to dtype, relative to the largest number of a tensor; a result passes through a few
+# of them.
+PRECISION = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def make(seed: int, **options: Any) -> GroupedExperts:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"hidden": 16, "ffn_hidden": 24, "num_experts": 4, "top_k": 2, "init_std": 0.3}
+    return GroupedExperts(MoEConfig(**{**sizes, **options}))
+
+
+def assert_near(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
+    assert got is not None
+    assert want is not None
+    assert got.dtype == dtype
+    bound = PRECISION[dtype] * max(want.abs().max().item(), 1e-3)
+    assert_close(got.double(), want, rtol=0, atol=bound)
+
+
+def reference(rows: Tensor, w_in: Tensor, w_out: Tensor, ends: list[int], activation: str) -> Tensor:
+    out = [torch.zeros_like(row) for row in rows]
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        for row in range(begin, end):
+            out[row] = feed_forward(rows[row], w_in[expert], w_out[expert], activation)
+    return torch.stack(out) + 0 * (w_in.sum() + w_out.sum() + rows.sum())
+
+
+@pytest.mark.parametrize("dtype", PRECISION)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("ends", GROUPS.values(), ids=GROUPS.keys())
+def test_matches_one_row_at_a_time(dtype: torch.dtype, activation: str, ends: list[int], seed: int) -> None:
+    experts = make(seed, dtype=dtype, activation=activation)
+    rows = torch.randn(10, 16, dtype=dtype, requires_grad=True)
+    factor = torch.randn(10, 16, dtype=dtype)
+    y = experts(rows, torch.tensor(ends, dtype=torch.int32))
+    (y * factor).sum().backward()
+
+    exact = [t.detach().double().requires_grad_() for t in (rows, experts.w_in, experts.w_out)]
+    want = reference(*exact, ends, activation)
+    (want * factor).sum().backward()
+    assert_near(y, want, dtype)
+    for got, ref in zip((rows, experts.w_in, experts.w_out), exact, strict=True):
+        assert_near(got.grad, ref.grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", PRECISION)
+@pytest.mark.parametrize("ends", [[2, 3, 3, 7], [0, 0, 0, 0]])
+def test_tail_may_hold_anything(dtype: torch.dtype, ends: list[int], seed: int) -> None:
+    """NaN past the last group, in rows and in the output's gradient, changes nothing and comes out as zeros."""
+    experts = make(seed, dtype=dtype)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    rows, grad = torch.randn(10, 16, dtype=dtype), torch.randn(10, 16, dtype=dtype)
+
+    def run(poison: float) -> list[Tensor]:
+        experts.zero_grad()
+        poisoned, poisoned_grad = rows.clone(), grad.clone()
+        poisoned[ends[-1] :] = poisoned_grad[ends[-1] :] = poison
+        poisoned.requires_grad_()
+        y = experts(poisoned, offsets)
+        y.backward(poisoned_grad)
+        assert poisoned.grad is not None
+        assert experts.w_in.grad is not None
+        assert experts.w_out.grad is not None
+        return [y.detach(), poisoned.grad, experts.w_in.grad, experts.w_out.grad]
+
+    clean, poisoned = run(0.0), run(float("nan"))
+    for a, b in zip(clean, poisoned, strict=True):
+        assert torch.equal(a, b)
+    assert poisoned[0][ends[-1] :].abs().sum() == 0
+    assert poisoned[1][ends[-1] :].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", PRECISION)
+def test_no_tail_needs_no_mask(dtype: torch.dtype, seed: int) -> None:
+    experts = make(seed, dtype=dtype)
+    rows, offsets = torch.randn(10, 16, dtype=dtype), torch.tensor([0, 6, 6, 10], dtype=torch.int32)
+    assert torch.equal(experts(rows, offsets), experts(rows, offsets, has_tail=False))
+
+
+@pytest.mark.parametrize("has_tail", [True, False])
+@pytest.mark.parametrize("dtype", PRECISION)
+def test_no_rows(dtype: torch.dtype, has_tail: bool, seed: int) -> None:
+    experts = make(seed, dtype=dtype)
+    rows = torch.empty(0, 16, dtype=dtype, requires_grad=True)
+    y = experts(rows, torch.zeros(4, dtype=torch.int32), has_tail=has_tail)
+    assert y.shape == (0, 16)
+    y.sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_row_of_any_stride(dtype: torch.dtype, seed: int) -> None:
+    """A single row counts as contiguous whatever its strides are."""
+    experts = make(seed, dtype=dtype)
+    flat, offsets = torch.randn(16, dtype=dtype), torch.tensor([0, 1, 1, 1], dtype=torch.int32)
+    want = experts(flat.view(1, 16), offsets)
+    for strides in [(0, 1), (3, 1)]:
+        y = experts(flat.as_strided((1, 16), strides), offsets, has_tail=False)
+        assert torch.equal(y, want)
+        y.sum().backward()
+        experts(flat.as_strided((1, 16), strides), offsets, has_tail=False).backward(
+            flat.as_strided((1, 16), strides)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outer"), [(16, 24), (16, 10), (6, 16), (5, 7)])
+def test_widths_off_the_kernels_alignment(dtype: torch.dtype, inner: int, outer: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    rows = torch.randn(9, inner, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, inner, outer, dtype=dtype, requires_grad=True)
+    y = grouped_matmul(rows, weight, torch.tensor([4, 4, 9], dtype=torch.int32))
+    y.sum().backward()  # the gradient of a sum is an expanded scalar, which is not contiguous
+    exact_rows, exact_weight = rows.detach().double(), weight.detach().double()
+    want = torch.cat([exact_rows[:4] @ exact_weight[0], exact_rows[4:] @ exact_weight[2]])
+    assert_near(y, want, dtype)
+    sums = exact_weight.sum(dim=2)
+    assert_near(rows.grad, torch.cat([sums[0].expand(4, inner), sums[2].expand(5, inner)]), dtype)
+    totals = torch.stack([exact_rows[:4].sum(0), torch.zeros(inner), exact_rows[4:].sum(0)])
+    assert_near(weight.grad, totals.unsqueeze(2).expand(3, inner, outer), dtype)
+
+
+def test_gradcheck(seed: int) -> None:
+    torch.manual_seed(seed)
+    rows = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
+    assert torch.autograd.gradcheck(lambda r, w: grouped_matmul(r, w, offsets), (rows, weight))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_start_does_not_depend_on_the_number_of_ranks(ranks: int, seed: int) -> None:
+    config = MoEConfig(hidden=8, ffn_hidden=4, num_experts=12, top_k=2)
+    local = 12 // ranks
+
+    def build(first: int, count: int) -> tuple[GroupedExperts, Tensor]:
+        torch.manual_seed(seed)
+        return GroupedExperts(config, num_local_experts=count, first_expert=first), torch.rand(1)
+
+    whole, after = build(0, 12)
+    shards = [build(rank * local, local) for rank in range(ranks)]
+    assert torch.equal(whole.w_in, torch.cat([shard.w_in for shard, _ in shards]))
+    assert torch.equal(whole.w_out, torch.cat([shard.w_out for shard, _ in shards]))
+    assert all(torch.equal(after, other) for _, other in shards), "layers made later must start alike too"
+    assert whole.w_in.std().item() == pytest.approx(0.02, rel=0.1)
+    assert whole.w_in[0].flatten()[:16].tolist() != whole.w_in[1].flatten()[:16].tolist()
+    assert not torch.equal(whole.w_in, GroupedExperts(config).w_in), "layers differ"
+
+
+def test_dtypes_start_alike(seed: int) -> None:
+    wide, narrow = make(seed), make(seed, dtype=torch.bfloat16)
+    assert torch.equal(wide.w_in.bfloat16(), narrow.w_in)
+
+
+def test_parameters_stay_marked(seed: int) -> None:
+    experts = make(seed)
+    copies = [copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), experts.to(torch.bfloat16)]
+    for module in [experts, *copies]:
+        assert all(is_expert_parameter(parameter) for parameter in module.parameters())
+    assert not any(
+        is_expert_parameter(p)
+        for p in SharedExperts(
+            MoEConfig(hidden=8, ffn_hidden=4, num_experts=2, top_k=2, num_shared_experts=1)
+        ).parameters()
+    )
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_shared_experts_match_one_row_at_a_time(activation: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"hidden": 16, "ffn_hidden": 5, "num_experts": 2, "top_k": 2, "init_std": 0.3}
+    shared = SharedExperts(
+        MoEConfig(**options, num_shared_experts=3, activation=activation, dtype=torch.float64)
+    )
+    assert shared.w_out.shape == (15, 16)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    want = torch.stack([feed_forward(row, shared.w_in, shared.w_out, activation) for row in x])
+    assert_close(shared(x), want, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_changes_nothing(seed: int) -> None:
+    experts, rows = make(seed), torch.randn(10, 16)
+    offsets = torch.tensor([3, 5, 9, 10], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(experts(rows, offsets), experts(rows, offsets).float())
+        inside = experts(rows, offsets)
+    assert torch.equal(inside, experts(rows, offsets))
+
+
+def test_refuses(seed: int) -> None:
+    experts, offsets = make(seed), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(InvalidArgument, match=r"rows have shape \(3, 8\)"):
+        experts(torch.zeros(3, 8), offsets)
+    with pytest.raises(InvalidArgument, match=r"dtype torch.float64, must be .* torch.float32"):
+        experts(torch.zeros(3, 16, dtype=torch.float64), offsets)
+    with pytest.raises(InvalidArgument, match=r"offsets have shape \(3,\), must be \(4,\)"):
+        experts(torch.zeros(3, 16), offsets[:3])
+    with pytest.raises(InvalidArgument, match=r"experts 3\.\.4 .* not within 0\.\.3"):
+        GroupedExperts(experts.config, num_local_experts=2, first_expert=3)

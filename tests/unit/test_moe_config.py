@@ -1,0 +1,89 @@
+"""MoEConfig accepts what it documents and names the field, the value and the bound of what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import InvalidArgument
+from moecomm.nn import MoEConfig
+
+SIZES = {"hidden": 16, "ffn_hidden": 32, "num_experts": 8, "top_k": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "top_k": 1,
+            "pre_softmax": True,
+            "aux_loss": "batch",
+            "aux_loss_coef": 0.01,
+            "capacity_factor": 1.25,
+        },
+        {"top_k": 1, "score_function": "sigmoid"},
+        {"top_k": 1, "num_experts": 1},
+        {"top_k": 8},
+        {"num_groups": 4, "topk_groups": 1},
+        {
+            "score_function": "sigmoid",
+            "normalize_topk": True,
+            "scaling_factor": 2.5,
+            "bias_update_rate": 0.001,
+        },
+        {"capacity_factor": 0.5, "pad_to_capacity": True, "drop_policy": "position"},
+        {"activation": "gelu", "num_shared_experts": 2, "dtype": torch.bfloat16, "jitter": 0.01},
+    ],
+)
+def test_accepts(options: dict[str, Any]) -> None:
+    MoEConfig(**{**SIZES, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"hidden": 0}, "hidden"),
+        ({"ffn_hidden": -1}, "ffn_hidden"),
+        ({"num_experts": 2.0}, "num_experts"),
+        ({"top_k": True}, "top_k"),
+        ({"top_k": 9}, "top_k"),
+        ({"top_k": 1}, "pre_softmax"),
+        ({"top_k": 1, "pre_softmax": True, "normalize_topk": True}, "normalize_topk"),
+        ({"activation": "relu"}, "activation"),
+        ({"score_function": "tanh"}, "score_function"),
+        ({"score_function": "sigmoid", "pre_softmax": True}, "pre_softmax"),
+        ({"scaling_factor": 0.0}, "scaling_factor"),
+        ({"num_groups": 3, "topk_groups": 1}, "num_groups"),
+        ({"num_groups": 4}, "topk_groups"),
+        ({"topk_groups": 1}, "topk_groups"),
+        ({"num_groups": 4, "topk_groups": 5}, "topk_groups"),
+        ({"num_groups": 8, "topk_groups": 1}, "top_k"),
+        ({"aux_loss": "token"}, "aux_loss"),
+        ({"aux_loss_coef": 0.01}, "aux_loss_coef"),
+        ({"aux_loss": "batch", "aux_loss_coef": -0.1}, "aux_loss_coef"),
+        ({"z_loss_coef": float("nan")}, "z_loss_coef"),
+        ({"bias_update_rate": -1.0}, "bias_update_rate"),
+        ({"jitter": 1.0}, "jitter"),
+        ({"num_shared_experts": -1}, "num_shared_experts"),
+        ({"capacity_factor": 0.0}, "capacity_factor"),
+        ({"capacity_factor": 1.0, "drop_policy": "random"}, "drop_policy"),
+        ({"pad_to_capacity": True}, "pad_to_capacity"),
+        ({"dtype": torch.int32}, "dtype"),
+        ({"init_std": float("inf")}, "init_std"),
+    ],
+)
+def test_refuses(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^MoEConfig\.{field} is .*, must be "):
+        MoEConfig(**{**SIZES, **options})
+
+
+def test_frozen_and_keyword_only() -> None:
+    config = MoEConfig(**SIZES)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden = 32  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        MoEConfig(16, 32, 8, 2)  # type: ignore[misc]

@@ -1,0 +1,281 @@
+"""TopKRouter against loops over tokens and experts, and the properties of each routing option."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from moecomm import InvalidArgument
+from moecomm.nn import (
+    MoEConfig,
+    Routing,
+    TopKRouter,
+    attach_loss,
+    load_balancing_loss,
+    update_expert_bias,
+    z_loss,
+)
+from moecomm.nn.capacity import kept_choices, tokens_per_expert_limit
+from moecomm.nn.router import balanced_choice, limit_to_groups
+from tests.moe_reference import Result, reference_moe
+
+SIZES: dict[str, Any] = {"hidden": 16, "ffn_hidden": 8, "num_experts": 12, "top_k": 4, "init_std": 0.5}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "softmax after top-k": {},
+    "softmax before top-k": {"pre_softmax": True, "scaling_factor": 1.5},
+    "softmax before top-k, normalised": {"pre_softmax": True, "normalize_topk": True},
+    "one expert a token": {"top_k": 1, "pre_softmax": True},
+    "all experts": {"top_k": 12},
+    "sigmoid": {"score_function": "sigmoid"},
+    "sigmoid, normalised": {"score_function": "sigmoid", "normalize_topk": True, "scaling_factor": 2.5},
+    "groups of logits": {"num_groups": 4, "topk_groups": 2},
+    "groups of probabilities": {"num_groups": 3, "topk_groups": 2, "pre_softmax": True},
+    "groups, more of them than k": {"num_groups": 6, "topk_groups": 5},
+    "groups of sigmoids": {
+        "score_function": "sigmoid",
+        "num_groups": 6,
+        "topk_groups": 2,
+        "normalize_topk": True,
+    },
+    "capacity by weight": {"capacity_factor": 0.7},
+    "capacity by position": {"capacity_factor": 0.7, "drop_policy": "position"},
+    "capacity above need": {"capacity_factor": 12.0},
+    "balanced by force": {"force_balanced": True},
+    "batch loss": {"aux_loss": "batch", "aux_loss_coef": 0.3},
+    "batch loss of sigmoids": {"aux_loss": "batch", "aux_loss_coef": 0.3, "score_function": "sigmoid"},
+    "sequence loss": {"aux_loss": "sequence", "aux_loss_coef": 0.3, "z_loss_coef": 0.2},
+}
+
+
+def make(options: dict[str, Any], seed: int, dtype: torch.dtype = torch.float64) -> TopKRouter:
+    torch.manual_seed(seed)
+    return TopKRouter(MoEConfig(**{**SIZES, "dtype": dtype, **options}))
+
+
+def expected(router: TopKRouter, x_TH: Tensor, options: dict[str, Any], seq_len: int | None = None) -> Result:
+    config = router.config
+    weights = {
+        "router": router.weight,
+        "w_in": x_TH.new_ones(config.num_experts, config.hidden, 2),
+        "w_out": x_TH.new_ones(config.num_experts, 1, config.hidden),
+    }
+    if router.expert_bias_E is not None:
+        weights["bias"] = router.expert_bias_E
+    return reference_moe(x_TH, weights, {**SIZES, **options}, seq_len)
+
+
+def as_dicts(routing: Routing) -> list[dict[int, float]]:
+    rows = zip(routing.topk_idx_TK.tolist(), routing.topk_weights_TK.tolist(), strict=True)
+    return [{e: w for e, w in zip(*row, strict=True) if e >= 0} for row in rows]
+
+
+def check(router: TopKRouter, x_TH: Tensor, options: dict[str, Any], seq_len: int | None = None) -> None:
+    x_ref = x_TH.detach().clone().requires_grad_()
+    x_TH = x_TH.detach().clone().requires_grad_()
+    routing, want = router(x_TH, seq_len), expected(router, x_ref, options, seq_len)
+
+    assert routing.topk_idx_TK.dtype == torch.int32
+    assert routing.topk_weights_TK.dtype == torch.float64
+    assert routing.tokens_per_expert_E.tolist() == want.load
+    want_dicts = [{e: w.item() for e, w in row.items()} for row in want.choices]
+    for row, want_row in zip(as_dicts(routing), want_dicts, strict=True):
+        assert row.keys() == want_row.keys()
+        assert row == pytest.approx(want_row, rel=1e-12)
+    assert routing.losses.keys() == want.losses.keys()
+    for name, loss in routing.losses.items():
+        assert_close(loss, want.losses[name], rtol=1e-12, atol=1e-14)
+
+    # A different factor for every weight, so that no gradient cancels.
+    factor_TE = torch.arange(1.0, x_TH.shape[0] * router.config.num_experts + 1).view(
+        -1, router.config.num_experts
+    )
+    got = (routing.topk_weights_TK * factor_TE.gather(1, routing.topk_idx_TK.clamp(min=0).long())).sum()
+    ref = sum(
+        (factor_TE[t, e] * w for t, row in enumerate(want.choices) for e, w in row.items()), x_ref.sum() * 0
+    )
+    (got + sum(routing.losses.values())).backward()
+    got_grads = [x_TH.grad, router.weight.grad]
+    router.weight.grad = None
+    (ref + sum(want.losses.values())).backward()
+    for grad, ref_grad in zip(got_grads, [x_ref.grad, router.weight.grad], strict=True):
+        assert_close(grad, ref_grad, rtol=0, atol=1e-12 * ref_grad.abs().max().item() + 1e-14)
+    router.weight.grad = None
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_matches_loops(options: dict[str, Any], seed: int) -> None:
+    router = make(options, seed)
+    check(router, torch.randn(18, 16, dtype=torch.float64), options, seq_len=6)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_bias_steers_the_choice_but_not_the_weights(score_function: str, seed: int) -> None:
+    options = {"score_function": score_function, "bias_update_rate": 0.1, "num_groups": 4, "topk_groups": 2}
+    router = make(options, seed)
+    router.expert_bias_E = torch.randn(12)
+    check(router, torch.randn(18, 16, dtype=torch.float64), options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_no_tokens(options: dict[str, Any], seed: int) -> None:
+    router = make(options, seed, torch.float32)
+    x_TH = torch.empty(0, 16, requires_grad=True)
+    routing = router(x_TH, 6)
+    assert routing.topk_idx_TK.shape == routing.topk_weights_TK.shape == (0, router.config.top_k)
+    assert routing.tokens_per_expert_E.tolist() == [0] * 12
+    assert all(loss.item() == 0 for loss in routing.losses.values())
+    (routing.topk_weights_TK.sum() + sum(routing.losses.values())).backward()
+    assert router.weight.grad is not None
+    assert router.weight.grad.abs().sum() == 0
+
+
+def test_float32_whatever_comes_in(seed: int) -> None:
+    router = make({"z_loss_coef": 0.1, "aux_loss": "batch", "aux_loss_coef": 0.1}, seed, torch.bfloat16)
+    x_TH = torch.randn(9, 16).bfloat16()
+    plain = router(x_TH)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = router(x_TH)
+    upcast = router(x_TH.float())
+    assert router.weight.dtype == plain.scores_TE.dtype == plain.topk_weights_TK.dtype == torch.float32
+    for other in (inside, upcast):
+        assert torch.equal(plain.scores_TE, other.scores_TE)
+        assert torch.equal(plain.topk_weights_TK, other.topk_weights_TK)
+        assert plain.losses == other.losses
+
+
+def test_jitter_only_in_training(seed: int) -> None:
+    router = make({"jitter": 0.1}, seed, torch.float32)
+    x_TH = torch.randn(9, 16)
+    torch.manual_seed(seed)
+    noisy = router(x_TH)
+    torch.manual_seed(seed)
+    noise_TH = torch.rand(9, 16) * 0.2 + 0.9
+    router.eval()
+    assert_close(noisy.scores_TE, router(x_TH * noise_TH).scores_TE)
+    assert torch.equal(router(x_TH).scores_TE, router(x_TH).scores_TE)
+    assert not torch.equal(noisy.scores_TE, router(x_TH).scores_TE)
+
+
+def test_groups_worked_example() -> None:
+    kept = limit_to_groups(torch.tensor([[5.0, 0.0, 3.0, 3.0]]), num_groups=2, topk_groups=1, top_k=2)
+    inf = float("inf")
+    assert kept.tolist() == [[-inf, -inf, 3.0, 3.0]]
+
+
+def test_balanced_worked_example() -> None:
+    assert balanced_choice(3, 4, 2, "cpu").tolist() == [[0, 2], [1, 3], [2, 0]]
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (7, 3), (8, 8), (5, 1), (12, 5)])
+def test_balanced_by_force_is_balanced(num_experts: int, top_k: int) -> None:
+    choice = balanced_choice(3 * num_experts, num_experts, top_k, "cpu")
+    assert torch.bincount(choice.flatten(), minlength=num_experts).tolist() == [3 * top_k] * num_experts
+    assert all(len(set(row)) == top_k for row in choice.tolist())
+
+
+def test_capacity_worked_example() -> None:
+    idx = torch.tensor([[0, 1], [0, 2], [0, 1]])
+    weights = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3]])
+    assert kept_choices(idx, weights, 3, 2).tolist() == [[False, True], [True, True], [True, True]]
+    assert kept_choices(idx, None, 3, 2).tolist() == [[True, True], [True, True], [False, True]]
+
+
+def test_capacity_prefers_the_earlier_of_equals() -> None:
+    idx, weights = torch.zeros(5, 1, dtype=torch.int64), torch.full((5, 1), 0.5)
+    assert kept_choices(idx, weights, 2, 3).flatten().tolist() == [True, True, True, False, False]
+
+
+def test_capacity_limit() -> None:
+    config = MoEConfig(**{**SIZES, "capacity_factor": 1.25})
+    assert [tokens_per_expert_limit(config, tokens) for tokens in (0, 1, 2, 12, 100)] == [0, 1, 1, 5, 42]
+    generous = MoEConfig(**{**SIZES, "capacity_factor": 100.0})
+    assert tokens_per_expert_limit(generous, 7) == 7
+
+
+def test_losses_when_uniform() -> None:
+    probs = torch.full((6, 3), 1 / 3)
+    idx = torch.tensor([[0], [1], [2], [2], [1], [0]])
+    assert load_balancing_loss(probs, idx).item() == pytest.approx(1)
+    assert load_balancing_loss(probs, idx, 3).item() == pytest.approx(1)
+    assert z_loss(torch.zeros(5, 8)).item() == pytest.approx(torch.tensor(8.0).log().item() ** 2)
+
+
+def test_sequences_are_balanced_one_by_one() -> None:
+    """Each sequence sends all tokens to one expert, the other one in the other sequence: balanced only as a
+    batch.
+    """
+    probs = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 4)
+    idx = torch.tensor([[0]] * 4 + [[1]] * 4)
+    assert load_balancing_loss(probs, idx).item() == pytest.approx(1)
+    assert load_balancing_loss(probs, idx, 4).item() == pytest.approx(2)
+
+
+def test_attached_loss_gets_its_gradient_beside_the_output() -> None:
+    a, b = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    calls: list[int] = []
+    y = attach_loss(2 * a, b * b, scale=0.5, on_backward=lambda: calls.append(1))
+    assert y.tolist() == [2.0, 4.0]
+    (10 * y).sum().backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert a.grad.tolist() == [20.0, 20.0]
+    assert b.grad.item() == 3.0
+    assert calls == [1]
+
+
+def test_update_expert_bias_moves_against_the_load(seed: int) -> None:
+    router = make({"bias_update_rate": 0.25}, seed)
+    model = torch.nn.Sequential(router, torch.nn.Linear(2, 2))
+    router.record_load(torch.tensor([4] * 10 + [0, 8]))
+    update_expert_bias(model)
+    assert router.expert_bias_E is not None
+    assert router.expert_bias_E.tolist() == [0.0] * 10 + [0.25, -0.25]
+    update_expert_bias(model)  # nothing counted since: all loads are equal
+    assert router.expert_bias_E.tolist() == [0.0] * 10 + [0.25, -0.25]
+
+
+def test_bias_balances_a_skewed_router(seed: int) -> None:
+    options = {"bias_update_rate": 0.004, "score_function": "sigmoid", "top_k": 2, "init_std": 0.1}
+    router = make(options, seed, torch.float32)
+    with torch.no_grad():
+        router.weight[:2] += 0.05
+    x_TH = torch.randn(600, 16) + 0.5
+    first = router(x_TH).tokens_per_expert_E
+    for _ in range(150):
+        router.record_load(router(x_TH).tokens_per_expert_E)
+        update_expert_bias(router)
+    last = router(x_TH).tokens_per_expert_E
+    assert first.max() > 1.5 * first.float().mean()
+    assert last.max() < 1.4 * last.float().mean()
+
+
+def test_bias_stays_float32_and_is_saved(seed: int) -> None:
+    router = make({"bias_update_rate": 0.001}, seed)
+    router.expert_bias_E = torch.full((12,), 1.001)
+    router.to(torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.expert_bias_E.dtype == torch.float32
+    assert router.expert_bias_E[0].item() == pytest.approx(1.001, abs=1e-6)
+    assert router.state_dict().keys() == {"weight", "expert_bias_E"}
+    assert torch.equal(copy.deepcopy(router).expert_bias_E, router.expert_bias_E)
+
+
+def test_same_seed_same_router(seed: int) -> None:
+    assert torch.equal(make({}, seed).weight, make({}, seed).weight)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 15), (2, 5, 16)])
+def test_refuses_shapes(shape: tuple[int, ...], seed: int) -> None:
+    with pytest.raises(InvalidArgument, match="x has shape"):
+        make({}, seed)(torch.zeros(shape, dtype=torch.float64))
+
+
+def test_refuses_sequence_length(seed: int) -> None:
+    with pytest.raises(InvalidArgument, match="seq_len is 4, must divide the number of tokens 6"):
+        make({"aux_loss": "sequence"}, seed)(torch.zeros(6, 16, dtype=torch.float64), 4)
