@@ -131,14 +131,18 @@ void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_e
   CHECK(right);
 }
 
-void test_steps(int32_t ranks, int threads) {
+void test_steps(int32_t ranks, int threads, int steps, int64_t max_tokens) {
   const int32_t local_experts = 3, top_k = std::min(4, ranks * local_experts);
-  Ranks node(ranks, local_experts, top_k, 40, threads);
+  Ranks node(ranks, local_experts, top_k, max_tokens, threads);
   node.run([&](Communicator& comm, int rank) {
     std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
-    for (int i = 0; i < 30; ++i)
-      step(comm, make_input(random, static_cast<int64_t>(random() % 41), top_k, ranks * local_experts), top_k, local_experts);
-    CHECK(comm.stats().plans_made + comm.stats().plans_reused == 30);  // two empty steps share one
+    for (int i = 0; i < steps; ++i) {
+      // Nearly all where there are many: enough bytes for the thread pool.
+      const int64_t tokens = max_tokens > 1000 ? max_tokens - static_cast<int64_t>(random() % 1000)
+                                               : static_cast<int64_t>(random() % static_cast<uint64_t>(max_tokens + 1));
+      step(comm, make_input(random, tokens, top_k, ranks * local_experts), top_k, local_experts);
+    }
+    CHECK(comm.stats().plans_made + comm.stats().plans_reused == steps);  // two empty steps share one
   });
 }
 
@@ -218,8 +222,8 @@ void test_host_pool() {
 }  // namespace
 
 int main() {
-  for (const int32_t ranks : {1, 2, 3, 7}) test_steps(ranks, 1);
-  test_steps(2, 3);
+  for (const int32_t ranks : {1, 2, 3, 7}) test_steps(ranks, 1, 30, 40);
+  test_steps(2, 3, 2, 16000);
   test_errors();
   test_reuse_and_input();
   test_host_pool();
