@@ -249,7 +249,7 @@ class Communicator:
         backend = self._open()
 
         def execute() -> RawDispatch:
-            backend.check()  # before this rank's own arguments: all ranks see a capacity passed, and none may go on
+            backend.check()  # before the arguments: every rank sees a passed capacity, and none may go on
             try:
                 checked = check_options(layout, alignment, capacity)
                 check_dispatch(
