@@ -1,0 +1,214 @@
+"""async_op: operations under way, several at a time, waited for in any order, and gradients through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.harness import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def _result(case: Case, rank: int, out: Any, y_TH: torch.Tensor, weighted_TH: torch.Tensor) -> cases.Arrays:
+    return {
+        "tokens": cases.to_numpy(out.tokens),
+        "weights": cases.to_numpy(out.weights),
+        "topk_idx": cases.to_numpy(out.topk_idx),
+        "tokens_per_expert": out.tokens_per_expert.numpy(),
+        "offsets": out.offsets.numpy(),
+        "overflow": int(out.overflow),
+        "y": cases.to_numpy(y_TH),
+        "weighted": cases.to_numpy(weighted_TH),
+        "exceeded": None,
+    }
+
+
+def _combines(comm: Any, case: Case, rank: int, out: Any) -> tuple[Any, Any]:
+    rows_PH = cases.tensor(case.rows(rank, len(out.tokens)), case.torch_dtype)
+    weights_P = torch.from_numpy(case.row_weights(rank, len(out.tokens)))
+    return (
+        comm.combine(rows_PH, out.handle, async_op=True),
+        comm.combine(rows_PH, out.handle, weights=weights_P, async_op=True),
+    )
+
+
+def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) -> list[cases.Arrays]:
+    import moecomm
+
+    order = list(reversed(range(len(some)))) if backwards else list(range(len(some)))
+    with moecomm.Communicator(**some[0].communicator) as comm:
+        works = [cases.dispatch(comm, case, rank, async_op=True) for case in some]
+        assert all(isinstance(work, moecomm.Work) for work in works)
+        outs: dict[int, Any] = {i: works[i].wait() for i in order}
+        assert all(work.is_completed() for work in works)
+        # wait() twice is the same object, and a finished operation stays finished.
+        assert all(works[i].wait() is outs[i] for i in order)
+        # All ranks start the combines in one order, whatever order they waited in.
+        pairs = [_combines(comm, some[i], rank, outs[i]) for i in range(len(some))]
+        found: dict[int, tuple[torch.Tensor, ...]] = {i: tuple(w.wait() for w in pairs[i]) for i in order}
+        return [_result(case, rank, outs[i], *found[i]) for i, case in enumerate(some)]
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["in order", "last first"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_in_flight(pool: Pools, size: int, backwards: bool, seed: int) -> None:
+    base = Case(tokens=(9, 5, 7)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
+    base = replace(base, tokens=(9,) + base.tokens[1:])
+    some = [
+        replace(
+            base,
+            seed=seed + i,
+            layout=("expert", "rank")[i % 2],
+            wide_ids=i % 3 == 0,
+            slack=(None, 2)[i == 3],
+        )
+        for i in range(5)
+    ]
+    for case, results in zip(some, zip(*pool(size)(_in_flight, some, backwards), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+def _mixed(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+    """Synchronous calls queue up behind what is under way, on two communicators at once."""
+    import moecomm
+
+    results = []
+    with (
+        moecomm.Communicator(**some[0].communicator) as left,
+        moecomm.Communicator(**some[1].communicator) as right,
+    ):
+        for _ in range(3):
+            works = [
+                cases.dispatch(comm, case, rank, async_op=True)
+                for comm, case in ((left, some[0]), (right, some[1]))
+            ]
+            sync = cases.dispatch(left, some[2], rank)
+            for comm, case, out in (
+                (right, some[1], works[1].wait()),
+                (left, some[0], works[0].wait()),
+                (left, some[2], sync),
+            ):
+                first, second = _combines(comm, case, rank, out)
+                results.append(_result(case, rank, out, first.wait(), second.wait()))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mixed_with_synchronous_calls(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(8,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+    some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
+    gathered = list(zip(*pool(size)(_mixed, some), strict=True))
+    for step, results in enumerate(gathered):
+        cases.verify([some[1], some[0], some[2]][step % 3], results)
+
+
+def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np.ndarray]:
+    import moecomm
+
+    with moecomm.Communicator(**case.communicator) as comm:
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        weights_TK = torch.from_numpy(case.topk_weights(rank)).requires_grad_()
+        ids_TK = torch.from_numpy(case.ids(rank))
+
+        def wait(result: Any) -> Any:
+            return result.wait() if async_op else result
+
+        first = comm.dispatch(x_TH, ids_TK, weights_TK, async_op=async_op)
+        second = comm.dispatch(x_TH * 2, ids_TK, weights_TK, async_op=async_op)
+        outs = [wait(first), wait(second)]
+        parts = [
+            comm.combine(out.tokens.sin(), out.handle, weights=out.weights, async_op=async_op) for out in outs
+        ]
+        y_TH = wait(parts[1]) + 3 * wait(parts[0])
+        y_TH.backward(torch.from_numpy(case.grad_y(rank)))
+        return [each.detach().numpy() for each in (y_TH, x_TH.grad, weights_TK.grad)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_through_work(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(6,) * size, num_experts=3 * size, hidden=8, top_k=2, seed=seed, routing="holes")
+    plain = pool(size)(_autograd, case, False)
+    for want, got in zip(plain, pool(size)(_autograd, case, True), strict=True):
+        for left, right in zip(want, got, strict=True):
+            np.testing.assert_allclose(right, left, rtol=1e-6, atol=1e-6)
+
+
+def _late(rank: int, world_size: int, case: Case) -> tuple[bool, cases.Arrays]:
+    """The call returns while a peer has not come; the caller works on meanwhile."""
+    import torch.distributed as dist
+
+    import moecomm
+
+    with moecomm.Communicator(**case.communicator) as comm:
+        if rank == 0:
+            work = cases.dispatch(comm, case, rank, async_op=True)
+            early = work.is_completed()
+            dist.barrier()
+        else:
+            early = False
+            dist.barrier()  # rank 0 has returned from its call by now, and this rank has not made its own
+            work = cases.dispatch(comm, case, rank, async_op=True)
+        out = work.wait()
+        assert work.is_completed()
+        first, second = _combines(comm, case, rank, out)
+        return early, _result(case, rank, out, first.wait(), second.wait())
+
+
+def test_the_call_does_not_wait_for_peers(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
+    results = pool(2)(_late, case)
+    assert not results[0][0], "completed before the other rank had come"
+    cases.verify(case, [result for _, result in results])
+
+
+def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], cases.Arrays]:
+    """An error of one operation under way reaches its wait(), on all ranks; those before and after are untouched."""
+    import moecomm
+
+    with moecomm.Communicator(**case.communicator) as comm:
+        good = cases.dispatch(comm, case, rank, async_op=True)
+        bad_ids = torch.full((case.tokens[rank], case.top_k), 99 if rank == 1 else -1)
+        bad = comm.dispatch(torch.from_numpy(case.x(rank)), bad_ids, async_op=True)
+        after = cases.dispatch(comm, case, rank, async_op=True)
+        texts = []
+        for _ in range(2):
+            try:
+                bad.wait()
+            except moecomm.InvalidRouting as error:
+                texts.append(str(error))
+        good.wait()
+        out = after.wait()
+        first, second = _combines(comm, case, rank, out)
+        return texts, _result(case, rank, out, first.wait(), second.wait())
+
+
+def test_an_error_comes_from_wait(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(4, 4, 4), num_experts=3, hidden=8, top_k=2, seed=seed)
+    results = pool(3)(_errors, case)
+    for texts, _ in results:
+        assert len(texts) == 2 and "topk_idx[0, 0] is 99" in texts[0]
+    cases.verify(case, [result for _, result in results])
+
+
+def _close(rank: int, world_size: int, case: Case) -> int:
+    """close() lets what is under way finish; its result can still be fetched."""
+    import moecomm
+
+    comm = moecomm.Communicator(**case.communicator)
+    work = cases.dispatch(comm, case, rank, async_op=True)
+    comm.close()
+    assert work.is_completed()
+    return len(work.wait().tokens)
+
+
+def test_close_waits_for_what_is_under_way(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
+    assert sum(pool(2)(_close, case)) == 16
