@@ -22,7 +22,15 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+/// Runs Python's signal handlers (Ctrl-C) from within a wait; only the main thread has any to run.
+void run_signal_handlers() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 void set_python_error(const Error& error) {
+  // A handler that is due must not run inside the import below: its exception would replace the typed error.
+  if (PyErr_CheckSignals() != 0) return;
   const ErrorDetails& d = error.details();
   const py::object raised = py::module_::import("moecomm.errors")
                                 .attr("from_native")(static_cast<uint32_t>(error.kind()), error.what(), d.rank, d.peer, d.phase,
@@ -122,7 +130,13 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"), py::arg("timeout"))
       .def_property_readonly("window_name", &Communicator::window_name)
-      .def("connect", &Communicator::connect, py::arg("names"), py::arg("pids"), Release())
+      .def(
+          "connect",
+          [](Communicator& self, const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
+            self.connect(names, pids);
+            self.set_interrupt(run_signal_handlers);
+          },
+          py::arg("names"), py::arg("pids"), Release())
       .def("unlink_window", &Communicator::unlink_window)
       .def(
           "begin_dispatch",

@@ -7,6 +7,10 @@ ThreadPool::ThreadPool(int threads) {
 }
 
 ThreadPool::~ThreadPool() {
+  if (getpid() != owner_) {
+    for (auto& worker : workers_) worker.detach();
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     stop_ = true;

@@ -1,6 +1,8 @@
 // Threads that one communicator uses for its copies and sums: the CPU's counterpart of an SM budget.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -28,6 +30,7 @@ class ThreadPool {
   void run(int index);
 
   std::vector<std::thread> workers_;
+  const int owner_ = getpid();  // a forked child has a copy of the pool, but none of its threads
   std::mutex mutex_;
   std::condition_variable start_, finished_;
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;

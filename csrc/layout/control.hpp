@@ -32,13 +32,17 @@ static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 
 
 enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2 };
 
+/// Why a rank gave up on a peer.
+enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2 };
+
 /// The lines of a window that one peer writes. Two records alternate: a peer can be one epoch ahead, never two,
 /// because epoch n+2 starts only after everybody has announced n+1, and by then has read n.
 struct PeerLines {
   SignalRecord record[2];
   alignas(kLine) uint32_t closed;  ///< the peer will announce nothing more
-  uint32_t abort_kind;             ///< ErrorKind of the error that made the peer give up, 0 while all is well
-  int32_t abort_peer;              ///< the rank that it gave up on
+  uint32_t abort;                  ///< 1 once the peer has given up, because of
+  int32_t abort_peer;              ///< this rank
+  Cause abort_cause;               ///< and why
 };
 static_assert(sizeof(PeerLines) == 3 * kLine);
 

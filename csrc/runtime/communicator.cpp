@@ -1,7 +1,5 @@
 #include "runtime/communicator.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string_view>
@@ -90,10 +88,13 @@ void Communicator::close() noexcept {
   pending_.reset();
   recent_.clear();
   plans_.clear();
-  if (signals_) signals_->close();
+  if (signals_ && getpid() == owner_) signals_->close();
 }
 
 void Communicator::require_usable() const {
+  if (getpid() != owner_)
+    throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
+                                       "; a forked child has to build its own");
   if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
   if (broken_) throw *broken_;
   if (!signals_) throw Error(ErrorKind::closed, "the communicator is not connected");
@@ -113,6 +114,9 @@ auto Communicator::guarded(Body&& body) {
     pending_.reset();
     signals_->complete(epoch_);
     if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) broken_ = error;
+    throw;
+  } catch (...) {
+    close();  // interrupted: this rank has left the operation that the others are in
     throw;
   }
 }
@@ -184,6 +188,9 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
     signals_->wait_all(record.epoch, "error exchange");
   } catch (const Error& error) {
     broken_ = error;
+  } catch (...) {
+    close();
+    throw;
   }
   ErrorDetails details;
   details.rank = config_.rank;

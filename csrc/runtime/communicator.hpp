@@ -5,6 +5,8 @@
 // arguments are bad, so that ranks stay in step and an error of one is an error of all.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <map>
 #include <memory>
@@ -59,6 +61,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// The same for ranks that are threads of one process: they share each other's mappings. base() is this rank's.
   void connect_threads(std::vector<std::byte*> bases);
   std::byte* base() const { return windows_[config_.rank].base(); }
+  /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is closed.
+  void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// To be called when all ranks have connected: from then on nothing of the window outlives the processes.
   void unlink_window() noexcept { windows_[config_.rank].unlink(); }
 
@@ -122,6 +126,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::byte*> bases_;  // of every rank's window as mapped here
   std::unique_ptr<shm::Signals> signals_;
 
+  const int owner_ = getpid();  // a forked child may drop its copy, but neither use it nor speak for its parent
   uint64_t epoch_ = 0;
   bool closed_ = false;
   std::optional<Error> broken_;

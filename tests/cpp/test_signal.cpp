@@ -81,7 +81,7 @@ void test_deadline() {
     CHECK(false);
   } catch (const Error& error) {
     CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 2);
-    CHECK(std::string(error.what()).find("rank 0 gave up on it") != std::string::npos);
+    CHECK(std::string(error.what()).find("as rank 0 found out") != std::string::npos);
   }
 }
 

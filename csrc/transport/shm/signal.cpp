@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstring>
@@ -87,38 +88,32 @@ const SignalRecord& Signals::record(int peer, uint64_t epoch) const { return lin
 void Signals::complete(uint64_t epoch) { atomic(owner(rank_).completed).store(epoch, std::memory_order_release); }
 
 void Signals::wait_all(uint64_t epoch, const char* phase) {
-  const auto seen = [&](int peer) {
-    return atomic(lines(rank_, peer).record[epoch & 1].epoch).load(std::memory_order_acquire);
+  const auto announced = [&](int peer, uint64_t parity) {
+    return atomic(lines(rank_, peer).record[parity & 1].epoch).load(std::memory_order_acquire);
   };
-  int next = 0;
-  wait_until(
-      [&] {
-        for (; next < static_cast<int>(bases_.size()); ++next)
-          if (seen(next) < epoch) return next;
-        return -1;
-      },
-      seen, epoch, phase);
+  wait_until([&](int peer) { return announced(peer, epoch) >= epoch; },
+             [&](int peer) { return std::max(announced(peer, 0), announced(peer, 1)); }, epoch, phase);
 }
 
 void Signals::wait_completed(uint64_t epoch, const char* phase) {
   const auto seen = [&](int peer) { return atomic(owner(peer).completed).load(std::memory_order_acquire); };
-  wait_until(
-      [&] {
-        for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer)
-          if (seen(peer) < epoch) return peer;
-        return -1;
-      },
-      seen, epoch, phase);
+  wait_until([&](int peer) { return seen(peer) >= epoch; }, seen, epoch, phase);
 }
 
-void Signals::wait_until(const std::function<int()>& find_missing, const std::function<uint64_t(int)>& seen,
+void Signals::wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen,
                          uint64_t epoch, const char* phase) {
+  const int ranks = static_cast<int>(bases_.size());
+  int next = 0;  // epochs only grow, so a peer that has arrived is not looked at again
+  const auto all_arrived = [&] {
+    while (next < ranks && arrived(next)) ++next;
+    return next == ranks;
+  };
   for (int spin = 0; spin < spins_; ++spin) {
-    if (find_missing() < 0) return;
+    if (all_arrived()) return;
     cpu_relax();
   }
   for (int turn = 0; turn < kYields; ++turn) {
-    if (find_missing() < 0) return;
+    if (all_arrived()) return;
     std::this_thread::yield();
   }
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds_)};
@@ -126,36 +121,30 @@ void Signals::wait_until(const std::function<int()>& find_missing, const std::fu
   while (true) {
     atomic(own.sleeping).store(1);
     const uint32_t doorbell = atomic(own.doorbell).load();
-    if (find_missing() >= 0) futex_wait(&own.doorbell, doorbell);
+    if (!all_arrived()) futex_wait(&own.doorbell, doorbell);
     atomic(own.sleeping).store(0);
-
-    const int missing = find_missing();
-    if (missing < 0) return;
-    for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
+    if (all_arrived()) return;
+    if (interrupt_) interrupt_();
+    for (int peer = 0; peer < ranks; ++peer) {
       // The end of a peer is looked at before its signal: what it signalled before it ended counts.
       PeerLines& line = lines(rank_, peer);
       const bool ended = watch_.lost(peer), closed = atomic(line.closed).load(std::memory_order_acquire) != 0;
-      const uint32_t abort_kind = atomic(line.abort_kind).load(std::memory_order_acquire);
-      if (abort_kind != 0)
-        give_up(static_cast<ErrorKind>(abort_kind), line.abort_peer,
-                "rank " + std::to_string(peer) + " gave up on it", phase, epoch, seen(line.abort_peer));
-      if ((ended || closed) && seen(peer) < epoch)
-        give_up(ErrorKind::peer_lost, peer, ended ? "its process has ended" : "it has closed the communicator", phase, epoch,
-                seen(peer));
+      if (atomic(line.abort).load(std::memory_order_acquire) != 0)
+        give_up(line.abort_peer, line.abort_cause, peer, phase, epoch, seen(line.abort_peer));
+      if ((ended || closed) && !arrived(peer))
+        give_up(peer, ended ? Cause::ended : Cause::closed, rank_, phase, epoch, seen(peer));
     }
-    if (deadline.passed())
-      give_up(ErrorKind::peer_timeout, missing,
-              "no signal within " + std::to_string(timeout_seconds_) + " s; it may be stopped, far behind or in another call",
-              phase, epoch, seen(missing));
+    if (deadline.passed() && !all_arrived()) give_up(next, Cause::no_signal, rank_, phase, epoch, seen(next));
   }
 }
 
-void Signals::give_up(ErrorKind kind, int peer, const std::string& text, const char* phase, uint64_t expected,
-                      uint64_t seen) {
+/// Tells all ranks that this one is out of the game because of `peer`, and throws. `first` is the rank that noticed.
+void Signals::give_up(int peer, Cause cause, int first, const char* phase, uint64_t expected, uint64_t seen) {
   for (int r = 0; r < static_cast<int>(bases_.size()); ++r) {
     PeerLines& line = lines(r, rank_);
     line.abort_peer = peer;
-    atomic(line.abort_kind).store(static_cast<uint32_t>(kind), std::memory_order_release);
+    line.abort_cause = cause;
+    atomic(line.abort).store(1, std::memory_order_release);
     if (r != rank_) ring(r);
   }
   ErrorDetails details;
@@ -164,12 +153,17 @@ void Signals::give_up(ErrorKind kind, int peer, const std::string& text, const c
   details.phase = phase;
   details.expected = expected;
   details.seen = seen;
-  throw Error(kind,
-              "rank " + std::to_string(rank_) + ", " + phase + ": " +
-                  (kind == ErrorKind::peer_lost ? "lost rank " : "waited in vain for rank ") + std::to_string(peer) +
-                  " (" + text + "); expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen) +
-                  ". The communicator can't be used any more; build a new one.",
-              details);
+  std::string text = "rank " + std::to_string(rank_) + ", " + phase + ": ";
+  if (cause == Cause::no_signal)
+    text += "waited " + std::to_string(timeout_seconds_) + " s in vain for rank " + std::to_string(peer) +
+            " (it may be stopped, far behind or in another call)";
+  else
+    text += "lost rank " + std::to_string(peer) +
+            (cause == Cause::ended ? " (its process has ended)" : " (it has closed the communicator)");
+  if (first != rank_) text += ", as rank " + std::to_string(first) + " found out";
+  text += "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen) +
+          ". The communicator can't be used any more; build a new one.";
+  throw Error(cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost, text, details);
 }
 
 void Signals::close() noexcept {

@@ -34,6 +34,9 @@ class Signals {
   /// Returns when every rank has completed `epoch`; then what this rank published in it may be overwritten.
   void wait_completed(uint64_t epoch, const char* phase);
 
+  /// To be called every few milliseconds while a wait lasts; what it throws ends the wait. Python's signal handlers run here.
+  void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
+
   /// Tells all ranks that this one will signal no more. Peers that still wait for it get Error(peer_lost).
   void close() noexcept;
 
@@ -41,9 +44,9 @@ class Signals {
   PeerLines& lines(int owner, int writer) const;
   OwnerLines& owner(int rank) const;
   void ring(int rank) const;
-  [[noreturn]] void give_up(ErrorKind kind, int peer, const std::string& text, const char* phase, uint64_t expected,
-                            uint64_t seen);
-  void wait_until(const std::function<int()>& find_missing, const std::function<uint64_t(int)>& seen, uint64_t epoch,
+  [[noreturn]] void give_up(int peer, Cause cause, int first, const char* phase, uint64_t expected, uint64_t seen);
+  /// arrived(peer) says whether a peer is where `epoch` needs it; seen(peer) is the last epoch of it, for the error.
+  void wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen, uint64_t epoch,
                   const char* phase);
 
   WindowLayout layout_;
@@ -52,6 +55,7 @@ class Signals {
   double timeout_seconds_;
   int spins_;
   PeerWatch watch_;
+  std::function<void()> interrupt_;
 };
 
 }  // namespace moecomm::shm
