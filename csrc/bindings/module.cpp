@@ -1,4 +1,5 @@
-// The Python face of the runtime: pointers and sizes in, typed exceptions out. moecomm/backends/cpu.py is its only caller.
+// The Python face of the runtime: pointers and sizes in, typed exceptions out. moecomm/backends/cpu.py is its
+// only caller.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,9 +33,10 @@ void set_python_error(const Error& error) {
   // A handler that is due must not run inside the import below: its exception would replace the typed error.
   if (PyErr_CheckSignals() != 0) return;
   const ErrorDetails& d = error.details();
-  const py::object raised = py::module_::import("moecomm.errors")
-                                .attr("from_native")(static_cast<uint32_t>(error.kind()), error.what(), d.rank, d.peer, d.phase,
-                                                     d.expected, d.seen, d.needed, d.available);
+  const py::object raised =
+      py::module_::import("moecomm.errors")
+          .attr("from_native")(static_cast<uint32_t>(error.kind()), error.what(), d.rank, d.peer, d.phase,
+                               d.expected, d.seen, d.needed, d.available);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }
 
@@ -70,7 +72,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_version") = py::none();
 #endif
   m.attr("compiler") = __VERSION__;
-  m.def("cpu_heuristics", [](int ranks) { return cpu::choose_heuristics(ranks).text(); }, py::arg("local_ranks"));
+  m.def(
+      "cpu_heuristics", [](int ranks) { return cpu::choose_heuristics(ranks).text(); },
+      py::arg("local_ranks"));
   m.def("shm_available_bytes", &shm::available_bytes);
 
   py::enum_<DType>(m, "DType")
@@ -94,10 +98,12 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init([](int32_t ranks, int32_t top_k, int64_t hidden, int64_t max_tokens, DType dtype) {
              return WindowShape{ranks, top_k, hidden, max_tokens, dtype};
            }),
-           py::kw_only(), py::arg("ranks"), py::arg("top_k"), py::arg("hidden"), py::arg("max_tokens"), py::arg("dtype"));
+           py::kw_only(), py::arg("ranks"), py::arg("top_k"), py::arg("hidden"), py::arg("max_tokens"),
+           py::arg("dtype"));
   m.def("window_sections", [](const WindowShape& shape) {
     py::list out;
-    for (const Section& section : window_sections(shape)) out.append(py::make_tuple(section.name, section.offset, section.bytes));
+    for (const Section& section : window_sections(shape))
+      out.append(py::make_tuple(section.name, section.offset, section.bytes));
     return out;
   });
   m.def("window_bytes", [](const WindowShape& shape) {
@@ -116,19 +122,23 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<HostBuffer>(m, "HostBuffer", py::buffer_protocol())
       .def_buffer([](HostBuffer& buffer) {
-        return py::buffer_info(buffer.memory.get(), 1, py::format_descriptor<uint8_t>::format(), 1, {buffer.bytes}, {1});
+        return py::buffer_info(buffer.memory.get(), 1, py::format_descriptor<uint8_t>::format(), 1,
+                               {buffer.bytes}, {1});
       })
       .def_readonly("bytes", &HostBuffer::bytes);
-  py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool").def(py::init<>()).def("take", [](HostPool& pool, int64_t bytes) {
-    return HostBuffer{pool.take(bytes), bytes};
-  });
+  py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
+      .def(py::init<>())
+      .def("take", [](HostPool& pool, int64_t bytes) { return HostBuffer{pool.take(bytes), bytes}; });
 
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads, double timeout) {
-             return std::make_shared<Communicator>(CommunicatorConfig{shape, rank, num_experts, threads, timeout});
+      .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads,
+                       double timeout) {
+             return std::make_shared<Communicator>(
+                 CommunicatorConfig{shape, rank, num_experts, threads, timeout});
            }),
-           py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"), py::arg("timeout"))
+           py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"),
+           py::arg("timeout"))
       .def_property_readonly("window_name", &Communicator::window_name)
       .def(
           "connect",
@@ -140,14 +150,15 @@ PYBIND11_MODULE(_C, m) {
       .def("unlink_window", &Communicator::unlink_window)
       .def(
           "begin_dispatch",
-          [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens, RowLayout layout,
-             int64_t alignment, int64_t capacity) {
+          [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens,
+             RowLayout layout, int64_t alignment, int64_t capacity) {
             // Python's Plan is read-only, so the missing const costs nothing.
-            return std::const_pointer_cast<Plan>(self.begin_dispatch({pointer(x), pointer<void>(ids), wide_ids, pointer(weights),
-                                                                      tokens, layout, alignment, capacity}));
+            return std::const_pointer_cast<Plan>(
+                self.begin_dispatch({pointer(x), pointer<void>(ids), wide_ids, pointer(weights), tokens,
+                                     layout, alignment, capacity}));
           },
-          py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"), py::arg("tokens"),
-          py::arg("layout"), py::arg("alignment"), py::arg("capacity"), Release())
+          py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"),
+          py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"), Release())
       .def(
           "pull",
           [](Communicator& self, uintptr_t out, uintptr_t weights, uintptr_t ids) {
@@ -156,23 +167,25 @@ PYBIND11_MODULE(_C, m) {
           py::kw_only(), py::arg("out"), py::arg("weights"), py::arg("ids"), Release())
       .def(
           "redispatch",
-          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t out, uintptr_t scales,
-             uintptr_t other, uintptr_t dots) {
-            self.redispatch(plan, pointer(rows), pointer(out), pointer(scales), pointer(other), pointer(dots));
+          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t out,
+             uintptr_t scales, uintptr_t other, uintptr_t dots) {
+            self.redispatch(plan, pointer(rows), pointer(out), pointer(scales), pointer(other),
+                            pointer(dots));
           },
-          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"),
-          Release())
+          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("out"), py::arg("scales"),
+          py::arg("other"), py::arg("dots"), Release())
       .def(
           "combine",
-          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t weights, uintptr_t y,
-             uintptr_t weight_grads, uintptr_t out_weight_grads) {
-            self.combine(plan, pointer(rows), pointer(weights), pointer(y), pointer(weight_grads), pointer(out_weight_grads));
+          [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t weights,
+             uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads) {
+            self.combine(plan, pointer(rows), pointer(weights), pointer(y), pointer(weight_grads),
+                         pointer(out_weight_grads));
           },
-          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("weights"), py::arg("y"), py::arg("weight_grads"),
-          py::arg("out_weight_grads"), Release())
+          py::arg("plan"), py::kw_only(), py::arg("rows"), py::arg("weights"), py::arg("y"),
+          py::arg("weight_grads"), py::arg("out_weight_grads"), Release())
       .def(
-          "fail", [](Communicator& self, ErrorKind kind, const std::string& text) { self.fail(kind, text); }, py::arg("kind"),
-          py::arg("text"), Release())
+          "fail", [](Communicator& self, ErrorKind kind, const std::string& text) { self.fail(kind, text); },
+          py::arg("kind"), py::arg("text"), Release())
       .def("check", &Communicator::check)
       .def(
           "take_input",

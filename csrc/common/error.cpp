@@ -5,6 +5,8 @@
 
 namespace moecomm {
 
-std::string errno_text(const char* call) { return std::string(call) + ": " + std::generic_category().message(errno); }
+std::string errno_text(const char* call) {
+  return std::string(call) + ": " + std::generic_category().message(errno);
+}
 
 }  // namespace moecomm

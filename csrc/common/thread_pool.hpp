@@ -22,8 +22,9 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  /// Splits [0, count) into one contiguous range a thread and returns when all have run. One caller at a time.
-  /// Runs inline if it is not `worthwhile`. A range does not depend on what other threads do, so results cannot depend on timing.
+  /// Splits [0, count) into one contiguous range a thread and returns when all have run. One caller at a
+  /// time. Runs inline if it is not `worthwhile`. A range does not depend on what other threads do, so
+  /// results cannot depend on timing.
   void parallel(int64_t count, bool worthwhile, const std::function<void(int64_t begin, int64_t end)>& body);
 
  private:

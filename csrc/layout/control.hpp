@@ -1,4 +1,5 @@
-// The control section: signal records that ranks write into each other's windows. Plain data, shared by host and device.
+// The control section: signal records that ranks write into each other's windows. Plain data, shared by host
+// and device.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +14,20 @@ enum class Operation : uint32_t { none = 0, dispatch = 1, redispatch = 2, combin
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// One rank's announcement to one peer for one epoch. Everything but `epoch` is written before it; `epoch` is stored with
-/// release and loaded with acquire, and makes visible the record and all the rank wrote to any window before.
+/// One rank's announcement to one peer for one epoch. Everything but `epoch` is written before it; `epoch` is
+/// stored with release and loaded with acquire, and makes visible the record and all the rank wrote to any
+/// window before.
 struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
-  uint32_t error;        ///< ErrorKind, with the text in the sender's window
-  int64_t rows_offset;   ///< where the sender's rows start in its window
-  int64_t capacity;      ///< -1: dropless
-  uint64_t plan;         ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
+  uint32_t error;       ///< ErrorKind, with the text in the sender's window
+  int64_t rows_offset;  ///< where the sender's rows start in its window
+  int64_t capacity;     ///< -1: dropless
+  uint64_t plan;        ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
   int32_t tokens;
   int32_t alignment;
   RowLayout layout;
-  uint32_t carries;      ///< Carries bits
+  uint32_t carries;  ///< Carries bits
   int64_t reserved;
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
@@ -35,8 +37,8 @@ enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2 };
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2 };
 
-/// The lines of a window that one peer writes. Two records alternate: a peer can be one epoch ahead, never two,
-/// because epoch n+2 starts only after everybody has announced n+1, and by then has read n.
+/// The lines of a window that one peer writes. Two records alternate: a peer can be one epoch ahead, never
+/// two, because epoch n+2 starts only after everybody has announced n+1, and by then has read n.
 struct PeerLines {
   SignalRecord record[2];
   alignas(kLine) uint32_t closed;  ///< the peer will announce nothing more
@@ -48,9 +50,9 @@ static_assert(sizeof(PeerLines) == 3 * kLine);
 
 /// The line of a window that its owner sleeps on, and the one that tells the others how far it has read.
 struct OwnerLines {
-  alignas(kLine) uint32_t doorbell;  ///< futex word, bumped by every signal to this rank
-  uint32_t sleeping;                 ///< 1 while the owner may be asleep on the doorbell
-  alignas(kLine) uint64_t completed; ///< last epoch whose remote rows this rank has finished reading
+  alignas(kLine) uint32_t doorbell;   ///< futex word, bumped by every signal to this rank
+  uint32_t sleeping;                  ///< 1 while the owner may be asleep on the doorbell
+  alignas(kLine) uint64_t completed;  ///< last epoch whose remote rows this rank has finished reading
 };
 static_assert(sizeof(OwnerLines) == 2 * kLine);
 

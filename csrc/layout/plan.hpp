@@ -1,5 +1,5 @@
-// The plan of one dispatch on one rank: which rows it needs, from where, and where they go. A pure function of every
-// source's expert ids, so that all ranks agree without another exchange, whatever the timing.
+// The plan of one dispatch on one rank: which rows it needs, from where, and where they go. A pure function
+// of every source's expert ids, so that all ranks agree without another exchange, whatever the timing.
 #pragma once
 
 #include <cstdint>
@@ -46,16 +46,16 @@ struct Plan {
   std::vector<int32_t> row_k;         ///< the token's k that the row serves; -1 in the rank layout
   std::vector<int32_t> entry_ids;     ///< [entries][top_k] local expert or -1 (rank layout only)
 
-  std::vector<int32_t> expert_rows;                   ///< [local experts] rows without alignment
-  std::vector<int32_t> offsets;                       ///< inclusive ends a local expert (or a source), at most rows
-  std::vector<std::pair<int64_t, int64_t>> padding;   ///< alignment rows [begin, end), zero in the output
+  std::vector<int32_t> expert_rows;  ///< [local experts] rows without alignment
+  std::vector<int32_t> offsets;      ///< inclusive ends a local expert (or a source), at most rows
+  std::vector<std::pair<int64_t, int64_t>> padding;  ///< alignment rows [begin, end), zero in the output
 
   // The home side: this rank's own tokens.
   int64_t tokens = 0;
-  std::vector<int32_t> home_ids;       ///< [tokens][top_k]
-  std::vector<int64_t> owner_begin;    ///< [tokens + 1] into owner
-  std::vector<int32_t> owner;          ///< ranks that hold the token's experts, ascending
-  std::vector<int64_t> own_entry;      ///< [tokens] entry of (this rank, token), or -1
+  std::vector<int32_t> home_ids;     ///< [tokens][top_k]
+  std::vector<int64_t> owner_begin;  ///< [tokens + 1] into owner
+  std::vector<int32_t> owner;        ///< ranks that hold the token's experts, ascending
+  std::vector<int64_t> own_entry;    ///< [tokens] entry of (this rank, token), or -1
 
   int64_t entries() const { return static_cast<int64_t>(entry_token.size()); }
 };

@@ -1,7 +1,7 @@
 // Who owns what: pure functions of one token's expert ids, shared by host and device code.
 //
-// Example: 8 experts on 4 ranks (2 a rank), ids {6, 1, 7, -1}: owners are ranks 3, 0, 3 and none. The token travels to
-// 2 ranks; of its combine slots, slot 0 belongs to rank 0 and slot 1 to rank 3 (ascending ranks).
+// Example: 8 experts on 4 ranks (2 a rank), ids {6, 1, 7, -1}: owners are ranks 3, 0, 3 and none. The token
+// travels to 2 ranks; of its combine slots, slot 0 belongs to rank 0 and slot 1 to rank 3 (ascending ranks).
 #pragma once
 
 #include <cstdint>
@@ -25,12 +25,14 @@ MOECOMM_HD constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t 
   return true;
 }
 
-/// Distinct owners with a rank below `rank`: the slot of `rank` at the token's home, and with `rank` = number of ranks
-/// the count of owners.
-MOECOMM_HD constexpr int32_t owners_below(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t rank) {
+/// Distinct owners with a rank below `rank`: the slot of `rank` at the token's home, and with `rank` = number
+/// of ranks the count of owners.
+MOECOMM_HD constexpr int32_t owners_below(const int32_t* ids, int32_t top_k, int32_t local_experts,
+                                          int32_t rank) {
   int32_t owners = 0;
   for (int32_t k = 0; k < top_k; ++k)
-    owners += ids[k] >= 0 && expert_owner(ids[k], local_experts) < rank && first_of_owner(ids, k, local_experts);
+    owners +=
+        ids[k] >= 0 && expert_owner(ids[k], local_experts) < rank && first_of_owner(ids, k, local_experts);
   return owners;
 }
 

@@ -17,10 +17,14 @@ constexpr size_t kRecentPlans = 16;
 
 const char* name(Operation operation) {
   switch (operation) {
-    case Operation::dispatch: return "dispatch";
-    case Operation::redispatch: return "backward of combine";
-    case Operation::combine: return "combine";
-    case Operation::none: break;
+    case Operation::dispatch:
+      return "dispatch";
+    case Operation::redispatch:
+      return "backward of combine";
+    case Operation::combine:
+      return "combine";
+    case Operation::none:
+      break;
   }
   return "an operation with bad arguments";
 }
@@ -35,19 +39,22 @@ std::string take_ids(const Id* ids, int64_t tokens, int32_t top_k, int64_t num_e
       const auto place = [&] { return "topk_idx[" + std::to_string(t) + ", " + std::to_string(k) + "]"; };
       const Id id = ids[t * top_k + k];
       if (id < -1 || id >= num_experts)
-        return place() + " is " + std::to_string(id) + ", expected -1 (no expert) to " + std::to_string(num_experts - 1);
+        return place() + " is " + std::to_string(id) + ", expected -1 (no expert) to " +
+               std::to_string(num_experts - 1);
       out[t * top_k + k] = static_cast<int32_t>(id);
       if (id < 0) continue;
       for (int32_t j = 0; j < k; ++j)
         if (out[t * top_k + j] == id)
-          return place() + " is " + std::to_string(id) + ", which the token already has at k = " + std::to_string(j) +
+          return place() + " is " + std::to_string(id) +
+                 ", which the token already has at k = " + std::to_string(j) +
                  "; a token may name an expert once";
     }
   return {};
 }
 
 uint64_t hash_ids(const int32_t* ids, int64_t count) {
-  return std::hash<std::string_view>{}({reinterpret_cast<const char*>(ids), static_cast<size_t>(count) * sizeof(int32_t)});
+  return std::hash<std::string_view>{}(
+      {reinterpret_cast<const char*>(ids), static_cast<size_t>(count) * sizeof(int32_t)});
 }
 
 }  // namespace
@@ -79,7 +86,8 @@ void Communicator::connect_threads(std::vector<std::byte*> bases) {
 }
 
 std::string Communicator::heuristics_text() const {
-  return heuristics_.text() + ", " + std::to_string(pool_.threads()) + (pool_.threads() == 1 ? " thread" : " threads");
+  return heuristics_.text() + ", " + std::to_string(pool_.threads()) +
+         (pool_.threads() == 1 ? " thread" : " threads");
 }
 
 void Communicator::close() noexcept {
@@ -158,18 +166,21 @@ void Communicator::compare_records(uint64_t epoch) {
       ErrorDetails details;
       details.rank = r;
       throw Error(ErrorKind::mismatched_arguments,
-                  "ranks disagree on " + what + ": rank 0 has " + at_first + ", rank " + std::to_string(r) + " has " + here,
+                  "ranks disagree on " + what + ": rank 0 has " + at_first + ", rank " + std::to_string(r) +
+                      " has " + here,
                   details);
     };
     const auto compare = [&](const char* what, int64_t at_first, int64_t here) {
       if (at_first != here) differ(what, std::to_string(at_first), std::to_string(here));
     };
-    if (first.operation != other.operation) differ("the operation", name(first.operation), name(other.operation));
+    if (first.operation != other.operation)
+      differ("the operation", name(first.operation), name(other.operation));
     if (first.layout != other.layout) differ("layout", name(first.layout), name(other.layout));
     compare("alignment", first.alignment, other.alignment);
     compare("capacity (-1: none)", first.capacity, other.capacity);
     if (first.operation != Operation::dispatch)
-      compare("the handle (the epoch of its dispatch)", static_cast<int64_t>(first.plan), static_cast<int64_t>(other.plan));
+      compare("the handle (the epoch of its dispatch)", static_cast<int64_t>(first.plan),
+              static_cast<int64_t>(other.plan));
     compare("what travels (1: rows, 2: weights, 3: both)", first.carries, other.carries);
   }
 }
@@ -204,7 +215,8 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
     input_epoch_[in_window >= layout_.input[1]] = epoch_;
     return in_window;
   }
-  // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left n-2.
+  // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left
+  // n-2.
   const int64_t offset = layout_.rows[epoch_ & 1];
   cpu::publish_rows(context(), x, ids, tokens, at(config_.rank, offset));
   return offset;
@@ -231,10 +243,11 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     const int32_t top_k = config_.shape.top_k;
     const int parity = static_cast<int>((epoch_ + 1) & 1);
     auto* const ids = reinterpret_cast<int32_t*>(at(config_.rank, layout_.ids[parity]));
-    const std::string wrong =
-        arguments.wide_ids
-            ? take_ids(static_cast<const int64_t*>(arguments.ids), arguments.tokens, top_k, config_.num_experts, ids)
-            : take_ids(static_cast<const int32_t*>(arguments.ids), arguments.tokens, top_k, config_.num_experts, ids);
+    const std::string wrong = arguments.wide_ids
+                                  ? take_ids(static_cast<const int64_t*>(arguments.ids), arguments.tokens,
+                                             top_k, config_.num_experts, ids)
+                                  : take_ids(static_cast<const int32_t*>(arguments.ids), arguments.tokens,
+                                             top_k, config_.num_experts, ids);
     if (!wrong.empty()) fail(ErrorKind::invalid_routing, wrong);
 
     SignalRecord record = start(Operation::dispatch);
@@ -255,7 +268,8 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
 
     // The kept plan holds if every rank's ids are those of the same earlier dispatch.
     bool reuse = plan != nullptr;
-    for (int r = 0; r < config_.shape.ranks && reuse; ++r) reuse = signals_->record(r, record.epoch).plan == plan->id;
+    for (int r = 0; r < config_.shape.ranks && reuse; ++r)
+      reuse = signals_->record(r, record.epoch).plan == plan->id;
     if (reuse) {
       ++stats_.plans_reused;
     } else {
@@ -325,8 +339,9 @@ void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std
   });
 }
 
-void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights,
-                           std::byte* y, const std::byte* weight_grads, std::byte* out_weight_grads) {
+void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows,
+                           const std::byte* weights, std::byte* y, const std::byte* weight_grads,
+                           std::byte* out_weight_grads) {
   require_usable();
   guarded([&] {
     ScopedSeconds timer(stats_.combine_seconds);
@@ -334,7 +349,8 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
     SignalRecord record = start(Operation::combine);
     record.plan = plan->id;
     record.layout = plan->shape.layout;
-    record.carries = (y != nullptr ? uint32_t{kCarriesRows} : 0) | (out_weight_grads != nullptr ? uint32_t{kCarriesWeights} : 0);
+    record.carries = (y != nullptr ? uint32_t{kCarriesRows} : 0) |
+                     (out_weight_grads != nullptr ? uint32_t{kCarriesWeights} : 0);
     const int parity = static_cast<int>(record.epoch & 1);
     cpu::CombineArguments arguments;
     arguments.rows = rows;
@@ -353,12 +369,14 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
       stats_.bytes_wire += wire_bytes(*plan);
     }
     if (out_weight_grads != nullptr)
-      cpu::collect_weight_grads(context(), *plan, arguments.home_weight_grads[config_.rank], out_weight_grads);
+      cpu::collect_weight_grads(context(), *plan, arguments.home_weight_grads[config_.rank],
+                                out_weight_grads);
     signals_->complete(record.epoch);
   });
 }
 
-std::shared_ptr<const Plan> Communicator::reusable_plan(const PlanShape& shape, const int32_t* ids, int64_t tokens) {
+std::shared_ptr<const Plan> Communicator::reusable_plan(const PlanShape& shape, const int32_t* ids,
+                                                        int64_t tokens) {
   const int64_t count = tokens * shape.top_k;
   const auto [begin, end] = plans_.equal_range(hash_ids(ids, count));
   std::shared_ptr<const Plan> newest;
@@ -378,7 +396,8 @@ void Communicator::remember(const std::shared_ptr<const Plan>& plan) {
   std::erase_if(plans_, [&](const auto& item) { return item.second.expired(); });
   const uint64_t hash = hash_ids(plan->home_ids.data(), static_cast<int64_t>(plan->home_ids.size()));
   const auto [begin, end] = plans_.equal_range(hash);
-  if (std::none_of(begin, end, [&](const auto& item) { return item.second.lock() == plan; })) plans_.emplace(hash, plan);
+  if (std::none_of(begin, end, [&](const auto& item) { return item.second.lock() == plan; }))
+    plans_.emplace(hash, plan);
 }
 
 std::shared_ptr<std::byte> Communicator::take_input() {
@@ -386,14 +405,16 @@ std::shared_ptr<std::byte> Communicator::take_input() {
   const int index = input_taken_[0] ? 1 : 0;
   if (input_taken_[index])
     throw Error(ErrorKind::out_of_memory,
-                "empty_input: both input buffers of the window are in use; let go of a tensor that it returned before");
+                "empty_input: both input buffers of the window are in use; let go of a tensor that it "
+                "returned before");
   if (!input_committed_) {
     windows_[config_.rank].commit(layout_.input[0], layout_.total_bytes - layout_.input[0]);
     input_committed_ = true;
   }
   guarded([&] { signals_->wait_completed(input_epoch_[index], "empty_input"); });
   input_taken_[index] = true;
-  return {at(config_.rank, layout_.input[index]), [self = shared_from_this(), index](std::byte*) { self->input_taken_[index] = false; }};
+  return {at(config_.rank, layout_.input[index]),
+          [self = shared_from_this(), index](std::byte*) { self->input_taken_[index] = false; }};
 }
 
 int64_t Communicator::input_offset(const std::byte* pointer) const {

@@ -1,8 +1,9 @@
-// The communicator of one rank: owns its window and the mappings of its peers' windows, and runs dispatch and combine as
-// sequences of kernels and signals (docs/protocol.md). Knows nothing of torch: arguments are pointers and sizes.
+// The communicator of one rank: owns its window and the mappings of its peers' windows, and runs dispatch and
+// combine as sequences of kernels and signals (docs/protocol.md). Knows nothing of torch: arguments are
+// pointers and sizes.
 //
-// One operation at a time; the caller serialises. Every operation announces one epoch to all ranks, also when its
-// arguments are bad, so that ranks stay in step and an error of one is an error of all.
+// One operation at a time; the caller serialises. Every operation announces one epoch to all ranks, also when
+// its arguments are bad, so that ranks stay in step and an error of one is an error of all.
 #pragma once
 
 #include <unistd.h>
@@ -33,14 +34,14 @@ struct CommunicatorConfig {
 };
 
 struct DispatchArguments {
-  const std::byte* x;        ///< [tokens][hidden]
-  const void* ids;           ///< [tokens][top_k], int64 if wide_ids, else int32
+  const std::byte* x;  ///< [tokens][hidden]
+  const void* ids;     ///< [tokens][top_k], int64 if wide_ids, else int32
   bool wide_ids;
   const std::byte* weights;  ///< weight type [tokens][top_k], or null
   int64_t tokens;
   RowLayout layout;
   int64_t alignment;
-  int64_t capacity;          ///< -1: as many rows as needed
+  int64_t capacity;  ///< -1: as many rows as needed
 };
 
 struct Stats {
@@ -58,37 +59,43 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::string& window_name() const { return windows_[config_.rank].name(); }
   /// Maps the peers' windows. names[r] and pids[r] are rank r's; ready for operations afterwards.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
-  /// The same for ranks that are threads of one process: they share each other's mappings. base() is this rank's.
+  /// The same for ranks that are threads of one process: they share each other's mappings. base() is this
+  /// rank's.
   void connect_threads(std::vector<std::byte*> bases);
   std::byte* base() const { return windows_[config_.rank].base(); }
-  /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is closed.
+  /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is
+  /// closed.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// To be called when all ranks have connected: from then on nothing of the window outlives the processes.
   void unlink_window() noexcept { windows_[config_.rank].unlink(); }
 
-  /// Publishes, waits for all ranks and plans. Then pull() with an output of plan->rows rows finishes the dispatch.
+  /// Publishes, waits for all ranks and plans. Then pull() with an output of plan->rows rows finishes the
+  /// dispatch.
   std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
-  /// out [rows][hidden]; out_weights (weight type) as pull_metadata says, or null; out_ids (rank layout), or null.
+  /// out [rows][hidden]; out_weights (weight type) as pull_metadata says, or null; out_ids (rank layout), or
+  /// null.
   void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids);
 
-  /// Sends rows [plan.tokens][hidden] again along a kept plan: the backward of combine. scales, other and dots as in
-  /// PullArguments; null where not wanted.
-  void redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out, const std::byte* scales,
-                  const std::byte* other, std::byte* dots);
+  /// Sends rows [plan.tokens][hidden] again along a kept plan: the backward of combine. scales, other and
+  /// dots as in PullArguments; null where not wanted.
+  void redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,
+                  const std::byte* scales, const std::byte* other, std::byte* dots);
 
-  /// y [plan.tokens][hidden] from rows [plan.rows][hidden], weights (weight type [plan.rows]) or null. With `weight_grads`
-  /// (as CombineArguments says) they travel too, into out_weight_grads [plan.tokens][top_k]. rows and y may both be null.
-  void combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights, std::byte* y,
-               const std::byte* weight_grads, std::byte* out_weight_grads);
+  /// y [plan.tokens][hidden] from rows [plan.rows][hidden], weights (weight type [plan.rows]) or null. With
+  /// `weight_grads` (as CombineArguments says) they travel too, into out_weight_grads [plan.tokens][top_k].
+  /// rows and y may both be null.
+  void combine(const std::shared_ptr<const Plan>& plan, const std::byte* rows, const std::byte* weights,
+               std::byte* y, const std::byte* weight_grads, std::byte* out_weight_grads);
 
   /// Announces to all ranks that this one's arguments are bad, waits for them, and throws Error(kind, text).
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
-  /// Throws Error(capacity_exceeded) once if a dispatch since the last call passed its capacity on any rank, and the error
-  /// that broke the communicator, if one did.
+  /// Throws Error(capacity_exceeded) once if a dispatch since the last call passed its capacity on any rank,
+  /// and the error that broke the communicator, if one did.
   void check();
 
-  /// Memory in the window for [max_tokens][hidden] input rows, once all ranks have read what it held; it is free again when
-  /// the last owner lets go. Error(out_of_memory) if both input sections are taken or /dev/shm is full.
+  /// Memory in the window for [max_tokens][hidden] input rows, once all ranks have read what it held; it is
+  /// free again when the last owner lets go. Error(out_of_memory) if both input sections are taken or
+  /// /dev/shm is full.
   std::shared_ptr<std::byte> take_input();
   /// Offset of `pointer` in this rank's window if it lies in an input section, else -1.
   int64_t input_offset(const std::byte* pointer) const;
@@ -126,7 +133,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::byte*> bases_;  // of every rank's window as mapped here
   std::unique_ptr<shm::Signals> signals_;
 
-  const int owner_ = getpid();  // a forked child may drop its copy, but neither use it nor speak for its parent
+  const int owner_ =
+      getpid();  // a forked child may drop its copy, but neither use it nor speak for its parent
   uint64_t epoch_ = 0;
   bool closed_ = false;
   std::optional<Error> broken_;

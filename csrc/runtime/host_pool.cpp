@@ -13,14 +13,16 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 
-/// Sizes come in classes of a quarter of a power of two, so that steps of slightly different size share blocks.
+/// Sizes come in classes of a quarter of a power of two, so that steps of slightly different size share
+/// blocks.
 int64_t size_class(int64_t bytes) {
   const auto power = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(std::max(bytes, kPage))));
   return align_up(align_up(std::max(bytes, kPage), power / 4), kPage);
 }
 
 std::byte* map_block(int64_t bytes) {
-  void* block = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* block =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (block == MAP_FAILED) {
     ErrorDetails details;
     details.needed = bytes;
@@ -58,7 +60,8 @@ void HostPool::give_back(std::byte* block, int64_t bytes) {
   live_bytes_ -= bytes;
   free_[bytes].push_back(block);
   free_bytes_ += bytes;
-  // Hold at most twice what was once in use at the same time (sizes drift between classes); the largest idle blocks go first.
+  // Hold at most twice what was once in use at the same time (sizes drift between classes); the largest idle
+  // blocks go first.
   while (live_bytes_ + free_bytes_ > 2 * peak_live_bytes_) {
     auto largest = std::prev(free_.end());
     if (largest->second.empty()) {

@@ -1,5 +1,6 @@
-// A caching allocator for large host outputs. A fresh allocation of this size comes from the kernel page by page, and zeroing
-// those pages costs as much as the copy that fills them; a block that went back to the pool keeps its pages.
+// A caching allocator for large host outputs. A fresh allocation of this size comes from the kernel page by
+// page, and zeroing those pages costs as much as the copy that fills them; a block that went back to the pool
+// keeps its pages.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,9 @@ namespace moecomm {
 
 class HostPool : public std::enable_shared_from_this<HostPool> {
  public:
-  /// A block of at least `bytes`, aligned to 4096, that returns to the pool when the last owner lets go, even if that is
-  /// after the pool's communicator is gone. Error(out_of_memory) if the system has none. Any thread.
+  /// A block of at least `bytes`, aligned to 4096, that returns to the pool when the last owner lets go, even
+  /// if that is after the pool's communicator is gone. Error(out_of_memory) if the system has none. Any
+  /// thread.
   std::shared_ptr<std::byte> take(int64_t bytes);
 
   ~HostPool();

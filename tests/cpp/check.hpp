@@ -1,4 +1,5 @@
-// The least that a C++ test needs: CHECK that says where and what, a seed that is printed, and an exit status.
+// The least that a C++ test needs: CHECK that says where and what, a seed that is printed, and an exit
+// status.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,6 @@
-// Dispatch and combine between threads of one process that share each other's windows (a sanitizer sees everything),
-// against sums made from the definition. Values are small integers, so that every order of a sum gives the same.
+// Dispatch and combine between threads of one process that share each other's windows (a sanitizer sees
+// everything), against sums made from the definition. Values are small integers, so that every order of a sum
+// gives the same.
 #include <algorithm>
 #include <numeric>
 #include <thread>
@@ -18,8 +19,12 @@ constexpr int64_t kHidden = 20;
 struct Ranks {
   Ranks(int32_t ranks, int32_t local_experts, int32_t top_k, int64_t max_tokens, int threads) {
     for (int32_t r = 0; r < ranks; ++r)
-      comms.push_back(std::make_shared<Communicator>(CommunicatorConfig{
-          {ranks, top_k, kHidden, max_tokens, DType::float32}, r, int64_t{ranks} * local_experts, threads, 60.0}));
+      comms.push_back(std::make_shared<Communicator>(
+          CommunicatorConfig{{ranks, top_k, kHidden, max_tokens, DType::float32},
+                             r,
+                             int64_t{ranks} * local_experts,
+                             threads,
+                             60.0}));
     std::vector<std::byte*> bases;
     for (auto& comm : comms) bases.push_back(comm->base());
     for (auto& comm : comms) comm->connect_threads(bases);
@@ -69,7 +74,8 @@ Input make_input(std::mt19937_64& random, int64_t tokens, int32_t top_k, int32_t
       input.ids.push_back(random() % 5 == 0 ? -1 : order[static_cast<size_t>(k)]);
       input.weights.push_back(static_cast<float>(1 + random() % 7));
     }
-    for (int64_t h = 0; h < kHidden; ++h) input.x.push_back(static_cast<float>(static_cast<int>(random() % 15) - 7));
+    for (int64_t h = 0; h < kHidden; ++h)
+      input.x.push_back(static_cast<float>(static_cast<int>(random() % 15) - 7));
   }
   return input;
 }
@@ -85,15 +91,16 @@ std::byte* bytes(std::vector<T>& data) {
 
 /// dispatch, then combine of rows * (1 + global expert), then both backwards.
 void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_experts) {
-  const auto plan = comm.begin_dispatch({bytes(input.x), input.ids.data(), false, bytes(input.weights), input.tokens,
-                                         RowLayout::expert, 4, -1});
+  const auto plan = comm.begin_dispatch({bytes(input.x), input.ids.data(), false, bytes(input.weights),
+                                         input.tokens, RowLayout::expert, 4, -1});
   std::vector<float> rows = values(plan->rows * kHidden), weights = values(plan->rows);
   comm.pull(bytes(rows), bytes(weights), nullptr);
   const int32_t first = comm.config().rank * local_experts;
   int64_t row = 0;
   for (int32_t e = 0; e < local_experts; ++e)
     for (; row < plan->offsets[static_cast<size_t>(e)]; ++row)
-      for (int64_t h = 0; h < kHidden; ++h) rows[static_cast<size_t>(row * kHidden + h)] *= static_cast<float>(1 + first + e);
+      for (int64_t h = 0; h < kHidden; ++h)
+        rows[static_cast<size_t>(row * kHidden + h)] *= static_cast<float>(1 + first + e);
 
   std::vector<float> y = values(input.tokens * kHidden);
   comm.combine(plan, bytes(rows), bytes(weights), bytes(y), nullptr, nullptr);
@@ -105,11 +112,13 @@ void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_e
       if (input.ids[i] >= 0) factor += input.weights[i] * static_cast<float>(1 + input.ids[i]);
     }
     for (int64_t h = 0; h < kHidden; ++h)
-      right = right && y[static_cast<size_t>(t * kHidden + h)] == factor * input.x[static_cast<size_t>(t * kHidden + h)];
+      right = right && y[static_cast<size_t>(t * kHidden + h)] ==
+                           factor * input.x[static_cast<size_t>(t * kHidden + h)];
   }
   CHECK(right);
 
-  // Backward of combine with dy = x: rows come back scaled, and dots are <row, x>. Then the weights' gradients go home.
+  // Backward of combine with dy = x: rows come back scaled, and dots are <row, x>. Then the weights'
+  // gradients go home.
   std::vector<float> grad_rows = values(plan->rows * kHidden), dots = values(plan->rows);
   comm.redispatch(plan, bytes(input.x), bytes(grad_rows), bytes(weights), bytes(rows), bytes(dots));
   std::vector<float> grad_x = values(input.tokens * kHidden), grad_weights = values(input.tokens * top_k);
@@ -126,7 +135,8 @@ void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_e
       if (is_expert) weight += input.weights[i];
     }
     for (int64_t h = 0; h < kHidden; ++h)
-      right = right && grad_x[static_cast<size_t>(t * kHidden + h)] == weight * input.x[static_cast<size_t>(t * kHidden + h)];
+      right = right && grad_x[static_cast<size_t>(t * kHidden + h)] ==
+                           weight * input.x[static_cast<size_t>(t * kHidden + h)];
   }
   CHECK(right);
 }
@@ -138,8 +148,9 @@ void test_steps(int32_t ranks, int threads, int steps, int64_t max_tokens) {
     std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
     for (int i = 0; i < steps; ++i) {
       // Nearly all where there are many: enough bytes for the thread pool.
-      const int64_t tokens = max_tokens > 1000 ? max_tokens - static_cast<int64_t>(random() % 1000)
-                                               : static_cast<int64_t>(random() % static_cast<uint64_t>(max_tokens + 1));
+      const int64_t tokens = max_tokens > 1000
+                                 ? max_tokens - static_cast<int64_t>(random() % 1000)
+                                 : static_cast<int64_t>(random() % static_cast<uint64_t>(max_tokens + 1));
       step(comm, make_input(random, tokens, top_k, ranks * local_experts), top_k, local_experts);
     }
     CHECK(comm.stats().plans_made + comm.stats().plans_reused == steps);  // two empty steps share one
@@ -154,9 +165,11 @@ void test_errors() {
     Input bad = good;
     bad.ids[3] = rank == 1 ? 6 : 0;
     const auto dispatch = [&](const Input& input, int64_t alignment, int64_t capacity) {
-      return comm.begin_dispatch({bytes(input.x), input.ids.data(), false, nullptr, 4, RowLayout::expert, alignment, capacity});
+      return comm.begin_dispatch(
+          {bytes(input.x), input.ids.data(), false, nullptr, 4, RowLayout::expert, alignment, capacity});
     };
-    CHECK(test::throws(ErrorKind::invalid_routing, "topk_idx[1, 1] is 6", [&] { dispatch(rank == 1 ? bad : good, 1, -1); }));
+    CHECK(test::throws(ErrorKind::invalid_routing, "topk_idx[1, 1] is 6",
+                       [&] { dispatch(rank == 1 ? bad : good, 1, -1); }));
     step(comm, good, 2, 2);
     CHECK(test::throws(ErrorKind::mismatched_arguments, "alignment: rank 0 has 1, rank 2 has 8",
                        [&] { dispatch(good, rank == 2 ? 8 : 1, -1); }));

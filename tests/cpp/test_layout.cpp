@@ -10,7 +10,8 @@ namespace {
 void test_routing_example() {
   const int32_t ids[] = {6, 1, 7, -1};
   CHECK(expert_owner(6, 2) == 3 && expert_owner(1, 2) == 0 && expert_owner(-1, 2) == -1);
-  CHECK(first_of_owner(ids, 0, 2) && first_of_owner(ids, 1, 2) && !first_of_owner(ids, 2, 2) && !first_of_owner(ids, 3, 2));
+  CHECK(first_of_owner(ids, 0, 2) && first_of_owner(ids, 1, 2) && !first_of_owner(ids, 2, 2) &&
+        !first_of_owner(ids, 3, 2));
   CHECK(owners_below(ids, 4, 2, 0) == 0);
   CHECK(owners_below(ids, 4, 2, 3) == 1);
   CHECK(owners_below(ids, 4, 2, 4) == 2);
@@ -40,7 +41,8 @@ void test_worked_example() {
   const WindowShape shape{2, 2, 8, 100, DType::float32};
   const WindowLayout layout = WindowLayout::make(shape);
   CHECK(shape.row_bytes() == 32 && shape.slots() == 2);
-  // 2 pages of signals, 14 sections of which rows and input take 3200 bytes, slots 6400, the others under a page.
+  // 2 pages of signals, 14 sections of which rows and input take 3200 bytes, slots 6400, the others under a
+  // page.
   CHECK(layout.committed_bytes == 4096 * (2 + 2 + 2 + 2 + 2 + 2 + 4));
   CHECK(layout.total_bytes == layout.committed_bytes + 2 * 4096);
 }

@@ -15,7 +15,8 @@ using Ids = std::vector<int32_t>;
 
 std::vector<SourceIds> sources_of(const std::vector<Ids>& ids, int32_t top_k) {
   std::vector<SourceIds> sources;
-  for (const Ids& source : ids) sources.push_back({source.data(), static_cast<int64_t>(source.size()) / top_k});
+  for (const Ids& source : ids)
+    sources.push_back({source.data(), static_cast<int64_t>(source.size()) / top_k});
   return sources;
 }
 
@@ -86,7 +87,9 @@ void check_plan(const Plan& plan, const std::vector<Ids>& ids) {
 
 void test_random() {
   std::mt19937_64 random(test::seed());
-  const auto below = [&](int64_t bound) { return static_cast<int64_t>(random() % static_cast<uint64_t>(bound)); };
+  const auto below = [&](int64_t bound) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(bound));
+  };
   for (int trial = 0; trial < 300; ++trial) {
     const auto ranks = static_cast<int32_t>(1 + below(7)), local = static_cast<int32_t>(1 + below(5));
     const auto top_k = static_cast<int32_t>(1 + below(std::min(ranks * local, 9)));
@@ -101,13 +104,15 @@ void test_random() {
     const int64_t alignment = int64_t{1} << below(5), capacity = below(2) == 0 ? -1 : below(60);
     int64_t most = 0, max_needed = 0;
     for (int32_t rank = 0; rank < ranks; ++rank) {
-      const Plan plan = make_plan({rank, ranks, local, top_k, RowLayout::expert, alignment, capacity}, sources_of(ids, top_k));
+      const Plan plan = make_plan({rank, ranks, local, top_k, RowLayout::expert, alignment, capacity},
+                                  sources_of(ids, top_k));
       check_plan(plan, ids);
       most = std::max(most, plan.needed_rows);
       max_needed = plan.max_needed;
       for (int64_t t = 0; t < plan.tokens; ++t)
         for (int64_t o = plan.owner_begin[t]; o < plan.owner_begin[t + 1]; ++o)
-          CHECK(owners_below(&plan.home_ids[t * top_k], top_k, local, plan.owner[o]) == o - plan.owner_begin[t]);
+          CHECK(owners_below(&plan.home_ids[t * top_k], top_k, local, plan.owner[o]) ==
+                o - plan.owner_begin[t]);
     }
     if (capacity >= 0) CHECK(max_needed == most);
   }

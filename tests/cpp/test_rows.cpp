@@ -1,4 +1,5 @@
-// Row verbs: every instruction set gives the bits of the plainest loop; conversions are right for every 16-bit value.
+// Row verbs: every instruction set gives the bits of the plainest loop; conversions are right for every
+// 16-bit value.
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -53,7 +54,8 @@ void test_conversion(const RowKernels& kernels, int dtype, const Value& value_of
     kernels.verbs[dtype].sum(sum, rows, halves, 2, 8, false);
     for (uint32_t j = 0; j < 8; ++j) {
       const double exact = 0.5 * value_of(low[j]) + 0.5 * value_of(other[j]);
-      if (static_cast<double>(static_cast<float>(0.5f * value_of(low[j])) + static_cast<float>(0.5f * value_of(other[j]))) != exact)
+      if (static_cast<double>(static_cast<float>(0.5f * value_of(low[j])) +
+                              static_cast<float>(0.5f * value_of(other[j]))) != exact)
         continue;  // rounded in float32 already
       const uint16_t even = low[j] % 2 == 0 ? low[j] : other[j];
       CHECK(sum[j] == even);
@@ -79,7 +81,8 @@ void test_native(const RowKernels& kernels, int dtype, std::mt19937_64& random) 
           std::vector<Float> out(hidden + 4, Float{7});
           Float* aligned = out.data();
           while (reinterpret_cast<uintptr_t>(aligned) % 16 != 0) ++aligned;
-          kernels.verbs[dtype].sum(aligned, sources.data(), scaled ? scales.data() : nullptr, n, hidden, stream);
+          kernels.verbs[dtype].sum(aligned, sources.data(), scaled ? scales.data() : nullptr, n, hidden,
+                                   stream);
           kernels.fence();
           bool same = true;
           for (int64_t j = 0; j < hidden; ++j) {

@@ -1,5 +1,6 @@
-// What host and device share gives the same answers on both. Compiling it is half of the test: the shared headers have to
-// stay free of anything that device code can't have. Without a GPU the program says so and is counted as skipped.
+// What host and device share gives the same answers on both. Compiling it is half of the test: the shared
+// headers have to stay free of anything that device code can't have. Without a GPU the program says so and is
+// counted as skipped.
 #include <cstdio>
 #include <vector>
 
@@ -20,8 +21,8 @@ struct Answer {
 
 MOECOMM_HD Answer answer(const int32_t* ids, int32_t k, const WindowShape& shape) {
   const int32_t owner = expert_owner(ids[k], kLocal);
-  return {owner, first_of_owner(ids, k, kLocal) ? 1 : 0, owners_below(ids, kTopK, kLocal, owner), shape.row_bytes(),
-          align_up(ids[k] + 1, 8)};
+  return {owner, first_of_owner(ids, k, kLocal) ? 1 : 0, owners_below(ids, kTopK, kLocal, owner),
+          shape.row_bytes(), align_up(ids[k] + 1, 8)};
 }
 
 __global__ void answers(const int32_t* ids, WindowShape shape, Answer* out) {
@@ -39,17 +40,20 @@ int main() {
     return 77;
   }
   std::vector<int32_t> ids(kTokens * kTopK);
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i * 2654435761u % (kRanks * kLocal + 1)) - 1;
+  for (size_t i = 0; i < ids.size(); ++i)
+    ids[i] = static_cast<int32_t>(i * 2654435761u % (kRanks * kLocal + 1)) - 1;
   const WindowShape shape{kRanks, kTopK, 2880, kTokens, DType::bfloat16};
   int32_t* device_ids = nullptr;
   Answer* device_out = nullptr;
   std::vector<Answer> out(ids.size());
-  bool works = cudaMalloc(&device_ids, ids.size() * sizeof(int32_t)) == cudaSuccess &&
-               cudaMalloc(&device_out, out.size() * sizeof(Answer)) == cudaSuccess &&
-               cudaMemcpy(device_ids, ids.data(), ids.size() * sizeof(int32_t), cudaMemcpyHostToDevice) == cudaSuccess;
+  bool works =
+      cudaMalloc(&device_ids, ids.size() * sizeof(int32_t)) == cudaSuccess &&
+      cudaMalloc(&device_out, out.size() * sizeof(Answer)) == cudaSuccess &&
+      cudaMemcpy(device_ids, ids.data(), ids.size() * sizeof(int32_t), cudaMemcpyHostToDevice) == cudaSuccess;
   if (works) {
     answers<<<(kTokens + 127) / 128, 128>>>(device_ids, shape, device_out);
-    works = cudaMemcpy(out.data(), device_out, out.size() * sizeof(Answer), cudaMemcpyDeviceToHost) == cudaSuccess;
+    works = cudaMemcpy(out.data(), device_out, out.size() * sizeof(Answer), cudaMemcpyDeviceToHost) ==
+            cudaSuccess;
   }
   cudaFree(device_ids);
   cudaFree(device_out);

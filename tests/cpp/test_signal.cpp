@@ -1,11 +1,11 @@
 // Signals between threads over plain memory, so that a thread sanitizer sees both ends of every wait.
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
-
-#include <unistd.h>
 
 #include "check.hpp"
 #include "transport/shm/signal.hpp"
@@ -17,11 +17,13 @@ namespace {
 struct Node {
   explicit Node(int ranks, double timeout) : layout(WindowLayout::make({ranks, 1, 16, 8, DType::float32})) {
     for (int r = 0; r < ranks; ++r) {
-      bases.push_back(static_cast<std::byte*>(std::aligned_alloc(4096, static_cast<size_t>(layout.total_bytes))));
+      bases.push_back(
+          static_cast<std::byte*>(std::aligned_alloc(4096, static_cast<size_t>(layout.total_bytes))));
       std::memset(bases.back(), 0, static_cast<size_t>(layout.total_bytes));
     }
     const std::vector<int64_t> pids(static_cast<size_t>(ranks), getpid());
-    for (int r = 0; r < ranks; ++r) signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout));
+    for (int r = 0; r < ranks; ++r)
+      signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout));
   }
   ~Node() {
     for (std::byte* base : bases) std::free(base);
@@ -38,7 +40,8 @@ SignalRecord record(uint64_t epoch, int32_t tokens) {
   return made;
 }
 
-/// Plain writes before a signal are seen after the wait, for thousands of epochs with sections that alternate.
+/// Plain writes before a signal are seen after the wait, for thousands of epochs with sections that
+/// alternate.
 void test_epochs(int ranks) {
   Node node(ranks, 30.0);
   std::vector<std::thread> threads;
@@ -52,8 +55,10 @@ void test_epochs(int ranks) {
         signals.signal(record(epoch, rank + 5));
         signals.wait_all(epoch, "test");
         for (int peer = 0; peer < ranks; ++peer) {
-          const auto* theirs = reinterpret_cast<const uint64_t*>(node.bases[peer] + node.layout.rows[epoch & 1]);
-          seen = seen && *theirs == epoch * 1000 + static_cast<uint64_t>(peer) && signals.record(peer, epoch).tokens == peer + 5;
+          const auto* theirs =
+              reinterpret_cast<const uint64_t*>(node.bases[peer] + node.layout.rows[epoch & 1]);
+          seen = seen && *theirs == epoch * 1000 + static_cast<uint64_t>(peer) &&
+                 signals.record(peer, epoch).tokens == peer + 5;
         }
         signals.complete(epoch);
         if (epoch % 100 == 0) signals.wait_completed(epoch, "test");

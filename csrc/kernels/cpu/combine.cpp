@@ -35,8 +35,8 @@ class EntrySum {
     else if (count == 1 && arguments_.weights == nullptr)
       kernels.copy(out, sources_[0], row_bytes_, stream);
     else
-      kernels.verbs[static_cast<int>(dtype_)].sum(out, sources_.data(), arguments_.weights ? scales_.data() : nullptr, count,
-                                                  hidden_, stream);
+      kernels.verbs[static_cast<int>(dtype_)].sum(
+          out, sources_.data(), arguments_.weights ? scales_.data() : nullptr, count, hidden_, stream);
   }
 
  private:
@@ -57,14 +57,15 @@ void reduce_and_push(const Context& context, const Plan& plan, const CombineArgu
     const int32_t home = (context.rank + i) % plan.shape.ranks;  // ranks start at different homes
     const int64_t first = plan.source_begin[home];
     const int64_t entries = plan.source_begin[home + 1] - first;
-    context.pool.parallel(entries, context.heuristics.parallel(entries * row_bytes), [&](int64_t begin, int64_t end) {
-      EntrySum sum(context, plan, arguments);
-      for (int64_t entry = first + begin; entry < first + end; ++entry) {
-        const int64_t slot = plan.entry_token[entry] * slots + plan.entry_slot[entry];
-        sum.write(entry, arguments.slots[home] + slot * row_bytes, stream);
-      }
-      row_kernels().fence();
-    });
+    context.pool.parallel(entries, context.heuristics.parallel(entries * row_bytes),
+                          [&](int64_t begin, int64_t end) {
+                            EntrySum sum(context, plan, arguments);
+                            for (int64_t entry = first + begin; entry < first + end; ++entry) {
+                              const int64_t slot = plan.entry_token[entry] * slots + plan.entry_slot[entry];
+                              sum.write(entry, arguments.slots[home] + slot * row_bytes, stream);
+                            }
+                            row_kernels().fence();
+                          });
   }
 }
 
@@ -95,37 +96,39 @@ void sum_home(const Context& context, const Plan& plan, const CombineArguments& 
   const RowKernels& kernels = row_kernels();
   const RowVerbs& verbs = kernels.verbs[static_cast<int>(context.shape.dtype)];
   const bool stream = context.heuristics.stream(plan.tokens * row_bytes);
-  context.pool.parallel(plan.tokens, context.heuristics.parallel(plan.tokens * row_bytes), [&](int64_t begin, int64_t end) {
-    EntrySum own_sum(context, plan, arguments);
-    std::vector<std::byte> own(static_cast<size_t>(row_bytes));
-    std::vector<const void*> sources(static_cast<size_t>(slots));
-    for (int64_t t = begin; t < end; ++t) {
-      std::byte* const out = y + t * row_bytes;
-      const int64_t first = plan.owner_begin[t], owners = plan.owner_begin[t + 1] - first;
-      if (owners == 1 && plan.own_entry[t] >= 0) {
-        own_sum.write(plan.own_entry[t], out, stream);
-        continue;
-      }
-      for (int64_t slot = 0; slot < owners; ++slot) {
-        if (plan.owner[first + slot] == context.rank) {
-          own_sum.write(plan.own_entry[t], own.data(), false);
-          sources[slot] = own.data();
-        } else {
-          sources[slot] = arguments.slots[context.rank] + (t * slots + slot) * row_bytes;
+  context.pool.parallel(
+      plan.tokens, context.heuristics.parallel(plan.tokens * row_bytes), [&](int64_t begin, int64_t end) {
+        EntrySum own_sum(context, plan, arguments);
+        std::vector<std::byte> own(static_cast<size_t>(row_bytes));
+        std::vector<const void*> sources(static_cast<size_t>(slots));
+        for (int64_t t = begin; t < end; ++t) {
+          std::byte* const out = y + t * row_bytes;
+          const int64_t first = plan.owner_begin[t], owners = plan.owner_begin[t + 1] - first;
+          if (owners == 1 && plan.own_entry[t] >= 0) {
+            own_sum.write(plan.own_entry[t], out, stream);
+            continue;
+          }
+          for (int64_t slot = 0; slot < owners; ++slot) {
+            if (plan.owner[first + slot] == context.rank) {
+              own_sum.write(plan.own_entry[t], own.data(), false);
+              sources[slot] = own.data();
+            } else {
+              sources[slot] = arguments.slots[context.rank] + (t * slots + slot) * row_bytes;
+            }
+          }
+          if (owners == 0)
+            std::memset(out, 0, static_cast<size_t>(row_bytes));
+          else if (owners == 1)
+            kernels.copy(out, sources[0], row_bytes, stream);
+          else
+            verbs.sum(out, sources.data(), nullptr, static_cast<int>(owners), context.shape.hidden, stream);
         }
-      }
-      if (owners == 0)
-        std::memset(out, 0, static_cast<size_t>(row_bytes));
-      else if (owners == 1)
-        kernels.copy(out, sources[0], row_bytes, stream);
-      else
-        verbs.sum(out, sources.data(), nullptr, static_cast<int>(owners), context.shape.hidden, stream);
-    }
-    kernels.fence();
-  });
+        kernels.fence();
+      });
 }
 
-void collect_weight_grads(const Context& context, const Plan& plan, const std::byte* section, std::byte* out) {
+void collect_weight_grads(const Context& context, const Plan& plan, const std::byte* section,
+                          std::byte* out) {
   const DType dtype = context.shape.dtype;
   for (int64_t i = 0; i < static_cast<int64_t>(plan.home_ids.size()); ++i)
     set_weight(out, dtype, i, plan.home_ids[i] >= 0 ? weight_at(section, dtype, i) : 0.0);

@@ -9,21 +9,24 @@
 
 namespace moecomm::cpu {
 
-void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens, std::byte* rows) {
+void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                  std::byte* rows) {
   const int64_t row_bytes = context.shape.row_bytes();
   const int32_t top_k = context.shape.top_k;
   const RowKernels& kernels = row_kernels();
   const bool stream = context.heuristics.stream(tokens * row_bytes);
-  context.pool.parallel(tokens, context.heuristics.parallel(tokens * row_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const int32_t* token_ids = ids + t * top_k;
-      const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
-        return id >= 0 && expert_owner(id, context.local_experts) != context.rank;
-      });
-      if (leaves) kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
-    }
-    kernels.fence();
-  });
+  context.pool.parallel(tokens, context.heuristics.parallel(tokens * row_bytes),
+                        [&](int64_t begin, int64_t end) {
+                          for (int64_t t = begin; t < end; ++t) {
+                            const int32_t* token_ids = ids + t * top_k;
+                            const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
+                              return id >= 0 && expert_owner(id, context.local_experts) != context.rank;
+                            });
+                            if (leaves)
+                              kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
+                          }
+                          kernels.fence();
+                        });
 }
 
 void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments) {
@@ -34,25 +37,28 @@ void pull_rows(const Context& context, const Plan& plan, const PullArguments& ar
   const bool stream = context.heuristics.stream(plan.rows * row_bytes);
   // Ranks start at different sources.
   const int64_t entries = plan.entries(), first = plan.source_begin[context.rank];
-  context.pool.parallel(entries, context.heuristics.parallel(plan.rows * row_bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t entry = i + first < entries ? i + first : i + first - entries;
-      const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;
-      const std::byte* row = arguments.rows[source - plan.source_begin.begin()] + plan.entry_token[entry] * row_bytes;
-      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
-        const int32_t place = plan.row[j];
-        if (place < 0) continue;
-        std::byte* out = arguments.out + place * row_bytes;
-        if (arguments.scales == nullptr)
-          kernels.copy(out, row, row_bytes, stream);
-        else
-          verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);
-        if (arguments.dots != nullptr)
-          set_weight(arguments.dots, dtype, place, verbs.dot(row, arguments.other + place * row_bytes, hidden));
-      }
-    }
-    kernels.fence();
-  });
+  context.pool.parallel(
+      entries, context.heuristics.parallel(plan.rows * row_bytes), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t entry = i + first < entries ? i + first : i + first - entries;
+          const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;
+          const std::byte* row =
+              arguments.rows[source - plan.source_begin.begin()] + plan.entry_token[entry] * row_bytes;
+          for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
+            const int32_t place = plan.row[j];
+            if (place < 0) continue;
+            std::byte* out = arguments.out + place * row_bytes;
+            if (arguments.scales == nullptr)
+              kernels.copy(out, row, row_bytes, stream);
+            else
+              verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);
+            if (arguments.dots != nullptr)
+              set_weight(arguments.dots, dtype, place,
+                         verbs.dot(row, arguments.other + place * row_bytes, hidden));
+          }
+        }
+        kernels.fence();
+      });
   for (const auto& [begin, end] : plan.padding) {
     std::memset(arguments.out + begin * row_bytes, 0, static_cast<size_t>((end - begin) * row_bytes));
     if (arguments.dots != nullptr)

@@ -19,12 +19,14 @@ struct Context {
   int32_t local_experts;
 };
 
-/// Copies those of the `tokens` rows of x that another rank will pull; rows of tokens that nobody else owns stay behind.
-void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens, std::byte* rows);
+/// Copies those of the `tokens` rows of x that another rank will pull; rows of tokens that nobody else owns
+/// stay behind.
+void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                  std::byte* rows);
 
-/// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]; alignment rows become zero.
-/// rows[r]: rank r's published rows. With `scales` (weight type, [plan.rows]) each place gets its row times its scale; with
-/// `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
+/// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]; alignment rows
+/// become zero. rows[r]: rank r's published rows. With `scales` (weight type, [plan.rows]) each place gets
+/// its row times its scale; with `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
 struct PullArguments {
   std::vector<const std::byte*> rows;
   std::byte* out = nullptr;
@@ -34,8 +36,9 @@ struct PullArguments {
 };
 void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments);
 
-/// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Places that no token
-/// has get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k]; out_weights may be null.
+/// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Places
+/// that no token has get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k];
+/// out_weights may be null.
 void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
                    std::byte* out_weights, int32_t* out_ids);
 

@@ -7,8 +7,9 @@
 namespace moecomm::cpu {
 
 struct Heuristics {
-  /// Outputs of at least this many bytes are written past the caches: they would only evict what is still needed, and an
-  /// ordinary store first reads the line that it overwrites. Half of the last-level cache's share of a rank.
+  /// Outputs of at least this many bytes are written past the caches: they would only evict what is still
+  /// needed, and an ordinary store first reads the line that it overwrites. Half of the last-level cache's
+  /// share of a rank.
   int64_t stream_bytes;
   /// Below this many bytes, waking the other threads takes longer than what they would save.
   int64_t parallel_bytes = int64_t{1} << 20;
@@ -17,8 +18,9 @@ struct Heuristics {
   bool parallel(int64_t output_bytes) const { return output_bytes >= parallel_bytes; }
   bool stream(int64_t output_bytes) const { return output_bytes >= stream_bytes; }
   std::string text() const {
-    return "row kernels " + isa + ", outputs of " + std::to_string(stream_bytes) + " bytes and more bypass the caches, of " +
-           std::to_string(parallel_bytes) + " and more use all threads";
+    return "row kernels " + isa + ", outputs of " + std::to_string(stream_bytes) +
+           " bytes and more bypass the caches, of " + std::to_string(parallel_bytes) +
+           " and more use all threads";
   }
 };
 

@@ -2,10 +2,10 @@
 //   1. for every source, count rows a local expert and the entries (tokens that need this rank)
 //   2. expert e starts at the aligned end of expert e-1; within it source s starts after sources below s
 //   3. walk the ids again in (source, token, k) order and hand out rows from those starts
-// Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0 (experts 0, 1),
-// alignment 4; source 0 ids {0,2} {1,0} {3,2}, source 1 ids {1,3} {0,1}.
-//   expert 0: (s0,t0) (s0,t1) (s1,t1) -> rows 0 1 2, row 3 is padding; expert 1: (s0,t1) (s1,t0) (s1,t1) -> rows 4 5 6
-//   offsets {4, 8}; entries (0,0) -> {0}; (0,1) -> {4,1} in k order; (1,0) -> {5}; (1,1) -> {2,6}
+// Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0
+// (experts 0, 1), alignment 4; source 0 ids {0,2} {1,0} {3,2}, source 1 ids {1,3} {0,1}.
+//   expert 0: (s0,t0) (s0,t1) (s1,t1) -> rows 0 1 2, row 3 is padding; expert 1: (s0,t1) (s1,t0) (s1,t1) ->
+//   rows 4 5 6 offsets {4, 8}; entries (0,0) -> {0}; (0,1) -> {4,1} in k order; (1,0) -> {5}; (1,1) -> {2,6}
 #include "layout/plan.hpp"
 
 #include <algorithm>
@@ -31,7 +31,8 @@ void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
       }
     }
   if (s.layout == RowLayout::expert)
-    for (size_t e = 0; e < counts.size(); ++e) needed[e / s.local_experts] += align_up(counts[e], s.alignment);
+    for (size_t e = 0; e < counts.size(); ++e)
+      needed[e / s.local_experts] += align_up(counts[e], s.alignment);
   const auto most = std::max_element(needed.begin(), needed.end());
   plan.max_needed = *most;
   plan.max_needed_rank = static_cast<int32_t>(most - needed.begin());
@@ -47,7 +48,8 @@ void plan_home(Plan& plan, const SourceIds& home) {
     const int32_t* ids = home.ids + t * s.top_k;
     const auto begin = static_cast<int64_t>(plan.owner.size());
     for (int32_t k = 0; k < s.top_k; ++k)
-      if (first_of_owner(ids, k, s.local_experts)) plan.owner.push_back(expert_owner(ids[k], s.local_experts));
+      if (first_of_owner(ids, k, s.local_experts))
+        plan.owner.push_back(expert_owner(ids[k], s.local_experts));
     std::sort(plan.owner.begin() + begin, plan.owner.end());
     plan.owner_begin.push_back(static_cast<int64_t>(plan.owner.size()));
   }
@@ -90,7 +92,8 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   const int64_t entries = plan.source_begin[shape.ranks];
   plan.expert_rows.assign(local, 0);
   for (int32_t e = 0; e < local; ++e)
-    for (int32_t r = 0; r < shape.ranks; ++r) plan.expert_rows[e] += static_cast<int32_t>(counts[int64_t{r} * local + e]);
+    for (int32_t r = 0; r < shape.ranks; ++r)
+      plan.expert_rows[e] += static_cast<int32_t>(counts[int64_t{r} * local + e]);
   const auto clamp = [&](int64_t row) { return shape.capacity < 0 ? row : std::min(row, shape.capacity); };
   std::vector<int64_t> next(int64_t{shape.ranks} * local, 0);  // next row of [source][expert]
   if (by_expert) {
@@ -107,7 +110,8 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
     }
     plan.needed_rows = end;
   } else {
-    for (int32_t r = 0; r < shape.ranks; ++r) plan.offsets.push_back(static_cast<int32_t>(clamp(plan.source_begin[r + 1])));
+    for (int32_t r = 0; r < shape.ranks; ++r)
+      plan.offsets.push_back(static_cast<int32_t>(clamp(plan.source_begin[r + 1])));
     plan.needed_rows = entries;
   }
   plan.rows = shape.capacity < 0 ? plan.needed_rows : shape.capacity;

@@ -8,10 +8,16 @@
 
 namespace moecomm::cpu {
 
-namespace baseline { const RowKernels& kernels(); }
+namespace baseline {
+const RowKernels& kernels();
+}
 #if defined(__x86_64__)
-namespace x86_64_v3 { const RowKernels& kernels(); }
-namespace x86_64_v4 { const RowKernels& kernels(); }
+namespace x86_64_v3 {
+const RowKernels& kernels();
+}
+namespace x86_64_v4 {
+const RowKernels& kernels();
+}
 #endif
 
 const std::vector<const RowKernels*>& available_row_kernels() {
@@ -19,8 +25,8 @@ const std::vector<const RowKernels*>& available_row_kernels() {
     std::vector<const RowKernels*> found = {&baseline::kernels()};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-                    __builtin_cpu_supports("f16c");
+    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512cd");
@@ -36,8 +42,8 @@ const RowKernels& row_kernels() { return *available_row_kernels().back(); }
 
 namespace {
 
-/// Bytes of the last-level cache that this processor core shares, as the kernel reports it; sysconf() adds up whole
-/// sockets on some machines.
+/// Bytes of the last-level cache that this processor core shares, as the kernel reports it; sysconf() adds up
+/// whole sockets on some machines.
 int64_t last_level_cache_bytes() {
   for (int index = 4; index >= 1; --index) {
     std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size");
@@ -52,7 +58,8 @@ int64_t last_level_cache_bytes() {
 
 Heuristics choose_heuristics(int local_ranks) {
   Heuristics chosen;
-  chosen.stream_bytes = std::max<int64_t>(last_level_cache_bytes() / (2 * std::max(local_ranks, 1)), int64_t{1} << 20);
+  chosen.stream_bytes =
+      std::max<int64_t>(last_level_cache_bytes() / (2 * std::max(local_ranks, 1)), int64_t{1} << 20);
   chosen.isa = row_kernels().isa;
   return chosen;
 }

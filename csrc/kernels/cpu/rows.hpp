@@ -1,6 +1,7 @@
-// Verbs on rows: copy, scale, sum, dot. One source (rows_isa.cpp), compiled for several instruction sets; the table of the
-// best one that the processor has is chosen once. All give the same bits: products are rounded before they are added,
-// sums run in the order given, and a dot product has a fixed number of lanes whatever the vector width.
+// Verbs on rows: copy, scale, sum, dot. One source (rows_isa.cpp), compiled for several instruction sets; the
+// table of the best one that the processor has is chosen once. All give the same bits: products are rounded
+// before they are added, sums run in the order given, and a dot product has a fixed number of lanes whatever
+// the vector width.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,9 @@
 
 namespace moecomm::cpu {
 
-/// Verbs for one element type. Rows are `hidden` elements; scales and dots are of the weight type (float32, or float64
-/// for float64 rows). `stream` writes past the caches and wants dst aligned to 16 bytes; call fence() after the last one.
+/// Verbs for one element type. Rows are `hidden` elements; scales and dots are of the weight type (float32,
+/// or float64 for float64 rows). `stream` writes past the caches and wants dst aligned to 16 bytes; call
+/// fence() after the last one.
 struct RowVerbs {
   /// dst = round(scale * src)
   void (*scale)(void* dst, const void* src, double scale, int64_t hidden, bool stream);

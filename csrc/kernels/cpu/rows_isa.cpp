@@ -1,6 +1,6 @@
-// The row verbs for one instruction set: compiled once for each value of MOECOMM_ISA, with that set's compiler flags. Plain
-// loops over small blocks that the compiler vectorises. Everything here has internal linkage, so that the linker can't
-// swap in a function of another instruction set.
+// The row verbs for one instruction set: compiled once for each value of MOECOMM_ISA, with that set's
+// compiler flags. Plain loops over small blocks that the compiler vectorises. Everything here has internal
+// linkage, so that the linker can't swap in a function of another instruction set.
 #include <cstdint>
 #include <cstring>
 
@@ -14,9 +14,10 @@ namespace moecomm::cpu::MOECOMM_ISA {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // elements that are summed at a time: the accumulators stay in L1
-constexpr int kLanes = 64;       // of a dot product
+constexpr int kLanes = 64;        // of a dot product
 
-// -- element types: bits in memory, to and from the type that sums run in --------------------------------------------
+// -- element types: bits in memory, to and from the type that sums run in
+// --------------------------------------------
 
 template <class Float>
 struct Native {
@@ -54,7 +55,7 @@ struct BFloat16 {
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t bits = bit_cast<uint32_t>(in[i]);
       const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-      const uint32_t nan = (bits >> 16) | 0x40u;                            // quiet, sign and payload kept
+      const uint32_t nan = (bits >> 16) | 0x40u;                             // quiet, sign and payload kept
       out[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
     }
   }
@@ -65,14 +66,16 @@ struct Float16 {
   using Sum = float;
   static constexpr bool kElementwise = false;  // the conversion instructions want load()
   static float widen(uint16_t half) {
-    // Shift the exponent into place, then correct it by a multiplication, which also normalises subnormals exactly.
+    // Shift the exponent into place, then correct it by a multiplication, which also normalises subnormals
+    // exactly.
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = uint32_t{half & 0x7fffu} << 13;
-    if (magnitude >= 0x0f800000u) return bit_cast<float>(sign | 0x70000000u | magnitude);  // infinity, NaN
+    if (magnitude >= 0x0f800000u) return bit_cast<float>(sign | 0x70000000u | magnitude);    // infinity, NaN
     const float value = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t{0x77800000});  // 2^112
     return bit_cast<float>(sign | bit_cast<uint32_t>(value));
   }
   static uint16_t narrow(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    const uint32_t bits = bit_cast<uint32_t>(value), sign = (bits >> 16) & 0x8000u,
+                   magnitude = bits & 0x7fffffffu;
     uint32_t out;
     if (magnitude > 0x7f800000u) {
       out = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
@@ -97,20 +100,23 @@ struct Float16 {
     int64_t i = 0;
 #if defined(__F16C__)
     for (; i + 8 <= n; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
     for (; i < n; ++i) out[i] = narrow(in[i]);
   }
 };
 
-// -- copies ------------------------------------------------------------------------------------------------------------
+// -- copies
+// ------------------------------------------------------------------------------------------------------------
 
 void stream_copy(std::byte* dst, const std::byte* src, int64_t bytes) {
 #if defined(__x86_64__)
   int64_t i = 0;
   const auto narrow = [&](int64_t end) {
     for (; i + 16 <= end; i += 16)
-      _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
   };
 #if defined(__AVX512F__)
   const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & 63);
@@ -121,7 +127,8 @@ void stream_copy(std::byte* dst, const std::byte* src, int64_t bytes) {
   const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & 31);
   narrow(head < bytes ? head : bytes);
   for (; i + 32 <= bytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i)));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i)));
 #endif
   narrow(bytes);
 #else
@@ -142,12 +149,14 @@ void fence() {
 #endif
 }
 
-// -- arithmetic ----------------------------------------------------------------------------------------------------------
+// -- arithmetic
+// ----------------------------------------------------------------------------------------------------------
 
-/// total (+)= scale * in, without the multiplication if !scaled and without the addition if it is the first term.
+/// total (+)= scale * in, without the multiplication if !scaled and without the addition if it is the first
+/// term.
 template <class T, bool first, bool scaled>
-void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in, typename T::Sum scale,
-                int64_t count) {
+void accumulate(typename T::Sum* __restrict total, const typename T::Bits* __restrict in,
+                typename T::Sum scale, int64_t count) {
   using Sum = typename T::Sum;
   const auto step = [&](int64_t j, Sum value) {
     const Sum term = scaled ? value * scale : value;
@@ -174,9 +183,11 @@ void sum(void* dst, const void* const* src, const double* scales, int n, int64_t
       const Bits* const in = static_cast<const Bits*>(src[i]) + begin;
       if (scales != nullptr) {
         const Sum scale = static_cast<Sum>(scales[i]);
-        i == 0 ? accumulate<T, true, true>(total, in, scale, count) : accumulate<T, false, true>(total, in, scale, count);
+        i == 0 ? accumulate<T, true, true>(total, in, scale, count)
+               : accumulate<T, false, true>(total, in, scale, count);
       } else {
-        i == 0 ? accumulate<T, true, false>(total, in, Sum{1}, count) : accumulate<T, false, false>(total, in, Sum{1}, count);
+        i == 0 ? accumulate<T, true, false>(total, in, Sum{1}, count)
+               : accumulate<T, false, false>(total, in, Sum{1}, count);
       }
     }
     Bits* const target = static_cast<Bits*>(dst) + begin;
@@ -219,8 +230,10 @@ constexpr RowVerbs verbs() {
 
 #define MOECOMM_TEXT_(name) #name
 #define MOECOMM_TEXT(name) MOECOMM_TEXT_(name)
-constexpr RowKernels kKernels = {
-    MOECOMM_TEXT(MOECOMM_ISA), {verbs<Float32>(), verbs<BFloat16>(), verbs<Float16>(), verbs<Float64>()}, copy, fence};
+constexpr RowKernels kKernels = {MOECOMM_TEXT(MOECOMM_ISA),
+                                 {verbs<Float32>(), verbs<BFloat16>(), verbs<Float16>(), verbs<Float64>()},
+                                 copy,
+                                 fence};
 
 }  // namespace
 

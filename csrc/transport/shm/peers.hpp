@@ -1,5 +1,5 @@
-// Notices that a peer process has ended, by one pidfd a peer: readable from the moment the process exits, also while its
-// parent has not reaped it, and never confused by a reused process number.
+// Notices that a peer process has ended, by one pidfd a peer: readable from the moment the process exits,
+// also while its parent has not reaped it, and never confused by a reused process number.
 #pragma once
 
 #include <cstdint>

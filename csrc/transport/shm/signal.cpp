@@ -18,7 +18,8 @@
 namespace moecomm::shm {
 namespace {
 
-// While it sleeps, a waiter looks this often for peers that have ended: the bound on how late a loss is noticed.
+// While it sleeps, a waiter looks this often for peers that have ended: the bound on how late a loss is
+// noticed.
 constexpr long kSleepNanoseconds = 20'000'000;
 constexpr int kYields = 64;
 constexpr size_t kAfterEpoch = sizeof(SignalRecord::epoch);
@@ -48,8 +49,8 @@ int available_cpus() {
 
 }  // namespace
 
-Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank, const std::vector<int64_t>& pids,
-                 double timeout_seconds)
+Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
+                 const std::vector<int64_t>& pids, double timeout_seconds)
     : layout_(layout),
       bases_(std::move(bases)),
       rank_(rank),
@@ -62,11 +63,14 @@ PeerLines& Signals::lines(int owner, int writer) const {
   return reinterpret_cast<PeerLines*>(bases_[owner] + layout_.peers)[writer];
 }
 
-OwnerLines& Signals::owner(int rank) const { return *reinterpret_cast<OwnerLines*>(bases_[rank] + layout_.owner); }
+OwnerLines& Signals::owner(int rank) const {
+  return *reinterpret_cast<OwnerLines*>(bases_[rank] + layout_.owner);
+}
 
 void Signals::ring(int rank) const {
   OwnerLines& line = owner(rank);
-  // Sequentially consistent with the waiter's store of `sleeping`: either it sees the new doorbell or we see it asleep.
+  // Sequentially consistent with the waiter's store of `sleeping`: either it sees the new doorbell or we see
+  // it asleep.
   atomic(line.doorbell).fetch_add(1);
   if (atomic(line.sleeping).load() != 0) futex_wake(&line.doorbell);
 }
@@ -76,16 +80,21 @@ void Signals::signal(const SignalRecord& record) {
   for (int i = 0; i < ranks; ++i) {
     const int peer = (rank_ + i) % ranks;
     SignalRecord& slot = lines(peer, rank_).record[record.epoch & 1];
-    std::memcpy(reinterpret_cast<std::byte*>(&slot) + kAfterEpoch, reinterpret_cast<const std::byte*>(&record) + kAfterEpoch,
+    std::memcpy(reinterpret_cast<std::byte*>(&slot) + kAfterEpoch,
+                reinterpret_cast<const std::byte*>(&record) + kAfterEpoch,
                 sizeof(SignalRecord) - kAfterEpoch);
     atomic(slot.epoch).store(record.epoch, std::memory_order_release);
     if (peer != rank_) ring(peer);
   }
 }
 
-const SignalRecord& Signals::record(int peer, uint64_t epoch) const { return lines(rank_, peer).record[epoch & 1]; }
+const SignalRecord& Signals::record(int peer, uint64_t epoch) const {
+  return lines(rank_, peer).record[epoch & 1];
+}
 
-void Signals::complete(uint64_t epoch) { atomic(owner(rank_).completed).store(epoch, std::memory_order_release); }
+void Signals::complete(uint64_t epoch) {
+  atomic(owner(rank_).completed).store(epoch, std::memory_order_release);
+}
 
 void Signals::wait_all(uint64_t epoch, const char* phase) {
   const auto announced = [&](int peer, uint64_t parity) {
@@ -138,7 +147,8 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, const std::fun
   }
 }
 
-/// Tells all ranks that this one is out of the game because of `peer`, and throws. `first` is the rank that noticed.
+/// Tells all ranks that this one is out of the game because of `peer`, and throws. `first` is the rank that
+/// noticed.
 void Signals::give_up(int peer, Cause cause, int first, const char* phase, uint64_t expected, uint64_t seen) {
   for (int r = 0; r < static_cast<int>(bases_.size()); ++r) {
     PeerLines& line = lines(r, rank_);

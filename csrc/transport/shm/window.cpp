@@ -35,7 +35,8 @@ std::byte* map(int fd, int64_t bytes) {
     details.needed = bytes;
     throw Error(ErrorKind::out_of_memory, errno_text("mapping a window"), details);
   }
-  madvise(base, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // advice only: many systems refuse it for shared memory
+  madvise(base, static_cast<size_t>(bytes),
+          MADV_HUGEPAGE);  // advice only: many systems refuse it for shared memory
   return static_cast<std::byte*>(base);
 }
 
@@ -53,7 +54,8 @@ Window Window::create(int64_t bytes, int64_t committed) {
   window.fd_ = shm_open(window.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
   if (window.fd_ < 0) throw Error(ErrorKind::unsupported, errno_text("shm_open of a new window"));
   window.linked_ = true;
-  if (ftruncate(window.fd_, bytes) != 0) throw Error(ErrorKind::unsupported, errno_text("ftruncate of a window"));
+  if (ftruncate(window.fd_, bytes) != 0)
+    throw Error(ErrorKind::unsupported, errno_text("ftruncate of a window"));
   window.bytes_ = bytes;
   window.commit(0, committed);
   window.base_ = map(window.fd_, bytes);
@@ -67,8 +69,8 @@ Window Window::open(const std::string& name, int64_t bytes) {
   if (window.fd_ < 0) throw Error(ErrorKind::unsupported, errno_text("shm_open of a peer's window"));
   struct stat info;
   if (fstat(window.fd_, &info) != 0 || info.st_size != bytes)
-    throw Error(ErrorKind::invalid_argument, "a peer's window has " + std::to_string(info.st_size) + " bytes, expected " +
-                                                 std::to_string(bytes));
+    throw Error(ErrorKind::invalid_argument, "a peer's window has " + std::to_string(info.st_size) +
+                                                 " bytes, expected " + std::to_string(bytes));
   window.bytes_ = bytes;
   window.base_ = map(window.fd_, bytes);
   close(std::exchange(window.fd_, -1));

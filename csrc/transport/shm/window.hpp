@@ -1,5 +1,5 @@
-// A window in POSIX shared memory: created by its owner, mapped by every rank of the node, unlinked as soon as all have
-// mapped it, so that the kernel frees it with the last process whatever way that ends.
+// A window in POSIX shared memory: created by its owner, mapped by every rank of the node, unlinked as soon
+// as all have mapped it, so that the kernel frees it with the last process whatever way that ends.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@ namespace moecomm::shm {
 
 class Window {
  public:
-  /// A new window under a random name, mode 0600. The first `committed` bytes get memory at once, so that a full /dev/shm
-  /// is an Error(out_of_memory) here and not a SIGBUS later.
+  /// A new window under a random name, mode 0600. The first `committed` bytes get memory at once, so that a
+  /// full /dev/shm is an Error(out_of_memory) here and not a SIGBUS later.
   static Window create(int64_t bytes, int64_t committed);
   /// A peer's window. Error(invalid_argument) if it has another size.
   static Window open(const std::string& name, int64_t bytes);
