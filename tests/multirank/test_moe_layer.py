@@ -110,9 +110,9 @@ def test_equals_dense_reference(case: Case, ranks: int, pools: dict[int, RankPoo
 @pytest.mark.parametrize("name", LOW_PRECISION)
 @pytest.mark.parametrize(
     ("dtype", "bound"),
-    # A number passes through a handful of roundings to dtype (rows, inner, activation, expert, partial sum, result),
-    # forward and again backward, each at most half a unit in the last place: 2^-9, 2^-12, 2^-25 of it.
-    [(torch.bfloat16, 12 * 2**-9), (torch.float16, 12 * 2**-12), (torch.float32, 32 * 2**-25)],
+    # Each of a handful of roundings to dtype (rows, inner, activation, expert, partial sum, result), forward
+    # and backward, is at most 2^-8, 2^-11, 2^-24 of the number; in float32 those of the sums count as well.
+    [(torch.bfloat16, 8 * 2**-8), (torch.float16, 8 * 2**-11), (torch.float32, 32 * 2**-24)],
 )
 def test_low_precision_stays_within_its_rounding(
     name: str, dtype: torch.dtype, bound: float, ranks: int, pools: dict[int, RankPool], seed: int
@@ -156,7 +156,7 @@ def data_parallel_step(rank: int, world_size: int, ep: int, seed: int) -> dict[s
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_expert_and_data_parallel(ep: int, pools: dict[int, RankPool], seed: int) -> None:
-    """Four ranks, experts over `ep` of them: gradients, their norm and the biases are those of one big model."""
+    """Four ranks, experts over `ep` of them: gradients, their norm and biases are those of one model."""
     results = pools[4](data_parallel_step, ep, seed)
     want = whole(pools[4](layer_step, Case(), seed), "grads")
     for first in range(0, 4, ep):
@@ -235,14 +235,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_bad_input_on_one_rank_is_refused_on_all(pools: dict[int, RankPool]) -> None:
-    for texts in pools[3](refusals):
-        assert all("rank 1" in text for text in texts) or all("x" in text for text in texts)
+    expected = ["x has shape (4, 15)", "x has shape (16,)", "x has 9 tokens"]
+    for rank, texts in enumerate(pools[3](refusals)):
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start if rank == 1 else f"rank 1: {start}")
 
 
 def test_layer_and_communicator_must_agree() -> None:
     config = MoEConfig(**SIZES)
     with Communicator(num_experts=12, hidden=16, top_k=2, max_tokens=4, dtype=torch.float32) as comm:
-        with pytest.raises(InvalidArgument, match="comm.top_k is 2, must be the config's top_k=3"):
+        with pytest.raises(InvalidArgument, match=r"comm\.top_k is 2, must be the config's top_k=3"):
             MoELayer(config, comm)
         with pytest.raises(InvalidArgument, match="must be None when comm is passed"):
             MoELayer(config, comm, max_tokens=4)
