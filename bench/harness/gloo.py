@@ -140,7 +140,7 @@ class GlooPath:
             chunks_RL=None,
             counts_L=None,
         )
-        # Ids and weights travel together, as 32-bit words, since the receiver has to apply them.
+        # The receiver has to apply the weights in this layout. They travel with the ids, as 32-bit words.
         details = torch.cat(
             [
                 topk_idx_TK.to(torch.int32).index_select(0, token_S),
@@ -152,12 +152,13 @@ class GlooPath:
         dist.all_to_all_single(received, details, exchange.receive_splits, exchange.send_splits)
         topk = topk_idx_TK.shape[1]
         local_PK = received[:, :topk] - self.rank * self.local
-        local_PK = torch.where((local_PK >= 0) & (local_PK < self.local), local_PK, -1)
+        mine_PK = (local_PK >= 0) & (local_PK < self.local)
+        weights_PK = received[:, topk:].contiguous().view(topk_weights_TK.dtype)
         return Dispatched(
             tokens=self._exchange_rows(x_TH, exchange),
             exchange=exchange,
-            topk_idx=local_PK,
-            weights=received[:, topk:].contiguous().view(torch.float32),
+            topk_idx=torch.where(mine_PK, local_PK, -1),
+            weights=torch.where(mine_PK, weights_PK, 0),
         )
 
     def _exchange_rows(self, x_TH: torch.Tensor, exchange: Exchange) -> torch.Tensor:

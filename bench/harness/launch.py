@@ -1,12 +1,13 @@
 """Ranks of a benchmark: started here on one host, or joined when torchrun has started them.
 
-The starting process owns the rendezvous store (on a port the system picks, so two benchmarks never collide),
-waits for all ranks, and ends the others as soon as one fails, or on Ctrl-C, SIGTERM or SIGHUP. If it is
-itself killed outright, the kernel ends its ranks.
+The starting process waits for all ranks, and ends the others as soon as one fails, or on Ctrl-C, SIGTERM or
+SIGHUP. If it is itself killed outright, the kernel ends its ranks. Rank 0 hosts the rendezvous store on a port
+that the system picks, so that two benchmarks never collide.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -15,8 +16,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
@@ -68,7 +70,7 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _child(rank_main: RankMain, options: Options, rank: int, port: int, parent: int) -> None:
+def _child(rank_main: RankMain, options: Options, rank: int, parent: int, line: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the ranks in order
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -79,35 +81,39 @@ def _child(rank_main: RankMain, options: Options, rank: int, port: int, parent: 
 
     _set_threads(options.threads)
     timeout = timedelta(seconds=options.timeout)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        line.send(store.port)
+    else:
+        store = TCPStore("127.0.0.1", line.recv(), is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks, timeout=timeout)
     raise SystemExit(_rank(rank_main, options, rank, options.ranks))
 
 
 def _spawn(rank_main: RankMain, options: Options) -> int:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
-
+    """Starts the ranks. Does without torch, so that they load it at once instead of after their parent."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     context = multiprocessing.get_context("spawn")
     ranks: list[BaseProcess] = []
+    lines: list[Connection] = []
     threads_before = os.environ.get("OMP_NUM_THREADS")
     try:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the ranks as they start
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(options.ranks):
+            here, there = context.Pipe()
             process = context.Process(
-                target=_child, args=(rank_main, options, rank, store.port, os.getpid()), name=f"rank {rank}"
+                target=_child, args=(rank_main, options, rank, os.getpid(), there), name=f"rank {rank}"
             )
             process.start()
+            there.close()  # so that a rank's death is seen as the end of its line
             ranks.append(process)
+            lines.append(here)
+        _pass_port_on(lines)
         return _wait(ranks, options)
     except KeyboardInterrupt:
-        print(
-            f"\n{options.operation}_perf.py: interrupted, ending {len(ranks)} ranks",
-            file=sys.stderr,
-            flush=True,
-        )
+        name = f"{options.operation}_perf.py"
+        print(f"\n{name}: interrupted, ending {len(ranks)} ranks", file=sys.stderr, flush=True)
         return 130
     finally:
         _end(ranks)
@@ -115,6 +121,14 @@ def _spawn(rank_main: RankMain, options: Options) -> int:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = threads_before
+
+
+def _pass_port_on(lines: Sequence[Connection]) -> None:
+    """Rank 0 hosts the rendezvous store on a port that the system picks; the others hear of it here."""
+    with contextlib.suppress(EOFError, BrokenPipeError):  # a rank died: what waits for the ranks will say so
+        port = lines[0].recv()
+        for line in lines[1:]:
+            line.send(port)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -26,7 +26,11 @@ _DTYPE_ALIASES = {
     "fp64": "float64",
 }
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-BASELINES = ("memcpy", "gloo", "gloo-tuned")
+BASELINES = {
+    "dispatch": ("memcpy", "gloo", "gloo-tuned"),
+    "combine": ("memcpy", "gloo", "gloo-tuned"),
+    "alltoall": ("memcpy", "gloo"),  # nothing around the bare exchange to tune
+}
 ROUTINGS = ("uniform", "zipf", "one-hot", "balanced", "trace")
 
 BANDWIDTH_TEXT = """\
@@ -240,7 +244,7 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
         const="all",
         default="",
         metavar="LIST",
-        help="also run baselines: all, or a list of " + ", ".join(BASELINES),
+        help="also run baselines: all, or a list of " + ", ".join(BASELINES[operation]),
     )
     add("--seed", type=int, default=20240817, metavar="N", help="seed of data and routing")
     add(
@@ -301,14 +305,13 @@ def _dtypes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _baselines(text: str) -> tuple[str, ...]:
-    wanted = BASELINES if text == "all" else tuple(word for word in text.split(",") if word)
+def _baselines(operation: str, text: str) -> tuple[str, ...]:
+    known = BASELINES[operation]
+    wanted = known if text == "all" else tuple(word for word in text.split(",") if word)
     for name in wanted:
-        if name not in BASELINES:
-            raise ValueError(
-                f"--baselines {name!r} is not known: use all or a list of {', '.join(BASELINES)}"
-            )
-    return wanted
+        if name not in known:
+            raise ValueError(f"--baselines {name!r} is not known: use all or a list of {', '.join(known)}")
+    return tuple(dict.fromkeys(wanted))
 
 
 def _routing(words: Sequence[str]) -> tuple[str, str | None]:
@@ -385,7 +388,7 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         trace=None,
         input=given.input,
         ids=given.ids,
-        baselines=_baselines(given.baselines),
+        baselines=_baselines(operation, given.baselines),
         json=_writable(given.json, "-J"),
         plot=_writable(given.plot, "--plot"),
         seed=_at_least(given.seed, 0, "--seed"),

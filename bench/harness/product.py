@@ -33,14 +33,22 @@ class _Inputs:
     """The rows to dispatch: the case's own tensor, or a copy of it that lies in the window."""
 
     def __init__(self, comm: moecomm.Communicator, case: Case) -> None:
-        self._case = case
-        self._in_window = case.options.input == "window"
-        self.x_TH: torch.Tensor = comm.empty_input(case.tokens) if self._in_window else case.x_TH
+        self._comm, self._case = comm, case
+        self._in_window: torch.Tensor | None = None
+        self.load(0)
+
+    @property
+    def x_TH(self) -> torch.Tensor:
+        return self._case.x_TH if self._in_window is None else self._in_window
 
     def load(self, round: int) -> None:
+        """Another round of data."""
         self._case.load(round)
-        if self._in_window:
-            self.x_TH.copy_(self._case.x_TH)
+        if self._case.options.input == "window":
+            # Peers may still read what was dispatched last. Taking the memory anew waits for them.
+            self._in_window = None
+            self._in_window = self._comm.empty_input(self._case.tokens)
+            self._in_window.copy_(self._case.x_TH)
 
 
 def _received(out: moecomm.DispatchOutput) -> Received:
@@ -79,7 +87,6 @@ def _checked_dispatch(
 def dispatch_path(comm: moecomm.Communicator, case: Case) -> Path:
     """`comm.dispatch` of rows and weights."""
     inputs = _Inputs(comm, case)
-    inputs.load(0)
 
     def check(round: int) -> int:
         inputs.load(round)
@@ -98,7 +105,6 @@ def combine_path(comm: moecomm.Communicator, case: Case) -> Path:
     came along.
     """
     inputs = _Inputs(comm, case)
-    inputs.load(0)
     state: dict[str, Any] = {}
 
     def prepare() -> int:

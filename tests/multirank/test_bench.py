@@ -1,0 +1,266 @@
+"""The benchmark programs with real ranks: started by themselves and by torchrun, checked, recorded, ended
+cleanly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("-b", "24", "--hidden", "32", "-n", "2", "-w", "1", "--flush", "0", "--timeout", "60")
+PROGRAMS = ("dispatch", "combine", "alltoall")
+PATHS = {
+    "dispatch": ["moecomm", "memcpy", "gloo", "gloo-tuned"],
+    "combine": ["moecomm", "memcpy", "gloo", "gloo-tuned"],
+    "alltoall": ["moecomm", "memcpy", "gloo"],
+}
+
+
+def environment() -> dict[str, str]:
+    """This one, without what would make a program believe that torchrun started it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
+
+
+def program(name: str, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, f"bench/{name}_perf.py", *TINY, *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def table(output: str) -> list[list[str]]:
+    """The cells of the main table."""
+    rows = [
+        line.split() for line in output.split("# wrong values")[0].splitlines() if not line.startswith("#")
+    ]
+    return [row for row in rows if row]
+
+
+def record(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_starts_its_ranks_and_finds_nothing_wrong(name: str, tmp_path: Path) -> None:
+    target, picture = tmp_path / "out.json", tmp_path / "out.png"
+    done = program(
+        name, "-g", "2", "-e", "48", "-c", "2", "--baselines", "-d", "float32,bfloat16",
+        "-J", str(target), "--plot", str(picture),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(done.stdout)
+    expected = [
+        [str(tokens), dtype, path]
+        for dtype in ("float32", "bfloat16")
+        for tokens in (24, 48)
+        for path in PATHS[name]
+    ]
+    assert [row[1:4] for row in rows] == expected
+    assert all(row[-1] == "0" for row in rows)
+    assert all(len(row) == 9 and float(row[4]) >= float(row[5]) > 0 for row in rows)
+    assert "# wrong values: 0 OK" in done.stdout
+    assert "ceiling" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    check_record(record(target), name, rows=len(expected))
+
+
+def check_record(content: dict[str, Any], name: str, rows: int) -> None:
+    """The JSON file's schema."""
+    assert content["schema"] == 1
+    assert content["program"] == f"{name}_perf"
+    assert content["command"].startswith(f"python bench/{name}_perf.py -b 24 ")
+    assert content["ranks"] == 2
+    assert content["threads"] >= 1
+    assert content["wrong"] == 0
+    assert isinstance(content["seed"], int)
+    assert set(content["git"]) == {"commit", "dirty"}
+    assert {"cpu", "cores", "memory_bytes", "architecture", "last_level_cache_bytes"} == set(
+        content["hardware"]
+    )
+    assert {"python", "torch", "numpy", "moecomm"} == set(content["versions"])
+    assert content["stats"]["float32"]["dispatch_calls"] > 0
+    assert len(content["rows"]) == rows
+    for row in content["rows"]:
+        assert row["wrong"] == 0
+        assert row["size_bytes"] == row["tokens"] * 32 * (4 if row["dtype"] == "float32" else 2)
+        assert len(row["samples_s"]) == 2
+        assert row["min_s"] == min(row["samples_s"])
+        assert row["algbw_GBps"] == pytest.approx(row["useful_bytes"] / 2 / row["time_s"] / 1e9)
+        if row["path"] == "memcpy":
+            assert row["busbw_GBps"] is None
+            assert row["note"] in ("memmove", "torch.Tensor.copy_")
+        else:
+            assert row["busbw_GBps"] == pytest.approx(row["remote_bytes"] / 2 / row["time_s"] / 1e9)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_joins_torchruns_ranks(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = program(name, "--baselines", "-J", str(target), launcher=torchrun)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[3] for row in table(done.stdout)] == PATHS[name]  # printed once, by rank 0
+    check_record(record(target), name, rows=len(PATHS[name]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("dispatch", "-g", "3", "--experts", "12", "--topk", "5", "--routing", "zipf", "--alignment", "8"),
+        ("dispatch", "--layout", "rank", "--routing", "one-hot", "--capacity", "auto", "-d", "float64"),
+        (
+            "dispatch",
+            "--input",
+            "window",
+            "--alignment",
+            "4",
+            "--capacity",
+            "auto",
+            "-c",
+            "3",
+            "--ids",
+            "same",
+        ),
+        (
+            "combine",
+            "-g",
+            "3",
+            "--experts",
+            "12",
+            "--layout",
+            "rank",
+            "--routing",
+            "balanced",
+            "-d",
+            "float16",
+        ),
+        ("combine", "--alignment", "8", "--capacity", "auto", "--routing", "zipf", "-d", "float64"),
+        ("alltoall", "-g", "3", "-b", "25"),
+    ],
+    ids=" ".join,
+)
+def test_other_layouts_routings_and_types_are_right_on_every_path(flags: tuple[str, ...]) -> None:
+    done = program(flags[0], *flags[1:], "--baselines")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# wrong values: 0 OK" in done.stdout
+
+
+def test_a_recorded_trace_is_routed(tmp_path: Path) -> None:
+    ids = np.argsort(np.random.default_rng(3).random((100, 8)), axis=1)[:, :2].astype(np.int32)
+    ids[5, 1] = ids[7, 0] = -1
+    np.save(tmp_path / "ids.npy", ids)
+    for name in ("dispatch", "combine"):
+        done = program(name, "--experts", "8", "--baselines", "--routing", "trace", str(tmp_path / "ids.npy"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "topk 2" in done.stdout
+        assert "# wrong values: 0 OK" in done.stdout
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_corrupted_result_is_reported(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    done = program(name, "--baselines", "--inject-error", "-J", str(target))
+    assert done.returncode == 1
+    # One value on each of the two ranks, of every path alike.
+    assert [row[-1] for row in table(done.stdout)] == ["2"] * len(PATHS[name])
+    assert "FAILED" in done.stdout
+    assert record(target)["wrong"] == 2 * len(PATHS[name])
+
+
+def test_unchecked_rows_say_so() -> None:
+    done = program("dispatch", "-c", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[-1] for row in table(done.stdout)] == ["N/A"]
+    assert "not checked" in done.stdout
+
+
+def test_an_error_of_the_runtime_is_told_and_ends_all_ranks() -> None:
+    done = program("dispatch", "--capacity", "3")
+    assert done.returncode == 1
+    assert "CapacityExceeded" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_flag_starts_nothing() -> None:
+    done = program("combine", "--topk", "99")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def children(pid: int) -> set[int]:
+    """Live processes whose parent is `pid`."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)]
+)
+def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, status: int) -> None:
+    command = [
+        sys.executable,
+        "bench/dispatch_perf.py",
+        "-b",
+        "64",
+        "--hidden",
+        "64",
+        "-n",
+        "1000000",
+        "--flush",
+        "0",
+    ]
+    shared_before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if "#wrong" in line:  # the header is out: ranks are up
+                break
+        time.sleep(0.5)
+        started = children(running.pid)
+        assert len(started) >= 2
+        running.send_signal(number)
+        assert running.wait(timeout=30) == status
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    ours = [name for name in set(os.listdir("/dev/shm")) - shared_before if "moecomm" in name]
+    assert ours == []
+
+
+def test_the_reference_table_runs_and_writes_nothing_unasked(tmp_path: Path) -> None:
+    results = ROOT / "docs" / "results"
+    before = sorted((path, path.stat().st_mtime_ns) for path in results.glob("*")) if results.exists() else []
+    done = subprocess.run(
+        [sys.executable, "bench/run_all.py", "--only", "dispatch-small", "-n", "1", "-w", "0"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "than gloo-tuned" in done.stdout
+    after = sorted((path, path.stat().st_mtime_ns) for path in results.glob("*")) if results.exists() else []
+    assert after == before

@@ -1,0 +1,432 @@
+"""The benchmark harness without ranks: options, sizes, routings, bytes counted, and a check that does catch
+mistakes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.harness import data, options, report, routing, traffic, verify
+from bench.harness.data import DataKey
+from bench.harness.record import Row
+from bench.harness.verify import Received
+
+
+@pytest.fixture(autouse=True)
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- sizes -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("2048", 2048),
+        ("16K", 1),
+        ("32M", 2048),
+        ("32MB", 2048),
+        ("32MiB", 2048),
+        ("1G", 65536),
+        ("100B", 1),
+        ("0.5m", 32),
+    ],
+)
+def test_a_bare_size_is_tokens_and_a_suffix_makes_it_bytes(text: str, tokens: int) -> None:
+    assert options.parse_size(text, row_bytes=16384) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "x", "12Q", "-4", "0", "1.5", "nanK", "infM", "K"])
+def test_bad_sizes_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        options.parse_size(text, row_bytes=16)
+
+
+def test_sweeps_add_or_multiply_and_include_the_last_size() -> None:
+    assert options.sweep(8, 64) == (8, 16, 32, 64)
+    assert options.sweep(8, 65, factor=4.0) == (8, 32)
+    assert options.sweep(5, 20, step=5) == (5, 10, 15, 20)
+    assert options.sweep(7, 7) == (7,)
+    assert options.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
+
+
+def test_flags_arrive() -> None:
+    flags = (
+        "-g 4 -b 64 -e 256 -f 2 -n 3 -w 1 -c 2 -d half,bf16 --hidden 512 --experts 16 --topk 2 --layout rank "
+        "--capacity 99 --routing zipf --zipf 1.5 --baselines memcpy,gloo --seed 7 --flush 0"
+    )
+    given = options.parse("dispatch", flags.split())
+    assert given.sizes == (64, 128, 256)
+    assert given.dtypes == ("float16", "bfloat16")
+    assert (given.ranks, given.iters, given.warmup, given.checks) == (4, 3, 1, 2)
+    assert (given.experts, given.topk, given.layout, given.capacity) == (16, 2, "rank", 99)
+    assert (given.routing, given.zipf, given.baselines, given.flush_bytes) == (
+        "zipf",
+        1.5,
+        ("memcpy", "gloo"),
+        0,
+    )
+    assert options.parse("combine", ["--baselines"]).baselines == ("memcpy", "gloo", "gloo-tuned")
+    assert options.parse("dispatch", ["-d", "all"]).dtypes == tuple(options.DTYPES)
+
+
+def test_alltoall_is_balanced_top_1_with_an_expert_a_rank() -> None:
+    given = options.parse("alltoall", ["-g", "3"])
+    assert (given.experts, given.topk, given.routing) == (3, 1, "balanced")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nonsense", "--nonsense"),
+        ("-g 0", "-g"),
+        ("-g 3 --experts 32", "--experts 32"),
+        ("-b 64 -e 32", "-e"),
+        ("-b 8 -e 64 -i 8 -f 2", "-i or -f"),
+        ("-e 4096 -f 1", "-f"),
+        ("-b 12Q", "12Q"),
+        ("-n 0", "-n"),
+        ("-n x", "-n"),
+        ("-c -1", "-c"),
+        ("-d int8", "int8"),
+        ("--topk 33", "--topk"),
+        ("--hidden 3", "16"),
+        ("--layout diagonal", "diagonal"),
+        ("--layout rank --alignment 8", "--alignment"),
+        ("--alignment 0", "--alignment"),
+        ("--capacity none", "--capacity"),
+        ("--routing round", "round"),
+        ("--routing trace", "trace"),
+        ("--routing uniform x", "uniform"),
+        ("--routing trace /nowhere/ids.npy", "ids.npy"),
+        ("--routing zipf --zipf -1", "--zipf"),
+        ("--baselines nccl", "nccl"),
+        ("-J /nowhere/x.json", "nowhere"),
+        ("--plot x.txt", ".png"),
+        ("--timeout 0", "--timeout"),
+        ("--threads 0", "--threads"),
+        ("-c 0 --inject-error", "-c 0"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_status_2(
+    flags: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options.parse("dispatch", flags.split())
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("dispatch_perf.py: error: ")
+    assert says in err
+
+
+@pytest.mark.parametrize("flags", ["--routing uniform", "--experts 4", "--baselines gloo-tuned"])
+def test_alltoall_refuses_what_would_make_it_something_else(flags: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options.parse("alltoall", flags.split())
+    assert ended.value.code == 2
+
+
+def test_under_torchrun_its_world_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert options.parse("dispatch", []).ranks == 4
+    with pytest.raises(SystemExit) as ended:
+        options.parse("dispatch", ["-g", "2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ""  # rank 0 says it for all
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine", "alltoall"])
+def test_help_defines_the_columns(operation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options.parse(operation, ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("algbw", "busbw", "#wrong", "tokens per rank", "-J", "--plot"))
+
+
+def test_ranks_share_the_cores() -> None:
+    assert [options.threads_for(ranks, 8) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+
+
+# -- routing -----------------------------------------------------
+
+
+def _check_ids(ids_TK: routing.Ids, tokens: int, topk: int, experts: int) -> None:
+    assert ids_TK.shape == (tokens, topk)
+    assert ids_TK.dtype == np.int32
+    assert ids_TK.min() >= 0
+    assert ids_TK.max() < experts
+    ordered = np.sort(ids_TK, axis=1)
+    assert (ordered[:, 1:] != ordered[:, :-1]).all()
+
+
+def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
+    for make in (routing.uniform, routing.zipf):
+        ids_TK = make(500, 4, 12, seed, 1)
+        _check_ids(ids_TK, 500, 4, 12)
+        assert np.array_equal(ids_TK, make(500, 4, 12, seed, 1))
+        assert not np.array_equal(ids_TK, make(500, 4, 12, seed, 2))
+    _check_ids(routing.balanced(10, 3, 7), 10, 3, 7)
+    _check_ids(routing.one_hot(10, 3, 7), 10, 3, 7)
+
+
+def test_balanced_gives_the_worked_example_and_equal_blocks() -> None:
+    assert routing.balanced(4, 2, 4).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    assert routing.balanced(6, 1, 3)[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_zipf_is_skewed_and_uniform_is_not(seed: int) -> None:
+    def share_of_most_popular(ids_TK: routing.Ids) -> float:
+        return float(np.bincount(ids_TK.ravel(), minlength=16).max()) / ids_TK.size
+
+    assert share_of_most_popular(routing.zipf(4000, 1, 16, seed, 0)) > 0.2  # 1 / H_16 = 0.296 expected
+    assert share_of_most_popular(routing.uniform(4000, 1, 16, seed, 0)) < 0.1  # 1 / 16 expected
+    popular = [int(np.bincount(routing.zipf(4000, 1, 16, seed, rank).ravel()).argmax()) for rank in range(3)]
+    assert len(set(popular)) == 1  # all ranks like the same expert
+
+
+def test_traces_are_read_and_wrap_round(tmp_path: Path) -> None:
+    ids = np.array([[0, 1], [2, -1], [3, 0]], dtype=np.int64)
+    np.save(tmp_path / "flat.npy", ids)
+    flat = routing.load_trace(str(tmp_path / "flat.npy"), 4)
+    assert routing.trace_ids(flat, 2, 1).tolist() == [[3, 0], [0, 1]]
+    np.savez(tmp_path / "ranks.npz", topk_idx=np.stack([ids, ids[::-1]]), other=np.zeros(3))
+    own = routing.load_trace(str(tmp_path / "ranks.npz"), 4)
+    assert routing.trace_ids(own, 4, 1).tolist() == [[3, 0], [2, -1], [0, 1], [3, 0]]
+    given = options.parse("dispatch", ["--experts", "4", "--routing", "trace", str(tmp_path / "flat.npy")])
+    assert given.topk == 2
+    assert routing.topk_ids(given, 3, 0).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (np.zeros((2, 2), dtype=np.float32), "integers"),
+        (np.array([[0, 9]]), "outside"),
+        (np.array([[1, 1]]), "twice"),
+        (np.zeros(3, dtype=np.int32), "integers"),
+    ],
+)
+def test_bad_traces_are_refused(tmp_path: Path, content: np.ndarray, says: str) -> None:
+    np.save(tmp_path / "bad.npy", content)
+    with pytest.raises(ValueError, match=says):
+        routing.load_trace(str(tmp_path / "bad.npy"), 4)
+
+
+# -- bytes -------------------------------------------------------
+
+
+def test_traffic_counts_the_worked_example() -> None:
+    ids_R = [np.array([[0, 2]], dtype=np.int32), np.array([[0, 1]], dtype=np.int32)]
+    counted = traffic.traffic(ids_R, experts=4, row_bytes=10, layout="expert")
+    assert counted.useful_R == (30, 10)
+    assert counted.remote == 20
+    assert traffic.traffic(ids_R, experts=4, row_bytes=10, layout="rank").useful_R == (20, 10)
+
+
+def test_traffic_leaves_out_padding_ids() -> None:
+    ids_R = [np.array([[0, -1]], dtype=np.int32), np.array([[-1, -1]], dtype=np.int32)]
+    counted = traffic.traffic(ids_R, experts=2, row_bytes=8, layout="expert")
+    assert counted.useful_R == (8, 0)
+    assert counted.remote == 0
+
+
+# -- data --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(options.DTYPES))
+def test_rows_are_never_zero_and_differ_by_rank_and_round(dtype: str, seed: int) -> None:
+    first = data.rows(DataKey(seed, 0, 20, 32, dtype), 0)
+    assert first.dtype.itemsize == options.DTYPES[dtype]
+    assert (np.abs(data.widen(first, dtype)) >= 0.25).all()
+    for other in (
+        data.rows(DataKey(seed, 0, 20, 32, dtype), 1),
+        data.rows(DataKey(seed, 1, 20, 32, dtype), 0),
+    ):
+        assert np.count_nonzero(first == other) < first.size // 4
+
+
+def test_bfloat16_rounding_is_torchs(seed: int) -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(seed).standard_normal((50, 40)).astype(np.float32)
+    values[0, :4] = [1.00390625, 1.01171875, -1.00390625, 0.0]  # ties
+    expected = torch.from_numpy(values).bfloat16()
+    assert np.array_equal(data.round_to(values, "bfloat16"), expected.view(torch.uint16).numpy())
+    assert np.array_equal(data.widen(data.round_to(values, "bfloat16"), "bfloat16"), expected.float().numpy())
+
+
+# -- the check ---------------------------------------------------
+
+IDS_R = [np.array([[0, 2], [1, 0]], dtype=np.int32), np.array([[0, 3]], dtype=np.int32)]
+
+
+def test_expert_layout_gives_the_worked_example() -> None:
+    layout = verify.expert_layout(IDS_R, rank=0, experts=4, alignment=2)
+    assert layout.source_N.tolist() == [0, 0, 1, 0]
+    assert layout.token_N.tolist() == [0, 1, 0, 1]
+    assert layout.slot_N.tolist() == [0, 1, 0, 0]
+    assert layout.row_N.tolist() == [0, 1, 2, 4]
+    assert layout.group_G.tolist() == [3, 1]
+    assert layout.offsets_G.tolist() == [4, 6]
+
+
+def test_rank_layout_has_a_row_per_token_and_local_ids() -> None:
+    layout = verify.rank_layout(IDS_R, rank=1, experts=4)
+    assert (layout.source_N.tolist(), layout.token_N.tolist()) == ([0, 1], [0, 0])
+    assert layout.ids_NK is not None
+    assert layout.ids_NK.tolist() == [[-1, 0], [-1, 1]]
+    assert layout.offsets_G.tolist() == [1, 2]
+    assert layout.expert_rows_L.tolist() == [1, 1]
+
+
+def _right_dispatch(dtype: str, seed: int) -> tuple[Received, verify.Layout, DataKey]:
+    """A correct result for rank 0 of two ranks of 40 tokens, written row by row."""
+    ids_R = [routing.uniform(40, 3, 8, seed, rank) for rank in range(2)]
+    key = DataKey(seed, 1, 40, 16, dtype)
+    layout = verify.expert_layout(ids_R, 0, 8, alignment=4)
+    x_R = [data.rows(key, rank) for rank in range(2)]
+    w_R = [data.weights(key, rank, 3) for rank in range(2)]
+    tokens = np.zeros((layout.num_rows, 16), dtype=x_R[0].dtype)
+    weights = np.zeros(layout.num_rows, dtype=np.float32)
+    for source, token, slot, row in zip(
+        layout.source_N, layout.token_N, layout.slot_N, layout.row_N, strict=True
+    ):
+        tokens[row] = x_R[source][token]
+        weights[row] = w_R[source][token, slot]
+    got = Received(
+        tokens=tokens,
+        counts=layout.group_G.astype(np.int32),
+        offsets=layout.offsets_G.astype(np.int32),
+        weights=weights,
+    )
+    return got, layout, key
+
+
+@pytest.mark.parametrize("dtype", list(options.DTYPES))
+def test_a_right_dispatch_passes_and_each_mistake_is_counted(dtype: str, seed: int) -> None:
+    got, layout, key = _right_dispatch(dtype, seed)
+    assert verify.wrong_dispatch(got, layout, key, 3) == 0
+
+    row = int(layout.row_N[5])
+    kept = got.tokens[row].copy()
+    got.tokens[row] = got.tokens[int(layout.row_N[-1])]  # a wrong row
+    assert verify.wrong_dispatch(got, layout, key, 3) > 8
+    got.tokens[row] = kept
+    got.tokens.view(np.uint8)[row, 0] ^= 1  # one bit
+    assert verify.wrong_dispatch(got, layout, key, 3) == 1
+    got.tokens[row] = kept
+    got.tokens.view(np.uint8)[row] = 0xFF  # poison: a row that was never written
+    assert verify.wrong_dispatch(got, layout, key, 3) == 16
+    got.tokens[row] = kept
+
+    padding = sorted(set(range(layout.num_rows)) - set(layout.row_N.tolist()))
+    got.tokens[padding[0], 3] = 1
+    assert verify.wrong_dispatch(got, layout, key, 3) == 1
+    got.tokens[padding[0], 3] = 0
+    assert got.weights is not None and got.counts is not None and got.offsets is not None
+    got.weights[row] += 0.5
+    got.counts[0] += 1
+    got.offsets[-1] -= 1
+    assert verify.wrong_dispatch(got, layout, key, 3) == 3
+
+
+def test_a_result_of_the_wrong_size_is_all_wrong(seed: int) -> None:
+    got, layout, key = _right_dispatch("float32", seed)
+    cut = Received(tokens=got.tokens[:-1])
+    assert verify.wrong_dispatch(cut, layout, key, 3) == layout.num_rows * 16
+
+
+def test_fixed_capacity_leaves_the_rows_behind_open(seed: int) -> None:
+    got, layout, key = _right_dispatch("float32", seed)
+    longer = np.full((layout.num_rows + 9, 16), np.nan, dtype=np.float32)
+    longer[: layout.num_rows] = got.tokens
+    assert verify.wrong_dispatch(Received(tokens=longer), layout, key, 3, capacity=layout.num_rows + 9) == 0
+    assert (
+        verify.wrong_dispatch(
+            Received(tokens=longer, overflow=7), layout, key, 3, capacity=layout.num_rows + 9
+        )
+        == 1
+    )
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("dtype", list(options.DTYPES))
+def test_a_right_combine_passes_and_a_wrong_value_is_counted(dtype: str, layout: str, seed: int) -> None:
+    ids_TK = routing.uniform(30, 3, 8, seed, 1)
+    ids_TK[3, 1] = -1
+    ids_TK[4] = -1
+    key = DataKey(seed, 2, 30, 16, dtype)
+    x_TH, w_TK = data.rows(key, 1), data.weights(key, 1, 3)
+    y_TH = np.zeros((30, 16))
+    for token in range(30):
+        used = [(k, int(e)) for k, e in enumerate(ids_TK[token]) if e >= 0]
+        if layout == "expert":
+            terms = [(float(w_TK[token, k]), expert) for k, expert in used]
+        else:
+            terms = [(1.0, rank) for rank in sorted({expert // 4 for _, expert in used})]
+        for factor, who in terms:
+            y_TH[token] += (
+                factor * data.widen(data.answer(x_TH[token : token + 1], np.array([who]), dtype), dtype)[0]
+            )
+    got = data.round_to(y_TH, dtype)
+    arguments = {"experts": 8, "ranks": 2, "layout": layout}
+    assert verify.wrong_combine(got, ids_TK, key, 1, **arguments) == 0
+    got[7, 2] = data.round_to(np.array([float(data.widen(got, dtype)[7, 2]) + 0.25]), dtype)[0]
+    got.view(np.uint8)[9] = 0xFF
+    assert verify.wrong_combine(got, ids_TK, key, 1, **arguments) == 1 + 16
+    assert verify.wrong_combine(got[:-1], ids_TK, key, 1, **arguments) == 30 * 16
+
+
+def test_answers_leave_padding_poisoned(seed: int) -> None:
+    ids_R = [routing.uniform(10, 2, 4, seed, rank) for rank in range(2)]
+    for dtype in options.DTYPES:
+        key = DataKey(seed, 0, 10, 8, dtype)
+        layout = verify.expert_layout(ids_R, 1, 4, alignment=8)
+        rows_PH = data.widen(verify.answers(layout, key, layout.num_rows + 3), dtype)
+        assert np.isfinite(rows_PH[layout.row_N]).all()
+        padding = sorted(set(range(layout.num_rows + 3)) - set(layout.row_N.tolist()))
+        assert np.isnan(rows_PH[padding]).all()
+
+
+# -- the tables --------------------------------------------------
+
+
+def _row(path: str, seconds: float, wrong: int | None = 0) -> Row:
+    return Row(
+        path=path,
+        dtype="float32",
+        tokens=64,
+        size_bytes=4096,
+        useful_bytes=16384,
+        remote_bytes=4096,
+        time_s=seconds,
+        min_s=seconds / 2,
+        algbw_GBps=1.5,
+        busbw_GBps=None if path == "memcpy" else 0.5,
+        wrong=wrong,
+        note="",
+        samples_s=(seconds,),
+    )
+
+
+def test_the_comparison_shows_ratio_and_share_of_the_ceiling() -> None:
+    rows = [_row("moecomm", 100e-6), _row("memcpy", 60e-6), _row("gloo", 450e-6)]
+    last = report.comparison(rows).splitlines()[-1].split()
+    assert last == ["64", "float32", "100.0", "450.0", "4.50x", "60.0", "60%"]
+    assert report.comparison(rows[:1]) == ""
+
+
+def test_the_footer_gives_the_verdict() -> None:
+    assert "0 OK" in report.footer([_row("moecomm", 1e-3)])
+    assert "3 FAILED" in report.footer([_row("moecomm", 1e-3), _row("gloo", 1e-3, wrong=3)])
+    assert "not checked" in report.footer([_row("moecomm", 1e-3, wrong=None)])
