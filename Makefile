@@ -83,7 +83,7 @@ endef
 $(VENV_DONE):
 	$(system_check)
 	$(call quiet,"virtual environment in $(VENV)",venv,\
-	  test -x $(PY) || $(PYTHON) -m venv $(VENV_ARGS) $(VENV))
+	  $(PY) -m pip --version || $(PYTHON) -m venv --clear $(VENV_ARGS) $(VENV))
 	@touch $@
 
 # A torch that is there and new enough stays as it is, unless TORCH= asks for another. Without an NVIDIA GPU the
