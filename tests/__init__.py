@@ -1,1 +1,1 @@
-"""The test suite: `unit` needs no other process, `multirank` starts ranks on this host, `gpu` needs a CUDA device."""
+"""The tests: `unit` needs no other process, `multirank` starts ranks on this host, `gpu` a CUDA device."""

@@ -1,13 +1,14 @@
 """What dispatch and combine mean, in plain loops over numpy arrays. Shares nothing with the product.
 
-Every function sees the whole job at once: a list per source rank of tokens `x_TH`, ids `topk_idx_TK` and weights
-`topk_weights_TK`. A row's values are held in float32 (float64 for "float64"); `rounded` says which of them the named
-dtype can hold. Two ways of writing a row down are used throughout: an assignment is (source rank, token, k), and an
-owner row is (source rank, token).
+Every function sees the whole job at once: a list per source rank of tokens `x_TH`, ids `topk_idx_TK` and
+weights `topk_weights_TK`. A row's values are held in float32 (float64 for "float64"); `rounded` says which of
+them the named dtype can hold. Two ways of writing a row down are used throughout: an assignment is (source
+rank, token, k), and an owner row is (source rank, token).
 
-Order: expert-major rows go by expert, then source rank, then token; rank-major rows by source rank, then token.
-Combine: the owner sums a token's rows in ascending k in float32 (float64 for "float64"), each times its weight if there
-are weights, and rounds the sum; the home rank sums the owners' rows in ascending rank the same way and rounds once.
+Order: expert-major rows go by expert, then source rank, then token; rank-major rows by source rank, then
+token. Combine: the owner sums a token's rows in ascending k in float32 (float64 for "float64"), each times
+its weight if there are weights, and rounds the sum; the home rank sums the owners' rows in ascending rank the
+same way and rounds once.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 @dataclass
 class Dispatched:
-    """What one rank receives. `origin` has one entry a row: the assignments (source, token, k) that it answers for,
-    none for an alignment row. Rows past `offsets[-1]` are not listed at all."""
+    """What one rank receives. `origin` has one entry a row: the assignments (source, token, k) that it
+    answers for, none for an alignment row. Rows past `offsets[-1]` are not listed at all.
+    """
 
     tokens: np.ndarray
     weights: np.ndarray | None
@@ -62,7 +64,7 @@ def dispatch(
     alignment: int = 1,
     capacity: int | None = None,
 ) -> Dispatched:
-    """The rows that `rank` receives. With a capacity, `tokens` and the rest stop at the clamped `offsets[-1]`."""
+    """The rows that `rank` receives; with a capacity, up to the clamped `offsets[-1]` only."""
     size = len(x)
     local = num_experts // size
     mine = range(rank * local, (rank + 1) * local)
@@ -156,7 +158,7 @@ def dispatch_backward(
     *,
     dtype: str,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-    """Gradients of every rank's tokens (T,H) and weights (T,K) from those of the rows it was dispatched to."""
+    """Gradients of every rank's tokens (T,H) and weights (T,K) from those of the rows they became."""
     grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype)
     if grad_weights is None:
         return grad_x, None

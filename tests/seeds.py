@@ -8,7 +8,7 @@ _base: int | None = None
 
 
 def base() -> int:
-    """The base seed: `--seed`, else the environment's MOECOMM_TEST_SEED, else a random one fixed for this run."""
+    """The base seed: `--seed`, else MOECOMM_TEST_SEED of the environment, else one drawn for this run."""
     global _base
     if _base is None:
         given = os.environ.get("MOECOMM_TEST_SEED")

@@ -1,7 +1,7 @@
-"""Whole-job cases: random inputs of every rank, what one rank does with its part, and the check against the reference.
+"""Whole-job cases: random inputs of every rank, what one rank does, and the check against the reference.
 
-A `Case` travels to the ranks; each makes only its own tensors. The test process makes everybody's, runs the reference
-and compares bit for bit.
+A `Case` travels to the ranks; each makes only its own tensors. The test process makes everybody's, runs the
+reference and compares bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Case:
     layout: str = "expert"
     alignment: int = 1
     slack: int | None = None
-    """None: dropless. Otherwise the capacity is the largest need of any rank plus this (negative: overflow)."""
+    """None: dropless. Else the capacity is the largest need of any rank plus this (negative: overflow)."""
     routing: str = "uniform"
     """uniform: distinct random experts; holes: some -1; one-rank: all to the last rank; empty: all -1."""
     weights: bool = True
@@ -234,5 +234,5 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray, text: str) -> None:
     places = np.argwhere(got != want)
     first = tuple(int(i) for i in places[0])
     raise AssertionError(
-        f"{text}: {len(places)} of {got.size} differ, first at {first}: {got[first]!r}, expected {want[first]!r}"
+        f"{text}: {len(places)} of {got.size} differ, first {first}: {got[first]!r}, expected {want[first]!r}"
     )

@@ -11,7 +11,7 @@ from tests.multirank.harness import RankPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], RankPool]]:
-    """pool(world_size) is a set of ranks kept for the whole run; a failure gives the next test a fresh set."""
+    """pool(world_size) is a set of ranks kept for the whole run; after a failure, a fresh one."""
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:

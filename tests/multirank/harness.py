@@ -7,12 +7,14 @@
 
     assert run_ranks(3, body, 2.0) == [6.0, 6.0, 6.0]
 
-Ranks are forked from a server process that has torch loaded already, so three of them start in about a tenth of a
-second. What the harness promises:
+Ranks are forked from a server process that has torch loaded already, so three of them start in about a tenth
+of a second. What the harness promises:
 
-- An exception in a rank is raised in the caller as `RankFailure`, with the rank, the full traceback of the child and
-  what it printed. The other ranks get `GRACE_S` to fail or finish by themselves and are then killed.
-- At the deadline all ranks dump the stacks of all their threads, are killed, and `RankTimeout` carries the dumps.
+- An exception in a rank is raised in the caller as `RankFailure`, with the rank, the full traceback of the
+  child and what it printed. The other ranks get `GRACE_S` to fail or finish by themselves and are then
+  killed.
+- At the deadline all ranks dump the stacks of all their threads, are killed, and `RankTimeout` carries the
+  dumps.
 - No rank outlives the call, nor the process that made it.
 - Results and arguments travel by plain pickle; tensors are copied and never put in shared memory.
 
@@ -44,7 +46,7 @@ GRACE_S = 4.0
 """How long the other ranks may go on after the first failure, so that their own errors can be shown too."""
 
 PRELOAD = ["torch", "torch.distributed", "torch.utils.checkpoint", "numpy", "pytest", "moecomm", "moecomm.nn"]
-"""Imported once by the fork server. What cannot be imported there is left out, and fails in the rank with its reason."""
+"""Imported once by the fork server. What cannot be imported there fails in the rank, with its reason."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -53,7 +55,7 @@ _context.set_forkserver_preload(PRELOAD)
 
 
 class RankFailure(RuntimeError):
-    """A rank raised or died. `ranks` holds the ranks concerned, first failure first; `types` the exception type names."""
+    """A rank raised or died. `ranks`: which, first failure first; `types`: the names of the exceptions."""
 
     def __init__(self, message: str, ranks: Sequence[int] = (), types: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -81,8 +83,8 @@ class _Raised:
 class RankPool:
     """A set of ranks that runs one function after another.
 
-    After a failure the set is killed; the next call starts a fresh one, so tests that share a pool do not infect each
-    other. Use as a context manager, or `close()` it.
+    After a failure the set is killed; the next call starts a fresh one, so tests that share a pool do not
+    infect each other. Use as a context manager, or `close()` it.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
@@ -109,7 +111,7 @@ class RankPool:
     def __call__(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, may_die: Sequence[int] = ()
     ) -> list[Any]:
-        """fn(rank, world_size, *args) on every rank; the results by rank. A rank in `may_die` may give `Died`."""
+        """fn(rank, world_size, *args) on every rank; the results by rank, `Died` from one in `may_die`."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         if not self._processes:
             self._start()
@@ -233,7 +235,8 @@ class RankPool:
                 time.sleep(0.02)
             time.sleep(0.05)
             body = path.read_text() if path.exists() else ""
-            text += f"--- rank {rank} (pid {self._processes[rank].pid})\n{body or 'no stack: stopped or not started'}\n"
+            pid = self._processes[rank].pid
+            text += f"--- rank {rank} (pid {pid})\n{body or 'no stack: stopped or not started'}\n"
         return text
 
     def _signal(self, rank: int, number: int) -> None:
@@ -281,8 +284,8 @@ def run_ranks(
 ) -> list[Any]:
     """fn(rank, world_size, *args) on `world_size` fresh processes; the results by rank.
 
-    `fn` is a module-level function; its arguments and results must pickle. Raises `RankFailure` when a rank raises or
-    dies (a rank named in `may_die` gives `Died` instead), `RankTimeout` after `timeout` seconds.
+    `fn` is a module-level function; its arguments and results must pickle. Raises `RankFailure` when a rank
+    raises or dies (a rank named in `may_die` gives `Died` instead), `RankTimeout` after `timeout` seconds.
     """
     with RankPool(world_size, timeout=timeout) as pool:
         return pool(fn, *args, may_die=may_die)
@@ -297,8 +300,8 @@ def shared_memory_names(marker: str = "moecomm") -> set[str]:
 def no_shared_memory_left(patience: float = 5.0) -> Iterator[None]:
     """Asserts that the block leaves no name of ours in /dev/shm.
 
-    Another test run on this machine may hold a name for the instant between creating and unlinking it, so a new name
-    counts only if it stays for `patience` seconds.
+    Another test run on this machine may hold a name for the instant between creating and unlinking it, so a
+    new name counts only if it stays for `patience` seconds.
     """
     before = shared_memory_names()
     yield

@@ -61,7 +61,7 @@ def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) ->
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_several_in_flight(pool: Pools, size: int, backwards: bool, seed: int) -> None:
     base = Case(tokens=(9, 5, 7)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
-    base = replace(base, tokens=(9,) + base.tokens[1:])
+    base = replace(base, tokens=(9, *base.tokens[1:]))
     some = [
         replace(
             base,
@@ -170,7 +170,7 @@ def test_the_call_does_not_wait_for_peers(pool: Pools, seed: int) -> None:
 
 
 def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], cases.Arrays]:
-    """An error of one operation under way reaches its wait(), on all ranks; those before and after are untouched."""
+    """An error of one operation reaches its wait(), on all ranks; those before and after are untouched."""
     import moecomm
 
     with moecomm.Communicator(**case.communicator) as comm:

@@ -25,7 +25,7 @@ def _build(case: Case) -> Any:
     return moecomm.Communicator(**case.communicator)
 
 
-# -- torch's own gradient check, on one rank ------------------------------------------------------------------------
+# -- torch's own gradient check, on one rank -----------------------------------------------------------------
 
 
 def _gradcheck(rank: int, world_size: int, case: Case) -> bool:
@@ -51,12 +51,15 @@ def _gradcheck(rank: int, world_size: int, case: Case) -> bool:
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_gradcheck(pool: Pools, layout: str, seed: int) -> None:
     case = Case(tokens=(4,), num_experts=5, hidden=2, top_k=3, dtype="float64", routing="holes", seed=seed)
-    some = [replace(case, layout=layout, alignment=alignment) for alignment in ((1, 4) if layout == "expert" else (1,))]
+    some = [
+        replace(case, layout=layout, alignment=alignment)
+        for alignment in ((1, 4) if layout == "expert" else (1,))
+    ]
     for one in some:
         assert pool(1)(_gradcheck, one) == [True]
 
 
-# -- across ranks: the derivative of the job's one loss by an input of any rank ---------------------------------------
+# -- across ranks: the derivative of the job's one loss by an input of any rank ------------------------------
 
 
 def _loss(comm: Any, case: Case, rank: int, x_TH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -104,12 +107,18 @@ def _finite_differences(rank: int, world_size: int, case: Case) -> float:
 @pytest.mark.parametrize("size", [2, 3])
 def test_finite_differences_across_ranks(pool: Pools, size: int, layout: str, seed: int) -> None:
     case = Case(
-        tokens=(5, 3, 4)[:size], num_experts=2 * size, hidden=4, top_k=2, dtype="float64", layout=layout, seed=seed
+        tokens=(5, 3, 4)[:size],
+        num_experts=2 * size,
+        hidden=4,
+        top_k=2,
+        dtype="float64",
+        layout=layout,
+        seed=seed,
     )
     assert max(pool(size)(_finite_differences, case)) < 1e-5
 
 
-# -- against the reference's formulas, bit for bit where sums have a fixed order --------------------------------------
+# -- against the reference's formulas, bit for bit where sums have a fixed order -----------------------------
 
 
 def _gradients(rank: int, world_size: int, case: Case) -> dict[str, Any]:
@@ -156,7 +165,13 @@ def _gradients(rank: int, world_size: int, case: Case) -> dict[str, Any]:
 def test_gradients_match_the_reference(pool: Pools, size: int, dtype: str, seed: int) -> None:
     hidden = {"float32": 36, "float64": 10}.get(dtype, 72)
     base = Case(
-        tokens=(6, 0, 9, 5)[-size:], num_experts=3 * size, hidden=hidden, top_k=3, dtype=dtype, routing="holes", seed=seed
+        tokens=(6, 0, 9, 5)[-size:],
+        num_experts=3 * size,
+        hidden=hidden,
+        top_k=3,
+        dtype=dtype,
+        routing="holes",
+        seed=seed,
     )
     for case in (base, replace(base, alignment=8), replace(base, slack=3), replace(base, layout="rank")):
         _verify_gradients(case, pool(size)(_gradients, case))
@@ -181,14 +196,18 @@ def _verify_gradients(case: Case, results: list[dict[str, Any]]) -> None:
             cases.assert_same_bits(got[name][0], grad_x[rank], f"{name}: gradient of x, {text}")
             cases.assert_same_bits(got[name][1], grad_w[rank], f"{name}: gradient of the weights, {text}")
         cases.assert_same_bits(got["plain"][:kept], plain[rank][:kept], f"combine: gradient of rows, {text}")
-        cases.assert_same_bits(got["weighted"][0][:kept], weighted[rank][:kept], f"weighted: gradient of rows, {text}")
+        cases.assert_same_bits(
+            got["weighted"][0][:kept], weighted[rank][:kept], f"weighted: gradient of rows, {text}"
+        )
         # A dot product over H: the order of its sum is the kernel's own.
         size = np.abs(rows[rank][:kept]).max(initial=1) * max(np.abs(g).max(initial=1) for g in grad_y)
         bound = case.hidden * size * np.finfo(reference.wide(case.dtype)).eps
-        np.testing.assert_allclose(got["weighted"][1][:kept], row_w[rank][:kept], rtol=0, atol=bound, err_msg=text)
+        np.testing.assert_allclose(
+            got["weighted"][1][:kept], row_w[rank][:kept], rtol=0, atol=bound, err_msg=text
+        )
 
 
-# -- checkpointing ----------------------------------------------------------------------------------------------------
+# -- checkpointing -------------------------------------------------------------------------------------------
 
 
 def _train(rank: int, world_size: int, case: Case, mode: str) -> tuple[list[np.ndarray], dict[str, float]]:
@@ -223,9 +242,17 @@ def _train(rank: int, world_size: int, case: Case, mode: str) -> tuple[list[np.n
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_checkpointing_gives_the_same_bits_and_reuses_plans(pool: Pools, size: int, layout: str, seed: int) -> None:
+def test_checkpointing_gives_the_same_bits_and_reuses_plans(
+    pool: Pools, size: int, layout: str, seed: int
+) -> None:
     case = Case(
-        tokens=(7, 5, 3)[:size], num_experts=2 * size, hidden=8, top_k=2, dtype="float64", layout=layout, seed=seed
+        tokens=(7, 5, 3)[:size],
+        num_experts=2 * size,
+        hidden=8,
+        top_k=2,
+        dtype="float64",
+        layout=layout,
+        seed=seed,
     )
     plain = pool(size)(_train, case, "plain")
     for mode in ("reentrant", "non-reentrant"):

@@ -1,4 +1,4 @@
-"""Bad input: a typed error that names the argument, the value and the bound, on all ranks; and then work as usual."""
+"""Bad input: a typed error that names argument, value and bound, on all ranks; and then work as usual."""
 
 from __future__ import annotations
 
@@ -78,22 +78,58 @@ def _long(arguments: dict[str, Any]) -> None:
 
 # What is wrong: how a dispatch's arguments become bad, the type of the error, and words its text has to hold.
 BAD_DISPATCH: dict[str, tuple[Callable[[dict[str, Any]], None], str, list[str]]] = {
-    "x of one dimension": (_change("x_TH", lambda x: x[0]), "InvalidArgument", ["x has shape (8,)", "hidden = 8"]),
+    "x of one dimension": (
+        _change("x_TH", lambda x: x[0]),
+        "InvalidArgument",
+        ["x has shape (8,)", "hidden = 8"],
+    ),
     "x too wide": (_set(x_TH=torch.zeros(3, 12)), "InvalidArgument", ["x has shape (3, 12)", "8"]),
-    "x of another dtype": (_change("x_TH", torch.Tensor.double), "InvalidArgument", ["x is torch.float64", "torch.float32"]),
-    "x on another device": (_change("x_TH", lambda x: x.to("meta")), "InvalidArgument", ["x is on meta", "cpu"]),
+    "x of another dtype": (
+        _change("x_TH", torch.Tensor.double),
+        "InvalidArgument",
+        ["x is torch.float64", "torch.float32"],
+    ),
+    "x on another device": (
+        _change("x_TH", lambda x: x.to("meta")),
+        "InvalidArgument",
+        ["x is on meta", "cpu"],
+    ),
     "x no tensor": (_set(x_TH=[[1.0]]), "InvalidArgument", ["x is list", "torch.Tensor"]),
     "x sparse": (_change("x_TH", torch.Tensor.to_sparse), "InvalidArgument", ["x", "sparse"]),
     "x too long": (_long, "InvalidArgument", ["7 tokens", "max_tokens = 6"]),
-    "ids too few": (_change("topk_idx_TK", lambda ids: ids[:-1]), "InvalidArgument", ["topk_idx has shape", "(T, K)"]),
-    "ids too wide": (_change("topk_idx_TK", lambda ids: ids[:, :1]), "InvalidArgument", ["topk_idx", ", 1)", ", 2)"]),
-    "ids of floats": (_change("topk_idx_TK", torch.Tensor.float), "InvalidRouting", ["topk_idx", "float32", "int32"]),
-    "ids on another device": (_change("topk_idx_TK", lambda ids: ids.to("meta")), "InvalidArgument", ["topk_idx", "meta"]),
+    "ids too few": (
+        _change("topk_idx_TK", lambda ids: ids[:-1]),
+        "InvalidArgument",
+        ["topk_idx has shape", "(T, K)"],
+    ),
+    "ids too wide": (
+        _change("topk_idx_TK", lambda ids: ids[:, :1]),
+        "InvalidArgument",
+        ["topk_idx", ", 1)", ", 2)"],
+    ),
+    "ids of floats": (
+        _change("topk_idx_TK", torch.Tensor.float),
+        "InvalidRouting",
+        ["topk_idx", "float32", "int32"],
+    ),
+    "ids on another device": (
+        _change("topk_idx_TK", lambda ids: ids.to("meta")),
+        "InvalidArgument",
+        ["topk_idx", "meta"],
+    ),
     "id too large": (lambda a: _bad_ids(a, 6), "InvalidRouting", ["topk_idx[1, 1] is 6", "5"]),
     "id too small": (lambda a: _bad_ids(a, -2), "InvalidRouting", ["topk_idx[1, 1] is -2", "-1"]),
-    "wide id": (lambda a: _bad_ids(a, 2**32 + 1, torch.int64), "InvalidRouting", ["topk_idx[1, 1] is 4294967297"]),
+    "wide id": (
+        lambda a: _bad_ids(a, 2**32 + 1, torch.int64),
+        "InvalidRouting",
+        ["topk_idx[1, 1] is 4294967297"],
+    ),
     "id repeated": (_repeat, "InvalidRouting", ["topk_idx[2, 1] is 4", "once"]),
-    "weights too few": (_change("topk_weights_TK", lambda w: w[1:]), "InvalidArgument", ["topk_weights has shape"]),
+    "weights too few": (
+        _change("topk_weights_TK", lambda w: w[1:]),
+        "InvalidArgument",
+        ["topk_weights has shape"],
+    ),
     "weights of another dtype": (
         _change("topk_weights_TK", torch.Tensor.bfloat16),
         "InvalidArgument",
@@ -102,10 +138,14 @@ BAD_DISPATCH: dict[str, tuple[Callable[[dict[str, Any]], None], str, list[str]]]
     "layout": (_set(layout="token"), "InvalidArgument", ["layout is 'token'", "'expert'", "'rank'"]),
     "alignment 0": (_set(alignment=0), "InvalidArgument", ["alignment is 0", "1"]),
     "alignment no integer": (_set(alignment=2.0), "InvalidArgument", ["alignment is 2.0"]),
-    "alignment of the rank layout": (_set(alignment=2, layout="rank"), "InvalidArgument", ["alignment is 2", "1"]),
+    "alignment of the rank layout": (
+        _set(alignment=2, layout="rank"),
+        "InvalidArgument",
+        ["alignment is 2", "1"],
+    ),
     "capacity negative": (_set(capacity=-1), "InvalidArgument", ["capacity is -1", "0"]),
     "capacity no integer": (_set(capacity="8"), "InvalidArgument", ["capacity is '8'"]),
-}  # fmt: skip
+}
 
 
 def _bad_dispatches(rank: int, world_size: int, names: list[str]) -> tuple[list[Caught | None], cases.Arrays]:
@@ -246,8 +286,13 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "nodes": ({"ranks_per_node": 1}, "Unsupported", ["ranks_per_node is 1"]),
 }
 GOOD: dict[str, Any] = {
-    "num_experts": 8, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32, "timeout": 30.0
-}  # fmt: skip
+    "num_experts": 8,
+    "hidden": 8,
+    "top_k": 2,
+    "max_tokens": 6,
+    "dtype": torch.float32,
+    "timeout": 30.0,
+}
 
 
 def _bad_constructions(
@@ -420,7 +465,7 @@ def test_empty_input_arguments(pool: Pools) -> None:
 def _overflows(
     rank: int, world_size: int, case: Case
 ) -> tuple[dict[str, Caught | None], list[int], cases.Arrays]:
-    """CapacityExceeded from check(), and from the next dispatch where nobody checked; once each, on all ranks."""
+    """CapacityExceeded from check(), or from the next dispatch where nobody checked; once, on all ranks."""
     import moecomm
 
     with moecomm.Communicator(**case.communicator) as comm:
@@ -449,7 +494,9 @@ def test_too_small_a_capacity(pool: Pools, layout: str, seed: int) -> None:
         assert caught["check again"] is None and caught["the one after"] is None
 
 
-def _overflow_then_mistake(rank: int, world_size: int, case: Case, mistake: str) -> tuple[Caught | None, cases.Arrays]:
+def _overflow_then_mistake(
+    rank: int, world_size: int, case: Case, mistake: str
+) -> tuple[Caught | None, cases.Arrays]:
     """An overflow that nobody checked, then a dispatch that is wrong on rank 0 only."""
     import moecomm
 

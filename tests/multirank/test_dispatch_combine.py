@@ -162,7 +162,7 @@ def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arra
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
-    """Ids, counts, layouts and the place of the input change from step to step; nothing of an earlier one may show."""
+    """Ids, counts, layouts and the place of the input change at each step; nothing of before shows."""
     rng = np.random.default_rng(seed)
     base = Case(tokens=(12,) * size, num_experts=2 * size, hidden=32, top_k=2)
     some = [

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or never come: typed errors on the others, no hang, nothing left behind, and life afterwards."""
+"""Ranks that die, stop or never come: typed errors on the others, no hang, nothing left, life afterwards."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _life_afterwards(folder: str, rank: int, survivors: list[int]) -> bool:
         return torch.equal(out.tokens, torch.from_numpy(case.expected(place).tokens))
 
 
-# -- death in the middle of steps -------------------------------------------------------------------------------------
+# -- death in the middle of steps ----------------------------------------------------------------------------
 
 
 def _killed(rank: int, world_size: int, victim: int, where: str, folder: str) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _killed(rank: int, world_size: int, victim: int, where: str, folder: str) ->
                     cases.dispatch(comm, case, rank)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if where == "in a call":
-                    # All others stay away from the next step, so that the call is waiting when the signal comes.
+                    # The others are late for this step: the call is waiting when the signal comes.
                     cases.dispatch(comm, case, rank, async_op=True)
                     time.sleep(0.1)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -159,7 +159,7 @@ def test_death_during_a_backward() -> None:
 
 
 def _exit_early(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """A rank leaves in good order, with its communicator closed or simply dropped, while others still need it."""
+    """A rank closes its communicator, or simply drops it, while others still need it."""
     import moecomm
 
     case = _case(world_size)
@@ -187,7 +187,7 @@ def test_a_rank_that_closes_early_is_lost_too(how: str) -> None:
     assert any("closed" in results[rank]["text"] for rank in (0, 2))
 
 
-# -- a rank that stops ------------------------------------------------------------------------------------------------
+# -- a rank that stops ---------------------------------------------------------------------------------------
 
 
 def _stopped(rank: int, world_size: int, victim: int, folder: str) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def test_a_stopped_rank_is_a_timeout_with_rank_peer_and_phase(tmp_path: Any) -> 
     assert set(results[2]["refusals"]) == {results[2]["type"]}
 
 
-# -- a rank that never comes ------------------------------------------------------------------------------------------
+# -- a rank that never comes ---------------------------------------------------------------------------------
 
 
 def _absent(rank: int, world_size: int, missing: int) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_a_rank_that_does_not_call() -> None:
         assert (found["expected"], found["seen"]) == (1, 0)
 
 
-# -- everybody dies ---------------------------------------------------------------------------------------------------
+# -- everybody dies ------------------------------------------------------------------------------------------
 
 
 def _all_die(rank: int, world_size: int) -> None:

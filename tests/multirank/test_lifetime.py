@@ -208,7 +208,7 @@ def test_steps_do_not_leak(pool: Pools) -> None:
 
 
 def _from_a_thread(rank: int, world_size: int) -> list[cases.Arrays]:
-    """Two threads, each with a communicator of its own; and one communicator used from a thread that did not build it."""
+    """Two threads, each with a communicator of its own that another thread built."""
     import moecomm
 
     comms = [moecomm.Communicator(**CASE.communicator) for _ in range(2)]
@@ -285,7 +285,7 @@ def test_a_forked_child_does_no_harm(pool: Pools) -> None:
 
 
 def _forked_and_dropped(rank: int, world_size: int) -> tuple[int, cases.Arrays]:
-    """The child closes its copy, as an interpreter that ends would: the peers must not think that the rank closed."""
+    """The child closes its copy, as an interpreter that ends would: the rank itself has not closed."""
     import moecomm
 
     with moecomm.Communicator(**CASE.communicator) as comm:

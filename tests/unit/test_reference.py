@@ -65,7 +65,9 @@ def test_combine_sums_by_hand() -> None:
 
 
 def test_the_owner_rounds_before_the_home_sums() -> None:
-    """bfloat16 holds 8 bits: 256 + 1 rounds to 256, so two owners' ones vanish where one owner's three do not."""
+    """bfloat16 holds 8 bits: 256 + 1 rounds to 256, so two owners' ones vanish where one owner's three do
+    not.
+    """
     ids = [np.array([[0, 1, 2]]), np.zeros((0, 3), int), np.zeros((0, 3), int)]
     x = [np.ones((1, 1), np.float32), np.zeros((0, 1), np.float32), np.zeros((0, 1), np.float32)]
     sent = [reference.dispatch(x, ids, None, rank=r, num_experts=3) for r in range(3)]

@@ -1,0 +1,114 @@
+"""The checks of a call's arguments, without a communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm import InvalidArgument, InvalidRouting
+from moecomm.routing import (
+    check_dispatch,
+    check_options,
+    check_rows,
+    check_weights,
+    require_integer,
+    weight_dtype,
+)
+
+CPU = torch.device("cpu")
+
+
+def _check(**changes: Any) -> None:
+    arguments: dict[str, Any] = {
+        "x_TH": torch.zeros(3, 8),
+        "topk_idx_TK": torch.zeros(3, 2, dtype=torch.int64),
+        "topk_weights_TK": torch.zeros(3, 2),
+    }
+    sizes: dict[str, Any] = {"hidden": 8, "top_k": 2, "max_tokens": 3, "dtype": torch.float32, "device": CPU}
+    check_dispatch(**{**arguments, **sizes, **changes})
+
+
+def test_good_arguments() -> None:
+    _check()
+    _check(topk_weights_TK=None, topk_idx_TK=torch.zeros(3, 2, dtype=torch.int32))
+    _check(
+        x_TH=torch.zeros(0, 8),
+        topk_idx_TK=torch.zeros(0, 2, dtype=torch.int32),
+        topk_weights_TK=torch.zeros(0, 2),
+    )
+    _check(x_TH=torch.zeros(3, 8).double(), topk_weights_TK=torch.zeros(3, 2).double(), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"x_TH": torch.zeros(4, 8)}, InvalidArgument, ["4 tokens", "max_tokens = 3"]),
+        ({"x_TH": torch.zeros(3, 9)}, InvalidArgument, ["x has shape (3, 9)", "hidden = 8"]),
+        ({"x_TH": torch.zeros(3, 8, 1)}, InvalidArgument, ["x has shape (3, 8, 1)"]),
+        ({"x_TH": torch.zeros(3, 8).half()}, InvalidArgument, ["x is torch.float16", "torch.float32"]),
+        ({"x_TH": None}, InvalidArgument, ["x is NoneType"]),
+        (
+            {"topk_idx_TK": torch.zeros(3, 3, dtype=torch.int32)},
+            InvalidArgument,
+            ["topk_idx has shape (3, 3)", "(3, 2)"],
+        ),
+        (
+            {"topk_idx_TK": torch.zeros(3, 2, dtype=torch.uint8)},
+            InvalidRouting,
+            ["topk_idx is torch.uint8", "int32"],
+        ),
+        (
+            {"topk_weights_TK": torch.zeros(2, 2)},
+            InvalidArgument,
+            ["topk_weights has shape (2, 2)", "(3, 2)"],
+        ),
+        ({"topk_weights_TK": torch.zeros(3, 2).double()}, InvalidArgument, ["topk_weights is torch.float64"]),
+        ({"device": torch.device("cuda")}, InvalidArgument, ["x is on cpu", "cuda"]),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], error: type[InvalidArgument], words: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        _check(**changes)
+    assert type(caught.value) is error and all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_options() -> None:
+    assert check_options("expert", 1, None) == ("expert", 1, -1)
+    assert check_options("rank", 1, 0) == ("rank", 1, 0)
+    assert check_options("expert", 128, 4096) == ("expert", 128, 4096)
+    for bad in [
+        ("experts", 1, None),
+        ("expert", 0, None),
+        ("expert", True, None),
+        ("rank", 8, None),
+        ("expert", 1, -1),
+    ]:
+        with pytest.raises(InvalidArgument):
+            check_options(*bad)
+    with pytest.raises(InvalidArgument, match="capacity is 2147483648"):
+        check_options("expert", 1, 2**31)
+
+
+def test_rows_and_weights() -> None:
+    check_rows("rows", torch.zeros(5, 4), 5, 4, torch.float32, CPU)
+    check_rows("rows", torch.zeros(5, 4), None, 4, torch.float32, CPU)
+    with pytest.raises(InvalidArgument, match=r"rows has shape \(5, 4\), expected \(6, hidden = 4\)"):
+        check_rows("rows", torch.zeros(5, 4), 6, 4, torch.float32, CPU)
+    check_weights("weights", torch.zeros(5), (5,), "(P,)", torch.bfloat16, CPU)
+    with pytest.raises(InvalidArgument, match=r"weights has shape \(5,\), expected \(P,\) = \(4,\)"):
+        check_weights("weights", torch.zeros(5), (4,), "(P,)", torch.bfloat16, CPU)
+
+
+def test_weights_are_float32_but_for_float64() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert weight_dtype(dtype) == torch.float32
+    assert weight_dtype(torch.float64) == torch.float64
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 8])
+def test_integers(value: object) -> None:
+    with pytest.raises(InvalidArgument, match="name is "):
+        require_integer("name", value, 0, 7)
+    assert require_integer("name", 7, 0, 7) == 7

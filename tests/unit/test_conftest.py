@@ -1,0 +1,51 @@
+"""What conftest.py adds to pytest: seeds, and the reason shown for a test that this machine cannot run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import pytest
+
+def test_fails(seed):
+    print("drawn", seed)
+    assert not seed
+
+@pytest.mark.gpu
+def test_gpu():
+    import torch
+    assert torch.cuda.is_available()
+"""
+
+
+def _run(tmp_path: Path, *options: str) -> str:
+    (tmp_path / "test_program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rs"]
+    command += ["--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path / "test_program.py"), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_seeds_are_shown_and_repeat(tmp_path: Path) -> None:
+    first = _run(tmp_path)
+    (base,) = set(re.findall(r"--seed (\d+)", first))
+    assert f"base seed {base}" in first.split("collected")[0], "the header names the base seed"
+    (drawn,) = re.findall(r"drawn (\d+)", first)
+    assert f"seed={drawn} base={base}" in first, "a failure names its seed"
+    again = _run(tmp_path, "--seed", base)
+    assert re.findall(r"drawn (\d+)", again) == [drawn]
+    assert re.findall(r"drawn (\d+)", _run(tmp_path, "--seed", str(int(base) + 1))) != [drawn]
+
+
+def test_gpu_tests_say_why_they_are_skipped(tmp_path: Path) -> None:
+    found = _run(tmp_path)
+    if torch.cuda.is_available():
+        assert "skipped" not in found
+    else:
+        assert re.search(r"SKIPPED \[1\].*needs a GPU: torch ", found)

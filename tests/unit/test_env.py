@@ -1,0 +1,64 @@
+"""Environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moecomm import InvalidArgument
+from moecomm.env import Env, read_env
+
+
+def test_nothing_is_said() -> None:
+    assert read_env({}) == Env() == Env(timeout=None, threads=None, ranks_per_node=None)
+    assert read_env({"MOECOMM_TIMEOUT": "", "PATH": "/bin"}) == Env()
+
+
+def test_values() -> None:
+    environ = {"MOECOMM_TIMEOUT": "2.5", "MOECOMM_THREADS": "3", "MOECOMM_RANKS_PER_NODE": "8"}
+    assert read_env(environ) == Env(timeout=2.5, threads=3, ranks_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MOECOMM_TIMEOUT", "soon"),
+        ("MOECOMM_TIMEOUT", "0"),
+        ("MOECOMM_TIMEOUT", "-1"),
+        ("MOECOMM_TIMEOUT", "nan"),
+        ("MOECOMM_THREADS", "1.5"),
+        ("MOECOMM_THREADS", "0"),
+        ("MOECOMM_RANKS_PER_NODE", "two"),
+        ("MOECOMM_RANKS_PER_NODE", "-4"),
+    ],
+)
+def test_what_is_no_number(name: str, value: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_env({name: value})
+    assert name in str(caught.value) and repr(value) in str(caught.value)
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Env().timeout = 3.0
+
+
+def test_every_field_names_its_variable() -> None:
+    """The documentation of a field is the string below it; it starts with the variable's name."""
+    import ast
+    import inspect
+
+    (found,) = [node for node in ast.parse(inspect.getsource(Env)).body if isinstance(node, ast.ClassDef)]
+    names = {}
+    for field, text in zip(found.body, found.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            names[field.target.id] = ast.literal_eval(text.value)
+    assert set(names) == {field.name for field in dataclasses.fields(Env)}
+    for name, text in names.items():
+        assert text.startswith(f"MOECOMM_{name.upper()}: ")
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOECOMM_THREADS", "5")
+    assert read_env().threads == 5

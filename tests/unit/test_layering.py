@@ -1,0 +1,241 @@
+"""Dependencies run one way, in Python and in C++; read from the sources, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "moecomm"
+
+# A module may import what stands below it, and its neighbours in the same line as long as there is no cycle.
+PYTHON_LAYERS = [
+    {"version", "_C"},
+    {"errors", "types", "env"},
+    {"routing", "memory", "rendezvous"},
+    {"backends"},
+    {"ops"},
+    {"communicator"},
+    {"nn", "discovery"},
+    {"__main__"},
+]
+NATIVE_LAYERS = ["common", "layout", "ptx", "transport", "kernels", "runtime", "bindings"]
+
+
+def _imports(path: Path, *, everywhere: bool) -> Iterator[str]:
+    """Dotted names that a file imports: anywhere in it, or only when it is loaded."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from moecomm import ops` names the module ops, or a name of moecomm/__init__.py.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _part(dotted: str) -> str | None:
+    """The part of the package that a dotted name lies in; None for another package, "" for the package
+    itself.
+    """
+    words = dotted.split(".")
+    if words[0] != "moecomm":
+        return None
+    name = words[1] if len(words) > 1 else ""
+    known = name == "_C" or (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+    return name if known else ""
+
+
+def _layer(part: str) -> int:
+    for number, names in enumerate(PYTHON_LAYERS):
+        if part in names:
+            return number
+    raise AssertionError(f"moecomm.{part} stands in no layer: give it one in this test")
+
+
+def _python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_python_imports_run_down() -> None:
+    for path in _python_files("moecomm"):
+        own = _part(_module(path))
+        if own == "":
+            continue  # moecomm/__init__.py gathers the public names
+        for name in _imports(path, everywhere=True):
+            part = _part(name)
+            if part is None or part == own:
+                continue
+            if part == "":
+                assert own in ("nn", "__main__"), f"{path} imports the package that it is a part of ({name})"
+                continue
+            assert _layer(part) <= _layer(own), f"{path} imports {name}, which stands above it"
+
+
+def test_python_imports_have_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    names = {_module(path): path for path in _python_files("moecomm")}
+    for module, path in names.items():
+        found = set()
+        for name in _imports(path, everywhere=False):
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            # A submodule's import of its own package's __init__ would show as the package.
+            if name and name not in ("moecomm", module):
+                found.add(name)
+        graph[module] = found
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"import cycle: {' -> '.join((*above[above.index(module) :], module))}"
+        if module not in done:
+            for each in sorted(graph[module]):
+                visit(each, (*above, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+def test_routing_and_memory_are_independent() -> None:
+    """They stand side by side: one checks a call, the other sizes a window."""
+    for own, other in (("routing", "memory"), ("memory", "routing")):
+        assert other not in {_part(name) for name in _imports(PACKAGE / f"{own}.py", everywhere=True)}
+
+
+@pytest.mark.parametrize("folder", ["bench", "examples"])
+def test_programs_use_public_names_only(folder: str) -> None:
+    public = {
+        package: set(_all(PACKAGE / init))
+        for package, init in {"moecomm": "__init__.py", "moecomm.nn": "nn/__init__.py"}.items()
+    }
+    modules = {"moecomm", "moecomm.nn"}
+    for path in _python_files(folder):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    assert not alias.name.startswith("moecomm.") or alias.name in modules, (
+                        f"{path}: {alias.name}"
+                    )
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "moecomm":
+                assert node.module in public, f"{path} imports from {node.module}"
+                for alias in node.names:
+                    allowed = alias.name in public[node.module] or f"{node.module}.{alias.name}" in modules
+                    assert allowed, f"{path} imports {node.module}.{alias.name}, which is not public"
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "moecomm"
+            ):
+                allowed = node.attr in public["moecomm"] or node.attr == "nn"
+                assert allowed, f"{path}:{node.lineno} uses moecomm.{node.attr}, which is not public"
+
+
+def test_nothing_imports_programs_or_tests() -> None:
+    for path in _python_files("moecomm"):
+        for name in _imports(path, everywhere=True):
+            assert name.split(".")[0] not in ("bench", "examples", "tests"), f"{path} imports {name}"
+
+
+def test_torch_stays_out_of_the_pure_parts() -> None:
+    """The environment, the errors and the order of operations know nothing of tensors."""
+    for name in ("env.py", "errors.py", "version.py", "backends/order.py"):
+        found = {each.split(".")[0] for each in _imports(PACKAGE / name, everywhere=True)}
+        assert "torch" not in found, f"moecomm/{name} imports torch"
+
+
+def _all(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            return list(ast.literal_eval(node.value))
+    raise AssertionError(f"{path} has no __all__")
+
+
+# -- C++ -----------------------------------------------------------------------------------------------------
+
+SUFFIXES = {".hpp", ".cpp", ".h", ".cu", ".cuh", ".inl"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def _native_files() -> list[Path]:
+    return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in SUFFIXES)
+
+
+def _code(path: Path) -> str:
+    """The text without comments and strings, `#include` lines excepted."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    return "\n".join(
+        line if line.lstrip().startswith("#") else re.sub(r'"(\\.|[^"\\])*"', '""', line)
+        for line in text.split("\n")
+    )
+
+
+def test_there_is_native_code() -> None:
+    assert len(_native_files()) > 10
+
+
+def test_includes_run_down() -> None:
+    order = {name: number for number, name in enumerate(NATIVE_LAYERS)}
+    for path in _native_files():
+        own = path.relative_to(ROOT / "csrc").parts[0]
+        assert own in order, f"{path} stands in no layer: give {own} one in this test"
+        for quote, name in INCLUDE.findall(_code(path)):
+            if quote == "<":
+                continue
+            part = name.split("/")[0]
+            assert (ROOT / "csrc" / name).exists(), f"{path} includes {name}: say it from csrc/"
+            assert order[part] <= order[own], f"{path} includes {name}, which stands above it"
+            # layout and ptx are siblings; kernels reach other ranks through the device side of transports
+            # only.
+            assert {own, part} != {"layout", "ptx"}, f"{path} includes its sibling {name}"
+            assert not (own == "kernels" and part == "transport" and "/device/" not in name), (
+                f"{path} includes {name}"
+            )
+
+
+def test_transports_do_not_know_each_other() -> None:
+    for path in _native_files():
+        parts = path.relative_to(ROOT / "csrc").parts
+        if parts[0] != "transport" or len(parts) < 3:
+            continue
+        for _, name in INCLUDE.findall(_code(path)):
+            words = name.split("/")
+            if words[0] == "transport" and len(words) > 2:
+                assert words[1] in (parts[1], "device"), f"{path} includes {name} of another transport"
+
+
+def test_native_code_includes_no_torch() -> None:
+    for path in _native_files():
+        for _, name in INCLUDE.findall(_code(path)):
+            assert not name.startswith(("torch/", "ATen/", "c10/", "caffe2/")), f"{path} includes {name}"
+            if name.startswith(("pybind11/", "Python.h")):
+                assert "bindings" in path.parts, f"{path} includes {name}: Python stays in csrc/bindings"
+
+
+def test_assembly_stands_in_ptx_only() -> None:
+    for path in _native_files():
+        if path.relative_to(ROOT / "csrc").parts[0] != "ptx":
+            assert not re.search(r"\b(__)?asm(__)?\b", _code(path)), f"{path} spells asm"
+
+
+def test_native_code_never_ends_the_process() -> None:
+    for path in _native_files():
+        found = re.search(r"\b(std::)?(abort|_?exit|quick_exit|terminate)\s*\(|__trap\s*\(", _code(path))
+        assert not found, f"{path} calls {found.group(0) if found else ''}"
+
+
+def test_the_reference_shares_nothing() -> None:
+    found = {name.split(".")[0] for name in _imports(ROOT / "tests" / "reference.py", everywhere=True)}
+    assert found <= {"__future__", "collections", "dataclasses", "numpy"}, found

@@ -1,0 +1,117 @@
+"""Size and sections of a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+
+PAGE = 4096
+
+
+def _plan(**changes: Any) -> moecomm.MemoryPlan:
+    arguments: dict[str, Any] = {"ranks": 4, "num_experts": 8, "hidden": 64, "top_k": 2, "max_tokens": 100}
+    return moecomm.Communicator.memory_plan(**{**arguments, "dtype": torch.float32, **changes})
+
+
+def _sizes(plan: moecomm.MemoryPlan, name: str) -> list[int]:
+    return [size for section, _, size in plan.sections if section == name]
+
+
+def test_worked_example() -> None:
+    """4 ranks, 100 tokens of 64 float32 (a row is 256 bytes), top-2; in pages of 4096 bytes:
+
+    token rows are 25600 bytes = 7 pages, combine slots, 2 a token, 51200 bytes = 13 pages, ids and weights
+    800 bytes = 1 page, each twice; signals, doorbell and two error texts 1 page each.
+    """
+    plan = _plan()
+    assert _sizes(plan, "token rows") == _sizes(plan, "input rows") == [7 * PAGE] * 2
+    assert _sizes(plan, "combine slots") == [13 * PAGE] * 2
+    assert _sizes(plan, "expert ids") == _sizes(plan, "routing weights") == [PAGE] * 2
+    assert _sizes(plan, "weight gradients") == [PAGE] * 2
+    assert _sizes(plan, "peer signals") == _sizes(plan, "doorbell") == [PAGE]
+    assert plan.committed_bytes == (2 * 7 + 2 * 13 + 6 + 4) * PAGE == 204800
+    assert plan.total_bytes == plan.committed_bytes + 2 * 7 * PAGE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("ranks", "top_k"), [(1, 8), (3, 2), (3, 8), (64, 8)])
+def test_formula(ranks: int, top_k: int, dtype: torch.dtype) -> None:
+    tokens, hidden = 1000, 160
+    plan = _plan(
+        ranks=ranks, num_experts=8 * ranks, top_k=top_k, max_tokens=tokens, hidden=hidden, dtype=dtype
+    )
+
+    def pages(size: int) -> list[int]:
+        return [-(-size // PAGE) * PAGE] * 2
+
+    row = hidden * dtype.itemsize
+    weight = 8 if dtype == torch.float64 else 4
+    assert _sizes(plan, "token rows") == _sizes(plan, "input rows") == pages(tokens * row)
+    assert _sizes(plan, "combine slots") == pages(tokens * min(ranks, top_k) * row)
+    assert _sizes(plan, "expert ids") == pages(tokens * top_k * 4)
+    assert (
+        _sizes(plan, "routing weights") == _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
+    )
+
+
+def test_sections_follow_each_other() -> None:
+    plan = _plan()
+    end = 0
+    for _, offset, size in plan.sections:
+        assert offset == end and offset % PAGE == 0 and size > 0
+        end += size
+    assert end == plan.total_bytes
+    assert plan.committed_bytes == min(offset for name, offset, _ in plan.sections if name == "input rows")
+
+
+def test_table() -> None:
+    plan = _plan()
+    text = str(plan)
+    for name, offset, size in plan.sections:
+        assert any(
+            line.split()[-2:] == [str(offset), str(size)] and name in line for line in text.split("\n")
+        )
+    assert str(plan.total_bytes) in text and str(plan.committed_bytes * plan.ranks) in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 6}, ["hidden is 6", "16"]),
+        ({"hidden": -4}, ["hidden is -4"]),
+        ({"num_experts": 6}, ["num_experts is 6", "4"]),
+        ({"top_k": 0}, ["top_k is 0"]),
+        ({"top_k": 9}, ["top_k is 9", "8"]),
+        ({"max_tokens": 0}, ["max_tokens is 0"]),
+        ({"max_tokens": 2**31}, ["max_tokens is 2147483648"]),
+        ({"max_tokens": 2**30}, ["max_tokens is 1073741824", "rows"]),
+        ({"ranks": 0}, ["ranks is 0"]),
+        ({"dtype": torch.int32}, ["dtype is torch.int32"]),
+        ({"ranks_per_node": 0}, ["ranks_per_node is 0"]),
+    ],
+)
+def test_sizes_that_no_window_can_have(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(moecomm.InvalidArgument) as caught:
+        _plan(**changes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_what_this_version_has_not() -> None:
+    with pytest.raises(moecomm.Unsupported, match="wire is 'fp8'"):
+        _plan(wire="fp8")
+    with pytest.raises(moecomm.Unsupported, match="ranks_per_node is 2"):
+        _plan(ranks_per_node=2)
+
+
+def test_planning_allocates_nothing() -> None:
+    plan = _plan(max_tokens=10_000_000, hidden=8192)
+    assert plan.total_bytes > 2 * 10_000_000 * 8192 * 4
+
+
+def test_a_communicator_has_the_plan_that_was_announced() -> None:
+    with moecomm.Communicator(num_experts=8, hidden=64, top_k=2, max_tokens=100, dtype=torch.float32) as comm:
+        assert comm.memory == _plan(ranks=1)

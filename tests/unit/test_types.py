@@ -1,0 +1,91 @@
+"""The types of the public surface."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import types
+
+
+@pytest.mark.parametrize("kind", [moecomm.DispatchOutput, moecomm.Handle, moecomm.MemoryPlan])
+def test_results_are_frozen_and_named(kind: type) -> None:
+    assert dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    assert all(field.kw_only for field in dataclasses.fields(kind))
+
+
+def _handle() -> moecomm.Handle:
+    return moecomm.Handle(plan=None, owner=0, layout="expert", num_tokens=3, num_rows=5)
+
+
+def test_a_handle_cannot_be_changed() -> None:
+    handle = _handle()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        handle.num_rows = 6
+    # Handles hold plans, which compare by identity: two dispatches never share one by accident.
+    assert handle != _handle() and handle == handle
+
+
+def test_the_output_names_the_fields_of_the_design() -> None:
+    names = {field.name for field in dataclasses.fields(moecomm.DispatchOutput)}
+    assert names == {"tokens", "weights", "topk_idx", "tokens_per_expert", "offsets", "overflow", "handle"}
+    out = moecomm.DispatchOutput(
+        tokens=torch.zeros(0, 4),
+        weights=None,
+        tokens_per_expert=torch.zeros(1, dtype=torch.int32),
+        offsets=torch.zeros(1, dtype=torch.int32),
+        overflow=torch.zeros((), dtype=torch.int32),
+        handle=_handle(),
+    )
+    assert out.topk_idx is None
+
+
+def test_work_waits_once() -> None:
+    calls = []
+
+    def wait() -> str:
+        calls.append(1)
+        return "result"
+
+    work = moecomm.Work(wait, lambda: bool(calls))
+    assert not work.is_completed()
+    assert work.wait() == "result" and work.wait() == "result" and work.is_completed()
+    assert len(calls) == 1
+
+
+def test_work_raises_its_error_each_time() -> None:
+    def wait() -> None:
+        raise moecomm.InvalidArgument("text")
+
+    work = moecomm.Work(wait, lambda: True)
+    for _ in range(2):
+        with pytest.raises(moecomm.InvalidArgument, match="text"):
+            work.wait()
+
+
+def test_the_legend_of_shape_letters_is_there() -> None:
+    assert types.__doc__ is not None
+    for letter, meaning in {
+        "T": "tokens",
+        "H": "hidden",
+        "K": "top-k",
+        "E": "experts",
+        "R": "ranks",
+        "P": "rows",
+    }.items():
+        assert f"{letter} {meaning}" in types.__doc__.replace("  ", " ")
+
+
+def test_public_names_have_docstrings() -> None:
+    public: list[tuple[str, Callable[..., object]]] = [
+        (name, getattr(moecomm, name)) for name in moecomm.__all__ if not name.startswith("__")
+    ]
+    for name, value in public:
+        assert value.__doc__, f"moecomm.{name} has no docstring"
+        for member, each in vars(value).items():
+            if callable(each) and not member.startswith("_"):
+                assert each.__doc__, f"moecomm.{name}.{member} has no docstring"
