@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -73,7 +76,8 @@ class MoELayer(nn.Module):
         dtype.
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
-        input. Raises InvalidArgument, and what the communicator raises, on all ranks.
+        input. A bad x raises the communicator's error on all ranks; a seq_len that does not divide T raises
+        InvalidArgument on this rank.
         """
         x_TH, seq_len = self._flatten(x, seq_len)
         routing = self.router(x_TH, seq_len)
@@ -86,6 +90,14 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             y_TH = y_TH + self.shared(rows_TH)
         return self._attach(y_TH.to(x.dtype), routing).view(x.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """A copy (an average of the weights, say) has its own parameters and shares the communicator."""
+        memo[id(self.comm)] = self.comm
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def _flatten(self, x: Tensor, seq_len: int | None) -> tuple[Tensor, int | None]:
         if x.dim() not in (2, 3) or x.shape[-1] != self.config.hidden:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,15 @@ import torch
 from torch.testing import assert_close
 
 from moecomm import Communicator, InvalidArgument
-from moecomm.nn import MoEConfig, MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    is_expert_parameter,
+    set_loss_scale,
+    sync_gradients,
+    update_expert_bias,
+)
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import (
     SIZES,
@@ -104,6 +114,17 @@ def test_equals_dense_reference(case: Case, ranks: int, pools: dict[int, RankPoo
     for result in results:
         if result["counted"] is not None:
             assert result["counted"] == result["load"], "a step is counted once, however often it is computed"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_repeats_the_jitter(reentrant: bool, pools: dict[int, RankPool], seed: int) -> None:
+    case = Case({"jitter": 0.3, "z_loss_coef": 0.1})
+    plain = pools[3](layer_step, case, seed)
+    recomputed = pools[3](layer_step, replace(case, reentrant=reentrant), seed)
+    for a, b in zip(plain, recomputed, strict=True):
+        assert a["losses"] == b["losses"]
+        assert torch.equal(a["x.grad"], b["x.grad"])
+        assert all(torch.equal(grad, b["grads"][name]) for name, grad in a["grads"].items())
 
 
 @pytest.mark.parametrize("ranks", TOKENS)
@@ -250,3 +271,16 @@ def test_layer_and_communicator_must_agree() -> None:
             MoELayer(config, comm, max_tokens=4)
     with pytest.raises(InvalidArgument, match="max_tokens is None"):
         MoELayer(config)
+
+
+def test_a_copy_shares_the_communicator_and_nothing_else(seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**SIZES, bias_update_rate=0.1), max_tokens=8)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(16, 16), MoELayer(layer.config, layer.comm))
+    twin = copy.deepcopy(model)
+    x = torch.randn(8, 16)
+    assert torch.equal(twin(x), model(x))
+    assert twin[0].comm is twin[2].comm is layer.comm
+    assert all(is_expert_parameter(parameter) for parameter in twin[0].experts.parameters())
+    ours = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert ours.isdisjoint(tensor.data_ptr() for tensor in twin.state_dict().values())

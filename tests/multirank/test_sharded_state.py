@@ -34,7 +34,7 @@ class Model(nn.Module):
 def train(
     rank: int, world_size: int, ep: int, seed: int, load: Path | None, save: Path | None, steps: int
 ) -> dict[str, Any]:
-    """Some steps on the same global tokens, shared out over the ranks; what the model and optimizer are after it."""
+    """Some steps on the same global tokens, shared out over the ranks; the model and optimizer after it."""
     torch.manual_seed(seed)
     ep_group, expert_group = groups_of(rank, world_size, ep)
     model = Model(ep_group)
@@ -142,6 +142,7 @@ def test_state_of_an_optimizer_that_has_not_stepped(name: str, seed: int) -> Non
     run_ranks(2, fresh_optimizer, name, seed)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_without_process_groups(tmp_path: Path, seed: int) -> None:
     torch.manual_seed(seed)
     model = Model(None)
