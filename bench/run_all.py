@@ -134,11 +134,7 @@ def table(lines: Sequence[Sequence[str]]) -> str:
         padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
         return "| " + " | ".join(padded) + " |"
 
-    rule = (
-        "|"
-        + "|".join("-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths))
-        + "|"
-    )
+    rule = "|".join("-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths))
     return "\n".join([line(TITLES), f"|{rule}|", *(line(row) for row in lines)])
 
 
@@ -170,8 +166,9 @@ Times are medians over iterations of the slowest rank, with cold caches; the pat
 within the same run. *gloo* is `all_to_all_single` between torch permutes as a plain framework does it,
 *gloo-tuned* the same with all buffers kept and a fused weighted sum: the difference is mostly what fresh
 memory costs. *memcpy* is the ceiling: all ranks at once copy as many bytes as the operation gives them, into
-memory that they own already. For combine those are the expert rows that are summed; it reads them and writes
-fewer, so it may pass the ceiling. The columns are defined in [bench/README.md](../bench/README.md).
+memory that they own already. For combine those are the expert rows that are summed. It reads them and writes
+fewer; dispatch reads fewer than it writes; so either may come out above 100 %.
+The columns are defined in [bench/README.md](../bench/README.md).
 
 The commands:
 

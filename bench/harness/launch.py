@@ -1,8 +1,8 @@
 """Ranks of a benchmark: started here on one host, or joined when torchrun has started them.
 
 The starting process waits for all ranks, and ends the others as soon as one fails, or on Ctrl-C, SIGTERM or
-SIGHUP. If it is itself killed outright, the kernel ends its ranks. Rank 0 hosts the rendezvous store on a port
-that the system picks, so that two benchmarks never collide.
+SIGHUP. If it is itself killed outright, the kernel ends its ranks. Rank 0 hosts the rendezvous store on a
+port that the system picks, so that two benchmarks never collide.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
             text = traceback.format_exc().rstrip()
         print(f"{options.operation}_perf.py: rank {rank}: {text}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:  # Ctrl-C under torchrun, which ends the other ranks
+        return 130
     finally:
         dist.destroy_process_group()
 

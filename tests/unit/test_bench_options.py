@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import run_all
 from bench.harness import data, options, report, routing, traffic, verify
 from bench.harness.data import DataKey
-from bench.harness.record import Row
+from bench.harness.record import Row, document
 from bench.harness.verify import Received
 
 
@@ -430,3 +431,25 @@ def test_the_footer_gives_the_verdict() -> None:
     assert "0 OK" in report.footer([_row("moecomm", 1e-3)])
     assert "3 FAILED" in report.footer([_row("moecomm", 1e-3), _row("gloo", 1e-3, wrong=3)])
     assert "not checked" in report.footer([_row("moecomm", 1e-3, wrong=None)])
+
+
+def test_the_results_page_shows_every_run_with_its_command() -> None:
+    given = options.parse("dispatch", ["--baselines"])
+    record = document(given, [_row("moecomm", 1e-3), _row("memcpy", 8e-4), _row("gloo", 4e-3)], {})
+    lines = run_all.summary({"some-run": record})
+    assert lines == [["some-run", "64", "float32", "1.00", "1.50", "4.00x", "-", "0.80", "80%", "0"]]
+    table = run_all.table(lines).splitlines()
+    assert len({len(line) for line in table}) == 1
+    assert len({line.count("|") for line in table}) == 1
+    page = run_all.page({"some-run": record}, "python bench/run_all.py --write")
+    assert "python bench/dispatch_perf.py --baselines" in page
+    assert run_all.table(lines) in page
+
+
+def test_the_plan_names_each_run_once_with_flags_that_parse() -> None:
+    plan = run_all.plan(2, 3, 1)
+    assert len({run.name for run in plan}) == len(plan)
+    for run in plan:
+        assert options.parse(run.program, run.flags).iters == 3
+    reference = options.parse(plan[0].program, plan[0].flags)
+    assert (reference.hidden, reference.experts, reference.topk, reference.sizes) == (4096, 32, 4, (2048,))
