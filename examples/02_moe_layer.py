@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
+# Imported later, by an optimizer, this module would keep the process group alive to the end of the process,
+# whose gloo threads then may end it in a crash (seen with torch 2.13).
+import torch.distributed.nn.functional
 import torch.nn.functional as F
 
 from moecomm.nn import MoEConfig, MoELayer, sync_gradients, update_expert_bias

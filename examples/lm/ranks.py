@@ -18,6 +18,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+# Imported later, by an optimizer, this module would keep the process group alive to the end of the process,
+# whose gloo threads then may end it in a crash (seen with torch 2.13).
+import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -76,7 +76,6 @@ class Trainer:
             plots.draw_loss(self.metrics.records, self.out / "loss.png")
             plots.draw_expert_load(self.metrics.records, self.out / "expert_load.png")
             self.metrics.close()
-        self.comm.close()
         if not stopped:
             self._say(
                 f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
@@ -197,4 +196,5 @@ class Trainer:
 def train(options: Options, ranks: Ranks, stop: StopRequest) -> None:
     trainer = Trainer(options, ranks, stop)
     trainer.run()
-    dist.barrier()
+    dist.barrier()  # no rank leaves while another one still needs it
+    trainer.comm.close()
