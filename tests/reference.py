@@ -133,6 +133,20 @@ def combine(
     """One (T,H) array a rank from the rows (P,H), and weights (P,), of every rank."""
     kind = wide(dtype)
     hidden = rows[0].shape[1]
+    # Infinities and NaN are summed like any other value.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _combine(rows, dispatched, token_counts, dtype, weights, kind, hidden)
+
+
+def _combine(
+    rows: Sequence[np.ndarray],
+    dispatched: Sequence[Dispatched],
+    token_counts: Sequence[int],
+    dtype: str,
+    weights: Sequence[np.ndarray] | None,
+    kind: type,
+    hidden: int,
+) -> list[np.ndarray]:
     totals = [np.zeros((count, hidden), kind) for count in token_counts]
     for owner, sent in enumerate(dispatched):
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -19,6 +19,15 @@ from tests import reference
 Arrays = dict[str, Any]
 
 
+def _extremes(dtype: str) -> list[float]:
+    info = torch.finfo(getattr(torch, dtype))
+    tiny = info.tiny * info.eps  # the smallest subnormal
+    return [0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.min, info.max / 2, info.tiny, tiny, -3 * tiny]
+
+
+EXTREMES = {dtype: _extremes(dtype) for dtype in reference.DTYPES}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     tokens: tuple[int, ...]
@@ -38,6 +47,10 @@ class Case:
     input_in_window: bool = False
     num_sms: int | None = None
     seed: int = 0
+    extremes: bool = False
+    """Mix in infinities, NaN, subnormals and the largest numbers."""
+    id_seeds: tuple[int, ...] = ()
+    """A seed for the ids of each rank, so that some ranks repeat earlier ids and others do not."""
 
     @property
     def size(self) -> int:
@@ -72,7 +85,7 @@ class Case:
         return self._values(1, rank, (self.tokens[rank], self.hidden))
 
     def ids(self, rank: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, 2, rank])
+        rng = np.random.default_rng([self.id_seeds[rank] if self.id_seeds else self.seed, 2, rank])
         experts = np.arange(self.num_experts)
         if self.routing == "one-rank":
             experts = experts[-(self.num_experts // self.size) :]
@@ -120,6 +133,8 @@ class Case:
         rng = np.random.default_rng([self.seed, stream, rank])
         # Values of very different size, so that another order of summing gives other bits.
         x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
+        if self.extremes:
+            x = np.where(rng.random(shape) < 0.4, rng.choice(EXTREMES[self.dtype], shape), x)
         return reference.rounded(x.astype(reference.wide(self.dtype)), self.dtype)
 
 
@@ -225,13 +240,13 @@ def verify(case: Case, results: Sequence[Arrays]) -> None:
 
 
 def assert_same_bits(got: np.ndarray, want: np.ndarray, text: str) -> None:
-    """Equal in type, shape and every bit, but for the sign of zero."""
+    """Equal in type, shape and every bit, but for the sign of zero and the payload of a NaN."""
     assert got.dtype == want.dtype and got.shape == want.shape, (
         f"{text}: {got.dtype} {got.shape}, expected {want.dtype} {want.shape}"
     )
-    if np.array_equal(got, want):
+    if np.array_equal(got, want, equal_nan=got.dtype.kind == "f"):
         return
-    places = np.argwhere(got != want)
+    places = np.argwhere((got != want) & ~((got != got) & (want != want)))
     first = tuple(int(i) for i in places[0])
     raise AssertionError(
         f"{text}: {len(places)} of {got.size} differ, first {first}: {got[first]!r}, expected {want[first]!r}"

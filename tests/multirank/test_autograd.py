@@ -173,7 +173,13 @@ def test_gradients_match_the_reference(pool: Pools, size: int, dtype: str, seed:
         routing="holes",
         seed=seed,
     )
-    for case in (base, replace(base, alignment=8), replace(base, slack=3), replace(base, layout="rank")):
+    for case in (
+        base,
+        replace(base, alignment=8),
+        replace(base, slack=3),
+        replace(base, layout="rank"),
+        replace(base, routing="one-rank"),
+    ):
         _verify_gradients(case, pool(size)(_gradients, case))
 
 
@@ -323,3 +329,28 @@ def test_gradients_of_rows_past_the_capacity_are_zero(pool: Pools, seed: int) ->
         kept[t, k] = 1
     np.testing.assert_array_equal(grad_w, kept)
     np.testing.assert_array_equal(grad_x, np.repeat(kept.sum(1, keepdims=True), 4, 1))
+
+
+def _modes(rank: int, world_size: int, case: Case) -> str:
+    """Inference mode works; a second derivative is refused."""
+    with _build(case) as comm:
+        ids_TK = torch.from_numpy(case.ids(rank))
+        with torch.inference_mode():
+            x_TH = torch.from_numpy(case.x(rank))
+            out = comm.dispatch(x_TH, ids_TK)
+            y_TH = comm.combine(out.tokens, out.handle)
+            assert y_TH.is_inference() and torch.isfinite(y_TH).all()
+        x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
+        out = comm.dispatch(x_TH, ids_TK)
+        y_TH = comm.combine(out.tokens**2, out.handle)
+        (grad_TH,) = torch.autograd.grad(y_TH.sum(), x_TH, create_graph=True)
+        try:
+            grad_TH.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+
+def test_inference_mode_and_second_derivatives(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(4, 6), num_experts=4, hidden=4, top_k=2, weights=False, seed=seed)
+    assert all("once_differentiable" in text for text in pool(2)(_modes, case))

@@ -182,6 +182,90 @@ def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> No
         cases.verify(case, results)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_plans_are_reused_only_where_every_rank_repeats_its_ids(pool: Pools, size: int, seed: int) -> None:
+    """Each rank draws its ids anew from two sets at each step: all combinations of repeated and fresh ids."""
+    rng = np.random.default_rng(seed)
+    base = Case(tokens=(7,) * size, num_experts=2 * size, hidden=4, top_k=2, routing="holes")
+    some = [
+        replace(
+            base,
+            seed=seed + step,
+            id_seeds=tuple(int(each) for each in rng.integers(0, 2, size)),
+            layout=("expert", "rank")[int(rng.integers(0, 4)) == 0],
+            slack=None if rng.random() < 0.7 else 4,
+            weights=bool(rng.random() < 0.5),
+        )
+        for step in range(40)
+    ]
+    for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_values(pool: Pools, dtype: str, seed: int) -> None:
+    """Infinities, NaN, subnormals, and sums that overflow the dtype but not the type they run in."""
+    base = Case(tokens=(20, 20), num_experts=8, hidden=40, top_k=4, dtype=dtype, extremes=True, seed=seed)
+    _check(pool(2), [base, replace(base, layout="rank")])
+
+
+def _old_handles(rank: int, world_size: int, some: list[Case]) -> list[bool]:
+    """Handles of earlier dispatches serve combines and backwards in any order that all ranks share."""
+    import moecomm
+
+    with moecomm.Communicator(**some[0].communicator) as comm:
+        inputs = [torch.from_numpy(case.x(rank)).requires_grad_() for case in some]
+        outs = [
+            comm.dispatch(x_TH, torch.from_numpy(case.ids(rank)))
+            for case, x_TH in zip(some, inputs, strict=True)
+        ]
+        order = [3, 0, 4, 2, 1, 3]
+        combined = {i: comm.combine(outs[i].tokens, outs[i].handle) for i in order}
+        for i in (1, 4, 0, 3, 2):
+            combined[i].sum().backward()
+        found = []
+        for i, case in enumerate(some):
+            count_T1 = torch.from_numpy((case.ids(rank) >= 0).sum(1, keepdims=True))
+            found.append(torch.allclose(combined[i].detach(), inputs[i].detach() * count_T1, rtol=1e-5))
+            found.append(torch.equal(inputs[i].grad, count_T1.expand_as(inputs[i]).float()))
+        return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_handles_serve_in_any_order(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(8,) * size, num_experts=2 * size, hidden=8, top_k=2, routing="holes")
+    some = [replace(base, seed=seed + i) for i in range(5)]
+    assert all(all(found) for found in pool(size)(_old_handles, some))
+
+
+def _inputs_in_turn(rank: int, world_size: int, case: Case, steps: int) -> None:
+    """Two inputs in the window, taken, filled, dispatched and dropped in turn; no rank reads later values."""
+    import time
+
+    import moecomm
+
+    wants = [replace(case, seed=case.seed + i).expected(rank) for i in range(5)]
+    inputs = [torch.from_numpy(replace(case, seed=case.seed + i).x(rank)) for i in range(5)]
+    ids = [torch.from_numpy(replace(case, seed=case.seed + i).ids(rank)) for i in range(5)]
+    with moecomm.Communicator(**{**case.communicator, "max_tokens": 2 * case.tokens[0]}) as comm:
+        for step in range(steps):
+            inside = comm.empty_input(case.tokens[rank] + 3)
+            # Rows from the middle of the input are a view into the window as well.
+            part_TH = inside[2 : 2 + case.tokens[rank]]
+            part_TH.copy_(inputs[step % 5])
+            if step % world_size == rank:
+                time.sleep(0.001)
+            out = comm.dispatch(part_TH, ids[step % 5])
+            del inside, part_TH
+            cases.assert_same_bits(cases.to_numpy(out.tokens), wants[step % 5].tokens, f"step {step}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_inputs_in_the_window_are_not_overwritten_too_early(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(16,) * size, num_experts=2 * size, hidden=512, top_k=2, weights=False, seed=seed)
+    pool(size)(_inputs_in_turn, case, 120)
+
+
 def _skewed_steps(rank: int, world_size: int, case: Case, steps: int) -> int:
     """Ranks take turns at being late; every rank checks its own rows of every step."""
     import time

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +133,68 @@ def test_a_killed_rank_is_lost_to_the_others(size: int, victim: int, where: str,
         assert set(found["refusals"]) == {"PeerLost"}, found
         assert found["afterwards"]
         print(f"{where}: rank {rank} noticed after {found['seconds']:.3f} s")
+
+
+def _killed_at_any_moment(rank: int, world_size: int, victim: int, delay: float) -> list[dict[str, Any]]:
+    """Two communicators in a tight loop; the victim's own thread kills it wherever it is."""
+    import threading
+
+    import moecomm
+
+    case = replace(_case(world_size), tokens=(64,) * world_size, hidden=1024)
+    comms = [_communicator(case, 60.0) for _ in range(2)]
+    dist.barrier()
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    found = []
+    try:
+        while True:
+            for comm in comms:
+                before = time.monotonic()
+                _step(comm, case, rank)
+    except moecomm.PeerLost as error:
+        found.append({**_describe(error), "seconds": time.monotonic() - before})
+    for comm in comms:
+        try:
+            cases.dispatch(comm, case, rank)
+        except moecomm.PeerLost as error:
+            found.append(_describe(error))
+    return found
+
+
+def test_death_at_any_moment(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(6):
+        victim, delay = int(rng.integers(0, 3)), float(rng.uniform(0.0, 0.03))
+        with no_shared_memory_left():
+            results = run_ranks(3, _killed_at_any_moment, victim, delay, may_die=[victim])
+        for rank, found in enumerate(results):
+            if rank != victim:
+                assert [error["type"] for error in found] == ["PeerLost"] * 3, found
+                assert {error["peer"] for error in found} == {victim}, found
+                assert found[0]["seconds"] < NEVER_NOTICED, found
+
+
+def _paused(rank: int, world_size: int, folder: str) -> bool:
+    """A stop that is shorter than the deadline is only a delay."""
+    case = _case(world_size)
+    with _communicator(case, 30.0) as comm:
+        if rank == 1:
+            with open(f"{folder}/pid", "w") as file:
+                file.write(str(os.getpid()))
+        dist.barrier()
+        if rank == 0:
+            with open(f"{folder}/pid") as file:
+                peer = int(file.read())
+            for pause in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(peer, pause)
+                time.sleep(0.3)
+        out = cases.dispatch(comm, case, rank)
+        return torch.equal(out.tokens, torch.from_numpy(case.expected(rank).tokens))
+
+
+def test_a_short_stop_is_only_a_delay(tmp_path: Any) -> None:
+    assert run_ranks(3, _paused, str(tmp_path)) == [True] * 3
 
 
 def _killed_in_backward(rank: int, world_size: int) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 
 import pytest
 
+import moecomm
 from moecomm import InvalidArgument
 from moecomm.env import Env, read_env
 
@@ -62,3 +64,17 @@ def test_every_field_names_its_variable() -> None:
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECOMM_THREADS", "5")
     assert read_env().threads == 5
+
+
+def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOECOMM_TIMEOUT", "7.5")
+
+    def timeout(**arguments: object) -> float:
+        with moecomm.Communicator(num_experts=1, hidden=8, top_k=1, max_tokens=1, **arguments) as comm:
+            return comm.timeout
+
+    assert timeout() == 7.5
+    assert timeout(timeout=3) == 3.0
+    assert timeout(timeout=timedelta(minutes=2)) == 120.0
+    monkeypatch.delenv("MOECOMM_TIMEOUT")
+    assert timeout() == 60.0
