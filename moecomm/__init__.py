@@ -1,6 +1,7 @@
 """moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on
 it."""
 
+from moecomm.backends import available_devices
 from moecomm.communicator import Communicator
 from moecomm.errors import (
     CapacityExceeded,
@@ -35,4 +36,5 @@ __all__ = [
     "Unsupported",
     "Work",
     "__version__",
+    "available_devices",
 ]

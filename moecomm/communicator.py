@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm import ops
-from moecomm.backends import CpuBackend, RawDispatch
+from moecomm.backends import CpuBackend, RawDispatch, available_devices
 from moecomm.env import read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError, Unsupported
 from moecomm.memory import MemoryPlan, plan_memory, window_shape
@@ -54,10 +54,8 @@ def _check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_token
 
 
 def _check_device(device: Any) -> None:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.device(device).type != "cpu":
-        raise Unsupported(f"device is {device}: this version runs on CPU tensors only; pass device='cpu'")
+    if device is not None and torch.device(device).type not in available_devices():
+        raise Unsupported(f"device is {device}, this version serves {', '.join(available_devices())}")
 
 
 def _check_nodes(size: int, ranks_per_node: Any) -> None:
@@ -88,7 +86,7 @@ class Communicator:
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16 or float64.
         wire: format in which rows travel; None is `dtype`, the only one of this version.
-        device: None is the current CUDA device if there is one, else the CPU. This version runs on "cpu".
+        device: where the tensors are; None is the first of `moecomm.available_devices()`, now "cpu".
         ranks_per_node: ranks that share memory; None finds out.
         num_sms: threads that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the
             ranks.

@@ -3,4 +3,9 @@ runtime."""
 
 from moecomm.backends.cpu import CpuBackend, RawDispatch
 
-__all__ = ["CpuBackend", "RawDispatch"]
+__all__ = ["CpuBackend", "RawDispatch", "available_devices"]
+
+
+def available_devices() -> tuple[str, ...]:
+    """Types of device that a Communicator of this build and machine can serve, best first. Now ("cpu",)."""
+    return ("cpu",)
