@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -53,16 +54,17 @@ def find_files(places: list[str] | None) -> list[TextFile]:
 
 def _walk(folder: Path) -> list[TextFile]:
     files = []
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") or part in SKIPPED_FOLDERS for part in parts)
-        if not hidden and path.is_file() and _is_text(path):
-            files.append(TextFile(path, "/".join(parts)))
-    return files
+    for parent, folders, names in os.walk(folder):
+        # Changed in place, which is how os.walk is told where not to go.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return [TextFile(path, path.relative_to(folder).as_posix()) for path in sorted(files) if _is_text(path)]
 
 
 def _is_text(path: Path) -> bool:
     """A file is taken for text when it is not empty and its beginning holds no zero byte."""
+    if not path.is_file():  # a named pipe, say, would keep us waiting
+        return False
     try:
         with path.open("rb") as stream:
             head = stream.read(4096)

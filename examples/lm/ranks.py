@@ -27,6 +27,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import moecomm
+
 SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
 PR_SET_PDEATHSIG = 1
 
@@ -110,4 +112,4 @@ def follow_parent() -> None:
 
 
 def _uses_cuda(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return device == "cuda" or (device == "auto" and "cuda" in moecomm.available_devices())

@@ -1,0 +1,189 @@
+"""The modules of the language-model example that need no ranks: data, model, options, metrics, pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
+
+from lm import data, options, plots  # isort: skip
+from lm.build import learning_rate  # isort: skip
+from lm.errors import UsageError  # isort: skip
+from lm.metrics import MetricsFile, read_metrics  # isort: skip
+from lm.model import ModelConfig, Transformer  # isort: skip
+from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
+import itertools
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for number in range(40):
+        (tmp_path / f"file{number:02}.txt").write_text(f"text of file {number}\n" * 5)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "deep.txt").write_text("deep\n")
+    (tmp_path / "picture.bin").write_bytes(b"\0\1\2")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / ".hidden").write_text("hidden\n")
+    return tmp_path
+
+
+def test_folder_gives_its_text_files_in_order(tree: Path) -> None:
+    names = [file.name for file in data.find_files([str(tree)])]
+    assert names == [*(f"file{number:02}.txt" for number in range(40)), "sub/deep.txt"]
+
+
+def test_globs_and_files_count_once(tree: Path) -> None:
+    files = data.find_files(
+        [str(tree / "file0*.txt"), str(tree / "file03.txt"), str(tree / "**" / "deep.txt")]
+    )
+    assert len(files) == 11
+
+
+def test_default_is_the_standard_library() -> None:
+    names = [file.name for file in data.find_files(None)]
+    assert "argparse.py" in names
+    assert not any("site-packages" in name or not name.endswith(".py") for name in names)
+
+
+def test_split_goes_by_name_alone(tree: Path) -> None:
+    files = data.find_files([str(tree)])
+    training, held_out = data.split_files(files)
+    assert held_out and len(held_out) < len(training)
+    assert sorted(f.name for f in training + held_out) == sorted(f.name for f in files)
+    # Taking a file away moves no other one to the other side.
+    _, fewer = data.split_files([f for f in files if f != training[0]])
+    assert fewer == held_out
+
+
+def test_split_of_two_files_holds_one_out(tree: Path) -> None:
+    files = data.find_files([str(tree)])[:2]
+    training, held_out = data.split_files(files)
+    assert len(training) == len(held_out) == 1
+
+
+def test_batches_are_slices_of_one_global_batch() -> None:
+    tokens_N = np.arange(1000, dtype=np.uint16)
+
+    def draw(step: int, part: slice) -> torch.Tensor:
+        return data.training_batch(tokens_N, seed=3, step=step, batch=12, seq=8, part=part)
+
+    whole = draw(5, slice(0, 12))
+    assert whole.shape == (12, 9) and whole.dtype == torch.int64
+    assert torch.equal(whole[:, 1:], whole[:, :-1] + 1)
+    for ranks in (2, 3, 4):
+        size = 12 // ranks
+        parts = [draw(5, slice(rank * size, (rank + 1) * size)) for rank in range(ranks)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(draw(6, slice(0, 12)), whole)
+
+
+@pytest.mark.parametrize("length", [9, 10, 1000])
+def test_validation_windows_stay_inside_and_apart(length: int) -> None:
+    starts = data.validation_windows(np.zeros(length), count=20, seq=8)
+    assert 1 <= len(starts) <= 20
+    assert starts[-1] + 8 + 1 <= length
+    assert (np.diff(starts) >= 8).all()
+
+
+def test_unigram_by_hand() -> None:
+    # Counts with one added: 3, 2, 1 of 6 in all. Asked for tokens 0, 0, 2.
+    nats = data.unigram_nats(np.array([0, 0, 1]), np.array([0, 0, 2]), vocab=3)
+    assert nats == pytest.approx((2 * math.log(6 / 3) + math.log(6 / 1)) / 3)
+
+
+def test_bytes_come_back() -> None:
+    tokenizer = ByteTokenizer()
+    text = "naïve → bytes\n"
+    ids = tokenizer.encode(text.encode()).tolist()
+    assert max(ids) < 256
+    assert tokenizer.decode([*ids, tokenizer.end_of_text]) == text
+
+
+def test_library_tokenizer_or_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    if importlib.util.find_spec("tokenizers") is None:
+        with pytest.raises(UsageError, match="pip install tokenizers"):
+            make_tokenizer(str(path))
+        return
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    with pytest.raises(UsageError, match="no such file"):
+        make_tokenizer(str(path))
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = Path(__file__).read_text()
+    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    made.save(str(path))
+    tokenizer = make_tokenizer(str(path))
+    ids = tokenizer.encode(text.encode())
+    assert len(ids) < len(text)
+    assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_text]) == text
+    path.write_text("not json")
+    with pytest.raises(UsageError):
+        make_tokenizer(str(path))
+
+
+def small_model() -> Transformer:
+    config = ModelConfig(vocab=11, dim=16, layers=2, heads=2, max_seq=12)
+    return Transformer(config, lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
+
+
+def test_model_sees_only_the_past(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small_model()
+    tokens_BS = torch.randint(11, (3, 12))
+    changed_BS = tokens_BS.clone()
+    changed_BS[:, 7] = (changed_BS[:, 7] + 1) % 11
+    before, after = model(tokens_BS), model(changed_BS)
+    assert before.shape == (3, 12, 11)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-6
+
+
+def test_model_knows_the_order_of_the_past(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = small_model()
+    forward, backward = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 2, 1, 4]])
+    assert (model(forward)[0, -1] - model(backward)[0, -1]).abs().max() > 1e-6
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    chosen = options.parse(["--steps", "100", "--warmup", "10", "--lr", "1", "--out", "/tmp"])
+    rates = [learning_rate(step, chosen) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0 == max(rates)
+    assert all(left > right for left, right in itertools.pairwise(rates[9:]))
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_metrics_file_drops_what_will_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, resume_at=None)
+    for step in range(5):
+        first.write({"step": step, "loss": 1.0})
+    first.close()
+    with path.open("a") as stream:
+        stream.write('{"step": 5, "lo')  # a line cut off by a crash
+    again = MetricsFile(path, resume_at=2)
+    again.write({"step": 3, "loss": 2.0})
+    again.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_pictures_of_short_runs(tmp_path: Path, experts: int) -> None:
+    records = [{"step": 0, "unigram": 3.0}]
+    for length in range(3):
+        plots.draw_loss(records, tmp_path / "loss.png")
+        plots.draw_expert_load(records, tmp_path / "load.png")
+        assert (tmp_path / "loss.png").stat().st_size > 1000
+        assert (tmp_path / "load.png").exists() == (length > 0)
+        records.append({"step": length + 1, "loss": 2.0, "load": [[3] * experts, [0] * (experts - 1) + [9]]})

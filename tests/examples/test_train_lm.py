@@ -1,0 +1,212 @@
+"""The main example as a user runs it: a small model on real text, on ranks of its own or torchrun's."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import (
+    EXAMPLES,
+    SMALL_MODEL,
+    TIMEOUT_S,
+    BaseRun,
+    clean_environment,
+    processes_naming,
+    run_example,
+    wait_until,
+)
+
+from lm.metrics import read_metrics  # isort: skip
+
+RESULT = re.compile(
+    r"result: val_loss=(?P<val>\d+\.\d+) unigram=(?P<unigram>\d+\.\d+) "
+    r"tokens_per_s=(?P<speed>\d+) exposed_comm=(?P<comm>\d\.\d+)"
+)
+# Float32 rounding, and what it grows to: sums run in another order when tokens or experts are spread anew.
+OTHER_SPREAD = 1e-4
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r}
+
+
+def test_learns_more_than_token_frequencies(base_run: BaseRun) -> None:
+    result = RESULT.fullmatch(base_run.finished.last_line)
+    assert result, base_run.finished.out
+    assert float(result["val"]) < float(result["unigram"])
+    assert int(result["speed"]) > 0
+    assert 0 < float(result["comm"]) < 1
+
+
+def test_metrics_cover_every_step(base_run: BaseRun) -> None:
+    records = read_metrics(base_run.folder / "metrics.jsonl")
+    assert list(losses(base_run.folder)) == list(range(1, 61))
+    assert [r["step"] for r in records if "val_loss" in r] == [30, 60]
+    assert records[0]["unigram"] > 0
+    for record in records:
+        if "load" in record:  # (layers, experts); each of the 8 * 32 tokens went to two experts in each layer
+            assert [sum(layer) for layer in record["load"]] == [8 * 32 * 2] * 2
+        if "loss" in record:
+            assert math.isfinite(record["loss"]) and record["balance"] >= 1
+            assert 0 <= record["wait_share"] <= record["comm_share"] < 1
+
+
+def test_output_files(base_run: BaseRun) -> None:
+    for name in ("loss.png", "expert_load.png"):
+        assert (base_run.folder / name).read_bytes().startswith(b"\x89PNG")
+    checkpoints = sorted(path.name for path in (base_run.folder / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000030", "step-00000060"]
+    assert "estimate: " in base_run.finished.out
+
+
+def test_sample_goes_on_from_the_prompt(base_run: BaseRun) -> None:
+    text = (base_run.folder / "sample.txt").read_text()
+    assert text.startswith("def ") and len(text) > 4
+    assert "sample:\ndef " in base_run.finished.out
+
+
+def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> None:
+    done = run_example("train_lm.py", "--resume", "--out", half_run)
+    assert done.code == 0, done.err
+    assert "resumed at step 30" in done.out
+    assert losses(half_run) == losses(base_run.folder)
+    assert RESULT.fullmatch(done.last_line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "torchrun"),
+    [
+        pytest.param(["--ep", "1"], None, id="2 ranks, ep 1"),
+        pytest.param(["--ranks", "1"], None, id="1 rank"),
+        pytest.param(["--ep", "2"], 4, id="4 ranks of torchrun, ep 2"),
+    ],
+)
+def test_resume_on_other_ranks(
+    base_run: BaseRun, half_run: Path, arguments: list[str], torchrun: int | None
+) -> None:
+    done = run_example("train_lm.py", "--resume", "--out", half_run, *arguments, ranks_by_torchrun=torchrun)
+    assert done.code == 0, done.err
+    assert losses(half_run) == pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
+
+
+def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(base_run.folder, folder)
+    done = run_example("train_lm.py", "--resume", "--out", folder, "--sample", "5")
+    assert done.code == 0, done.err
+    before, after = (
+        RESULT.fullmatch(base_run.finished.last_line),
+        re.search(r"val_loss=(\S+)", done.last_line),
+    )
+    assert before and after and before["val"] == after[1]
+
+
+def start(folder: Path, text_folder: Path) -> subprocess.Popen[str]:
+    """An endless run, already past its first steps."""
+    steps = ["--steps", "1000000", "--eval-every", "1000000", "--save-every", "1000000"]
+    command = [sys.executable, EXAMPLES / "train_lm.py", *SMALL_MODEL, *steps, "--data", text_folder]
+    process = subprocess.Popen(
+        [*command, "--out", folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+        start_new_session=True,
+    )
+    wait_until(lambda: process.poll() is not None or len(losses(folder)) >= 3, "three steps")
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def test_interrupt_leaves_a_checkpoint_and_nothing_else(text_folder: Path, tmp_path: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    folder = tmp_path / "run"
+    process = start(folder, text_folder)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "Traceback" not in err
+    steps = max(losses(folder))
+    assert f"stopped at step {steps}" in out.strip().splitlines()[-1]
+    assert (folder / "checkpoints" / f"step-{steps:08d}" / ".metadata").is_file()
+    assert processes_naming(folder) == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if "moecomm" in name}
+
+    done = run_example("train_lm.py", "--resume", "--out", folder, "--steps", str(steps + 2))
+    assert done.code == 0, done.err
+    assert max(losses(folder)) == steps + 2
+
+
+def test_ranks_end_with_a_killed_launcher(text_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, text_folder)
+    process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
+
+
+BAD_ARGUMENTS = {
+    "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
+    "missing tokenizer": (["--tokenizer", "/no/such.json"], "--tokenizer"),
+    "batch over ranks": (["--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
+    "ep over ranks": (["--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
+    "ep over experts": (["--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
+    "top-k over experts": (["--top-k", "9"], "--top-k 9 is more than --experts 8"),
+    "head width": (["--dim", "33"], "--dim 33 must be an even multiple of --heads 5"),
+    "nothing to resume": (["--resume"], "--resume: no run in"),
+    "not a number": (["--steps", "many"], "--steps"),
+    "zero steps": (["--steps", "0"], "0 is not a number of at least 1"),
+    "negative rate": (["--lr", "-1"], "-1.0 is not a finite number"),
+    "unknown option": (["--colour", "red"], "--colour"),
+    "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_give_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
+    arguments, message = BAD_ARGUMENTS[case]
+    text = [] if "--data" in arguments else ["--data", text_folder]
+    done = run_example("train_lm.py", "--out", tmp_path / "run", *text, *arguments)
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert len(done.err.splitlines()) == 1, done.err
+    assert done.err.startswith("train_lm.py: error: ") and message in done.err
+
+
+def test_out_must_be_a_folder(text_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("taken")
+    done = run_example("train_lm.py", "--data", text_folder, "--out", path)
+    assert done.code == 2 and "is a file, not a folder" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dim", "64"], "this run has --dim 32, which cannot become 64"),
+        (["--data", "/"], "which cannot become"),
+    ],
+)
+def test_resume_refuses_another_run(half_run: Path, arguments: list[str], message: str) -> None:
+    done = run_example("train_lm.py", "--resume", "--out", half_run, *arguments)
+    assert done.code == 2 and message in done.err, done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_resume_notices_changed_text(text_folder: Path, half_run: Path, tmp_path: Path) -> None:
+    name = next(path for path in sorted(text_folder.iterdir()))
+    before = name.read_text()
+    try:
+        name.write_text(before + "# changed\n")
+        done = run_example("train_lm.py", "--resume", "--out", half_run)
+    finally:
+        name.write_text(before)
+    assert done.code == 2 and "the text is not the one" in done.err, done.err

@@ -1,0 +1,33 @@
+"""The numbered examples, started alone and by torchrun. Each of them checks its own results."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.examples.conftest import EXAMPLES, run_example
+
+SAYS = {
+    "01_dispatch_combine.py": ["expert 5: tokens", "combined: token 3 became 12.75"],
+    "02_moe_layer.py": ["loss 0.4067 -> 0.1721"],
+    "03_gradients_and_checkpointing.py": ["gradients of tokens and scores", "the same bits"],
+    "04_fixed_capacity.py": ["CapacityExceeded: a dispatch needed", "every row has its place"],
+}
+
+
+def test_every_numbered_example_is_here() -> None:
+    assert sorted(SAYS) == sorted(path.name for path in EXAMPLES.glob("[0-9]*.py"))
+
+
+@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_example(name: str, ranks: int | None) -> None:
+    done = run_example(name, ranks_by_torchrun=ranks)
+    assert done.code == 0, done.out + done.err
+    for text in SAYS[name]:
+        assert text in done.out
+
+
+def test_dispatch_combine_on_three_ranks() -> None:
+    done = run_example("01_dispatch_combine.py", ranks_by_torchrun=3)
+    assert done.code == 0, done.out + done.err
+    assert done.out.count("received") == 3
