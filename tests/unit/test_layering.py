@@ -239,3 +239,11 @@ def test_native_code_never_ends_the_process() -> None:
 def test_the_reference_shares_nothing() -> None:
     found = {name.split(".")[0] for name in _imports(ROOT / "tests" / "reference.py", everywhere=True)}
     assert found <= {"__future__", "collections", "dataclasses", "numpy"}, found
+
+
+def test_native_code_uses_no_streams() -> None:
+    # A build that links libstdc++ statically (some toolchains do) would have a second copy of the locale's
+    # facets beside torch's, and the first number read from a stream would crash.
+    for path in _native_files():
+        for _, name in INCLUDE.findall(_code(path)):
+            assert name not in ("iostream", "fstream", "sstream", "iomanip", "regex"), f"{path} includes {name}"

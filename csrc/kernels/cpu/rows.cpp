@@ -1,7 +1,8 @@
 #include "kernels/cpu/rows.hpp"
 
 #include <algorithm>
-#include <fstream>
+#include <cstdio>
+#include <memory>
 #include <string>
 
 #include "kernels/cpu/heuristics.hpp"
@@ -46,10 +47,12 @@ namespace {
 /// whole sockets on some machines.
 int64_t last_level_cache_bytes() {
   for (int index = 4; index >= 1; --index) {
-    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size");
-    int64_t size = 0;
+    const auto path = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size";
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
+    long long size = 0;
     char unit = 0;
-    if (file >> size >> unit) return size << (unit == 'M' ? 20 : unit == 'K' ? 10 : 0);
+    if (file && std::fscanf(file.get(), "%lld%c", &size, &unit) == 2)
+      return size << (unit == 'M' ? 20 : unit == 'K' ? 10 : 0);
   }
   return int64_t{16} << 20;
 }
