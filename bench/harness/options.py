@@ -1,4 +1,4 @@
-"""Command line of the benchmark programs, in nccl-tests' spelling.
+"""What a program was asked to do: its flags, checked against each other.
 
 Imports nothing heavy, so that a bad flag is answered at once, in one line, with exit status 2, before any
 rank starts.
@@ -13,7 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
+
+from .flags import BASELINES, build_parser
+from .sizes import parse_size, sweep
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _DTYPE_ALIASES = {
@@ -25,38 +28,7 @@ _DTYPE_ALIASES = {
     "double": "float64",
     "fp64": "float64",
 }
-_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-BASELINES = {
-    "dispatch": ("memcpy", "gloo", "gloo-tuned"),
-    "combine": ("memcpy", "gloo", "gloo-tuned"),
-    "alltoall": ("memcpy", "gloo"),  # nothing around the bare exchange to tune
-}
 ROUTINGS = ("uniform", "zipf", "one-hot", "balanced", "trace")
-
-BANDWIDTH_TEXT = """\
-sizes:
-  A bare number counts tokens per rank: -b 2048. A number with a suffix B, K, M or G (powers of 1024) is bytes
-  of input rows per rank, as in nccl-tests: -b 32M. Bytes are rounded down to whole tokens, at least one.
-
-columns:
-  size     bytes of input rows a rank holds: tokens x hidden x bytes of the type
-  count    tokens a rank holds
-  path     moecomm, or a baseline
-  time     microseconds of one call: of each iteration the slowest rank, of those the median
-  min      the smallest of the same
-  algbw    useful bytes / time, mean over ranks, GB/s (1e9). {useful}
-  busbw    remote bytes / time, mean over ranks, GB/s: one row per (token, other rank that owns one of its
-  experts),
-           the least that has to leave a rank. The same numerator for every path, whatever the path really
-           sends.
-  #wrong   values that differ from an independent numpy computation, summed over ranks; N/A with -c 0
-"""
-
-USEFUL_TEXT = {
-    "dispatch": "Useful are the bytes of the real\n           rows in the result (padding not counted).",
-    "combine": "Useful are the bytes of the real\n           rows summed (those that dispatch wrote).",
-    "alltoall": "Useful are the bytes of the rows\n           that a rank ends up with.",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,57 +70,6 @@ class Options:
         return asdict(self)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line and nothing else."""
-
-    def error(self, message: str) -> NoReturn:
-        # Under torchrun every rank parses the same line; one of them speaks.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def parse_size(text: str, row_bytes: int) -> int:
-    """Tokens meant by `text`: "2048" is tokens, "32M" is bytes of rows of `row_bytes` each, at least one
-    token.
-    """
-    word = text.strip().upper()
-    if word.endswith("IB"):
-        word = word[:-2]
-    elif len(word) > 2 and word[-1] == "B" and word[-2] in "KMG":
-        word = word[:-1]
-    unit = _UNITS.get(word[-1:], 0)
-    try:
-        number = float(word[:-1]) if unit else int(word)
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is no size: give tokens (2048) or bytes with B, K, M or G (32M)"
-        ) from None
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"size {text!r} has to be above 0")
-    return max(1, int(number * unit) // row_bytes) if unit else int(number)
-
-
-def sweep(first: int, last: int, step: int | None = None, factor: float | None = None) -> tuple[int, ...]:
-    """Sizes from `first` to `last` inclusive, adding `step` or multiplying by `factor` (2 if neither is
-    given).
-    """
-    if last < first:
-        raise ValueError(f"the last size (-e, {last} tokens) is below the first (-b, {first} tokens)")
-    if step is not None and factor is not None:
-        raise ValueError("give -i or -f, not both")
-    if step is not None and step < 1:
-        raise ValueError("-i has to be at least 1")
-    if factor is not None and not (math.isfinite(factor) and factor > 1.0):
-        raise ValueError(f"-f has to be above 1, got {factor:g}")
-    sizes = [first]
-    while True:
-        grown = sizes[-1] + step if step is not None else max(sizes[-1] + 1, int(sizes[-1] * (factor or 2.0)))
-        if grown > last:
-            return tuple(sizes)
-        sizes.append(grown)
-
-
 def threads_for(ranks: int, cores: int) -> int:
     """Compute threads a rank gets when all ranks of one host share its cores evenly."""
     return 1 if ranks >= cores else cores // ranks
@@ -157,120 +78,6 @@ def threads_for(ranks: int, cores: int) -> int:
 def available_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
-    """The parser of one program; `alltoall` has no routing flags (its routing is what makes it an
-    all-to-all).
-    """
-    parser = _Parser(
-        prog=prog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        description=f"Times {operation} of moecomm, verified first, next to its baselines.",
-        epilog=BANDWIDTH_TEXT.format(useful=USEFUL_TEXT[operation]),
-    )
-    add = parser.add_argument
-    add(
-        "-g",
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="ranks to start on this host (2); under torchrun its own count",
-    )
-    add(
-        "-b",
-        "--min",
-        default="2048",
-        metavar="SIZE",
-        help="first size per rank: tokens, or bytes with K/M/G (2048)",
-    )
-    add("-e", "--max", metavar="SIZE", help="last size per rank (the first)")
-    add("-i", "--increment", metavar="SIZE", help="add this between sizes")
-    add("-f", "--factor", type=float, metavar="X", help="multiply by this between sizes (2)")
-    add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations (20)")
-    add("-w", "--warmup", type=int, default=5, metavar="N", help="untimed iterations before them (5)")
-    add(
-        "-c",
-        "--check",
-        type=int,
-        default=1,
-        metavar="N",
-        help="verified calls before timing, new data each; 0: none (1)",
-    )
-    add(
-        "-d",
-        "--dtype",
-        default="float32",
-        metavar="TYPE",
-        help="float32, bfloat16, float16, float64, a list a,b or all",
-    )
-    add("-J", "--json", metavar="FILE", help="write everything measured as JSON")
-    add("--plot", metavar="FILE.png", help="draw algbw over size")
-    add("--hidden", type=int, default=4096, metavar="H", help="values per row (4096)")
-    if operation != "alltoall":
-        add("--experts", type=int, default=32, metavar="E", help="experts over all ranks (32)")
-        add("--topk", type=int, default=None, metavar="K", help="experts per token (4; of a trace: its own)")
-        add("--layout", choices=("expert", "rank"), default="expert", help="result layout (expert)")
-        add("--alignment", type=int, default=1, metavar="A", help="rows an expert's group is padded to (1)")
-        add(
-            "--capacity",
-            metavar="ROWS",
-            help="fixed result rows, or auto: what the fullest rank needs (exact sizes)",
-        )
-        add(
-            "--routing",
-            nargs="+",
-            default=["uniform"],
-            metavar="HOW",
-            help="uniform | zipf | one-hot | balanced | trace FILE (.npy or .npz with top-k ids)",
-        )
-        add("--zipf", type=float, default=1.0, metavar="S", help="exponent of the zipf routing (1.0)")
-    add(
-        "--input",
-        choices=("tensor", "window"),
-        default="tensor",
-        help="rows come from an ordinary tensor, or already lie in the window (Communicator.empty_input)",
-    )
-    add(
-        "--ids",
-        choices=("fresh", "same"),
-        default="fresh",
-        help="timed dispatches get new ids each, as in training, or the same again, as when recomputing",
-    )
-    add(
-        "--baselines",
-        nargs="?",
-        const="all",
-        default="",
-        metavar="LIST",
-        help="also run baselines: all, or a list of " + ", ".join(BASELINES[operation]),
-    )
-    add("--seed", type=int, default=20240817, metavar="N", help="seed of data and routing")
-    add(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="compute threads a rank, for every path (cores // ranks, at least 1)",
-    )
-    add(
-        "--flush",
-        metavar="BYTES",
-        help="bytes a rank rewrites between iterations to empty the caches (size of the L3); 0: off",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="seconds after which a wait for a peer fails (120)",
-    )
-    add(
-        "--inject-error",
-        action="store_true",
-        help="corrupt one value of each result before it is checked, to see #wrong move",
-    )
-    return parser
 
 
 def parse(operation: str, argv: Sequence[str] | None = None, prog: str | None = None) -> Options:

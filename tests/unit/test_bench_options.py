@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import run_all
-from bench.harness import data, options, report, routing, traffic, verify
+from bench.harness import data, options, report, routing, sizes, traffic, verify
 from bench.harness.data import DataKey
 from bench.harness.record import Row, document
 from bench.harness.verify import Received
@@ -39,21 +39,21 @@ def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_bare_size_is_tokens_and_a_suffix_makes_it_bytes(text: str, tokens: int) -> None:
-    assert options.parse_size(text, row_bytes=16384) == tokens
+    assert sizes.parse_size(text, row_bytes=16384) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "x", "12Q", "-4", "0", "1.5", "nanK", "infM", "K"])
 def test_bad_sizes_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
-        options.parse_size(text, row_bytes=16)
+        sizes.parse_size(text, row_bytes=16)
 
 
 def test_sweeps_add_or_multiply_and_include_the_last_size() -> None:
-    assert options.sweep(8, 64) == (8, 16, 32, 64)
-    assert options.sweep(8, 65, factor=4.0) == (8, 32)
-    assert options.sweep(5, 20, step=5) == (5, 10, 15, 20)
-    assert options.sweep(7, 7) == (7,)
-    assert options.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
+    assert sizes.sweep(8, 64) == (8, 16, 32, 64)
+    assert sizes.sweep(8, 65, factor=4.0) == (8, 32)
+    assert sizes.sweep(5, 20, step=5) == (5, 10, 15, 20)
+    assert sizes.sweep(7, 7) == (7,)
+    assert sizes.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
 
 
 def test_flags_arrive() -> None:
