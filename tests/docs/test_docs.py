@@ -1,8 +1,11 @@
-"""The documentation says what is so: its numbers are the program's, the files that it names exist."""
+"""The documentation says what is so: the example runs, numbers are the program's, links lead somewhere."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,34 @@ import moecomm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def readme_example() -> tuple[int, str]:
+    """(ranks, program) of the README's marked example."""
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- example: (\d+) ranks -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found, "README.md has no marked example"
+    return int(found[1]), found[2]
+
+
+def test_readme_example_runs(tmp_path: Path) -> None:
+    ranks, program = readme_example()
+    assert len(program.splitlines()) <= 20
+    path = tmp_path / "example.py"
+    path.write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*torchrun, str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    # Ranks share one output; two lines may come as one, so the text is searched and not split.
+    said = re.findall(r"rank (\d+): 64 tokens, (\d+) rows", done.stdout)
+    assert sorted(int(rank) for rank, _ in said) == list(range(ranks)), done.stdout
+    assert sum(int(rows) for _, rows in said) == ranks * 64 * 2
 
 
 def test_memory_page_has_the_numbers_of_the_plan() -> None:
@@ -36,6 +67,13 @@ def test_routing_page_has_the_rows_of_a_dispatch() -> None:
     ) as comm:
         out = comm.dispatch(x_TH, ids_TK, alignment=4)
     assert ["-abcde"[int(value)] for value in out.tokens[:, 0]] == shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
