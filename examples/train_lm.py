@@ -1,10 +1,9 @@
 """Train a mixture-of-experts language model on real text, every token routed by moecomm.
 
-    python examples/train_lm.py                                   # two ranks of its own, about three
-    minutes on two cores python examples/train_lm.py --data ~/notes '~/src/**/*.md'    # other text: files,
-    folders, globs python examples/train_lm.py --resume --steps 800              # go on; also with another
-    --ranks or --ep torchrun --nproc-per-node 4 examples/train_lm.py --ep 2       # ranks by torchrun: 2
-    data parallel x 2 expert parallel
+    python examples/train_lm.py                                   # starts two ranks; about three minutes
+    python examples/train_lm.py --data ~/notes '~/src/**/*.md'    # other text: files, folders, globs
+    python examples/train_lm.py --resume --steps 800              # go on; also with another --ranks or --ep
+    torchrun --nproc-per-node 4 examples/train_lm.py --ep 2       # 2 data parallel x 2 expert parallel
 
 Reads text files (default: Python's own standard library), holds some of them out, trains a decoder-only
 transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, checkpoints/, and sample.txt if
