@@ -44,7 +44,7 @@ def start_ranks(options: command_line.Options) -> int:
 
     from lm import checkpoint, data, ranks, tokenizer
 
-    count = options.ranks or ranks.default_ranks(options.device)
+    count = ranks.default_ranks(options.device) if options.ranks is None else options.ranks
     command_line.check_ranks(options, count)
     data.find_files(options.data)
     tokenizer.make_tokenizer(options.tokenizer)

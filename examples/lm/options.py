@@ -175,10 +175,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=_count, default=2, help="experts a token is sent to")
     add("--ffn", type=_count, default=320, help="inner width of one expert")
     add("--bias-rate", type=_amount, default=0.01, help="step of the balancing biases of the router")
-    add("--aux-coef", type=_amount, default=0.0, help="weight of the balancing loss, taken per sequence")
+    add("--aux-coef", type=_amount, default=0.01, help="weight of the balancing loss, taken per sequence")
 
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=_count, default=400, help="optimizer steps, from the first one on")
+    add("--steps", type=_count, default=320, help="optimizer steps, from the first one on")
     add("--batch", type=_count, default=32, help="windows of one step, over all ranks")
     add("--lr", type=_amount, default=4e-3, help="highest learning rate")
     add("--warmup", type=_count, default=20, help="steps in which the learning rate rises")
@@ -208,9 +208,9 @@ def _parser() -> argparse.ArgumentParser:
         help="write N tokens at the end",
     )
     add("--prompt", default="def ", help="what the sample starts from")
-    add("--eval-every", type=_count, default=50, help="steps between validations")
+    add("--eval-every", type=_count, default=40, help="steps between validations")
     add("--eval-windows", type=_count, default=256, help="windows of held-out text in one validation")
-    add("--save-every", type=_count, default=200, help="steps between checkpoints")
+    add("--save-every", type=_count, default=100, help="steps between checkpoints")
     add(
         "--log-every",
         type=_count,

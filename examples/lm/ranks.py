@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -28,19 +28,24 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import moecomm
+from lm.errors import UsageError
 
 SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
 PR_SET_PDEATHSIG = 1
 
 
 def default_ranks(device: str) -> int:
-    """One rank a GPU; two without, so that tokens do travel between processes on the smallest machine."""
+    """One rank a GPU; two without, so that tokens do travel between processes on the smallest machine.
+
+    Raises UsageError if the device that was asked for is not there.
+    """
     return torch.cuda.device_count() if _uses_cuda(device) else 2
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their own errors
+    logging.disable(logging.ERROR)  # of the launcher: ranks print their own errors, and we say the rest
+    known = {field.name for field in fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -50,7 +55,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        shutdown_timeout=SHUTDOWN_SECONDS,
+        **({"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}),  # not in torch 2.11
     )
     try:
         elastic_launch(config, sys.executable)("-u", *arguments)
@@ -112,4 +117,9 @@ def follow_parent() -> None:
 
 
 def _uses_cuda(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and "cuda" in moecomm.available_devices())
+    available = "cuda" in moecomm.available_devices()
+    if device == "cuda" and not available:
+        raise UsageError(
+            f"--device cuda: moecomm runs here on {', '.join(moecomm.available_devices())} alone"
+        )
+    return available and device != "cpu"

@@ -16,7 +16,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # `lm` is imported from there, as `train_lm.py` does
 
-TIMEOUT_S = 150
+TIMEOUT_S = 240
 SMALL_MODEL = [
     "--dim",
     "32",

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.examples.conftest import (
     EXAMPLES,
@@ -24,7 +25,10 @@ from tests.examples.conftest import (
     wait_until,
 )
 
+import train_lm  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
+
+pytestmark = pytest.mark.slow
 
 RESULT = re.compile(
     r"result: val_loss=(?P<val>\d+\.\d+) unigram=(?P<unigram>\d+\.\d+) "
@@ -133,7 +137,7 @@ def test_interrupt_leaves_a_checkpoint_and_nothing_else(text_folder: Path, tmp_p
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT, err
-    assert "Traceback" not in err
+    assert err == ""
     steps = max(losses(folder))
     assert f"stopped at step {steps}" in out.strip().splitlines()[-1]
     assert (folder / "checkpoints" / f"step-{steps:08d}" / ".metadata").is_file()
@@ -153,12 +157,29 @@ def test_ranks_end_with_a_killed_launcher(text_folder: Path, tmp_path: Path) -> 
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
-BAD_ARGUMENTS = {
+WRONG_FOR_RANKS = {
     "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
-    "missing tokenizer": (["--tokenizer", "/no/such.json"], "--tokenizer"),
     "batch over ranks": (["--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
     "ep over ranks": (["--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
     "ep over experts": (["--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
+    "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FOR_RANKS)
+def test_bad_arguments_give_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
+    arguments, message = WRONG_FOR_RANKS[case]
+    text = [] if "--data" in arguments else ["--data", text_folder]
+    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "2", *text, *arguments)
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert len(done.err.splitlines()) == 1, done.err
+    assert done.err.startswith("train_lm.py: error: ") and message in done.err
+
+
+WRONG_BY_THEMSELVES = {
+    "missing tokenizer": (["--tokenizer", "/no/such.json"], "--tokenizer"),
+    "missing GPU": (["--device", "cuda"], "--device cuda"),
     "top-k over experts": (["--top-k", "9"], "--top-k 9 is more than --experts 8"),
     "head width": (["--dim", "33"], "--dim 33 must be an even multiple of --heads 5"),
     "nothing to resume": (["--resume"], "--resume: no run in"),
@@ -166,19 +187,22 @@ BAD_ARGUMENTS = {
     "zero steps": (["--steps", "0"], "0 is not a number of at least 1"),
     "negative rate": (["--lr", "-1"], "-1.0 is not a finite number"),
     "unknown option": (["--colour", "red"], "--colour"),
-    "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_bad_arguments_give_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
-    arguments, message = BAD_ARGUMENTS[case]
-    text = [] if "--data" in arguments else ["--data", text_folder]
-    done = run_example("train_lm.py", "--out", tmp_path / "run", *text, *arguments)
-    assert done.code == 2, done.err
-    assert done.out == ""
-    assert len(done.err.splitlines()) == 1, done.err
-    assert done.err.startswith("train_lm.py: error: ") and message in done.err
+@pytest.mark.parametrize("case", WRONG_BY_THEMSELVES)
+def test_bad_options_give_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = WRONG_BY_THEMSELVES[case]
+    if case == "missing GPU" and torch.cuda.is_available():
+        arguments = ["--device", "tpu"]
+        message = "--device"
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--out", str(tmp_path / "run"), *arguments])
+    assert train_lm.main() == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert said.err.startswith("train_lm.py: error: ") and message in said.err
 
 
 def test_out_must_be_a_folder(text_folder: Path, tmp_path: Path) -> None:
