@@ -44,7 +44,7 @@ def default_ranks(device: str) -> int:
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell."""
-    logging.disable(logging.ERROR)  # of the launcher: ranks print their own errors, and we say the rest
+    logging.disable(logging.ERROR)  # ranks print their own errors, and the rest is said below
     known = {field.name for field in fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
