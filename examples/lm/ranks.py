@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,6 @@ def default_ranks(device: str) -> int:
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Runs this program again on `ranks` ranks, as torchrun would; returns the exit code for the shell."""
     logging.disable(logging.ERROR)  # ranks print their own errors, and the rest is said below
-    known = {field.name for field in fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -55,8 +54,9 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        **({"shutdown_timeout": SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}),  # not in torch 2.11
     )
+    if hasattr(config, "shutdown_timeout"):  # torch 2.11 has no such setting yet
+        config.shutdown_timeout = SHUTDOWN_SECONDS
     try:
         elastic_launch(config, sys.executable)("-u", *arguments)
     except SignalException as stopped:
