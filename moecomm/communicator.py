@@ -358,8 +358,9 @@ class Communicator:
         """An uninitialised (num_tokens, H) tensor inside the window: a dispatch of it need not copy it there
         first.
 
-        At most two such tensors can be alive at a time; their memory is taken at the first call. Write it
-        once between dispatches: peers read it while they dispatch.
+        At most two such tensors can be alive at a time; their memory is taken at the first call. Fill it,
+        dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was there
+        before. Writing to one that was dispatched races with ranks that are still reading.
 
         Raises:
             InvalidArgument: more than max_tokens.

@@ -139,7 +139,7 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"),
            py::arg("timeout"))
-      .def_property_readonly("window_name", &Communicator::window_name)
+      .def("link_window", &Communicator::link_window)
       .def(
           "connect",
           [](Communicator& self, const std::vector<std::string>& names, const std::vector<int64_t>& pids) {

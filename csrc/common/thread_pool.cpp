@@ -2,54 +2,59 @@
 
 namespace moecomm {
 
-ThreadPool::ThreadPool(int threads) {
-  for (int index = 1; index < threads; ++index) workers_.emplace_back([this, index] { run(index); });
+ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
+  state_->workers.reserve(static_cast<size_t>(threads));
+  std::lock_guard lock(state_->mutex);  // a worker asks for the number of workers: not before it is final
+  for (int index = 1; index < threads; ++index) state_->workers.emplace_back([this, index] { run(index); });
 }
 
 ThreadPool::~ThreadPool() {
   if (getpid() != owner_) {
-    for (auto& worker : workers_) worker.detach();
+    // The threads are the parent's. Joining them, or destroying what they wait on, would never return here.
+    static_cast<void>(state_.release());
     return;
   }
   {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
+    std::lock_guard lock(state_->mutex);
+    state_->stop = true;
   }
-  start_.notify_all();
-  for (auto& worker : workers_) worker.join();
+  state_->start.notify_all();
+  for (auto& worker : state_->workers) worker.join();
 }
 
 void ThreadPool::parallel(int64_t count, bool worthwhile, const std::function<void(int64_t, int64_t)>& body) {
-  if (workers_.empty() || !worthwhile || count < 2) {
+  State& state = *state_;
+  if (state.workers.empty() || !worthwhile || count < 2) {
     if (count > 0) body(0, count);
     return;
   }
   {
-    std::lock_guard lock(mutex_);
-    body_ = &body;
-    count_ = count;
-    running_ = static_cast<int>(workers_.size());
-    ++generation_;
+    std::lock_guard lock(state.mutex);
+    state.body = &body;
+    state.count = count;
+    state.running = static_cast<int>(state.workers.size());
+    ++state.generation;
   }
-  start_.notify_all();
+  state.start.notify_all();
   body(0, count / threads());
-  std::unique_lock lock(mutex_);
-  finished_.wait(lock, [this] { return running_ == 0; });
+  std::unique_lock lock(state.mutex);
+  state.finished.wait(lock, [&] { return state.running == 0; });
 }
 
 void ThreadPool::run(int index) {
+  State& state = *state_;
   uint64_t seen = 0;
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(state.mutex);
   while (true) {
-    start_.wait(lock, [&] { return stop_ || generation_ != seen; });
-    if (stop_) return;
-    seen = generation_;
-    const auto* body = body_;
-    const int64_t begin = count_ * index / threads(), end = count_ * (index + 1) / threads();
+    state.start.wait(lock, [&] { return state.stop || state.generation != seen; });
+    if (state.stop) return;
+    seen = state.generation;
+    const auto* body = state.body;
+    const int64_t begin = state.count * index / threads(), end = state.count * (index + 1) / threads();
     lock.unlock();
     if (begin < end) (*body)(begin, end);
     lock.lock();
-    if (--running_ == 0) finished_.notify_one();
+    if (--state.running == 0) state.finished.notify_one();
   }
 }
 

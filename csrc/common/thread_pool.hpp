@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -20,7 +21,7 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 
   /// Splits [0, count) into one contiguous range a thread and returns when all have run. One caller at a
   /// time. Runs inline if it is not `worthwhile`. A range does not depend on what other threads do, so
@@ -28,17 +29,20 @@ class ThreadPool {
   void parallel(int64_t count, bool worthwhile, const std::function<void(int64_t begin, int64_t end)>& body);
 
  private:
+  struct State {
+    std::vector<std::thread> workers;
+    std::mutex mutex;
+    std::condition_variable start, finished;
+    const std::function<void(int64_t, int64_t)>* body = nullptr;
+    int64_t count = 0;
+    uint64_t generation = 0;
+    int running = 0;
+    bool stop = false;
+  };
   void run(int index);
 
-  std::vector<std::thread> workers_;
+  std::unique_ptr<State> state_;
   const int owner_ = getpid();  // a forked child has a copy of the pool, but none of its threads
-  std::mutex mutex_;
-  std::condition_variable start_, finished_;
-  const std::function<void(int64_t, int64_t)>* body_ = nullptr;
-  int64_t count_ = 0;
-  uint64_t generation_ = 0;
-  int running_ = 0;
-  bool stop_ = false;
 };
 
 }  // namespace moecomm

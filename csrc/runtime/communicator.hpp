@@ -52,11 +52,15 @@ struct Stats {
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  /// Makes this rank's window; peers open it by window_name(). Error(out_of_memory), nothing left behind.
+  /// Makes this rank's window, without a name. Error(out_of_memory), nothing left behind.
   explicit Communicator(const CommunicatorConfig& config);
   ~Communicator();
 
-  const std::string& window_name() const { return windows_[config_.rank].name(); }
+  /// Names the window, for peers to open it by.
+  std::string link_window() {
+    windows_[config_.rank].link();
+    return windows_[config_.rank].name();
+  }
   /// Maps the peers' windows. names[r] and pids[r] are rank r's; ready for operations afterwards.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
   /// The same for ranks that are threads of one process: they share each other's mappings. base() is this
@@ -66,7 +70,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is
   /// closed.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
-  /// To be called when all ranks have connected: from then on nothing of the window outlives the processes.
+  /// Takes the name away again, once all ranks have connected: nothing of the window outlives the processes.
   void unlink_window() noexcept { windows_[config_.rank].unlink(); }
 
   /// Publishes, waits for all ranks and plans. Then pull() with an output of plan->rows rows finishes the

@@ -158,10 +158,15 @@ class CpuBackend:
                     timeout=meeting.timeout,
                 )
             )
-            return {"window": native[0].window_name, "pid": os.getpid()}
+            return {}
+
+        def link() -> dict[str, Any]:
+            return {"window": native[0].link_window(), "pid": os.getpid()}
 
         try:
-            peers = step("construction: windows", create)
+            step("construction: windows", create)
+            # Names exist from here until all have mapped: not while memory is taken, which can last.
+            peers = step("construction: names", link)
 
             def connect() -> dict[str, Any]:
                 native[0].connect([str(p["window"]) for p in peers], [int(p["pid"]) for p in peers])

@@ -25,7 +25,7 @@ CASE = Case(tokens=(6, 4), num_experts=4, hidden=1024, top_k=2)
 def _mapped_windows() -> int:
     """Windows that this process has mapped, its peers' included."""
     with open("/proc/self/maps") as maps:
-        return len({line.split()[4] for line in maps if "/moecomm-" in line})
+        return len({line.split()[4] for line in maps if "/dev/shm/" in line})
 
 
 def _open_files() -> int:

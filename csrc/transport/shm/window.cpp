@@ -50,10 +50,8 @@ int64_t available_bytes() {
 
 Window Window::create(int64_t bytes, int64_t committed) {
   Window window;
-  window.name_ = random_name();
-  window.fd_ = shm_open(window.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-  if (window.fd_ < 0) throw Error(ErrorKind::unsupported, errno_text("shm_open of a new window"));
-  window.linked_ = true;
+  window.fd_ = ::open(kShmFolder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (window.fd_ < 0) throw Error(ErrorKind::unsupported, errno_text("creating a window in /dev/shm"));
   if (ftruncate(window.fd_, bytes) != 0)
     throw Error(ErrorKind::unsupported, errno_text("ftruncate of a window"));
   window.bytes_ = bytes;
@@ -91,6 +89,14 @@ void Window::commit(int64_t offset, int64_t bytes) {
                   std::to_string(details.available) + " bytes are free (" + errno_text("posix_fallocate") +
                   "); give /dev/shm more room (docker: --shm-size) or lower max_tokens",
               details);
+}
+
+void Window::link() {
+  name_ = random_name();
+  const auto descriptor = "/proc/self/fd/" + std::to_string(fd_);
+  if (linkat(AT_FDCWD, descriptor.c_str(), AT_FDCWD, (kShmFolder + name_).c_str(), AT_SYMLINK_FOLLOW) != 0)
+    throw Error(ErrorKind::unsupported, errno_text("naming a window in /dev/shm"));
+  linked_ = true;
 }
 
 void Window::unlink() noexcept {

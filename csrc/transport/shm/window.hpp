@@ -1,5 +1,6 @@
-// A window in POSIX shared memory: created by its owner, mapped by every rank of the node, unlinked as soon
-// as all have mapped it, so that the kernel frees it with the last process whatever way that ends.
+// A window in POSIX shared memory: created by its owner without a name, named for the moment in which the
+// ranks of the node map it, then unlinked again, so that the kernel frees it with the last process whatever
+// way that ends.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@ namespace moecomm::shm {
 
 class Window {
  public:
-  /// A new window under a random name, mode 0600. The first `committed` bytes get memory at once, so that a
-  /// full /dev/shm is an Error(out_of_memory) here and not a SIGBUS later.
+  /// A new window without a name. The first `committed` bytes get memory at once, so that a full /dev/shm is
+  /// an Error(out_of_memory) here and not a SIGBUS later.
   static Window create(int64_t bytes, int64_t committed);
   /// A peer's window. Error(invalid_argument) if it has another size.
   static Window open(const std::string& name, int64_t bytes);
@@ -25,6 +26,8 @@ class Window {
   int64_t bytes() const { return bytes_; }
   const std::string& name() const { return name_; }
 
+  /// Gives the window a random name, mode 0600, by which peers can open it. Owner only.
+  void link();
   /// Takes memory for [offset, offset + bytes). Error(out_of_memory) if there is none. Owner only.
   void commit(int64_t offset, int64_t bytes);
   /// Removes the name; mappings stay. Owner only; harmless when called again.
