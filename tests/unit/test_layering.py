@@ -246,4 +246,4 @@ def test_native_code_uses_no_streams() -> None:
     # facets beside torch's, and the first number read from a stream would crash.
     for path in _native_files():
         for _, name in INCLUDE.findall(_code(path)):
-            assert name not in ("iostream", "fstream", "sstream", "iomanip", "regex"), f"{path} includes {name}"
+            assert name not in ("iostream", "fstream", "sstream", "iomanip", "regex"), f"{path}: {name}"
