@@ -67,6 +67,15 @@ def load(
     return path
 
 
+def set_aside(folder: Path) -> Path | None:
+    """Makes room for a new run: checkpoints of an earlier one go to `folder`.old, in place of what is there."""
+    if not folder.exists():
+        return None
+    aside = folder.with_name(folder.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
 def newest(folder: Path) -> Path:
     finished = _finished(folder)
     if not finished:

@@ -168,6 +168,9 @@ class Trainer:
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
         total, active = count_parameters(self.model, self.options, self.comm.num_local_experts)
         if not self.options.resume:
+            aside = checkpoint.set_aside(self.out / "checkpoints")
+            if aside is not None:
+                self._say(f"a new run: the checkpoints of the earlier one are now in {aside}")
             self.options.save(self.out)
             facts = {
                 "unigram": self.corpus.unigram,
@@ -178,7 +181,7 @@ class Trainer:
         world, ep = self.ranks.world, self.comm.size
         self._say(self.corpus.describe())
         self._say(
-            f"model: {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token; "
+            f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
             f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}"
         )
         self._say(

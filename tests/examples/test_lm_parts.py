@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import data, options, plots  # isort: skip
+from lm import checkpoint, data, options, plots  # isort: skip
 from lm.build import learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import MetricsFile, read_metrics  # isort: skip
@@ -176,6 +176,16 @@ def test_metrics_file_drops_what_will_be_repeated(tmp_path: Path) -> None:
     again.write({"step": 3, "loss": 2.0})
     again.close()
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_new_run_sets_old_checkpoints_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.set_aside(folder) is None
+    for step in (1, 2):
+        (folder / f"step-{step}").mkdir(parents=True)
+        aside = checkpoint.set_aside(folder)
+        assert aside and not folder.exists()
+        assert [path.name for path in aside.iterdir()] == [f"step-{step}"]
 
 
 @pytest.mark.parametrize("experts", [1, 4])
