@@ -68,7 +68,7 @@ def load(
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Makes room for a new run: an earlier one's checkpoints go to `folder`.old, in place of what is there."""
+    """Makes room for a new run: an earlier one's checkpoints go to `folder`.old, replacing what is there."""
     if not folder.exists():
         return None
     aside = folder.with_name(folder.name + ".old")
