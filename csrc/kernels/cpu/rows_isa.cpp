@@ -211,12 +211,21 @@ double dot(const void* a, const void* b, int64_t hidden) {
   using Sum = typename T::Sum;
   using Bits = typename T::Bits;
   alignas(64) Sum lanes[kLanes] = {};
-  alignas(64) Sum x[kLanes], y[kLanes];
   for (int64_t begin = 0; begin < hidden; begin += kLanes) {
     const int64_t count = hidden - begin < kLanes ? hidden - begin : kLanes;
-    T::load(x, static_cast<const Bits*>(a) + begin, count);
-    T::load(y, static_cast<const Bits*>(b) + begin, count);
-    for (int64_t j = 0; j < count; ++j) lanes[j] += x[j] * y[j];
+    const Bits* const x = static_cast<const Bits*>(a) + begin;
+    const Bits* const y = static_cast<const Bits*>(b) + begin;
+    if constexpr (T::kElementwise) {
+      if (count == kLanes)
+        for (int j = 0; j < kLanes; ++j) lanes[j] += T::widen(x[j]) * T::widen(y[j]);
+      else
+        for (int64_t j = 0; j < count; ++j) lanes[j] += T::widen(x[j]) * T::widen(y[j]);
+    } else {
+      alignas(64) Sum wide_x[kLanes], wide_y[kLanes];
+      T::load(wide_x, x, count);
+      T::load(wide_y, y, count);
+      for (int64_t j = 0; j < count; ++j) lanes[j] += wide_x[j] * wide_y[j];
+    }
   }
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
