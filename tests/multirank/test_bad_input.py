@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,33 +12,12 @@ import torch.distributed as dist
 
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import RankPool, no_shared_memory_left
+from tests.multirank.catching import Caught, catch
+from tests.multirank.harness import RankPool
 
 Pools = Callable[[int], RankPool]
 CASE = Case(tokens=(5, 3, 6), num_experts=6, hidden=8, top_k=2)
 MAX_TOKENS = 6
-
-
-@dataclass(frozen=True)
-class Caught:
-    """An exception as it travels back to the test."""
-
-    name: str
-    bases: tuple[str, ...]
-    text: str
-    needed: int = 0
-    available: int = 0
-    capacity: int = 0
-
-
-def catch(call: Callable[[], Any]) -> Caught | None:
-    try:
-        call()
-    except Exception as error:
-        names = tuple(each.__name__ for each in type(error).__mro__)
-        extra = {name: getattr(error, name, 0) for name in ("needed", "available", "capacity")}
-        return Caught(type(error).__name__, names, str(error), **extra)
-    return None
 
 
 def _arguments(rank: int) -> dict[str, Any]:
@@ -268,94 +247,6 @@ def test_combine_arguments(pool: Pools) -> None:
             assert rank == 1 or "rank 1" in error.text, f"{name}: {error.text!r} does not say which rank"
 
 
-BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "experts no multiple": ({"num_experts": 7}, "InvalidArgument", ["num_experts is 7", "multiple", "2"]),
-    "no experts": ({"num_experts": 0}, "InvalidArgument", ["num_experts is 0", "1"]),
-    "hidden of 12 bytes": ({"hidden": 3}, "InvalidArgument", ["hidden is 3", "16"]),
-    "hidden 0": ({"hidden": 0}, "InvalidArgument", ["hidden is 0"]),
-    "hidden no integer": ({"hidden": 8.0}, "InvalidArgument", ["hidden is 8.0"]),
-    "top_k 0": ({"top_k": 0}, "InvalidArgument", ["top_k is 0"]),
-    "top_k above experts": ({"top_k": 9}, "InvalidArgument", ["top_k is 9", "8"]),
-    "max_tokens 0": ({"max_tokens": 0}, "InvalidArgument", ["max_tokens is 0"]),
-    "max_tokens no integer": ({"max_tokens": "4"}, "InvalidArgument", ["max_tokens is '4'"]),
-    "dtype": ({"dtype": torch.int8}, "InvalidArgument", ["dtype is torch.int8", "torch.bfloat16"]),
-    "timeout": ({"timeout": -1.0}, "InvalidArgument", ["timeout is -1.0"]),
-    "num_sms": ({"num_sms": 0}, "InvalidArgument", ["num_sms is 0"]),
-    "wire": ({"wire": "fp8"}, "Unsupported", ["wire", "fp8"]),
-    "device": ({"device": "meta"}, "Unsupported", ["device", "meta"]),
-    "nodes": ({"ranks_per_node": 1}, "Unsupported", ["ranks_per_node is 1"]),
-}
-GOOD: dict[str, Any] = {
-    "num_experts": 8,
-    "hidden": 8,
-    "top_k": 2,
-    "max_tokens": 6,
-    "dtype": torch.float32,
-    "timeout": 30.0,
-}
-
-
-def _bad_constructions(
-    rank: int, world_size: int, names: list[str]
-) -> tuple[list[Caught | None], cases.Arrays]:
-    import moecomm
-
-    caught = []
-    for i, name in enumerate(names):
-        arguments = {**GOOD, **BAD_CONSTRUCTION[name][0]} if i % 3 in (rank, 2) else GOOD
-        caught.append(catch(lambda kept=arguments: moecomm.Communicator(**kept)))
-    case = Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2)
-    with moecomm.Communicator(**GOOD) as comm:
-        return caught, cases.play(comm, case, rank)
-
-
-def test_constructor_arguments(pool: Pools) -> None:
-    """Given by rank 0 alone, by rank 1 alone, and by both."""
-    names = [name for name in BAD_CONSTRUCTION for _ in range(3)]
-    with no_shared_memory_left():
-        results = pool(2)(_bad_constructions, names)
-    cases.verify(Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), [result for _, result in results])
-    for i, name in enumerate(names):
-        _, type_name, words = BAD_CONSTRUCTION[name]
-        for rank in range(2):
-            error = results[rank][0][i]
-            assert error is not None and error.name == type_name, f"{name}: rank {rank} raised {error}"
-            assert all(word in error.text for word in words), f"{name}: {error.text!r} lacks one of {words}"
-            if i % 3 == 1 - rank:
-                assert f"rank {1 - rank}" in error.text, f"{name}: {error.text!r} does not say which rank"
-
-
-DIFFERENT = {
-    "num_experts": 16,
-    "hidden": 12,
-    "top_k": 3,
-    "max_tokens": 7,
-    "dtype": torch.bfloat16,
-}
-
-
-def _different_constructions(rank: int, world_size: int, guilty: int) -> dict[str, Caught | None]:
-    import moecomm
-
-    caught = {}
-    for name, value in DIFFERENT.items():
-        arguments = {**GOOD, name: value} if rank == guilty else GOOD
-        caught[name] = catch(lambda kept=arguments: moecomm.Communicator(**kept))
-    with moecomm.Communicator(**GOOD) as comm:
-        assert comm.size == world_size
-    return caught
-
-
-@pytest.mark.parametrize("guilty", [0, 3])
-def test_constructor_arguments_that_differ_between_ranks(pool: Pools, guilty: int) -> None:
-    for caught in pool(4)(_different_constructions, guilty):
-        for name, value in DIFFERENT.items():
-            error = caught[name]
-            assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
-            assert "InvalidArgument" in error.bases and "ValueError" in error.bases
-            assert name in error.text and str(value) in error.text and str(GOOD[name]) in error.text
-
-
 def _different_calls(rank: int, world_size: int) -> tuple[dict[str, Caught | None], cases.Arrays]:
     import moecomm
 
@@ -516,53 +407,3 @@ def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(pool: Pools, mis
     results = pool(3)(_overflow_then_mistake, case, mistake)
     cases.verify(replace(case, slack=None), [result for _, result in results])
     assert all(caught is not None and "MoecommError" in caught.bases for caught, _ in results)
-
-
-def _too_large(rank: int, world_size: int, max_tokens: int) -> tuple[Caught | None, int]:
-    import moecomm
-
-    arguments = {**GOOD, "max_tokens": max_tokens, "hidden": 4096}
-    caught = catch(lambda: moecomm.Communicator(**arguments))
-    needed = moecomm.Communicator.memory_plan(
-        ranks=world_size,
-        **{name: arguments[name] for name in ("num_experts", "hidden", "top_k", "max_tokens", "dtype")},
-    )
-    with moecomm.Communicator(**GOOD) as comm:
-        cases.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
-    return caught, needed.committed_bytes * world_size
-
-
-def test_too_little_shared_memory_is_said_before_allocating(pool: Pools) -> None:
-    with no_shared_memory_left():
-        results = pool(2)(_too_large, 100_000_000)
-    for caught, needed in results:
-        assert caught is not None and caught.name == "OutOfMemory" and "MemoryError" in caught.bases
-        assert caught.needed == needed and 0 < caught.available < needed
-        assert (
-            str(needed) in caught.text and str(caught.available) in caught.text and "/dev/shm" in caught.text
-        )
-
-
-def test_bad_environment_variables(pool: Pools) -> None:
-    for name, value in (
-        ("MOECOMM_TIMEOUT", "soon"),
-        ("MOECOMM_THREADS", "0"),
-        ("MOECOMM_RANKS_PER_NODE", "1.5"),
-    ):
-        for error in pool(2)(_with_environment, name, value):
-            assert error is not None and error.name == "InvalidArgument", f"{name}: {error}"
-            assert name in error.text and repr(value) in error.text
-
-
-def _with_environment(rank: int, world_size: int, name: str, value: str) -> Caught | None:
-    import os
-
-    import moecomm
-
-    arguments = {key: value for key, value in GOOD.items() if key != "timeout"}
-    if rank == 0:
-        os.environ[name] = value
-    try:
-        return catch(lambda: moecomm.Communicator(**arguments))
-    finally:
-        os.environ.pop(name, None)
