@@ -50,6 +50,7 @@ class StepTotals:
     """One step seen over all ranks."""
 
     loss: float  # mean over all ranks' tokens, in nats
+    seconds: float  # of the step, mean over ranks, each by its own clock
     comm_seconds: float  # in dispatch and combine, mean over ranks
     wait_seconds: float  # the part of it in which a rank waited for another one
     load_AE: torch.Tensor  # (layers, E) int64: tokens of each expert
@@ -65,40 +66,48 @@ def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
-def reduce_step(model: torch.nn.Module, *, loss: float, stats: dict[str, Any], stop: bool) -> StepTotals:
+def reduce_step(
+    model: torch.nn.Module, *, loss: float, seconds: float, stats: dict[str, Any], stop: bool
+) -> StepTotals:
     """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly."""
     load_AE = torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)]).cpu()
     comm_seconds = stats["dispatch_seconds"] + stats["combine_seconds"]
-    numbers = [loss, comm_seconds, stats["wait_seconds"], float(stop)]
+    numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], float(stop)]
     sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), load_AE.flatten().double()])
     dist.all_reduce(sums)
     world = dist.get_world_size()
     return StepTotals(
         loss=sums[0].item() / world,
-        comm_seconds=sums[1].item() / world,
-        wait_seconds=sums[2].item() / world,
-        stop=sums[3].item() > 0,
-        load_AE=sums[4:].view_as(load_AE).long(),
+        seconds=sums[1].item() / world,
+        comm_seconds=sums[2].item() / world,
+        wait_seconds=sums[3].item() / world,
+        stop=sums[4].item() > 0,
+        load_AE=sums[5:].view_as(load_AE).long(),
     )
 
 
 @dataclass
 class Totals:
-    """Time and tokens of this call's training steps; validation and checkpoints do not count."""
+    """Time and tokens of this call's training steps; validation and checkpoints do not count.
+
+    A share is taken of the ranks' own times: while one rank writes metrics, another may already wait for it.
+    """
 
     tokens: int = 0
-    seconds: float = 0.0
+    wall_seconds: float = 0.0
+    rank_seconds: float = 0.0
     comm_seconds: float = 0.0
 
-    def add(self, *, tokens: int, seconds: float, comm_seconds: float) -> None:
+    def add(self, step: StepTotals, *, tokens: int, wall_seconds: float) -> None:
         self.tokens += tokens
-        self.seconds += seconds
-        self.comm_seconds += comm_seconds
+        self.wall_seconds += wall_seconds
+        self.rank_seconds += step.seconds
+        self.comm_seconds += step.comm_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else math.nan
+        return self.tokens / self.wall_seconds if self.wall_seconds else math.nan
 
     @property
     def comm_share(self) -> float:
-        return self.comm_seconds / self.seconds if self.seconds else math.nan
+        return self.comm_seconds / self.rank_seconds if self.rank_seconds else math.nan

@@ -107,10 +107,16 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         update_expert_bias(self.model)
-        totals = reduce_step(self.model, loss=loss.item(), stats=self.comm.stats(), stop=bool(self.stop))
+        totals = reduce_step(
+            self.model,
+            loss=loss.item(),
+            seconds=time.perf_counter() - began,
+            stats=self.comm.stats(),
+            stop=bool(self.stop),
+        )
         self.run_state.step = step
         seconds = time.perf_counter() - began
-        self.totals.add(tokens=options.batch * options.seq, seconds=seconds, comm_seconds=totals.comm_seconds)
+        self.totals.add(totals, tokens=options.batch * options.seq, wall_seconds=seconds)
         record = self._record(step, totals, rate=rate, norm=norm.item(), seconds=seconds)
         if self.ranks.first:
             self.metrics.write(record)
@@ -125,8 +131,8 @@ class Trainer:
             "grad_norm": norm,
             "seconds": seconds,
             "tokens_per_s": self.options.batch * self.options.seq / seconds,
-            "comm_share": totals.comm_seconds / seconds,
-            "wait_share": totals.wait_seconds / seconds,
+            "comm_share": totals.comm_seconds / totals.seconds,
+            "wait_share": totals.wait_seconds / totals.seconds,
             "balance": totals.balance,
         }
         if step == 1 or step % self.options.log_every == 0:
