@@ -17,27 +17,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # `lm` is imported from there, as `train_lm.py` does
 
 TIMEOUT_S = 240
-SMALL_MODEL = [
-    "--dim",
-    "32",
-    "--heads",
-    "2",
-    "--layers",
-    "2",
-    "--experts",
-    "4",
-    "--ffn",
-    "32",
-    "--seq",
-    "32",
-    "--batch",
-    "8",
-]
-SMALL_RUN = [
-    *SMALL_MODEL,
-    *["--steps", "60", "--warmup", "5", "--eval-every", "30", "--eval-windows", "33", "--save-every", "30"],
-]
-TEXT = [
+SMALL_SIZES = {"dim": 32, "heads": 2, "layers": 2, "experts": 4, "ffn": 32, "seq": 32, "batch": 8}
+SMALL_STEPS = {"steps": 60, "warmup": 5, "eval-every": 30, "eval-windows": 33, "save-every": 30}
+SMALL_MODEL = [f"--{name}={value}" for name, value in SMALL_SIZES.items()]
+SMALL_RUN = [*SMALL_MODEL, *(f"--{name}={value}" for name, value in SMALL_STEPS.items())]
+TEXT = (
     "argparse",
     "ast",
     "calendar",
@@ -50,11 +34,7 @@ TEXT = [
     "gzip",
     "heapq",
     "inspect",
-    "io",
-    "locale",
-    "mailbox",
-    "shlex",
-]
+)
 
 
 @dataclass(frozen=True)
