@@ -137,12 +137,17 @@ def test_interrupt_leaves_a_checkpoint_and_nothing_else(text_folder: Path, tmp_p
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT, err
-    assert err == ""
+    assert err == "", err
     steps = max(losses(folder))
     assert f"stopped at step {steps}" in out.strip().splitlines()[-1]
     assert (folder / "checkpoints" / f"step-{steps:08d}" / ".metadata").is_file()
     assert processes_naming(folder) == []
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if "moecomm" in name}
+    # Another program's window may have its name there for a moment; one that was left behind stays.
+    wait_until(
+        lambda: not any("moecomm" in name for name in set(os.listdir("/dev/shm")) - shared_memory),
+        "the end of what is new in /dev/shm",
+        seconds=20,
+    )
 
     done = run_example("train_lm.py", "--resume", "--out", folder, "--steps", str(steps + 2))
     assert done.code == 0, done.err
