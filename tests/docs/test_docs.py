@@ -69,6 +69,21 @@ def test_routing_page_has_the_rows_of_a_dispatch() -> None:
     assert ["-abcde"[int(value)] for value in out.tokens[:, 0]] == shown
 
 
+def test_readme_speed_table_is_from_the_results_page() -> None:
+    def rows(text: str) -> list[list[str]]:
+        lines = (line.strip() for line in text.splitlines())
+        return [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
+
+    found = re.search(
+        r"<!-- results -->\n(.*?)<!-- /results -->", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert found, "README.md has no marked table of results"
+    shown, measured = rows(found[1]), rows((ROOT / "docs" / "results.md").read_text())
+    assert len(shown) >= 3, "a title, dispatch and combine"
+    for row in shown:
+        assert row in measured, f"docs/results.md has no line {row}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
