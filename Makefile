@@ -149,10 +149,9 @@ build: $(BUILT)
 train: $(BUILT)
 	@$(PY) examples/train_lm.py $(ARGS)
 
-# Each program next to its baselines (memcpy and gloo) in the same run; BENCH=alltoall picks another.
-BENCH ?= dispatch combine
+# The cases of docs/results.md, each next to its baselines (memcpy and gloo) in the same run.
 bench: $(BUILT)
-	@for operation in $(BENCH); do $(PY) bench/$${operation}_perf.py --baselines all $(ARGS); done
+	@$(PY) bench/run_all.py $(ARGS)
 
 # Without ARGS everything runs; with ARGS pytest alone, narrowed by them.
 test: $(if $(strip $(ARGS)),,cpptest sanitize) $(BUILT) $(DEV_DONE)
@@ -168,7 +167,7 @@ ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1)
 
 cpptest: $(TOOLS_DONE)
 	$(system_check)
-	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,cpptest,$(CMAKE_ARGS)))
+	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,cpptest,-DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)))
 	$(call quiet,"C++ tests: run",cpptest,$(call ctest,cpptest))
 	@$(call ctest_summary,cpptest)
 
