@@ -4,8 +4,9 @@
 //   3. walk the ids again in (source, token, k) order and hand out rows from those starts
 // Worked example (tests/cpp/test_plan.cpp, docs/routing.md): 2 ranks, 4 experts, top-2, this is rank 0
 // (experts 0, 1), alignment 4; source 0 ids {0,2} {1,0} {3,2}, source 1 ids {1,3} {0,1}.
-//   expert 0: (s0,t0) (s0,t1) (s1,t1) -> rows 0 1 2, row 3 is padding; expert 1: (s0,t1) (s1,t0) (s1,t1) ->
-//   rows 4 5 6 offsets {4, 8}; entries (0,0) -> {0}; (0,1) -> {4,1} in k order; (1,0) -> {5}; (1,1) -> {2,6}
+//   expert 0: (s0,t0) (s0,t1) (s1,t1) -> rows 0 1 2, row 3 is padding
+//   expert 1: (s0,t1) (s1,t0) (s1,t1) -> rows 4 5 6, row 7 is padding; offsets {4, 8}
+//   entries: (0,0) -> {0}; (0,1) -> {4,1} in k order; (1,0) -> {5}; (1,1) -> {2,6}
 #include "layout/plan.hpp"
 
 #include <algorithm>

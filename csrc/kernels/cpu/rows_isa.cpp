@@ -16,8 +16,7 @@ namespace {
 constexpr int64_t kBlock = 1024;  // elements that are summed at a time: the accumulators stay in L1
 constexpr int kLanes = 64;        // of a dot product
 
-// -- element types: bits in memory, to and from the type that sums run in
-// --------------------------------------------
+// ---- element types: bits in memory, to and from the type that sums run in ----
 
 template <class Float>
 struct Native {
@@ -107,8 +106,7 @@ struct Float16 {
   }
 };
 
-// -- copies
-// ------------------------------------------------------------------------------------------------------------
+// ---- copies ----
 
 void stream_copy(std::byte* dst, const std::byte* src, int64_t bytes) {
 #if defined(__x86_64__)
@@ -149,8 +147,7 @@ void fence() {
 #endif
 }
 
-// -- arithmetic
-// ----------------------------------------------------------------------------------------------------------
+// ---- arithmetic ----
 
 /// total (+)= scale * in, without the multiplication if !scaled and without the addition if it is the first
 /// term.
