@@ -403,7 +403,8 @@ void Communicator::remember(const std::shared_ptr<const Plan>& plan) {
 std::shared_ptr<std::byte> Communicator::take_input() {
   require_usable();
   pending_.reset();
-  signals_->complete(epoch_);  // also a dispatch that was never pulled, or the wait below would be for this rank
+  signals_->complete(
+      epoch_);  // also a dispatch that was never pulled, or the wait below would be for this rank
   const int index = input_taken_[0] ? 1 : 0;
   if (input_taken_[index])
     throw Error(ErrorKind::out_of_memory,
