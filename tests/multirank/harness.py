@@ -354,6 +354,9 @@ def _rank_main(
                 limit = datetime.timedelta(seconds=max(timeout, 1.0))
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
                 joined = True
+                # A rank that dies in its first lines would otherwise break the start of a slower one.
+                store.set(f"joined/{rank}", "")
+                store.wait([f"joined/{peer}" for peer in range(world_size)], limit)
             fn, args = pickle.loads(work)
             answer = pickle.dumps((fn(rank, world_size, *args),))
         except BaseException as error:
