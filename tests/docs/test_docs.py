@@ -99,3 +99,9 @@ def test_named_files_exist(page: Path) -> None:
     for target in re.findall(rf"`((?:{roots})/[\w./-]*)`", page.read_text()):
         if not target.startswith(made_by_runs):
             assert (ROOT / target).exists(), f"{page.name} names {target}, which is not there"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    named = set(re.findall(r"MOECOMM_[A-Z_]+", (ROOT / "moecomm" / "env.py").read_text()))
+    documented = set(re.findall(r"MOECOMM_[A-Z_]+", (ROOT / "docs" / "architecture.md").read_text()))
+    assert named and named == documented
