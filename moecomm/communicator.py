@@ -58,6 +58,11 @@ def _check_device(device: Any) -> None:
         raise Unsupported(f"device is {device}, this version serves {', '.join(available_devices())}")
 
 
+def _check_wire(wire: Any) -> None:
+    if wire is not None:
+        raise Unsupported(f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None")
+
+
 def _check_nodes(size: int, ranks_per_node: Any) -> None:
     if ranks_per_node is None:
         ranks_per_node = read_env().ranks_per_node
@@ -126,10 +131,7 @@ class Communicator:
             _check_device(device)
             _check_nodes(size, ranks_per_node)
             threads = read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
-            if wire is not None:
-                raise Unsupported(
-                    f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None"
-                )
+            _check_wire(wire)
         except MoecommError as failed:
             error = failed
         meeting = Rendezvous(group, seconds)
@@ -176,10 +178,7 @@ class Communicator:
         """
         _check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         _check_nodes(ranks, ranks_per_node)
-        if wire is not None:
-            raise Unsupported(
-                f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None"
-            )
+        _check_wire(wire)
         shape = window_shape(ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
         return plan_memory(shape, ranks)
 

@@ -7,6 +7,8 @@ the same error, and a new communicator has to be built. After every other error 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MoecommError(RuntimeError):
     """Base of everything that moecomm raises on purpose."""
@@ -88,21 +90,33 @@ class Unsupported(MoecommError):
     """This build, machine or combination of arguments is not supported; the text says what would be."""
 
 
-_BY_NAME: dict[str, type[MoecommError]] = {
+# By the names of csrc/common/error.hpp.
+_KINDS: dict[str, type[MoecommError]] = {
     "invalid_argument": InvalidArgument,
     "invalid_routing": InvalidRouting,
     "mismatched_arguments": MismatchedArguments,
+    "capacity_exceeded": CapacityExceeded,
     "closed": CommunicatorClosed,
+    "out_of_memory": OutOfMemory,
+    "peer_timeout": PeerTimeout,
+    "peer_lost": PeerLost,
     "unsupported": Unsupported,
 }
 
 
 def kind_of(error: MoecommError) -> str:
-    """The runtime's name for the type of `error`, so that a rank can tell its peers what went wrong."""
-    for name, error_type in reversed(_BY_NAME.items()):
-        if type(error) is error_type:
-            return name
-    return "invalid_argument"
+    """The runtime's name for the type of `error`."""
+    return next(name for name, error_type in _KINDS.items() if type(error) is error_type)
+
+
+def to_message(error: MoecommError) -> dict[str, Any]:
+    """`error` as JSON values, so that a rank can tell its peers what went wrong."""
+    return {"kind": kind_of(error), "text": str(error), "facts": dict(vars(error))}
+
+
+def from_message(message: dict[str, Any], rank: int) -> MoecommError:
+    """The error that `rank` sent by `to_message`; its text says whose it is."""
+    return _KINDS[message["kind"]](f"rank {rank}: {message['text']}", **message["facts"])
 
 
 def from_native(
@@ -119,12 +133,12 @@ def from_native(
     """The exception for an error of the C++ runtime (csrc/common/error.hpp)."""
     from moecomm import _C
 
-    name = _C.ErrorKind(kind).name
-    if name in ("peer_timeout", "peer_lost"):
-        error_type = PeerTimeout if name == "peer_timeout" else PeerLost
-        return error_type(text, rank=rank, peer=peer, phase=phase, expected=expected, seen=seen)
-    if name == "capacity_exceeded":
-        return CapacityExceeded(text, needed=needed, capacity=available, rank=rank)
-    if name == "out_of_memory":
-        return OutOfMemory(text, needed=needed, available=available)
-    return _BY_NAME[name](text)
+    error_type = _KINDS[_C.ErrorKind(kind).name]
+    facts: dict[str, Any] = {}
+    if issubclass(error_type, _PeerError):
+        facts = {"rank": rank, "peer": peer, "phase": phase, "expected": expected, "seen": seen}
+    elif error_type is CapacityExceeded:
+        facts = {"needed": needed, "capacity": available, "rank": rank}
+    elif error_type is OutOfMemory:
+        facts = {"needed": needed, "available": available}
+    return error_type(text, **facts)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from moecomm.errors import MoecommError, PeerLost, PeerTimeout
+from moecomm.errors import MoecommError, PeerLost, PeerTimeout, from_message, to_message
 from moecomm.types import Group
 
 _built: dict[str, int] = defaultdict(int)  # communicators begun so far, by name of their group
@@ -51,6 +52,22 @@ class Rendezvous:
         except RuntimeError as error:
             raise self._lost(phase, error) from error
         return [self._receive(phase, peer, deadline) for peer in range(self.size)]
+
+    def step(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """One step of all ranks: exchanges what `action` returns; what it raises on one rank, all raise."""
+        error: MoecommError | None = None
+        try:
+            message = action()
+        except MoecommError as failed:
+            error = failed
+            message = {"error": to_message(failed)}
+        messages = self.exchange(phase, message)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(messages):
+            if "error" in other:
+                raise from_message(other["error"], rank)
+        return messages
 
     def _receive(self, phase: str, peer: int, deadline: float) -> dict[str, Any]:
         assert self._store is not None

@@ -129,13 +129,17 @@ auto Communicator::guarded(Body&& body) {
   }
 }
 
-SignalRecord Communicator::start(Operation operation) {
+SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   pending_.reset();
   signals_->complete(epoch_);  // whatever came before, also a dispatch that was never pulled
   SignalRecord record{};
   record.epoch = ++epoch_;
   record.operation = operation;
   record.capacity = -1;
+  if (plan != nullptr) {
+    record.plan = plan->id;
+    record.layout = plan->shape.layout;
+  }
   return record;
 }
 
@@ -196,12 +200,9 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
   signals_->signal(record);
   // Ranks stay in step only if this one waits as well; what it reports is its own error all the same.
   try {
-    signals_->wait_all(record.epoch, "error exchange");
-  } catch (const Error& error) {
-    broken_ = error;
-  } catch (...) {
-    close();
-    throw;
+    guarded([&] { signals_->wait_all(record.epoch, "error exchange"); });
+  } catch (const Error&) {
+    // The communicator is broken, as the next call will say.
   }
   ErrorDetails details;
   details.rank = config_.rank;
@@ -256,7 +257,8 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
                   static_cast<size_t>(arguments.tokens * top_k * weight_bytes(config_.shape.dtype)));
     const PlanShape shape{config_.rank,     config_.shape.ranks, local_experts_,    top_k,
                           arguments.layout, arguments.alignment, arguments.capacity};
-    std::shared_ptr<const Plan> plan = reusable_plan(shape, ids, arguments.tokens);
+    const uint64_t hash = hash_ids(ids, arguments.tokens * top_k);
+    std::shared_ptr<const Plan> plan = reusable_plan(hash, shape, ids, arguments.tokens);
     record.rows_offset = publish(arguments.x, ids, arguments.tokens);
     record.tokens = static_cast<int32_t>(arguments.tokens);
     record.layout = arguments.layout;
@@ -282,7 +284,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
       plan = std::move(made);
       ++stats_.plans_made;
     }
-    remember(plan);
+    remember(hash, plan);
     pending_ = Pending{plan, arguments.x, record.epoch};
     if (arguments.capacity >= 0 && plan->max_needed > arguments.capacity) {
       ErrorDetails details;
@@ -325,9 +327,7 @@ void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std
   guarded([&] {
     ScopedSeconds timer(stats_.dispatch_seconds);
     ++stats_.dispatch_calls;
-    SignalRecord record = start(Operation::redispatch);
-    record.plan = plan->id;
-    record.layout = plan->shape.layout;
+    SignalRecord record = start(Operation::redispatch, plan.get());
     record.carries = kCarriesRows;
     record.tokens = static_cast<int32_t>(plan->tokens);
     record.rows_offset = publish(rows, plan->home_ids.data(), plan->tokens);
@@ -346,9 +346,7 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
   guarded([&] {
     ScopedSeconds timer(stats_.combine_seconds);
     ++stats_.combine_calls;
-    SignalRecord record = start(Operation::combine);
-    record.plan = plan->id;
-    record.layout = plan->shape.layout;
+    SignalRecord record = start(Operation::combine, plan.get());
     record.carries = (y != nullptr ? uint32_t{kCarriesRows} : 0) |
                      (out_weight_grads != nullptr ? uint32_t{kCarriesWeights} : 0);
     const int parity = static_cast<int>(record.epoch & 1);
@@ -375,10 +373,10 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
   });
 }
 
-std::shared_ptr<const Plan> Communicator::reusable_plan(const PlanShape& shape, const int32_t* ids,
-                                                        int64_t tokens) {
+std::shared_ptr<const Plan> Communicator::reusable_plan(uint64_t hash, const PlanShape& shape,
+                                                        const int32_t* ids, int64_t tokens) {
   const int64_t count = tokens * shape.top_k;
-  const auto [begin, end] = plans_.equal_range(hash_ids(ids, count));
+  const auto [begin, end] = plans_.equal_range(hash);
   std::shared_ptr<const Plan> newest;
   for (auto it = begin; it != end; ++it) {
     auto plan = it->second.lock();
@@ -389,12 +387,11 @@ std::shared_ptr<const Plan> Communicator::reusable_plan(const PlanShape& shape, 
   return newest;
 }
 
-void Communicator::remember(const std::shared_ptr<const Plan>& plan) {
+void Communicator::remember(uint64_t hash, const std::shared_ptr<const Plan>& plan) {
   std::erase_if(recent_, [&](const auto& other) { return other == plan; });
   if (recent_.size() == kRecentPlans) recent_.erase(recent_.begin());
   recent_.push_back(plan);
   std::erase_if(plans_, [&](const auto& item) { return item.second.expired(); });
-  const uint64_t hash = hash_ids(plan->home_ids.data(), static_cast<int64_t>(plan->home_ids.size()));
   const auto [begin, end] = plans_.equal_range(hash);
   if (std::none_of(begin, end, [&](const auto& item) { return item.second.lock() == plan; }))
     plans_.emplace(hash, plan);
@@ -402,9 +399,9 @@ void Communicator::remember(const std::shared_ptr<const Plan>& plan) {
 
 std::shared_ptr<std::byte> Communicator::take_input() {
   require_usable();
+  // A dispatch that was never pulled is over: the wait below would be for this rank.
   pending_.reset();
-  signals_->complete(
-      epoch_);  // also a dispatch that was never pulled, or the wait below would be for this rank
+  signals_->complete(epoch_);
   const int index = input_taken_[0] ? 1 : 0;
   if (input_taken_[index])
     throw Error(ErrorKind::out_of_memory,

@@ -116,15 +116,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   cpu::Context context() { return {layout_.shape, pool_, heuristics_, config_.rank, local_experts_}; }
   std::byte* at(int rank, int64_t offset) const { return bases_[rank] + offset; }
-  SignalRecord start(Operation operation);
+  SignalRecord start(Operation operation, const Plan* plan = nullptr);
   void exchange(const SignalRecord& record, const char* phase);
   void compare_records(uint64_t epoch);
   void require_usable() const;
   std::vector<const std::byte*> published_rows(uint64_t epoch, const std::byte* own) const;
   int64_t wire_bytes(const Plan& plan) const;
   int64_t publish(const std::byte* x, const int32_t* ids, int64_t tokens);
-  std::shared_ptr<const Plan> reusable_plan(const PlanShape& shape, const int32_t* ids, int64_t tokens);
-  void remember(const std::shared_ptr<const Plan>& plan);
+  std::shared_ptr<const Plan> reusable_plan(uint64_t hash, const PlanShape& shape, const int32_t* ids,
+                                            int64_t tokens);
+  void remember(uint64_t hash, const std::shared_ptr<const Plan>& plan);
   template <class Body>
   auto guarded(Body&& body);
 
@@ -137,8 +138,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<std::byte*> bases_;  // of every rank's window as mapped here
   std::unique_ptr<shm::Signals> signals_;
 
-  const int owner_ =
-      getpid();  // a forked child may drop its copy, but neither use it nor speak for its parent
+  // A forked child may drop its copy, but neither use it nor speak for its parent.
+  const int owner_ = getpid();
   uint64_t epoch_ = 0;
   bool closed_ = false;
   std::optional<Error> broken_;

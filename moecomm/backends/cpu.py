@@ -16,7 +16,6 @@ from moecomm.errors import (
     MoecommError,
     OutOfMemory,
     Unsupported,
-    from_native,
     kind_of,
 )
 from moecomm.memory import plan_memory, window_shape
@@ -43,9 +42,12 @@ class RawDispatch:
 
 def _node_identity() -> str:
     """Equal for processes that can map each other's shared memory and watch each other."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError as error:
+        raise Unsupported(f"this machine lacks what the CPU backend needs: {error}") from error
 
 
 def default_threads(local_ranks: int) -> int:
@@ -92,13 +94,12 @@ class CpuBackend:
 
     @staticmethod
     def _meet(meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
-        message: dict[str, Any] = {"arguments": arguments, "node": _node_identity()}
-        if error is not None:
-            message["error"] = [kind_of(error), str(error)]
-        messages = meeting.exchange("construction: arguments", message)
-        if error is not None:
-            raise error
-        _raise_first(messages)
+        def introduce() -> dict[str, Any]:
+            if error is not None:
+                raise error
+            return {"arguments": arguments, "node": _node_identity()}
+
+        messages = meeting.step("construction: arguments", introduce)
         for rank, other in enumerate(messages):
             for name, value in messages[0]["arguments"].items():
                 theirs = other["arguments"].get(name)
@@ -114,10 +115,8 @@ class CpuBackend:
                 )
 
     def _check_room(self, meeting: Rendezvous) -> None:
-        available = min(
-            int(message["available"])
-            for message in meeting.exchange("construction: memory", {"available": _C.shm_available_bytes()})
-        )
+        messages = meeting.step("construction: memory", lambda: {"available": _C.shm_available_bytes()})
+        available = min(int(message["available"]) for message in messages)
         needed = self.memory.committed_bytes * meeting.size
         if needed > available:
             raise OutOfMemory(
@@ -131,21 +130,6 @@ class CpuBackend:
     def _connect(
         meeting: Rendezvous, shape: _C.WindowShape, num_experts: int, threads: int
     ) -> _C.Communicator:
-        def step(phase: str, action: Any) -> list[dict[str, Any]]:
-            """One step of all ranks: an error of one is raised by all."""
-            error: MoecommError | None = None
-            message: dict[str, Any] = {}
-            try:
-                message = action()
-            except MoecommError as failed:
-                error = failed
-                message["error"] = [kind_of(failed), str(failed)]
-            messages = meeting.exchange(phase, message)
-            if error is not None:
-                raise error
-            _raise_first(messages)
-            return messages
-
         native: list[_C.Communicator] = []
 
         def create() -> dict[str, Any]:
@@ -163,16 +147,15 @@ class CpuBackend:
         def link() -> dict[str, Any]:
             return {"window": native[0].link_window(), "pid": os.getpid()}
 
+        def connect() -> dict[str, Any]:
+            native[0].connect([str(p["window"]) for p in peers], [int(p["pid"]) for p in peers])
+            return {}
+
         try:
-            step("construction: windows", create)
+            meeting.step("construction: windows", create)
             # Names exist from here until all have mapped: not while memory is taken, which can last.
-            peers = step("construction: names", link)
-
-            def connect() -> dict[str, Any]:
-                native[0].connect([str(p["window"]) for p in peers], [int(p["pid"]) for p in peers])
-                return {}
-
-            step("construction: mapping", connect)
+            peers = meeting.step("construction: names", link)
+            meeting.step("construction: mapping", connect)
         finally:
             if native:
                 native[0].unlink_window()
@@ -313,11 +296,3 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 _NOWHERE = torch.empty(1, dtype=torch.float64)
-
-
-def _raise_first(messages: list[dict[str, Any]]) -> None:
-    for rank, message in enumerate(messages):
-        if "error" in message:
-            kind, text = message["error"]
-            number = int(getattr(_C.ErrorKind, kind))
-            raise from_native(number, f"rank {rank}: {text}", rank, -1, "construction", 0, 0, 0, 0)

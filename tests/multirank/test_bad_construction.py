@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,3 +153,30 @@ def _with_environment(rank: int, world_size: int, name: str, value: str) -> Caug
         return catch(lambda: moecomm.Communicator(**arguments))
     finally:
         os.environ.pop(name, None)
+
+
+def _no_memory_on_one_rank(rank: int, world_size: int) -> tuple[Caught | None, cases.Arrays]:
+    import moecomm
+    from moecomm.backends import cpu
+
+    def refuse(**_: Any) -> None:
+        raise moecomm.OutOfMemory("no room for a window", needed=4096, available=17)
+
+    runtime = cpu._C
+    if rank == 1:
+        cpu._C = SimpleNamespace(**{**vars(runtime), "Communicator": refuse})
+    caught = catch(lambda: moecomm.Communicator(**GOOD))
+    cpu._C = runtime
+    with moecomm.Communicator(**GOOD) as comm:
+        return caught, cases.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
+
+
+def test_no_memory_on_one_rank_is_no_memory_on_all(pool: Pools) -> None:
+    with no_shared_memory_left():
+        results = pool(2)(_no_memory_on_one_rank)
+    for (caught, _), text in zip(
+        results, ("rank 1: no room for a window", "no room for a window"), strict=True
+    ):
+        assert caught is not None
+        assert (caught.name, caught.text) == ("OutOfMemory", text)
+        assert (caught.needed, caught.available) == (4096, 17)
