@@ -14,16 +14,14 @@ import moecomm
 
 from . import machine, record, report
 from .case import Case
+from .contest import make_paths
 from .options import Options
-from .paths import Path
 from .product import communicator
 from .record import Row
 from .timing import CacheFlusher, measure, sum_over_ranks
 
-MakePaths = Callable[[moecomm.Communicator, Case, CacheFlusher], Sequence[Path]]
 
-
-def benchmark(make_paths: MakePaths, options: Options, rank: int, ranks: int) -> int:
+def benchmark(options: Options, rank: int, ranks: int) -> int:
     """Runs the whole sweep on one rank and returns 0, or 1 when any value was wrong."""
     flush_bytes = (
         machine.describe().last_level_cache_bytes if options.flush_bytes is None else options.flush_bytes
@@ -38,7 +36,7 @@ def benchmark(make_paths: MakePaths, options: Options, rank: int, ranks: int) ->
             with communicator(options, dtype) as comm:
                 comm.reset_stats()
                 for tokens in options.sizes:
-                    for row in _one_size(make_paths, comm, Case(options, rank, tokens, dtype), flusher):
+                    for row in _one_size(comm, Case(options, rank, tokens, dtype), flusher):
                         rows.append(row)
                         say(report.table_row(row))
                 stats[dtype] = dict(comm.stats())
@@ -49,9 +47,7 @@ def benchmark(make_paths: MakePaths, options: Options, rank: int, ranks: int) ->
     return int(any(row.wrong for row in rows))
 
 
-def _one_size(
-    make_paths: MakePaths, comm: moecomm.Communicator, case: Case, flusher: CacheFlusher
-) -> list[Row]:
+def _one_size(comm: moecomm.Communicator, case: Case, flusher: CacheFlusher) -> list[Row]:
     options = case.options
     paths = make_paths(comm, case, flusher)
     wrong: dict[str, int | None] = {}
