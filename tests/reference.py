@@ -38,6 +38,75 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(wide(dtype))
 
 
+E4M3 = np.array(
+    [(1 + m / 8) * 2.0 ** (e - 7) if e else m / 8 * 2.0**-6 for e in range(16) for m in range(8)][:-1],
+    np.float32,
+)
+"""The 127 finite numbers of float8 e4m3fn that are not negative, by their bits; 448 is the largest."""
+
+
+def as_e4m3(x: np.ndarray) -> np.ndarray:
+    """The e4m3 numbers nearest to float32 x, as float32: ties to the even bit pattern, 448 past the end."""
+    size = np.minimum(np.abs(x).astype(np.float64), 448.0)
+    above = np.searchsorted(E4M3, np.nan_to_num(size))  # the first that is not below
+    below = np.maximum(above - 1, 0)
+    up, down = E4M3[above] - size, size - E4M3[below]
+    nearest = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return np.where(np.isnan(x), np.float32(np.nan), np.copysign(E4M3[nearest], x)).astype(np.float32)
+
+
+def quantised(x: np.ndarray, block: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (T,H) as the fp8 wire carries them: e4m3 data (T,H), held in float32, and scales (T, blocks).
+
+    A block is 128 columns of a row, the last one what is left. Its scale is amax / 448, at least 2^-126,
+    where amax is the largest magnitude (a NaN does not count); data is x * (1 / scale) in e4m3. All of this
+    in float32.
+    """
+    x = x.astype(np.float32)
+    starts = range(0, x.shape[1], block)
+    data, scales = np.zeros_like(x), np.zeros((len(x), len(starts)), np.float32)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for b, start in enumerate(starts):
+            part = x[:, start : start + block]
+            amax = np.where(np.isnan(part), np.float32(0), np.abs(part)).max(1, initial=0)
+            scale = np.maximum(amax / np.float32(448), np.float32(2.0**-126))
+            data[:, start : start + block] = as_e4m3(part * (np.float32(1) / scale)[:, None])
+            scales[:, b] = scale
+    return data, scales
+
+
+def dequantised(data: np.ndarray, scales: np.ndarray, dtype: str, block: int = 128) -> np.ndarray:
+    """data * scale in float32, rounded to the dtype."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        whole = np.repeat(scales, block, 1)[:, : data.shape[1]]
+        return rounded(data.astype(np.float32) * whole, dtype).astype(wide(dtype))
+
+
+def through_fp8(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows of `dtype` after the fp8 wire."""
+    return dequantised(*quantised(x), dtype)
+
+
+def fp8_error_bound(x: np.ndarray, dtype: str) -> np.ndarray:
+    """How far `through_fp8` may move each element of finite float64 x that `dtype` can hold.
+
+    With s the block's scale and v = x / s, |v| <= 448: e4m3 keeps four significant bits, so its numbers near
+    v are 2^-3 |v| apart at most, or 2^-9 where v is subnormal; the nearest is within
+        |x| * 2^-4  or  s * 2^-10, whichever is more     (with |x| at amax itself: amax * 16/448).
+    amax / 448, 1 / s, x * (1/s) and data * s each round in float32, 2^-24 of |x| each, and near a tie the
+    first three can turn the choice, which then costs as much again: 2^-21 |x| covers all of it. The last
+    rounding, to the dtype, adds half an ulp of the result. No element moves by more than
+    amax * (1/28 + 2^-21 + half an epsilon of the dtype).
+    """
+    _, scales = quantised(x)
+    s = np.repeat(scales.astype(np.float64), 128, 1)[:, : x.shape[1]]
+    size = np.abs(x)
+    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}[dtype]
+    tiny = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24, "float64": 2.0**-149}[dtype]
+    bound = np.maximum(size * 2.0**-4, s * 2.0**-10) + size * 2.0**-21
+    return bound + unit * (size + bound) + tiny
+
+
 @dataclass
 class Dispatched:
     """What one rank receives. `origin` has one entry a row: the assignments (source, token, k) that it

@@ -46,6 +46,8 @@ class Case:
     wide_ids: bool = False
     input_in_window: bool = False
     num_sms: int | None = None
+    device: str = "cpu"
+    wire: str | None = None
     seed: int = 0
     extremes: bool = False
     """Mix in infinities, NaN, subnormals and the largest numbers."""
@@ -70,6 +72,8 @@ class Case:
             "max_tokens": max(*self.tokens, 1),
             "dtype": self.torch_dtype,
             "num_sms": self.num_sms,
+            "device": self.device,
+            "wire": self.wire,
             "timeout": 30.0,
         }
 
@@ -83,6 +87,11 @@ class Case:
 
     def x(self, rank: int) -> np.ndarray:
         return self._values(1, rank, (self.tokens[rank], self.hidden))
+
+    def arriving(self, rank: int) -> np.ndarray:
+        """The rows of `rank` as they are after the wire."""
+        x = self.x(rank)
+        return reference.through_fp8(x, self.dtype) if self.wire == "fp8" else x
 
     def ids(self, rank: int) -> np.ndarray:
         rng = np.random.default_rng([self.id_seeds[rank] if self.id_seeds else self.seed, 2, rank])
@@ -119,7 +128,7 @@ class Case:
     def expected(self, rank: int) -> reference.Dispatched:
         ranks = range(self.size)
         return reference.dispatch(
-            [self.x(r) for r in ranks],
+            [self.arriving(r) for r in ranks],
             [self.ids(r) for r in ranks],
             [self.topk_weights(r) for r in ranks] if self.weights else None,
             rank=rank,
@@ -144,30 +153,31 @@ def _needed(case: Case) -> tuple[int, ...]:
 
 
 def to_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
-    """float16 and bfloat16 widen to float32, which is exact."""
+    """Narrow floating-point types widen to float32, which is exact."""
     if tensor is None:
         return None
-    tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy().copy()
+    tensor = tensor.detach().cpu()
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    return (tensor.float() if narrow else tensor).numpy().copy()
 
 
-def tensor(array: np.ndarray | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(array).to(dtype)
+def tensor(
+    array: np.ndarray | None, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array).to(device, dtype)
 
 
 def dispatch(comm: Any, case: Case, rank: int, **options: Any) -> Any:
     """The case's dispatch on this rank."""
-    x_TH = tensor(case.x(rank), case.torch_dtype)
+    x_TH = tensor(case.x(rank), case.torch_dtype, comm.device)
     if case.input_in_window:
         inside = comm.empty_input(case.tokens[rank])
         inside.copy_(x_TH)
         x_TH = inside
-    ids_TK = torch.from_numpy(case.ids(rank)).to(torch.int64 if case.wide_ids else torch.int32)
-    weights = case.topk_weights(rank)
     return comm.dispatch(
         x_TH,
-        ids_TK,
-        None if weights is None else torch.from_numpy(weights),
+        tensor(case.ids(rank), torch.int64 if case.wide_ids else torch.int32, comm.device),
+        tensor(case.topk_weights(rank), None, comm.device),
         layout=case.layout,
         alignment=case.alignment,
         capacity=case.capacity,
@@ -180,13 +190,15 @@ def play(comm: Any, case: Case, rank: int) -> Arrays:
     import moecomm
 
     # torch fills new tensors with NaN in this mode: what the product leaves unwritten shows.
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=comm.device.type != "cpu")
     out = dispatch(comm, case, rank)
     count = out.tokens.shape[0]
-    rows_PH = tensor(case.rows(rank, count), case.torch_dtype)
-    weights_P = torch.from_numpy(case.row_weights(rank, count))
+    rows_PH = tensor(case.rows(rank, count), case.torch_dtype, comm.device)
+    weights_P = tensor(case.row_weights(rank, count), None, comm.device)
     y_TH = comm.combine(rows_PH, out.handle)
     weighted_TH = comm.combine(rows_PH, out.handle, weights=weights_P)
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize()
     try:
         comm.check()
         exceeded = None
@@ -199,8 +211,8 @@ def play(comm: Any, case: Case, rank: int) -> Arrays:
         "tokens": to_numpy(out.tokens),
         "weights": to_numpy(out.weights),
         "topk_idx": to_numpy(out.topk_idx),
-        "tokens_per_expert": out.tokens_per_expert.numpy().copy(),
-        "offsets": out.offsets.numpy().copy(),
+        "tokens_per_expert": to_numpy(out.tokens_per_expert),
+        "offsets": to_numpy(out.offsets),
         "overflow": int(out.overflow),
         "y": to_numpy(y_TH),
         "weighted": to_numpy(weighted_TH),

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ GRACE_S = 4.0
 
 PRELOAD = ["torch", "torch.distributed", "torch.utils.checkpoint", "numpy", "pytest", "moecomm", "moecomm.nn"]
 """Imported once by the fork server. What cannot be imported there fails in the rank, with its reason."""
+
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 _PR_SET_PDEATHSIG = 1
 
@@ -84,14 +86,18 @@ class RankPool:
     """A set of ranks that runs one function after another.
 
     After a failure the set is killed; the next call starts a fresh one, so tests that share a pool do not
-    infect each other. Use as a context manager, or `close()` it.
+    infect each other. Use as a context manager, or `close()` it. `environment` is added to that of the
+    caller; by default it hides the GPUs, so that a communicator's default device is the CPU everywhere.
     """
 
-    def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, world_size: int, *, timeout: float = 60.0, environment: Mapping[str, str] = NO_GPUS
+    ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}, at least 1 is needed")
         self.world_size = world_size
         self.timeout = timeout
+        self.environment = dict(environment)
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: Path | None = None
@@ -149,7 +155,7 @@ class RankPool:
         self._shown = [0] * self.world_size
         # Gloo otherwise looks the host name up, which machines without a network answer slowly or not at all.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        environment = dict(os.environ)
+        environment = {**os.environ, **self.environment}
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
@@ -280,14 +286,19 @@ class RankPool:
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, may_die: Sequence[int] = ()
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    may_die: Sequence[int] = (),
+    environment: Mapping[str, str] = NO_GPUS,
 ) -> list[Any]:
     """fn(rank, world_size, *args) on `world_size` fresh processes; the results by rank.
 
     `fn` is a module-level function; its arguments and results must pickle. Raises `RankFailure` when a rank
     raises or dies (a rank named in `may_die` gives `Died` instead), `RankTimeout` after `timeout` seconds.
     """
-    with RankPool(world_size, timeout=timeout) as pool:
+    with RankPool(world_size, timeout=timeout, environment=environment) as pool:
         return pool(fn, *args, may_die=may_die)
 
 

@@ -1,0 +1,139 @@
+"""Ranks on GPUs: `GpuPool` is a RankPool whose rank r works on GPU r (modulo what there is).
+
+    def body(rank: int, world_size: int) -> None:          # torch.cuda.current_device() is the rank's
+        x = torch.ones(4, device=device())
+
+    pool(3)(body)
+
+The default process group is gloo; `nccl()` makes an NCCL one where a test needs it. With
+MOECOMM_TEST_DEVICE=cpu the ranks work on the CPU backend instead: for work on the tests themselves, where
+there is no GPU. What a rank leaves behind in torch (deterministic mode, cached memory) is put away after each
+call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.multirank.harness import RankPool
+
+TIMEOUT_S = 120.0
+COMM_TIMEOUT_S = 20.0
+"""Deadline of the communicators in these tests: a hang ends by itself, before the pool's own deadline."""
+
+# The fork server must not touch CUDA, or its children could not: with this, is_available() asks NVML alone.
+ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+os.environ.update(ENVIRONMENT)
+
+
+def on_cpu() -> bool:
+    """Is the suite played on the CPU backend?"""
+    return os.environ.get("MOECOMM_TEST_DEVICE") == "cpu"
+
+
+def gpus() -> int:
+    return 0 if on_cpu() else torch.cuda.device_count()
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
+
+
+def synchronize() -> None:
+    if not on_cpu():
+        torch.cuda.synchronize()
+
+
+class GpuPool:
+    """A set of ranks, one a GPU, that runs one function after another; a fresh set after a failure."""
+
+    def __init__(self, world_size: int, *, timeout: float = TIMEOUT_S) -> None:
+        self._pool = RankPool(world_size, timeout=timeout, environment=ENVIRONMENT)
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        may_die: Sequence[int] = (),
+    ) -> list[Any]:
+        """fn(rank, world_size, *args) on every rank; the results by rank."""
+        return self._pool(_on_device, fn, args, timeout=timeout, may_die=may_die)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def run_on_gpus(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = TIMEOUT_S,
+    may_die: Sequence[int] = (),
+) -> list[Any]:
+    """As `GpuPool`, on fresh processes that end with the call: for ranks that die or leave their group."""
+    pool = GpuPool(world_size, timeout=timeout)
+    try:
+        return pool(fn, *args, may_die=may_die)
+    finally:
+        pool.close()
+
+
+def _on_device(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    use_device(rank)
+    try:
+        result = fn(rank, world_size, *args)
+        synchronize()  # an error of the device belongs to the test that made it
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if not on_cpu():
+            torch.cuda.set_sync_debug_mode("default")
+    if not on_cpu():
+        torch.cuda.empty_cache()
+    return result
+
+
+def use_device(rank: int) -> None:
+    if not on_cpu():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+@functools.cache
+def nccl() -> dist.ProcessGroup:
+    """An NCCL group of all ranks (gloo on the CPU); one a process."""
+    return dist.new_group(backend="gloo" if on_cpu() else "nccl")
+
+
+def communicator(**arguments: Any) -> Any:
+    """A communicator on this rank's device with the deadline of these tests."""
+    import moecomm
+
+    return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
+
+
+def poison(most: int = 256 << 20) -> None:
+    """Leaves 0xFF (NaN in every floating-point type) in memory that the allocator will hand out next."""
+    if on_cpu():
+        return
+    sizes = [
+        most,
+        *[1 << 20] * 16,
+        *[1 << 16] * 64,
+    ]  # large blocks are split, small ones have a pool of their own
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device()) for size in sizes]
+    del blocks
+
+
+def settled_error(comm: Any) -> Any:
+    """What check() raises once all work of this rank is done: a Caught, or None."""
+    from tests.multirank.catching import catch
+
+    synchronize()
+    return catch(comm.check)

@@ -1,0 +1,191 @@
+"""Small whole jobs against the numpy reference, bit for bit: the cases of the CPU ranks, on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.gpu import harness
+from tests.gpu.conftest import Pools
+from tests.gpu.harness import GpuPool
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.reference import DTYPES
+
+SIZES = [1, 2, 3, 4]
+HIDDEN = {"float32": 20, "bfloat16": 40, "float16": 24, "float64": 6}
+
+
+def _play(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+    results = []
+    for case in some:
+        harness.poison(8 << 20)
+        with harness.communicator(**_arguments(case)) as comm:
+            assert (comm.rank, comm.size) == (rank, world_size)
+            assert comm.num_local_experts == case.num_experts // world_size
+            assert comm.device.type == harness.device().type
+            results.append(cases.play(comm, case, rank))
+    return results
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    arguments = {**case.communicator, "timeout": harness.COMM_TIMEOUT_S}
+    del arguments["device"]
+    return arguments
+
+
+def _check(pool: GpuPool, some: Sequence[Case]) -> None:
+    for case, results in zip(some, zip(*pool(_play, list(some)), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+def _tokens(size: int, most: int, seed: int) -> tuple[int, ...]:
+    """Unequal counts with a zero among them, where there is more than one rank."""
+    counts = np.random.default_rng(seed).integers(1, most + 1, size)
+    if size > 1:
+        counts[seed % size] = 0
+    return tuple(int(count) for count in counts)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_plain_job(pool: Pools, size: int, seed: int) -> None:
+    """The first to look at when everything fails."""
+    _check(pool(size), [Case(tokens=(4,) * size, num_experts=size, hidden=8, top_k=1, seed=seed)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_layouts_alignments_and_capacities(pool: Pools, size: int, dtype: str, seed: int) -> None:
+    base = Case(
+        tokens=_tokens(size, 13, seed),
+        num_experts=4 * size,
+        hidden=HIDDEN[dtype],
+        top_k=4,
+        dtype=dtype,
+        seed=seed,
+    )
+    shapes = [
+        ("expert", 1, None, "uniform"),
+        ("expert", 8, None, "holes"),
+        ("expert", 5, 0, "uniform"),
+        ("expert", 16, 7, "holes"),
+        ("expert", 4, -5, "uniform"),
+        ("expert", 128, None, "uniform"),
+        ("rank", 1, None, "uniform"),
+        ("rank", 1, None, "holes"),
+        ("rank", 1, 3, "uniform"),
+        ("rank", 1, -2, "holes"),
+    ]
+    some = [
+        replace(
+            base,
+            seed=seed + i,
+            layout=layout,
+            alignment=alignment,
+            slack=slack,
+            routing=routing,
+            weights=i % 3 > 0,
+            wide_ids=i % 2 > 0,
+        )
+        for i, (layout, alignment, slack, routing) in enumerate(shapes)
+    ]
+    _check(pool(size), some)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_top_k(pool: Pools, size: int, seed: int) -> None:
+    some = []
+    for top_k in (1, 2, 4, 6, 8, 10, 16, 22, 32):
+        base = Case(tokens=_tokens(size, 9, seed), num_experts=32 * size, hidden=4, top_k=top_k, seed=seed)
+        some += [
+            base,
+            replace(base, layout="rank", dtype="bfloat16", hidden=8),
+            replace(base, routing="holes"),
+        ]
+    _check(pool(size), some)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_tokens_to_one_rank(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(11,) * size, num_experts=3 * size, hidden=12, top_k=3, routing="one-rank", seed=seed)
+    some = [base, replace(base, layout="rank"), replace(base, slack=-1), replace(base, alignment=64)]
+    _check(pool(size), some)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_to_do(pool: Pools, size: int, seed: int) -> None:
+    base = Case(tokens=(0,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+    none = replace(base, tokens=(5,) * size, routing="empty")
+    some = [base, replace(base, layout="rank"), replace(base, slack=4), none, replace(none, layout="rank")]
+    _check(pool(size), [*some, replace(none, slack=0), replace(base, alignment=4)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_sizes(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
+    """A row is any multiple of 16 bytes, also one that fits no vector width or block of the kernels."""
+    some = []
+    for blocks in (1, 3, 7, 17, 31, 65, 129):
+        hidden = blocks * 16 // getattr(cases.torch, dtype).itemsize
+        base = Case(
+            tokens=_tokens(most_ranks, 10, seed),
+            num_experts=2 * most_ranks,
+            hidden=hidden,
+            top_k=min(4, 2 * most_ranks),
+            dtype=dtype,
+            routing="holes",
+            seed=seed,
+        )
+        some += [base, replace(base, layout="rank")]
+    _check(pool(most_ranks), some)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
+    """Infinities, NaN, subnormals, and sums that overflow the dtype but not the type they run in."""
+    size = min(2, most_ranks)
+    base = Case(tokens=(20,) * size, num_experts=8, hidden=40, top_k=4, dtype=dtype, extremes=True, seed=seed)
+    _check(pool(size), [base, replace(base, layout="rank")])
+
+
+def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+    with harness.communicator(**_arguments(some[0])) as comm:
+        return [cases.play(comm, case, rank) for case in some]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
+    """Ids, counts and layouts change at each step; nothing of before shows."""
+    rng = np.random.default_rng(seed)
+    base = Case(tokens=(12,) * size, num_experts=2 * size, hidden=32, top_k=2)
+    some = [
+        replace(
+            base,
+            tokens=(12, *(int(count) for count in rng.integers(0, 13, size - 1))),
+            seed=seed + step // 2,
+            layout=("expert", "rank")[step % 3 == 2],
+            slack=(None, 2, -3)[step % 3],
+            routing=("uniform", "holes", "one-rank")[step // 4 % 3],
+            weights=step % 4 > 0,
+            input_in_window=step % 5 > 2,
+        )
+        for step in range(30)
+    ]
+    for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_runs_repeat_bit_for_bit(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(64,) * size, num_experts=4 * size, hidden=128, top_k=4, dtype="float16", seed=seed)
+    first, *others = zip(*pool(size)(_play, [case] * 4), strict=True)
+    for results in others:
+        for left, right in zip(first, results, strict=True):
+            for name, value in left.items():
+                if isinstance(value, np.ndarray):
+                    assert value.tobytes() == right[name].tobytes(), name
+                else:
+                    assert value == right[name], name
