@@ -1,0 +1,161 @@
+"""Open files handed from process to process of one host (SCM_RIGHTS, unix(7)).
+
+The sockets stand in the abstract namespace under a random name: there is no file to leave behind, and other
+users can see the name but gain nothing from it, since both ends look at who is on the other (SO_PEERCRED).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+
+from moecomm.errors import PeerLost, PeerTimeout
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_INT = struct.Struct("i")
+
+
+class Mailbox:
+    """Where the other ranks of this host leave one file each.
+
+    Nothing waits for a receiver: a file that was sent lies in the socket until it is taken or the mailbox is
+    closed, also if its sender has ended by then. So ranks send, meet, and take, without threads.
+    """
+
+    def __init__(self, senders: int) -> None:
+        """`senders`: how many files may lie here at once. Raises OSError."""
+        self.name = f"moecomm-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(senders + 8)  # room for strangers, who are sent away when their turn comes
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def take(self, senders: dict[int, int], *, rank: int, phase: str, timeout: float) -> dict[int, int]:
+        """The files that were left here: an open descriptor for each rank in `senders`, which are pids by
+        rank. The caller closes them.
+
+        Connections of other processes are closed and nothing is read from them. Raises PeerTimeout, naming a
+        rank whose file did not come within `timeout` seconds, PeerLost for one that sent something else,
+        OSError.
+        """
+        ranks = {pid: peer for peer, pid in senders.items()}
+        deadline = time.monotonic() + timeout
+        taken: dict[int, int] = {}
+        try:
+            while ranks:
+                peer = next(iter(ranks.values()))
+                try:
+                    self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                    connection, _ = self._socket.accept()
+                    with connection:
+                        pid, uid = _other_end(connection)
+                        if uid != os.geteuid() or pid not in ranks:
+                            continue
+                        peer = ranks.pop(pid)
+                        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                        taken[peer] = _receive(connection, rank, peer, phase)
+                except TimeoutError as error:
+                    raise _late(rank, peer, phase, timeout) from error
+        except BaseException:
+            for descriptor in taken.values():
+                os.close(descriptor)
+            raise
+        return taken
+
+    def close(self) -> None:
+        """Also drops what was not taken."""
+        self._socket.close()
+
+
+def send(
+    descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
+) -> None:
+    """Leaves an open file in the mailbox of that name, which rank `peer`, process `pid`, has to own.
+
+    Raises PeerLost if it is not there or somebody else's, PeerTimeout if it stays full, OSError.
+    """
+    deadline = time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        while True:
+            try:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                connection.connect(f"\0{mailbox}")
+                break
+            except (BlockingIOError, TimeoutError) as error:  # as many wait there as it has room for
+                if time.monotonic() >= deadline:
+                    raise _late(rank, peer, phase, timeout) from error
+                time.sleep(0.001)
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                raise PeerLost(
+                    f"rank {rank}, {phase}: rank {peer} (pid {pid}) has ended",
+                    rank=rank,
+                    peer=peer,
+                    phase=phase,
+                ) from error
+        found, uid = _other_end(connection)
+        if (found, uid) != (pid, os.geteuid()):
+            raise PeerLost(
+                f"rank {rank}, {phase}: the socket of rank {peer} belongs to pid {found} of user {uid}, "
+                f"expected pid {pid} of user {os.geteuid()}",
+                rank=rank,
+                peer=peer,
+                phase=phase,
+            )
+        try:
+            socket.send_fds(connection, [b"1"], [descriptor])
+        except TimeoutError as error:
+            raise _late(rank, peer, phase, timeout) from error
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _gone(rank, peer, phase, pid) from error
+
+
+def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int:
+    # Not socket.recv_fds: it drops its flags in Python 3.10 and 3.11, and children would inherit the file.
+    data, control, flags, _ = connection.recvmsg(1, socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+    descriptors = [
+        number
+        for level, kind, content in control
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (number,) in _INT.iter_unpack(content[: len(content) // _INT.size * _INT.size])
+    ]
+    if data == b"1" and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
+        return descriptors[0]
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    raise PeerLost(
+        f"rank {rank}, {phase}: rank {peer} sent {len(data)} bytes and {len(descriptors)} open files, "
+        "expected 1 and 1 (is this process out of descriptors? ulimit -n)",
+        rank=rank,
+        peer=peer,
+        phase=phase,
+    )
+
+
+def _other_end(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process that connected, or that listens."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def _gone(rank: int, peer: int, phase: str, pid: int) -> PeerLost:
+    return PeerLost(
+        f"rank {rank}, {phase}: rank {peer} (pid {pid}) has ended", rank=rank, peer=peer, phase=phase
+    )
+
+
+def _late(rank: int, peer: int, phase: str, timeout: float) -> PeerTimeout:
+    return PeerTimeout(
+        f"rank {rank}, {phase}: rank {peer} did not come within {timeout:g} s",
+        rank=rank,
+        peer=peer,
+        phase=phase,
+    )

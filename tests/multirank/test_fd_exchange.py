@@ -1,0 +1,202 @@
+"""Open files between processes: who gets which, who is refused, and what a missing rank leads to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from moecomm.descriptors import Mailbox, send
+from moecomm.errors import PeerLost, PeerTimeout
+from tests.multirank.harness import RankPool
+
+PHASE = "test"
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _memory(content: bytes) -> int:
+    memory = os.memfd_create("fd-exchange")
+    os.write(memory, content)
+    return memory
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox]:
+    box = Mailbox(4)
+    yield box
+    box.close()
+
+
+def _send(box: Mailbox, descriptor: int, *, pid: int = 0, timeout: float = 5.0) -> None:
+    send(descriptor, box.name, pid=pid or os.getpid(), rank=0, peer=1, phase=PHASE, timeout=timeout)
+
+
+def _exchange(rank: int, world_size: int, rounds: int) -> list[list[str]]:
+    import torch.distributed as dist
+
+    before = _open_files()
+    seen = []
+    for number in range(rounds):
+        box = Mailbox(world_size)
+        peers: list[tuple[str, int]] = [("", 0)] * world_size
+        dist.all_gather_object(peers, (box.name, os.getpid()))
+        memory = _memory(f"{number} of rank {rank}".encode())
+        others = [peer for peer in range(world_size) if peer != rank]
+        for peer in others:
+            name, pid = peers[peer]
+            send(memory, name, pid=pid, rank=rank, peer=peer, phase=PHASE, timeout=20.0)
+        os.close(memory)  # it lies in the sockets
+        dist.barrier()
+        taken = box.take({peer: peers[peer][1] for peer in others}, rank=rank, phase=PHASE, timeout=20.0)
+        box.close()
+        assert sorted(taken) == others
+        assert not any(os.get_inheritable(each) for each in taken.values())
+        seen.append(
+            [os.pread(taken[peer], 100, 0).decode() if peer != rank else "" for peer in range(world_size)]
+        )
+        for each in taken.values():
+            os.close(each)
+    assert _open_files() == before
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_gets_every_file(pool: Callable[[int], RankPool], world_size: int) -> None:
+    for rank, seen in enumerate(pool(world_size)(_exchange, 5)):
+        for number, files in enumerate(seen):
+            expected = [f"{number} of rank {peer}" if peer != rank else "" for peer in range(world_size)]
+            assert files == expected
+
+
+def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:
+    program = (
+        "import os; from moecomm.descriptors import send; m = os.memfd_create('x'); os.write(m, b'left');"
+        f"send(m, '{mailbox.name}', pid={os.getpid()}, rank=1, peer=0, phase='test', timeout=20)"
+    )
+    sender = subprocess.Popen([sys.executable, "-c", program])
+    assert sender.wait(60) == 0
+    taken = mailbox.take({1: sender.pid}, rank=0, phase=PHASE, timeout=5.0)
+    assert os.pread(taken[1], 10, 0) == b"left"
+    os.close(taken[1])
+
+
+def test_a_process_that_is_not_expected_is_refused(mailbox: Mailbox) -> None:
+    """This process plays the stranger: the one that is expected is another."""
+    before = _open_files()
+    memory = _memory(b"forged")
+    _send(mailbox, memory)
+    with pytest.raises(PeerTimeout, match="rank 3 did not come") as caught:
+        mailbox.take({3: os.getppid()}, rank=0, phase=PHASE, timeout=0.3)
+    assert (caught.value.rank, caught.value.peer, caught.value.phase) == (0, 3, PHASE)
+    os.close(memory)
+    assert _open_files() == before
+
+
+def test_strangers_do_not_keep_the_expected_one_out(mailbox: Mailbox) -> None:
+    program = (
+        "import time; from socket import *; s = [socket(AF_UNIX, SOCK_SEQPACKET) for _ in range(3)];"
+        f"[each.connect('\\0{mailbox.name}') for each in s]; print('there', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None
+        stranger.stdout.readline()
+        memory = _memory(b"right")
+        _send(mailbox, memory)
+        taken = mailbox.take({1: os.getpid()}, rank=0, phase=PHASE, timeout=5.0)
+        stranger.kill()
+    assert os.pread(taken[1], 10, 0) == b"right"
+    os.close(taken[1])
+    os.close(memory)
+
+
+def test_nothing_is_sent_to_another_process(mailbox: Mailbox) -> None:
+    memory = _memory(b"secret")
+    with pytest.raises(PeerLost, match=f"belongs to pid {os.getpid()} .* expected pid {os.getppid()}"):
+        _send(mailbox, memory, pid=os.getppid())
+    with pytest.raises(PeerLost, match="sent 0 bytes and 0 open files"):
+        mailbox.take({1: os.getpid()}, rank=0, phase=PHASE, timeout=1.0)
+    os.close(memory)
+
+
+def test_a_mailbox_that_is_gone_means_a_lost_peer(mailbox: Mailbox) -> None:
+    memory = _memory(b"")
+    mailbox.close()
+    with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+\) has ended") as caught:
+        _send(mailbox, memory)
+    assert caught.value.peer == 1
+    os.close(memory)
+
+
+def test_what_was_taken_is_closed_when_another_rank_is_late(mailbox: Mailbox) -> None:
+    before = _open_files()
+    memory = _memory(b"first")
+    _send(mailbox, memory)
+    begin = time.monotonic()
+    with pytest.raises(PeerTimeout, match=r"rank 2 did not come within 0\.3 s"):
+        mailbox.take({1: os.getpid(), 2: os.getppid()}, rank=0, phase=PHASE, timeout=0.3)
+    assert 0.25 < time.monotonic() - begin < 3.0
+    os.close(memory)
+    assert _open_files() == before
+
+
+def test_a_message_without_a_file_is_refused(mailbox: Mailbox) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{mailbox.name}")
+        connection.send(b"1")
+        with pytest.raises(PeerLost, match="sent 1 bytes and 0 open files"):
+            mailbox.take({1: os.getpid()}, rank=0, phase=PHASE, timeout=1.0)
+
+
+def test_more_files_than_one_are_refused_and_closed(mailbox: Mailbox) -> None:
+    before = _open_files()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{mailbox.name}")
+        files = [_memory(b"") for _ in range(2)]
+        socket.send_fds(connection, [b"1"], files)
+        with pytest.raises(PeerLost, match="expected 1 and 1"):
+            mailbox.take({1: os.getpid()}, rank=0, phase=PHASE, timeout=1.0)
+    for each in files:
+        os.close(each)
+    assert _open_files() == before
+
+
+def test_a_connection_that_says_nothing_has_a_deadline(mailbox: Mailbox) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{mailbox.name}")
+        with pytest.raises(PeerTimeout, match="rank 1 did not come"):
+            mailbox.take({1: os.getpid()}, rank=0, phase=PHASE, timeout=0.2)
+
+
+def test_a_full_mailbox_has_a_deadline_and_recovers() -> None:
+    box = Mailbox(0)
+    waiting = []
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        waiting.append(connection)
+        try:
+            connection.connect(f"\0{box.name}")
+        except BlockingIOError:
+            break
+    memory = _memory(b"late")
+    with pytest.raises(PeerTimeout, match=r"rank 1 did not come within 0\.2 s"):
+        _send(box, memory, timeout=0.2)
+    sender = threading.Thread(target=_send, args=(box, memory), kwargs={"timeout": 20.0})
+    sender.start()
+    for connection in waiting:
+        connection.close()
+    with pytest.raises(PeerLost):  # the first that waited had nothing to say
+        box.take({1: os.getpid()}, rank=0, phase=PHASE, timeout=5.0)
+    sender.join(20.0)
+    assert not sender.is_alive()
+    box.close()
+    os.close(memory)
