@@ -1,0 +1,159 @@
+"""The CUDA driver API through cuda-python (package cuda-bindings), loaded when first needed.
+
+Follows the CUDA Driver API reference, "Device Management", "Context Management", "Primary Context
+Management" and "Virtual Memory Management".
+"""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moecomm.errors import Unsupported
+
+
+class DriverError(Exception):
+    """A driver call failed; the text names it and says why. Turned into a MoecommError by who made the
+    call."""
+
+    def __init__(self, text: str, *, call: str, code: Any) -> None:
+        super().__init__(text)
+        self.call = call
+        self.code = code
+        """The CUresult, or None if the call could not be made at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What tells a GPU from others, and how its memory can be shared."""
+
+    name: str
+    uuid: str
+    """As nvidia-smi -L prints it; the same in all processes, whatever CUDA_VISIBLE_DEVICES is."""
+    bus_id: str
+    """PCI domain:bus:device.function."""
+    virtual_memory: bool
+    """cuMemCreate and cuMemMap work."""
+    posix_fd: bool
+    """Memory can be handed to processes of this host as file descriptors."""
+    fabric: bool
+    """Memory can be handed to processes within the NVLink domain, on other hosts too, as 64-byte handles. The
+    machine also has to be set up for that (IMEX)."""
+    rdma: bool
+    """Network adapters can reach such memory."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.bus_id}, {self.uuid})"
+
+
+class Driver:
+    """Driver calls by name, every result checked."""
+
+    def __init__(self, api: Any) -> None:
+        """`api`: the module cuda.bindings.driver, or something with the same functions and enums."""
+        self.api = api
+        result = api.CUresult
+        self._gone = (
+            result.CUDA_ERROR_DEINITIALIZED,
+            result.CUDA_ERROR_NOT_INITIALIZED,
+            result.CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        )
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the call gives besides its CUresult: None, a value, or a tuple of several.
+
+        Raises DriverError.
+        """
+        try:
+            code, *values = getattr(self.api, name)(*arguments)
+        except RuntimeError as error:  # no libcuda, or one that lacks this call
+            raise DriverError(f"{name}: {error}", call=name, code=None) from error
+        if code != self.api.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"{name}: {self._describe(code)}", call=name, code=code)
+        if not values:
+            return None
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def free(self, name: str, *arguments: Any) -> None:
+        """A call that gives something back. Never raises DriverError, so that what comes after it is freed
+        too: an error becomes a RuntimeWarning, and none at all if the driver itself is gone (end of the
+        process)."""
+        try:
+            self.call(name, *arguments)
+        except DriverError as error:
+            if error.code not in self._gone:
+                warnings.warn(f"moecomm could not free GPU memory: {error}", RuntimeWarning, stacklevel=2)
+
+    def out_of_memory(self, error: DriverError) -> bool:
+        """Whether that is why the call failed."""
+        return bool(error.code == self.api.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+
+    @contextmanager
+    def current(self, context: Any) -> Iterator[None]:
+        """Makes a context current on this thread, and restores the one that was."""
+        self.call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent")
+
+    def gpu(self, device: Any) -> Gpu:
+        """Facts about one device (what cuDeviceGet returned)."""
+        # CUDA 13 has the form that tells MIG instances apart under the plain name, CUDA 12 as _v2.
+        uuid_call = "cuDeviceGetUuid_v2" if hasattr(self.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        octets = bytes(self.call(uuid_call, device).bytes)
+
+        def offers(what: str) -> bool:
+            attribute = getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}_SUPPORTED")
+            return bool(self.call("cuDeviceGetAttribute", attribute, device))
+
+        return Gpu(
+            name=_text(self.call("cuDeviceGetName", 128, device)),
+            uuid=f"GPU-{uuid.UUID(bytes=octets)}",
+            bus_id=_text(self.call("cuDeviceGetPCIBusId", 32, device)),
+            virtual_memory=offers("VIRTUAL_MEMORY_MANAGEMENT"),
+            posix_fd=offers("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
+            fabric=offers("HANDLE_TYPE_FABRIC"),
+            rdma=offers("GPU_DIRECT_RDMA_WITH_CUDA_VMM"),
+        )
+
+    def devices(self) -> list[Any]:
+        """Those that this process may use, by ordinal."""
+        return [self.call("cuDeviceGet", i) for i in range(self.call("cuDeviceGetCount"))]
+
+    def _describe(self, code: Any) -> str:
+        texts = [getattr(self.api, call)(code)[1] for call in ("cuGetErrorName", "cuGetErrorString")]
+        if not all(texts):
+            return f"error {int(code)}"
+        return f"{_text(texts[0])} ({_text(texts[1])})"
+
+
+def load(api: Any = None) -> Driver:
+    """The driver, initialised (cuInit). `api`: see Driver; None for cuda-bindings.
+
+    Raises Unsupported: the package is missing, or this machine has no usable driver.
+    """
+    if api is None:
+        try:
+            api = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise Unsupported(
+                "CUDA tensors need cuda-bindings 12.8 or newer, which cannot be imported "
+                f"({error}): pip install cuda-bindings"
+            ) from error
+    driver = Driver(api)
+    try:
+        driver.call("cuInit", 0)
+    except DriverError as error:
+        raise Unsupported(f"no usable CUDA driver: {error}") from error
+    return driver
+
+
+def _text(buffer: bytes) -> str:
+    """Up to its terminating zero: some calls return the whole buffer that they were given."""
+    return buffer.split(b"\0")[0].decode(errors="replace")
