@@ -7,6 +7,7 @@ Management" and "Virtual Memory Management".
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -152,6 +153,15 @@ def load(api: Any = None) -> Driver:
     except DriverError as error:
         raise Unsupported(f"no usable CUDA driver: {error}") from error
     return driver
+
+
+def bindings_version() -> str | None:
+    """Of cuda-bindings; None if it cannot be imported. Needs no driver."""
+    try:
+        importlib.import_module("cuda.bindings.driver")
+        return importlib.metadata.version("cuda-bindings")
+    except ImportError:  # PackageNotFoundError is one too
+        return None
 
 
 def _text(buffer: bytes) -> str:

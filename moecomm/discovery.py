@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
-from moecomm import _C
+from moecomm import _C, cuda_driver
 from moecomm.backends.cpu import default_threads
+from moecomm.cuda_driver import DriverError, Gpu
+from moecomm.errors import Unsupported
 from moecomm.version import __version__
 
 _GIB = 1 << 30
@@ -48,6 +50,10 @@ def versions() -> Iterator[tuple[str, str]]:
         "CUDA part",
         f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit at build time)",
     )
+    yield (
+        "cuda-bindings",
+        cuda_driver.bindings_version() or "not installed (CUDA tensors need it: pip install cuda-bindings)",
+    )
     yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
@@ -78,6 +84,8 @@ def gpus() -> Iterator[tuple[str, str]]:
             f"{info.name}, {info.total_memory / _GIB:.0f} GiB, {info.multi_processor_count} SMs, "
             f"compute capability {info.major}.{info.minor}",
         )
+    for index, gpu in enumerate(_driver_gpus()):
+        yield f"GPU {index} shares", f"memory as {_handle_types(gpu)}"
     for first in range(count):
         reached = [str(i) for i in range(count) if i != first and torch.cuda.can_device_access_peer(first, i)]
         if count > 1:
@@ -85,6 +93,22 @@ def gpus() -> Iterator[tuple[str, str]]:
     for line in _command(["nvidia-smi", "nvlink", "--status"]):
         if line.strip():
             yield "link", line.strip()
+
+
+def _driver_gpus() -> list[Gpu]:
+    """By ordinal, or none without cuda-bindings or a driver."""
+    try:
+        driver = cuda_driver.load()
+        return [driver.gpu(device) for device in driver.devices()]
+    except (Unsupported, DriverError):
+        return []
+
+
+def _handle_types(gpu: Gpu) -> str:
+    offered = ["file descriptors (ranks of this host)"] if gpu.posix_fd else []
+    if gpu.fabric:
+        offered.append("fabric handles (NVLink domain of several hosts, where IMEX is set up)")
+    return " and ".join(offered) if gpu.virtual_memory and offered else "nothing that other processes can map"
 
 
 def fabric() -> Iterator[tuple[str, str]]:
@@ -108,3 +132,18 @@ def transports(local_ranks: int) -> Iterator[tuple[str, str]]:
     )
     for peer in range(1, local_ranks):
         yield f"rank {peer}", "shared memory (POSIX, /dev/shm), CPU tensors"
+        if torch.cuda.is_available():
+            yield f"rank {peer}", f"{_gpu_transport(peer % torch.cuda.device_count())}, CUDA tensors"
+
+
+def _gpu_transport(peer: int) -> str:
+    """From GPU 0, which rank 0 has, to the GPU with that ordinal."""
+    if _C.cuda_version is None:
+        return "none: the CUDA part is not built"
+    if cuda_driver.bindings_version() is None:
+        return "none: cuda-bindings is missing (pip install cuda-bindings)"
+    if peer == 0:
+        return "the same GPU: CUDA symmetric memory"
+    if not torch.cuda.can_device_access_peer(0, peer):
+        return f"none: GPU 0 and GPU {peer} have no peer access to each other"
+    return "NVLink/PCIe peer access: CUDA symmetric memory"

@@ -27,6 +27,7 @@ def test_the_report_names_versions_host_gpus_network_and_transports() -> None:
     assert ["moecomm", moecomm.__version__] in lines
     for title in ("versions", "host", "GPUs", "network", "transports"):
         assert any(words[0] == title for words in lines), done.stdout
+    assert any(words[0] == "cuda-bindings" for words in lines), done.stdout
     assert "transports of 3 ranks on this host" in done.stdout
     assert "rank 0 (itself)" in done.stdout
     for peer in (1, 2):
