@@ -4,29 +4,21 @@ stake.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from . import data, verify
-from .data import DataKey, Storage
+from .data import DataKey
 from .options import DTYPES, Options
 from .routing import topk_ids
-from .traffic import traffic
+from .traffic import pairs, traffic
 
 
-def to_tensor(stored: Storage, dtype: str) -> torch.Tensor:
-    """A tensor sharing memory with an array in storage form."""
-    tensor = torch.from_numpy(stored)
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
-
-
-def to_storage(tensor: torch.Tensor) -> Storage:
-    """A tensor's values in storage form (see data.py), sharing memory."""
-    tensor = tensor.detach()
-    stored: Storage = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return stored
+def device_of(options: Options) -> torch.device:
+    """The device that this rank's tensors are on."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    )
 
 
 def poison(*tensors: torch.Tensor | None) -> None:
@@ -45,20 +37,43 @@ class Case:
 
     def __init__(self, options: Options, rank: int, tokens: int, dtype: str) -> None:
         self.options, self.rank, self.tokens, self.dtype = options, rank, tokens, dtype
+        self.device = device_of(options)
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
         self.ids_R = [topk_ids(options, tokens, source) for source in range(options.ranks)]
         self.ids_TK = self.ids_R[rank]
-        self.topk_idx_TK = torch.from_numpy(self.ids_TK.copy())
+        self.topk_idx_TK = torch.from_numpy(self.ids_TK.copy()).to(self.device)
         self._shuffles = np.random.default_rng([options.seed, 5, tokens, rank])
         self.row_bytes = options.hidden * DTYPES[dtype]
-        self.traffic = traffic(self.ids_R, options.experts, self.row_bytes, options.layout)
+        self.wire_row_bytes = self._wire_row_bytes()
+        handed_on = options.wire is not None and not options.dequantize
+        self.traffic = traffic(
+            self.ids_R,
+            options.experts,
+            self.wire_row_bytes if handed_on else self.row_bytes,
+            options.layout,
+            self.wire_row_bytes,
+        )
         self.layout = self.layout_for(rank, options.alignment)
         self.capacity = self._capacity()
-        self.x_TH = torch.empty(tokens, options.hidden, dtype=self.torch_dtype)
+        self.x_TH = torch.empty(tokens, options.hidden, dtype=self.torch_dtype, device=self.device)
         weight_dtype = torch.float64 if dtype == "float64" else torch.float32
-        self.topk_weights_TK = torch.empty(tokens, options.topk, dtype=weight_dtype)
+        self.topk_weights_TK = torch.empty(tokens, options.topk, dtype=weight_dtype, device=self.device)
         self.key = DataKey(options.seed, 0, tokens, options.hidden, dtype)
         self.load(0)
+
+    def _wire_row_bytes(self) -> int:
+        # Combine and the backward travel in the rows' own type.
+        if self.options.wire is None or self.options.operation == "combine" or self.options.kept_handle:
+            return self.row_bytes
+        return self.options.hidden + 4 * -(-self.options.hidden // data.SCALE_BLOCK)
+
+    def rows_between(self) -> list[list[int]]:
+        """[from][to]: rows that travel between two ranks, each (token, other rank) once; 0 within a rank."""
+        found = pairs(self.ids_R, self.options.experts)
+        np.fill_diagonal(found, 0)
+        way = found.T if self.options.operation == "combine" else found
+        rows: list[list[int]] = way.tolist()
+        return rows
 
     def layout_for(self, rank: int, alignment: int) -> verify.Layout:
         """Where the rows of `rank`'s result come from."""
@@ -79,8 +94,8 @@ class Case:
         """Fills `x_TH` and `topk_weights_TK` with the data of `round`, and puts the ids back as they were."""
         self.topk_idx_TK.copy_(torch.from_numpy(self.ids_TK))
         self.key = DataKey(self.options.seed, round, self.tokens, self.options.hidden, self.dtype)
-        self.x_TH.copy_(to_tensor(data.rows(self.key, self.rank), self.dtype))
-        self.topk_weights_TK.copy_(torch.from_numpy(data.weights(self.key, self.rank, self.options.topk)))
+        self.x_TH.copy_(data.rows(self.key, self.rank, self.device))
+        self.topk_weights_TK.copy_(data.weights(self.key, self.rank, self.options.topk, self.device))
 
     def fresh_ids(self) -> None:
         """Other ids with the same traffic: tokens rolled, each token's slots shuffled.
@@ -98,16 +113,22 @@ class Case:
         NaN.
         """
         by_rank = self.rank if self.options.layout == "rank" else None
-        return to_tensor(verify.answers(layout, self.key, rows, by_rank), self.dtype)
+        return verify.answers(layout, self.key, rows, self.device, by_rank)
 
-    def wrong_dispatch(self, got: verify.Received, layout: verify.Layout, capacity: int | None = None) -> int:
+    def wrong_dispatch(
+        self,
+        got: verify.Received,
+        layout: verify.Layout,
+        capacity: int | None = None,
+        wire: str | None = None,
+    ) -> int:
         """Checks a dispatch result against `layout` and this round's data."""
-        return verify.wrong_dispatch(got, layout, self.key, self.options.topk, capacity)
+        return verify.wrong_dispatch(got, layout, self.key, self.options.topk, capacity, wire)
 
     def wrong_combine(self, got_TH: torch.Tensor) -> int:
         """Checks a combined result against this round's data."""
         return verify.wrong_combine(
-            to_storage(got_TH),
+            got_TH,
             self.ids_TK,
             self.key,
             self.rank,
@@ -119,10 +140,4 @@ class Case:
     def maybe_corrupt(self, result: torch.Tensor) -> None:
         """With --inject-error, flips a high bit of the result's first value on every rank that has one."""
         if self.options.inject_error and result.numel():
-            last_byte = result.element_size() - 1
-            to_storage(result).reshape(-1).view(np.uint8)[last_byte] ^= np.uint8(0x40)
-
-
-def as_array(tensor: torch.Tensor | None) -> Any:
-    """numpy view of an optional tensor."""
-    return None if tensor is None else tensor.detach().numpy()
+            result.detach().view(-1).view(torch.uint8)[result.element_size() - 1] ^= 0x40

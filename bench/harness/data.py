@@ -1,19 +1,19 @@
 """Row data: random, never zero, and known to every rank from (seed, round, rank) alone.
 
-Arrays are numpy in storage form: the type itself, or for bfloat16 (which numpy lacks) its bits as uint16.
+Made on the device that is measured, by torch's generator there: ranks on equal devices agree without asking.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-Storage = npt.NDArray[Any]
-_ROWS_STREAM, _WEIGHTS_STREAM = 2, 3
-_STORAGE = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
+_ROWS_STREAM, _WEIGHTS_STREAM, _BYTES_STREAM = 2, 3, 6
+SCALE_BLOCK = 128  # columns that share a scale in the fp8 wire format
+_E4M3_MAX = 448.0
+_SMALLEST_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -26,49 +26,79 @@ class DataKey:
     hidden: int
     dtype: str
 
-
-def round_to(values: npt.NDArray[np.floating[Any]], dtype: str) -> Storage:
-    """float32 or float64 values in storage form of `dtype`, to nearest, ties to even. No NaN may be among
-    them.
-    """
-    if dtype != "bfloat16":
-        return values.astype(_STORAGE[dtype], copy=False)
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
-def widen(stored: Storage, dtype: str) -> npt.NDArray[np.floating[Any]]:
-    """Storage form as float64 for float64, else as float32 (exactly)."""
-    if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float64 if dtype == "float64" else np.float32, copy=False)
+def _generator(device: torch.device, *words: int) -> torch.Generator:
+    # 63 bits: a seed that every generator takes.
+    state = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
+    return torch.Generator(device).manual_seed(state)
 
 
-def rows(key: DataKey, rank: int) -> Storage:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that values of `dtype` are computed in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows(key: DataKey, rank: int, device: torch.device) -> torch.Tensor:
     """The (T, H) rows that `rank` puts in: signed, magnitudes in [0.25, 1.25), so that no value is zero."""
-    rng = np.random.default_rng([key.seed, _ROWS_STREAM, key.round, key.tokens, rank])
-    wide: Any = np.float64 if key.dtype == "float64" else np.float32
-    values = rng.random((key.tokens, key.hidden), dtype=wide)
-    values -= wide(0.5)
-    values *= wide(2.0)
-    values += np.copysign(wide(0.25), values)
-    return round_to(values, key.dtype)
+    generator = _generator(device, key.seed, _ROWS_STREAM, key.round, key.tokens, rank)
+    shape, dtype = (key.tokens, key.hidden), wide(key.torch_dtype)
+    values = torch.rand(shape, generator=generator, device=device, dtype=dtype)
+    values.sub_(0.5).mul_(2.0)
+    values += torch.copysign(torch.full((), 0.25, dtype=dtype, device=device), values)
+    return values.to(key.torch_dtype)
 
 
-def weights(key: DataKey, rank: int, topk: int) -> npt.NDArray[np.float32]:
+def weights(key: DataKey, rank: int, topk: int, device: torch.device) -> torch.Tensor:
     """The (T, K) float32 weights of `rank`'s tokens: positive, each row sums to 1."""
-    rng = np.random.default_rng([key.seed, _WEIGHTS_STREAM, key.round, key.tokens, rank])
-    values = rng.random((key.tokens, topk), dtype=np.float32) + np.float32(0.25)
-    values /= values.sum(axis=1, keepdims=True)
-    return values
+    generator = _generator(device, key.seed, _WEIGHTS_STREAM, key.round, key.tokens, rank)
+    values = torch.rand(key.tokens, topk, generator=generator, device=device).add_(0.25)
+    return values.div_(values.sum(1, keepdim=True))
 
 
-def answer(rows_NH: Storage, key_N: npt.NDArray[Any], dtype: str) -> Storage:
-    """What "expert" (or rank) `key` answers to a row: the row times 1 + (key mod 7) / 8, rounded to `dtype`.
+def payload(
+    seed: int, round: int, source: int, target: int, num_bytes: int, device: torch.device
+) -> torch.Tensor:
+    """Random bytes, none of them zero, that `source` sends to `target` in a bare exchange."""
+    generator = _generator(device, seed, _BYTES_STREAM, round, source, target)
+    return torch.randint(1, 256, (num_bytes,), generator=generator, device=device, dtype=torch.uint8)
+
+
+def answer(rows_NH: torch.Tensor, key_N: torch.Tensor) -> torch.Tensor:
+    """What "expert" (or rank) `key` answers to a row: the row times 1 + (key mod 7) / 8, rounded to its type.
 
     Stands in for the expert's network in the combine benchmark: cheap, and different for neighbouring
     experts.
     """
-    wide = widen(rows_NH, dtype)
-    scale = (1.0 + (key_N % 7) / 8.0).astype(wide.dtype)
-    return round_to(wide * scale[:, None], dtype)
+    dtype = wide(rows_NH.dtype)
+    scale = 1.0 + torch.remainder(key_N, 7).to(dtype) / 8.0
+    return (rows_NH.to(dtype) * scale[:, None]).to(rows_NH.dtype)
+
+
+def quantised(rows_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in the fp8 wire format: (N, H) float8_e4m3fn and (N, ceil(H / 128)) float32 scales.
+
+    For each block of 128 columns scale = max(amax / 448, 2^-126), data = x * (1 / scale), to nearest even and
+    at most 448 in magnitude. Divisions are of tensors by tensors: by a number, torch would multiply with its
+    inverse, which rounds otherwise.
+    """
+    count, hidden = rows_NH.shape
+    blocks = -(-hidden // SCALE_BLOCK)
+    padded = torch.zeros(count, blocks * SCALE_BLOCK, dtype=torch.float32, device=rows_NH.device)
+    padded[:, :hidden] = rows_NH
+    grouped = padded.view(count, blocks, SCALE_BLOCK)
+    amax = grouped.abs().amax(2)
+    scales = torch.div(amax, torch.full_like(amax, _E4M3_MAX)).clamp_min(_SMALLEST_SCALE)
+    inverse = torch.div(torch.ones_like(scales), scales)
+    scaled = (grouped * inverse[:, :, None]).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    return scaled.view(count, -1)[:, :hidden].to(torch.float8_e4m3fn), scales
+
+
+def dequantised(data_NH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(N, H) rows of `dtype` from the fp8 wire format."""
+    spread = scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, : data_NH.shape[1]]
+    return (data_NH.to(torch.float32) * spread).to(dtype)

@@ -7,11 +7,22 @@ import os
 import sys
 from typing import NoReturn
 
+_CEILINGS = ("sm-push", "copy-engine", "memcpy")
 BASELINES = {
-    "dispatch": ("memcpy", "gloo", "gloo-tuned"),
-    "combine": ("memcpy", "gloo", "gloo-tuned"),
-    "alltoall": ("memcpy", "gloo"),  # nothing around the bare exchange to tune
+    "cpu": {
+        "dispatch": ("memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "combine": ("memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "alltoall": ("memcpy", "gloo"),  # nothing around the bare exchange to tune
+    },
+    "cuda": {
+        "dispatch": (*_CEILINGS, "nccl", "nccl-tuned", "nccl-rows", "torch-symm"),
+        "combine": (*_CEILINGS, "nccl", "nccl-tuned", "nccl-rows", "torch-symm"),
+        "alltoall": (*_CEILINGS, "nccl"),
+    },
 }
+# What "all" leaves out: torch-symm takes all symmetric memory of its process to NVSHMEM, which is another
+# environment for the rest; gloo-rows is there to try on a CPU what nccl-rows does on GPUs.
+ON_REQUEST = ("torch-symm", "gloo-rows")
 
 BANDWIDTH_TEXT = """\
 sizes:
@@ -28,7 +39,10 @@ columns:
   busbw    remote bytes / time, mean over ranks, GB/s. Remote is one row per (token, other rank that owns one
            of its experts): the least that has to leave a rank, and the same number for every path,
            whatever the path really sends.
-  #wrong   values that differ from an independent numpy computation, summed over ranks; N/A with -c 0
+  ceiling  (GPUs) time of sm-push, the same remote rows moved by bulk copies and nothing else, / time
+  SMs      (GPUs) multiprocessors at work, where that is known; 0: copy engines
+  host     (GPUs) microseconds of CPU time to issue a call, waits for the GPU left out
+  #wrong   values that differ from an independent computation, summed over ranks; N/A with -c 0
 """
 
 USEFUL_TEXT = {
@@ -65,7 +79,13 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks to start on this host (2); under torchrun its own count",
+        help="ranks to start on this host (2; on GPUs as many as there are); under torchrun its own count",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where the tensors are; auto: on GPUs if there are any and moecomm serves them (auto)",
     )
     add(
         "-b",
@@ -98,8 +118,8 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
     add("--plot", metavar="FILE.png", help="draw algbw over size")
     add("--hidden", type=int, default=4096, metavar="H", help="values per row (4096)")
     if operation != "alltoall":
-        add("--experts", type=int, default=32, metavar="E", help="experts over all ranks (32)")
-        add("--topk", type=int, default=None, metavar="K", help="experts per token (4; of a trace: its own)")
+        add("--experts", default="32", metavar="E", help="experts over all ranks, or a list E,E (32)")
+        add("--topk", metavar="K", help="experts per token, or a list K,K (4; of a trace: its own)")
         add("--layout", choices=("expert", "rank"), default="expert", help="result layout (expert)")
         add("--alignment", type=int, default=1, metavar="A", help="rows an expert's group is padded to (1)")
         add(
@@ -114,7 +134,22 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
             metavar="HOW",
             help="uniform | zipf | one-hot | balanced | trace FILE (.npy or .npz with top-k ids)",
         )
-        add("--zipf", type=float, default=1.0, metavar="S", help="exponent of the zipf routing (1.0)")
+        add("--zipf", default="1", metavar="S", help="exponent of the zipf routing, or a list S,S (1.0)")
+        add("--wire", choices=("fp8",), help="rows travel as e4m3 with scales (GPUs); default: in their type")
+        add(
+            "--no-dequantize",
+            action="store_true",
+            help="with --wire fp8: dispatch hands on (data, scales) as they arrived",
+        )
+    if operation == "dispatch":
+        add(
+            "--kept-handle",
+            action="store_true",
+            help="the dispatch along the handle of an earlier one: combine's backward",
+        )
+    add("--num-sms", metavar="N", help="SMs of one operation (GPUs), or a list N,N (moecomm's own choice)")
+    add("--graph", action="store_true", help="replay the call from a CUDA graph; needs --capacity (GPUs)")
+    add("--host-calls", type=int, default=20, metavar="N", help="calls to time the CPU with (GPUs, 20)")
     add(
         "--input",
         choices=("tensor", "window"),
@@ -133,8 +168,11 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
         const="all",
         default="",
         metavar="LIST",
-        help="also run baselines: all, or a list of " + ", ".join(BASELINES[operation]),
+        help="also run baselines: all, or a list of "
+        + "; ".join(f"{', '.join(names[operation])} ({device})" for device, names in BASELINES.items())
+        + f". all leaves out {', '.join(ON_REQUEST)}",
     )
+    add("--baselines-only", action="store_true", help="leave moecomm out")
     add("--seed", type=int, default=20240817, metavar="N", help="seed of data and routing")
     add(
         "--threads",
@@ -145,8 +183,9 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
     add(
         "--flush",
         metavar="BYTES",
-        help="bytes a rank rewrites between iterations to empty the caches (size of the L3); 0: off",
+        help="bytes rewritten before each call to empty the caches (size of the L3; GPUs: 256M); 0: off",
     )
+    add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     add(
         "--timeout",
         type=float,

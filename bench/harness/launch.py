@@ -28,6 +28,12 @@ RankMain = Callable[[Options, int, int], int]
 _GRACE_AFTER_FAILURE = 3.0  # seconds the other ranks get to report what they saw
 _GRACE_AFTER_TERM = 3.0
 _PR_SET_PDEATHSIG = 1
+# All paths are compared without the links' multicast, unless the environment says otherwise.
+_WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 
 
 def run(rank_main: RankMain, options: Options) -> int:
@@ -43,8 +49,8 @@ def run(rank_main: RankMain, options: Options) -> int:
 def _join(rank_main: RankMain, options: Options) -> int:
     import torch.distributed as dist
 
-    _set_threads(options.threads)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+    backend = _prepare(options, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+    dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout))
     return _rank(rank_main, options, dist.get_rank(), dist.get_world_size())
 
 
@@ -59,6 +65,8 @@ def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
         else:
             text = traceback.format_exc().rstrip()
         print(f"{options.operation}_perf.py: rank {rank}: {text}", file=sys.stderr, flush=True)
+        if options.device == "cuda":
+            os._exit(1)  # taking NCCL down would wait for ranks that no longer answer
         return 1
     except KeyboardInterrupt:  # Ctrl-C under torchrun, which ends the other ranks
         return 130
@@ -66,10 +74,23 @@ def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
         dist.destroy_process_group()
 
 
-def _set_threads(threads: int) -> None:
+def _prepare(options: Options, local_rank: int) -> str:
+    """Sets threads and device of this process; returns the backends of its process group."""
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
+    if options.device == "cpu":
+        return "gloo"
+    for name, value in _WITHOUT_MULTICAST.items():
+        os.environ.setdefault(name, value)
+    torch.cuda.set_device(local_rank)
+    if "torch-symm" in options.baselines:
+        import torch.distributed._symmetric_memory as symmetric
+
+        with contextlib.suppress(Exception):  # without it the baseline says what is missing
+            symmetric.set_backend("NVSHMEM")
+            torch.empty(1, device="cuda")  # NVSHMEM wants a context
+    return "cpu:gloo,cuda:nccl"
 
 
 def _child(rank_main: RankMain, options: Options, rank: int, parent: int, line: Connection) -> None:
@@ -81,14 +102,14 @@ def _child(rank_main: RankMain, options: Options, rank: int, parent: int, line: 
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
 
-    _set_threads(options.threads)
+    backend = _prepare(options, rank)
     timeout = timedelta(seconds=options.timeout)
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
         line.send(store.port)
     else:
         store = TCPStore("127.0.0.1", line.recv(), is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=options.ranks, timeout=timeout)
     raise SystemExit(_rank(rank_main, options, rank, options.ranks))
 
 

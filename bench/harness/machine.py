@@ -28,6 +28,57 @@ class Machine:
     last_level_cache_bytes: int
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of the host and what joins them."""
+
+    names: tuple[str, ...]
+    memory_bytes: int  # of the first
+    sms: int
+    l2_bytes: int
+    driver: str
+    links: str
+
+
+def describe_gpus() -> Gpus:
+    """Those that torch sees."""
+    import torch
+
+    properties = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    return Gpus(
+        names=tuple(each.name for each in properties),
+        memory_bytes=properties[0].total_memory,
+        sms=properties[0].multi_processor_count,
+        l2_bytes=int(getattr(properties[0], "L2_cache_size", 0)),
+        driver=_driver(),
+        links=_links(),
+    )
+
+
+def _driver() -> str:
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
+        return next(word for word in words if word[:1].isdigit())
+    except (OSError, IndexError, StopIteration):
+        return _tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def _links() -> str:
+    """The connection of GPU 0 with GPU 1 in nvidia-smi's terms: NV18 are 18 NVLinks."""
+    for line in _tool("nvidia-smi", "topo", "-m").splitlines():
+        words = line.split()
+        if words[:1] == ["GPU0"] and len(words) > 2:
+            return words[2]
+    return ""
+
+
+def _tool(*words: str) -> str:
+    try:
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def describe() -> Machine:
     """Reads /proc and /sys; falls back to what Python knows."""
     return Machine(
@@ -59,14 +110,20 @@ def _last_level_cache() -> int:
     return max(sizes) or _DEFAULT_CACHE
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages whose speed is compared."""
+def versions(device: str = "cpu") -> dict[str, str]:
+    """Versions of Python and of the packages whose speed is compared; on GPUs of CUDA and NCCL, too."""
     found = {"python": platform.python_version()}
     for package in ("moecomm", "torch", "numpy"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed as a package"
+    if device == "cuda":
+        import torch
+
+        found["torch"] = torch.__version__
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 

@@ -1,5 +1,5 @@
-"""The ceiling: every rank copies as many bytes as the operation gives it, all at once, into memory it already
-owns.
+"""Plain copies, the ceiling on a CPU: every rank copies as many bytes as the operation gives it, all at once,
+into memory it already owns.
 
 Nothing that ends with these bytes in ordinary memory can be faster than writing them. Source and destination
 are as large as the result, and all their pages have been touched.
@@ -14,17 +14,15 @@ import torch
 
 from .case import Case
 from .paths import Path
-from .timing import CacheFlusher, measure
-
-_CALIBRATION_ITERS = 3
+from .timing import Clock, fastest
 
 
 class Memcpy:
     """Two buffers of `num_bytes` and the ways to copy one to the other."""
 
-    def __init__(self, num_bytes: int, seed: int) -> None:
-        self._source = torch.empty(num_bytes, dtype=torch.uint8)
-        self._target = torch.empty(num_bytes, dtype=torch.uint8)
+    def __init__(self, num_bytes: int, seed: int, device: torch.device) -> None:
+        self._source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._seed = seed
         self.fill(0)
 
@@ -34,7 +32,7 @@ class Memcpy:
         # A large random block repeated: as good as fresh bytes for a copy, and quick to make.
         block = torch.from_numpy(
             rng.integers(1, 256, size=min(self._source.numel(), 1 << 20) or 1, dtype=np.uint8)
-        )
+        ).to(self._source.device)
         for at in range(0, self._source.numel(), block.numel()):
             part = self._source[at : at + block.numel()]
             part.copy_(block[: part.numel()])
@@ -55,17 +53,15 @@ class Memcpy:
         self._target[-1:] ^= 1
 
 
-def memcpy_path(case: Case, flusher: CacheFlusher) -> Path:
-    """The faster of torch's copy_ and libc's memmove for this rank's useful bytes, chosen by a short trial on
-    all ranks.
+def memcpy_path(case: Case, clock: Clock) -> Path:
+    """A copy of this rank's useful bytes on its own device. On the CPU it is the faster of torch's copy_ and
+    libc's memmove, chosen by a short trial on all ranks.
     """
-    copier = Memcpy(case.traffic.useful_R[case.rank], case.options.seed)
-    ways = {"torch.Tensor.copy_": copier.torch_copy, "memmove": copier.libc_memmove}
-    candidates = {
-        name: Path(name=name, call=way, check=lambda round: 0, remote=False) for name, way in ways.items()
-    }
-    trial = measure(candidates, iters=_CALIBRATION_ITERS, warmup=1, flusher=flusher)
-    note = min(trial, key=lambda name: trial[name].median)  # medians are over all ranks: all choose alike
+    copier = Memcpy(case.traffic.useful_R[case.rank], case.options.seed, case.device)
+    ways = {"torch.Tensor.copy_": copier.torch_copy}
+    if case.device.type == "cpu":
+        ways["memmove"] = copier.libc_memmove
+    note = fastest(ways, clock)
 
     def check(round: int) -> int:
         copier.fill(round)

@@ -10,12 +10,12 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .flags import BASELINES, build_parser
+from .flags import BASELINES, ON_REQUEST, build_parser
 from .sizes import parse_size, sweep
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -32,12 +32,23 @@ ROUTINGS = ("uniform", "zipf", "one-hot", "balanced", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One point of a sweep over anything but sizes and types. num_sms None: moecomm's own choice."""
+
+    experts: int
+    topk: int
+    zipf: float
+    num_sms: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Everything a program was asked to do. Plain values only: it travels to the ranks and into the JSON
     file.
     """
 
     operation: str  # dispatch | combine | alltoall
+    device: str  # cpu | cuda
     ranks: int
     sizes: tuple[int, ...]  # tokens per rank, ascending
     dtypes: tuple[str, ...]
@@ -45,17 +56,25 @@ class Options:
     warmup: int
     checks: int
     hidden: int
-    experts: int
+    experts: int  # this and what else a Variant has: of the first variant, or in `each` of each
     topk: int
+    zipf: float
+    num_sms: int | None
+    variants: tuple[Variant, ...]
     layout: Literal["expert", "rank"]
     alignment: int
     capacity: int | str | None  # rows, "auto" or None
     routing: str
-    zipf: float
     trace: str | None
+    wire: str | None  # None: rows travel in their type; fp8
+    dequantize: bool
+    kept_handle: bool
+    graph: bool
+    host_calls: int
     input: str  # tensor | window
     ids: str  # fresh | same
     baselines: tuple[str, ...]
+    baselines_only: bool
     json: str | None
     plot: str | None
     seed: int
@@ -63,7 +82,19 @@ class Options:
     flush_bytes: int | None  # None: as large as the last-level cache
     timeout: float
     inject_error: bool
+    commit: str | None
     command: str
+
+    def each(self) -> Iterator[Options]:
+        """The options of every variant."""
+        for variant in self.variants:
+            yield replace(self, **asdict(variant), variants=(variant,))
+
+    def label(self) -> str:
+        """What sets this variant apart, in words for a table."""
+        skew = f" zipf {self.zipf:g}" if self.routing == "zipf" else ""
+        sms = "" if self.num_sms is None else f" SMs {self.num_sms}"
+        return f"experts {self.experts} topk {self.topk}{skew}{sms}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dict for the JSON record."""
@@ -93,13 +124,36 @@ def parse(operation: str, argv: Sequence[str] | None = None, prog: str | None = 
         parser.error(str(problem))
 
 
-def _ranks(given: int | None) -> int:
+def _device(given: str) -> str:
+    if given != "auto":
+        return given
+    if not Path("/dev/nvidiactl").exists():  # spares loading torch where there can't be a GPU
+        return "cpu"
+    import torch
+
+    import moecomm
+
+    return "cuda" if torch.cuda.is_available() and "cuda" in moecomm.available_devices() else "cpu"
+
+
+def _gpus() -> int:
+    import torch
+
+    found = int(torch.cuda.device_count())
+    if not found:
+        raise ValueError("--device cuda: torch finds no GPU here")
+    return found
+
+
+def _ranks(given: int | None, device: str) -> int:
     world = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     if world is not None:
         if given is not None and given != int(world):
             raise ValueError(f"-g {given} disagrees with torchrun, which started {world} ranks; leave -g out")
         return int(world)
-    return 2 if given is None else given
+    if given is None:
+        return _gpus() if device == "cuda" else 2
+    return given
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
@@ -112,9 +166,10 @@ def _dtypes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _baselines(operation: str, text: str) -> tuple[str, ...]:
-    known = BASELINES[operation]
-    wanted = known if text == "all" else tuple(word for word in text.split(",") if word)
+def _baselines(operation: str, device: str, text: str) -> tuple[str, ...]:
+    known = BASELINES[device][operation]
+    standard = tuple(name for name in known if name not in ON_REQUEST)
+    wanted = standard if text == "all" else tuple(word for word in text.split(",") if word)
     for name in wanted:
         if name not in known:
             raise ValueError(f"--baselines {name!r} is not known: use all or a list of {', '.join(known)}")
@@ -152,6 +207,24 @@ def _writable(path: str | None, flag: str) -> str | None:
     return path
 
 
+def _list(text: str, flag: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"{flag} {text!r} has to be a number above 0, or a list of them: 8,24")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _exponents(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(word) for word in text.split(",")))
+    except ValueError:
+        raise ValueError(f"--zipf {text!r} is no number, nor a list of them: 0.5,1") from None
+    for value in found:
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--zipf has to be 0 or above, got {value:g}")
+    return found
+
+
 def _at_least(value: int, least: int, flag: str) -> int:
     if value < least:
         raise ValueError(f"{flag} has to be at least {least}, got {value}")
@@ -159,7 +232,8 @@ def _at_least(value: int, least: int, flag: str) -> int:
 
 
 def _checked(operation: str, given: argparse.Namespace, program: str, arguments: list[str]) -> Options:
-    ranks = _at_least(_ranks(given.ranks), 1, "-g")
+    device = _device(given.device)
+    ranks = _at_least(_ranks(given.ranks, device), 1, "-g")
     hidden = _at_least(given.hidden, 1, "--hidden")
     dtypes = _dtypes(given.dtype)
     for name in dtypes:
@@ -176,8 +250,15 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
     step = None if given.increment is None else parse_size(given.increment, row_bytes)
     sizes = sweep(first, first if given.max is None else parse_size(given.max, row_bytes), step, given.factor)
     flush_bytes = None if given.flush is None else 0 if given.flush == "0" else parse_size(given.flush, 1)
+    num_sms: tuple[int | None, ...] = (None,) if given.num_sms is None else _list(given.num_sms, "--num-sms")
+    if device == "cpu":
+        for flag, used in (("--num-sms", given.num_sms), ("--graph", given.graph)):
+            if used:
+                raise ValueError(f"{flag} is for GPUs (--device cuda)")
+    alike = [Variant(experts=ranks, topk=1, zipf=1.0, num_sms=sms) for sms in num_sms]
     options = Options(
         operation=operation,
+        device=device,
         ranks=ranks,
         sizes=sizes,
         dtypes=dtypes,
@@ -185,17 +266,22 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         warmup=_at_least(given.warmup, 0, "-w"),
         checks=_at_least(given.check, 0, "-c"),
         hidden=hidden,
-        experts=ranks,
-        topk=1,
+        **asdict(alike[0]),
+        variants=tuple(alike),
         layout="expert",
         alignment=1,
         capacity=None,
         routing="balanced",
-        zipf=1.0,
         trace=None,
+        wire=None,
+        dequantize=True,
+        kept_handle=False,
+        graph=given.graph,
+        host_calls=_at_least(given.host_calls, 0, "--host-calls"),
         input=given.input,
         ids=given.ids,
-        baselines=_baselines(operation, given.baselines),
+        baselines=_baselines(operation, device, given.baselines),
+        baselines_only=given.baselines_only,
         json=_writable(given.json, "-J"),
         plot=_writable(given.plot, "--plot"),
         seed=_at_least(given.seed, 0, "--seed"),
@@ -205,43 +291,67 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         flush_bytes=flush_bytes,
         timeout=given.timeout,
         inject_error=given.inject_error,
+        commit=given.commit or os.environ.get("MOECOMM_BENCH_COMMIT"),
         command=" ".join([program, *arguments]),
     )
     if options.inject_error and options.checks == 0:
         raise ValueError("--inject-error needs a check to catch it, and -c 0 turns checks off")
-    return options if operation == "alltoall" else _with_routing(options, given)
+    if options.baselines_only and not options.baselines:
+        raise ValueError("--baselines-only needs --baselines")
+    if operation == "alltoall":
+        if options.graph:
+            raise ValueError("--graph is for dispatch and combine with --capacity")
+        return options
+    return _with_routing(options, given)
 
 
 def _with_routing(options: Options, given: argparse.Namespace) -> Options:
     routing, trace = _routing(given.routing)
+    counts = _list(given.experts, "--experts")
     if trace is not None:
         from .routing import load_trace  # numpy only when a trace is asked for
 
-        trace_topk = load_trace(trace, given.experts).shape[-1]
-        if given.topk is not None and given.topk != trace_topk:
+        trace_topk = load_trace(trace, min(counts)).shape[-1]
+        if given.topk is not None and _list(given.topk, "--topk") != (trace_topk,):
             raise ValueError(
                 f"--topk {given.topk} disagrees with {trace}, which has {trace_topk} ids a token"
             )
-        topk = trace_topk
+        topks: tuple[int, ...] = (trace_topk,)
     else:
-        topk = 4 if given.topk is None else given.topk
-    experts = _at_least(given.experts, 1, "--experts")
-    if experts % options.ranks:
-        raise ValueError(f"--experts {experts} cannot be shared evenly by {options.ranks} ranks (-g)")
-    if not 1 <= topk <= experts:
-        raise ValueError(f"--topk has to be between 1 and --experts ({experts}), got {topk}")
-    if not (math.isfinite(given.zipf) and given.zipf >= 0):
-        raise ValueError(f"--zipf has to be 0 or above, got {given.zipf:g}")
+        topks = (4,) if given.topk is None else _list(given.topk, "--topk")
+    for experts in counts:
+        if experts % options.ranks:
+            raise ValueError(f"--experts {experts} cannot be shared evenly by {options.ranks} ranks (-g)")
+        for topk in topks:
+            if topk > experts:
+                raise ValueError(f"--topk has to be between 1 and --experts ({experts}), got {topk}")
     if given.layout == "rank" and given.alignment != 1:
         raise ValueError("--alignment is for --layout expert: rank-major rows have no expert groups to align")
+    if given.no_dequantize and given.wire is None:
+        raise ValueError("--no-dequantize is for --wire fp8: other rows arrive in their type")
+    if given.wire is not None and options.device == "cpu":
+        raise ValueError("--wire is for GPUs (--device cuda)")
+    exponents = _exponents(given.zipf)
+    variants = tuple(
+        replace(each, experts=experts, topk=topk, zipf=zipf)
+        for experts in counts
+        for topk in topks
+        for zipf in (exponents if routing == "zipf" else exponents[:1])
+        for each in options.variants
+    )
+    capacity = _capacity(given.capacity)
+    if options.graph and capacity is None:
+        raise ValueError("--graph needs --capacity: exact sizes make the host wait, which no capture can")
     return replace(
         options,
-        experts=experts,
-        topk=topk,
+        **asdict(variants[0]),
+        variants=variants,
         layout=given.layout,
         alignment=_at_least(given.alignment, 1, "--alignment"),
-        capacity=_capacity(given.capacity),
+        capacity=capacity,
         routing=routing,
-        zipf=given.zipf,
         trace=trace,
+        wire=given.wire,
+        dequantize=not given.no_dequantize,
+        kept_handle=getattr(given, "kept_handle", False),
     )

@@ -11,8 +11,9 @@ class Path:
     """`call` is what is timed. `check(round)` runs it on fresh data and returns this rank's count of wrong
     values.
 
-    `before` is run, untimed, before each timed call. `remote` says whether bytes travel between ranks, `note`
-    ends up in the JSON row.
+    `before` is run, untimed, before each timed call. `remote` says whether bytes travel between ranks, `sms`
+    how many SMs of a GPU are at work (None: not known), `note` ends up in the JSON row. `blocks` says that
+    the call waits for the GPU; `waited`, if there is one, gives the seconds that all calls so far spent so.
     """
 
     name: str
@@ -20,4 +21,15 @@ class Path:
     check: Callable[[int], int]
     before: Callable[[], None] | None = None
     remote: bool = True
+    sms: int | None = None
     note: str = ""
+    blocks: bool = False
+    waited: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A baseline that could not run, and why."""
+
+    name: str
+    reason: str

@@ -1,4 +1,4 @@
-"""The picture of a run: algbw over size, one line a path, the memcpy ceiling dashed."""
+"""The picture of a run: bandwidth over size, one line a path, the ceiling dashed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .options import Options
 from .record import Row
-from .report import CEILING
+from .report import ceiling_of
 
 
 def draw(path: str, options: Options, rows: Sequence[Row]) -> None:
@@ -16,20 +16,24 @@ def draw(path: str, options: Options, rows: Sequence[Row]) -> None:
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
+    # On GPUs the links are the limit: what crosses them is drawn, for the paths that use them.
+    remote = options.device == "cuda"
+    ceiling = ceiling_of([row.path for row in rows])
+    shown = [row for row in rows if not remote or row.busbw_GBps is not None]
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, dtype in dict.fromkeys((row.path, row.dtype) for row in rows):
-        line = [row for row in rows if (row.path, row.dtype) == (name, dtype)]
+    for name, dtype in dict.fromkeys((row.path, row.dtype) for row in shown):
+        line = [row for row in shown if (row.path, row.dtype) == (name, dtype)]
         axes.plot(
             [row.tokens for row in line],
-            [row.algbw_GBps for row in line],
+            [(row.busbw_GBps or 0.0) if remote else row.algbw_GBps for row in line],
             marker="o",
-            linestyle="--" if name == CEILING else "-",
+            linestyle="--" if name == ceiling else "-",
             label=name if len(options.dtypes) == 1 else f"{name} {dtype}",
         )
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens per rank")
-    axes.set_ylabel("algbw, GB/s per rank")
+    axes.set_ylabel("remote GB/s sent per GPU" if remote else "algbw, GB/s per rank")
     axes.set_title(
         f"{options.operation}: {options.ranks} ranks, hidden {options.hidden}, "
         f"top-{options.topk} of {options.experts} experts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 
 import moecomm
 
-from .case import Case, as_array, poison, to_storage
+from .case import Case, poison
 from .options import Options
 from .paths import Path
 from .verify import Received
+
+NAME = "moecomm"
+_WARMUP_BEFORE_CAPTURE = 2
 
 
 def communicator(options: Options, dtype: str) -> moecomm.Communicator:
@@ -23,8 +27,9 @@ def communicator(options: Options, dtype: str) -> moecomm.Communicator:
         top_k=options.topk,
         max_tokens=max(options.sizes),
         dtype=getattr(torch, dtype),
-        device="cpu",
-        num_sms=options.threads,
+        wire=options.wire,
+        device=options.device,
+        num_sms=options.num_sms if options.device == "cuda" else options.threads,
         timeout=timedelta(seconds=options.timeout),
     )
 
@@ -53,51 +58,91 @@ class _Inputs:
 
 def _received(out: moecomm.DispatchOutput) -> Received:
     return Received(
-        tokens=to_storage(out.tokens),
-        offsets=as_array(out.offsets),
-        weights=as_array(out.weights),
-        counts=as_array(out.tokens_per_expert),
-        topk_idx=as_array(out.topk_idx),
+        tokens=out.tokens,
+        scales=getattr(out, "scales", None),
+        offsets=out.offsets,
+        weights=out.weights,
+        counts=out.tokens_per_expert,
+        topk_idx=out.topk_idx,
         overflow=int(out.overflow),
     )
 
 
 def _dispatch(comm: moecomm.Communicator, case: Case, inputs: _Inputs) -> moecomm.DispatchOutput:
-    return comm.dispatch(
+    how: dict[str, Any] = {} if case.options.dequantize else {"dequantize": False}
+    out: moecomm.DispatchOutput = comm.dispatch(
         inputs.x_TH,
         case.topk_idx_TK,
         case.topk_weights_TK,
         layout=case.options.layout,
         alignment=case.options.alignment,
         capacity=case.capacity,
+        **how,
+    )
+    return out
+
+
+def _settle(comm: moecomm.Communicator, case: Case) -> None:
+    """Waits for the device; raises what it found, instead of timing a cut-off result."""
+    if case.device.type == "cuda":
+        torch.cuda.synchronize()
+    comm.check()
+
+
+def _path(comm: moecomm.Communicator, case: Case, **given: Any) -> Path:
+    """A path of moecomm. Only a dropless dispatch waits for the GPU within the call."""
+    blocks = case.capacity is None and case.options.operation != "combine" and not case.options.kept_handle
+    return Path(
+        name=NAME,
+        sms=getattr(comm, "num_sms", case.options.num_sms) if case.device.type == "cuda" else None,
+        blocks=blocks,
+        waited=lambda: comm.stats().get("wait_seconds", 0.0),
+        **given,
     )
 
 
-def _checked_dispatch(
-    comm: moecomm.Communicator, case: Case, inputs: _Inputs
-) -> tuple[moecomm.DispatchOutput, int]:
-    """One dispatch of the loaded data, and how much of it is wrong."""
-    out = _dispatch(comm, case, inputs)
-    comm.check()  # with --capacity: raises when rows did not fit, instead of timing a cut-off result
-    if case.options.operation != "combine":
-        case.maybe_corrupt(out.tokens)
-    return out, case.wrong_dispatch(_received(out), case.layout, case.capacity)
+class _Captured:
+    """A call captured once in a CUDA graph; `replay` is the call, `result` what each replay writes."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_WARMUP_BEFORE_CAPTURE):
+                call()
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread asks after its own events meanwhile: only this thread is watched.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.result = call()
+        self._graph = graph
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self.result
+
+
+def _call(case: Case, call: Callable[[], Any]) -> Callable[[], Any]:
+    return _Captured(call).replay if case.options.graph else call
 
 
 def dispatch_path(comm: moecomm.Communicator, case: Case) -> Path:
     """`comm.dispatch` of rows and weights."""
     inputs = _Inputs(comm, case)
+    call = _call(case, lambda: _dispatch(comm, case, inputs))
 
     def check(round: int) -> int:
         inputs.load(round)
         poison(_scratch(case))
-        out, wrong = _checked_dispatch(comm, case, inputs)
+        out = call()
+        _settle(comm, case)
+        case.maybe_corrupt(out.tokens)
+        wrong = case.wrong_dispatch(_received(out), case.layout, case.capacity, case.options.wire)
         poison(out.tokens)
         return wrong
 
-    return Path(
-        name="moecomm", call=lambda: _dispatch(comm, case, inputs), check=check, before=case.fresh_ids
-    )
+    return _path(comm, case, call=call, check=check, before=case.fresh_ids)
 
 
 def combine_path(comm: moecomm.Communicator, case: Case) -> Path:
@@ -108,29 +153,66 @@ def combine_path(comm: moecomm.Communicator, case: Case) -> Path:
     state: dict[str, Any] = {}
 
     def prepare() -> int:
-        out, wrong = _checked_dispatch(comm, case, inputs)
+        out = _dispatch(comm, case, inputs)
+        _settle(comm, case)
+        wrong = case.wrong_dispatch(_received(out), case.layout, case.capacity, case.options.wire)
         # The rows come from the independent layout, not from what was dispatched: combine is judged by
-        # itself.
-        state["rows_PH"] = case.answers(case.layout, out.tokens.shape[0])
-        state["handle"] = out.handle
-        state["weights"] = out.weights if case.options.layout == "expert" else None
+        # itself. A captured call reads them, and the weights, where they lay at the capture.
+        rows_PH = case.answers(case.layout, out.tokens.shape[0])
+        weights = out.weights if case.options.layout == "expert" else None
+        if case.options.graph and state:
+            state["rows_PH"].copy_(rows_PH)
+            if weights is not None:
+                state["weights"].copy_(weights)
+        else:
+            state.update(rows_PH=rows_PH, weights=weights, handle=out.handle)
         return wrong
 
-    def call() -> torch.Tensor:
-        return comm.combine(state["rows_PH"], state["handle"], weights=state["weights"])
+    prepare()  # so that it can be captured, and timed also when checks are off
+    call = _call(case, lambda: comm.combine(state["rows_PH"], state["handle"], weights=state["weights"]))
 
     def check(round: int) -> int:
         inputs.load(round)
         wrong = prepare()
         poison(_scratch(case, case.tokens))
         y_TH = call()
+        _settle(comm, case)
         case.maybe_corrupt(y_TH)
         wrong += case.wrong_combine(y_TH)
         poison(y_TH)
         return wrong
 
-    prepare()  # so that it can be timed also when checks are off
-    return Path(name="moecomm", call=call, check=check)
+    return _path(comm, case, call=call, check=check)
+
+
+def kept_handle_path(comm: moecomm.Communicator, case: Case) -> Path:
+    """The dispatch along a kept handle: the backward of combine, through torch.autograd.grad.
+
+    The gradient of y = combine(rows) without weights is, for each row, the row of its token in dy: a
+    dispatch of dy, checked as one.
+    """
+    inputs = _Inputs(comm, case)
+    made = _dispatch(comm, case, inputs)
+    with torch.enable_grad():
+        rows_PH = torch.zeros_like(made.tokens.detach(), requires_grad=True)
+        y_TH = comm.combine(rows_PH, made.handle)
+
+    def grad() -> torch.Tensor:
+        return torch.autograd.grad(y_TH, rows_PH, inputs.x_TH, retain_graph=True)[0]
+
+    call = _call(case, grad)
+
+    def check(round: int) -> int:
+        inputs.load(round)
+        poison(_scratch(case))
+        grad_PH = call()
+        _settle(comm, case)
+        case.maybe_corrupt(grad_PH)
+        wrong = case.wrong_dispatch(Received(tokens=grad_PH), case.layout, case.capacity)
+        poison(grad_PH)
+        return wrong
+
+    return _path(comm, case, call=call, check=check)
 
 
 def _scratch(case: Case, rows: int | None = None) -> torch.Tensor:
@@ -141,4 +223,5 @@ def _scratch(case: Case, rows: int | None = None) -> torch.Tensor:
         case.capacity or case.layout.num_rows if rows is None else rows,
         case.options.hidden,
         dtype=case.torch_dtype,
+        device=case.device,
     )

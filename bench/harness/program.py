@@ -1,9 +1,11 @@
-"""The body shared by the programs: for every type and size, verify all paths, time them in turn, print,
-record.
+"""The body shared by the programs: for every variant, type and size, verify all paths, time them in turn,
+print, record.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,65 +15,123 @@ import torch
 import moecomm
 
 from . import machine, record, report
-from .case import Case
-from .contest import make_paths
+from .case import Case, device_of
+from .contest import checked, make_baselines, product_path
 from .options import Options
+from .paths import NotRun, Path
 from .product import communicator
-from .record import Row
-from .timing import CacheFlusher, measure, sum_over_ranks
+from .record import Missing, Row
+from .timing import Clock, CpuClock, CudaClock, measure, slowest, sum_over_ranks
+
+_GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
 
 
 def benchmark(options: Options, rank: int, ranks: int) -> int:
     """Runs the whole sweep on one rank and returns 0, or 1 when any value was wrong."""
-    flush_bytes = (
-        machine.describe().last_level_cache_bytes if options.flush_bytes is None else options.flush_bytes
-    )
-    flusher = CacheFlusher(flush_bytes)
+    flush_bytes = options.flush_bytes
+    if flush_bytes is None:
+        on_cpu = options.device == "cpu"
+        flush_bytes = machine.describe().last_level_cache_bytes if on_cpu else _GPU_FLUSH_BYTES
+    device = device_of(options)
+    clock: Clock = CpuClock(flush_bytes) if device.type == "cpu" else CudaClock(flush_bytes, device)
     rows: list[Row] = []
+    missing: list[Missing] = []
     stats: dict[str, Any] = {}
     say = _printer(rank)
     say(report.header(options, flush_bytes))
     with torch.no_grad():
-        for dtype in options.dtypes:
-            with communicator(options, dtype) as comm:
-                comm.reset_stats()
-                for tokens in options.sizes:
-                    for row in _one_size(comm, Case(options, rank, tokens, dtype), flusher):
-                        rows.append(row)
-                        say(report.table_row(row))
-                stats[dtype] = dict(comm.stats())
+        for variant in options.each():
+            if len(options.variants) > 1:
+                say(f"# {variant.label()}")
+            for dtype in options.dtypes:
+                with (
+                    contextlib.nullcontext()
+                    if options.baselines_only
+                    else communicator(variant, dtype) as comm
+                ):
+                    if comm is not None:
+                        comm.reset_stats()
+                    for tokens in options.sizes:
+                        _release(options)
+                        for row in _one_size(comm, Case(variant, rank, tokens, dtype), clock):
+                            say(report.table_row(row, options))
+                            (rows if isinstance(row, Row) else missing).append(row)  # type: ignore[arg-type]
+                    if comm is not None:
+                        name = dtype if len(options.variants) == 1 else f"{dtype} {variant.label()}"
+                        stats[name] = dict(comm.stats())
+                        if options.device == "cuda":
+                            say(f"# {comm!r}")
     say(report.footer(rows))
     say(report.comparison(rows))
     if rank == 0:
-        _write_files(options, rows, stats)
+        _write_files(options, rows, stats, missing)
     return int(any(row.wrong for row in rows))
 
 
-def _one_size(comm: moecomm.Communicator, case: Case, flusher: CacheFlusher) -> list[Row]:
+def _release(options: Options) -> None:
+    """What earlier sizes held goes back to the device: the largest ones need most of it."""
+    if options.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> list[Row | Missing]:
+    """The rows of one size, in the order of the paths."""
     options = case.options
-    paths = make_paths(comm, case, flusher)
+    own = None if comm is None else product_path(comm, case)
+    entries: list[Path | NotRun] = [*([] if own is None else [own]), *make_baselines(case, clock)]
     wrong: dict[str, int | None] = {}
-    for path in paths:
-        # Rounds count from 1: round 0 is the data the paths were made with.
-        local = sum(path.check(round) for round in range(1, options.checks + 1))
+    for place, path in enumerate(entries):
+        if isinstance(path, NotRun):
+            continue
+        if path is own:
+            local = sum(path.check(round) for round in range(1, options.checks + 1))
+        else:
+            local, problem = checked(path, options.checks)
+            if problem:
+                entries[place] = NotRun(path.name, problem)
+                continue
         wrong[path.name] = sum_over_ranks(local) if options.checks else None
+    paths = [path for path in entries if isinstance(path, Path)]
     timings = measure(
-        {path.name: path for path in paths}, iters=options.iters, warmup=options.warmup, flusher=flusher
+        {path.name: path for path in paths}, iters=options.iters, warmup=options.warmup, clock=clock
     )
+    host = {path.name: _host(path, options, clock) for path in paths}
     return [
-        record.make_row(
-            path=path.name,
+        _missing(path, case)
+        if isinstance(path, NotRun)
+        else record.make_row(
+            path=path,
+            options=options,
             dtype=case.dtype,
             tokens=case.tokens,
             row_bytes=case.row_bytes,
             moved=case.traffic,
             timing=timings[path.name],
+            host_s=host[path.name],
             wrong=wrong[path.name],
-            note=path.note,
-            remote=path.remote,
         )
-        for path in paths
+        for path in entries
     ]
+
+
+def _host(path: Path, options: Options, clock: Clock) -> float | None:
+    if options.host_calls == 0 or options.device == "cpu":
+        return None
+    took = clock.host(path, options.host_calls)
+    return None if took is None else slowest([took])[0]
+
+
+def _missing(path: NotRun, case: Case) -> Missing:
+    return Missing(
+        path=path.name,
+        dtype=case.dtype,
+        tokens=case.tokens,
+        experts=case.options.experts,
+        topk=case.options.topk,
+        num_sms=case.options.num_sms,
+        reason=path.reason,
+    )
 
 
 def _printer(rank: int) -> Callable[[str], None]:
@@ -82,9 +142,11 @@ def _printer(rank: int) -> Callable[[str], None]:
     return say
 
 
-def _write_files(options: Options, rows: Sequence[Row], stats: dict[str, Any]) -> None:
+def _write_files(
+    options: Options, rows: Sequence[Row], stats: dict[str, Any], missing: Sequence[Missing]
+) -> None:
     if options.json is not None:
-        record.write(options.json, record.document(options, rows, stats))
+        record.write(options.json, record.document(options, rows, stats, missing))
     if options.plot is not None:
         from . import plot  # matplotlib only when a picture is asked for
 

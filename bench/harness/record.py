@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
 from . import machine
 from .options import Options
+from .paths import Path
 from .timing import Timing
 from .traffic import Traffic
 
@@ -36,24 +37,48 @@ class Row:
     wrong: int | None  # None: not checked
     note: str
     samples_s: tuple[float, ...]
+    experts: int = 0
+    topk: int = 0
+    zipf: float | None = None  # None: the routing has no exponent
+    num_sms: int | None = None  # asked for; None: moecomm's own choice
+    sms: int | None = None  # at work, where that is known; 0: copy engines
+    host_s: float | None = None  # CPU time to issue a call
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What paths that are compared have in common."""
+        return (self.experts, self.topk, self.zipf, self.num_sms, self.dtype, self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A baseline that did not run at one size, and why."""
+
+    path: str
+    dtype: str
+    tokens: int
+    experts: int
+    topk: int
+    num_sms: int | None
+    reason: str
 
 
 def make_row(
     *,
-    path: str,
+    path: Path,
+    options: Options,
     dtype: str,
     tokens: int,
     row_bytes: int,
     moved: Traffic,
     timing: Timing,
+    host_s: float | None,
     wrong: int | None,
-    note: str,
-    remote: bool,
 ) -> Row:
     """Joins a timing with the bytes behind it."""
     per_rank = len(moved.useful_R) * timing.median * 1e9
     return Row(
-        path=path,
+        path=path.name,
         dtype=dtype,
         tokens=tokens,
         size_bytes=tokens * row_bytes,
@@ -62,16 +87,26 @@ def make_row(
         time_s=timing.median,
         min_s=timing.fastest,
         algbw_GBps=moved.useful / per_rank,
-        busbw_GBps=moved.remote / per_rank if remote else None,
+        busbw_GBps=moved.remote / per_rank if path.remote else None,
         wrong=wrong,
-        note=note,
+        note=path.note,
         samples_s=timing.slowest_I,
+        experts=options.experts,
+        topk=options.topk,
+        zipf=options.zipf if options.routing == "zipf" else None,
+        num_sms=options.num_sms,
+        sms=path.sms,
+        host_s=host_s,
     )
 
 
-def document(options: Options, rows: Sequence[Row], stats: dict[str, Any]) -> dict[str, Any]:
+def document(
+    options: Options, rows: Sequence[Row], stats: dict[str, Any], missing: Sequence[Missing] = ()
+) -> dict[str, Any]:
     """The whole record as plain values. `stats` are rank 0's Communicator.stats() at the end of the run."""
     commit, dirty = machine.git_commit()
+    if commit is None:
+        commit = options.commit
     checked = [row.wrong for row in rows if row.wrong is not None]
     return {
         "schema": SCHEMA,
@@ -80,12 +115,14 @@ def document(options: Options, rows: Sequence[Row], stats: dict[str, Any]) -> di
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "git": {"commit": commit, "dirty": dirty},
         "hardware": asdict(machine.describe()),
-        "versions": machine.versions(),
+        "gpus": asdict(machine.describe_gpus()) if options.device == "cuda" else None,
+        "versions": machine.versions(options.device),
         "seed": options.seed,
         "ranks": options.ranks,
         "threads": options.threads,
         "options": options.as_dict(),
         "rows": [asdict(row) for row in rows],
+        "missing": [asdict(each) for each in missing],
         "stats": stats,
         "wrong": sum(checked) if checked else None,
     }
@@ -93,7 +130,7 @@ def document(options: Options, rows: Sequence[Row], stats: dict[str, Any]) -> di
 
 def write(path: str, content: dict[str, Any]) -> None:
     """Writes `content`, replacing the file only once all of it is there."""
-    target = Path(path)
+    target = FilePath(path)
     part = target.with_name(target.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(target)

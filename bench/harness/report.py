@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from . import machine
 from .options import Options
-from .record import Row
+from .record import Missing, Row
 
-CEILING = "memcpy"
+_Cell = TypeVar("_Cell")
+CEILINGS = ("sm-push", "memcpy")  # the first of these that ran is what shares are of
 _TITLES = ("size", "count", "type", "path", "time", "min", "algbw", "busbw", "#wrong")
 _UNITS = ("(B)", "(tokens)", "", "", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
 _WIDTHS = (12, 10, 9, 11, 12, 12, 8, 8, 8)
+_GPU_TITLES, _GPU_UNITS, _GPU_WIDTHS = ("SMs", "host"), ("", "(us)"), (5, 9)
+
+
+def _with_gpu(common: Sequence[_Cell], gpu: Sequence[_Cell], options: Options) -> tuple[_Cell, ...]:
+    """The columns of a CPU's table, and on GPUs theirs before the last."""
+    return (*common[:-1], *gpu, common[-1]) if options.device == "cuda" else tuple(common)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], lead: str = " ") -> str:
@@ -36,65 +44,90 @@ def header(options: Options, flush_bytes: int, calibrations: Sequence[str] = ())
         f"# iters {options.iters}  warmup {options.warmup}  check {options.checks}  seed {options.seed}"
         f"  flushed {flush_bytes / 2**20:.0f} MiB/rank",
     ]
+    if options.device == "cuda":
+        gpus = machine.describe_gpus()
+        lines.append(
+            f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links or '?'}, "
+            f"driver {gpus.driver}"
+            f"  wire {options.wire or 'as it is'}{'' if options.dequantize else ', handed on'}"
+            f"{'  kept handle' if options.kept_handle else ''}{'  graph' if options.graph else ''}"
+        )
     if options.baselines and (options.alignment != 1 or options.capacity is not None):
         lines.append("# the baselines run with alignment 1 and exact sizes")
     lines += list(calibrations)
-    lines += ["#", _line(_TITLES, _WIDTHS, "#"), _line(_UNITS, _WIDTHS, "#")]
+    widths = _with_gpu(_WIDTHS, _GPU_WIDTHS, options)
+    lines += ["#", _line(_with_gpu(_TITLES, _GPU_TITLES, options), widths, "#")]
+    lines += [_line(_with_gpu(_UNITS, _GPU_UNITS, options), widths, "#")]
     return "\n".join(lines)
 
 
-def table_row(row: Row) -> str:
-    """One aligned line of the main table."""
-    busbw = "-" if row.busbw_GBps is None else f"{row.busbw_GBps:.2f}"
-    return _line(
-        (
-            str(row.size_bytes),
-            str(row.tokens),
-            row.dtype,
-            row.path,
-            f"{row.time_s * 1e6:.1f}",
-            f"{row.min_s * 1e6:.1f}",
-            f"{row.algbw_GBps:.2f}",
-            busbw,
-            "N/A" if row.wrong is None else str(row.wrong),
-        ),
-        _WIDTHS,
+def table_row(row: Row | Missing, options: Options) -> str:
+    """One aligned line of the main table; for a baseline that did not run, a comment with the reason."""
+    if isinstance(row, Missing):
+        return f"# {row.tokens} {row.dtype} {row.path}: n/a: {row.reason}"
+    cells = (
+        str(row.size_bytes),
+        str(row.tokens),
+        row.dtype,
+        row.path,
+        f"{row.time_s * 1e6:.1f}",
+        f"{row.min_s * 1e6:.1f}",
+        f"{row.algbw_GBps:.2f}",
+        "-" if row.busbw_GBps is None else f"{row.busbw_GBps:.2f}",
+        "N/A" if row.wrong is None else str(row.wrong),
     )
+    gpu = (
+        "-" if row.sms is None else str(row.sms),
+        "-" if row.host_s is None else f"{row.host_s * 1e6:.1f}",
+    )
+    return _line(_with_gpu(cells, gpu, options), _with_gpu(_WIDTHS, _GPU_WIDTHS, options))
+
+
+def ceiling_of(paths: Sequence[str]) -> str | None:
+    """The ceiling among the paths that ran."""
+    return next((name for name in CEILINGS if name in paths), None)
 
 
 def comparison(rows: Sequence[Row]) -> str:
-    """moecomm next to each baseline of the same run: times, how many times faster, share of the memcpy
-    ceiling.
+    """moecomm next to each baseline of the same run: times, how many times faster, share of the ceiling.
 
-    Empty when no baseline ran.
+    Empty when no baseline ran; "n/a" where one ran at other sizes only.
     """
-    baselines = [name for name in dict.fromkeys(row.path for row in rows) if name not in ("moecomm", CEILING)]
-    has_ceiling = any(row.path == CEILING for row in rows)
-    if not baselines and not has_ceiling:
+    names = list(dict.fromkeys(row.path for row in rows))
+    ceiling = ceiling_of(names)
+    baselines = [name for name in names if name not in ("moecomm", ceiling)]
+    if not baselines and ceiling is None:
         return ""
+    several = len({row.place[:4] for row in rows}) > 1
     titles, units = ["count", "type", "moecomm"], ["(tokens)", "", "(us)"]
+    if several:
+        titles, units = ["experts", "topk", "skew", "SMs", *titles], ["", "", "", "", *units]
     for name in baselines:
         titles += [name, "faster"]
         units += ["(us)", "(times)"]
-    if has_ceiling:
-        titles += [CEILING, "ceiling"]
+    if ceiling is not None:
+        titles += [ceiling, "ceiling"]
         units += ["(us)", "(share)"]
     widths = [max(10, len(title) + 1) for title in titles]
-    lines = [
-        "# comparison, same run: median time of one call; 'ceiling' is memcpy's time / moecomm's",
-        _line(titles, widths, "#"),
-        _line(units, widths, "#"),
-    ]
-    found = {(row.dtype, row.tokens, row.path): row for row in rows}
-    for dtype, tokens in dict.fromkeys((row.dtype, row.tokens) for row in rows):
-        own = found[dtype, tokens, "moecomm"].time_s
-        cells = [str(tokens), dtype, f"{own * 1e6:.1f}"]
-        for name in baselines:
-            theirs = found[dtype, tokens, name].time_s
-            cells += [f"{theirs * 1e6:.1f}", f"{theirs / own:.2f}x"]
-        if has_ceiling:
-            ceiling = found[dtype, tokens, CEILING].time_s
-            cells += [f"{ceiling * 1e6:.1f}", f"{100 * ceiling / own:.0f}%"]
+    lines = ["# comparison, same run: median time of one call"]
+    if ceiling is not None:
+        lines[0] += f"; 'ceiling' is {ceiling}'s time / moecomm's"
+    lines += [_line(titles, widths, "#"), _line(units, widths, "#")]
+    found = {(row.place, row.path): row for row in rows}
+    for own in (row for row in rows if row.path == "moecomm"):
+        cells = [str(own.tokens), own.dtype, f"{own.time_s * 1e6:.1f}"]
+        if several:
+            skew = "-" if own.zipf is None else f"{own.zipf:g}"
+            sms = "auto" if own.num_sms is None else str(own.num_sms)
+            cells = [str(own.experts), str(own.topk), skew, sms, *cells]
+        for name in (*baselines, *([] if ceiling is None else [ceiling])):
+            other = found.get((own.place, name))
+            if other is None:
+                cells += ["n/a", "-"]
+            elif name == ceiling:
+                cells += [f"{other.time_s * 1e6:.1f}", f"{100 * other.time_s / own.time_s:.0f}%"]
+            else:
+                cells += [f"{other.time_s * 1e6:.1f}", f"{other.time_s / own.time_s:.2f}x"]
         lines.append(_line(cells, widths))
     return "\n".join(lines)
 

@@ -110,13 +110,20 @@ def trace_ids(trace: Ids, tokens: int, rank: int) -> Ids:
     return np.ascontiguousarray(trace[(rank * tokens + np.arange(tokens)) % trace.shape[0]])
 
 
+# A run looks at the same ids for each path, wire format and number of SMs.
+_uniform = lru_cache(maxsize=16)(uniform)
+_zipf = lru_cache(maxsize=16)(zipf)
+
+
 def topk_ids(options: Options, tokens: int, rank: int) -> Ids:
-    """The ids of `rank`'s `tokens` tokens under the routing that was asked for, (T, K) int32."""
+    """The ids of `rank`'s `tokens` tokens under the routing that was asked for, (T, K) int32; not to be
+    written to.
+    """
     shape = (tokens, options.topk, options.experts)
     if options.routing == "uniform":
-        return uniform(*shape, options.seed, rank)
+        return _uniform(*shape, options.seed, rank)
     if options.routing == "zipf":
-        return zipf(*shape, options.seed, rank, options.zipf)
+        return _zipf(*shape, options.seed, rank, options.zipf)
     if options.routing == "one-hot":
         return one_hot(*shape)
     if options.routing == "balanced":

@@ -4,16 +4,21 @@ counts.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .paths import Path
+
+_TRIAL_ITERS = 3
+_SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
 
 
 @dataclass(frozen=True)
@@ -31,65 +36,142 @@ class Timing:
         return min(self.slowest_I)
 
 
-class CacheFlusher:
-    """Empties the caches by rewriting a buffer of `num_bytes`, read and written so that it passes through
-    them.
+class Clock(Protocol):
+    """Times calls on one kind of device."""
 
-    A plain fill would not do: large fills bypass the cache.
+    def time(self, call: Callable[[], object]) -> float:
+        """Seconds of one call on this rank: caches emptied first, all ranks started together."""
+        ...
+
+    def host(self, path: Path, calls: int) -> float | None:
+        """Seconds that the CPU is busy with one call, waits for the GPU left out: the median of `calls`.
+
+        None where there is no such thing.
+        """
+        ...
+
+
+class CpuClock:
+    """Wall clock from a barrier to the rank's own return.
+
+    The caches are emptied by rewriting a buffer of `flush_bytes`, read and written so that it passes through
+    them; a plain fill would not do, large fills bypass the cache.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
+    def __init__(self, flush_bytes: int) -> None:
+        self._buffer = torch.ones(flush_bytes // 8, dtype=torch.int64)
 
-    def flush(self) -> None:
+    def time(self, call: Callable[[], object]) -> float:
         if self._buffer.numel():
             self._buffer.add_(1)
+        with _no_collection():
+            dist.barrier()
+            start = time.perf_counter()
+            result = call()
+            seconds = time.perf_counter() - start
+        del result
+        return seconds
+
+    def host(self, path: Path, calls: int) -> float | None:
+        return None
 
 
-def measure(
-    paths: Mapping[str, Path], *, iters: int, warmup: int, flusher: CacheFlusher
-) -> dict[str, Timing]:
+class CudaClock:
+    """CUDA events on the current stream around the call, behind a rewritten buffer (the L2 is empty) and a
+    tiny all-reduce (the GPUs start together, within microseconds).
+
+    Both are queued before the call, so launches are hidden as they are in a training step, as far as the
+    call does not itself wait for the GPU.
+    """
+
+    def __init__(self, flush_bytes: int, device: torch.device) -> None:
+        self._buffer = torch.ones(flush_bytes // 8, dtype=torch.int64, device=device)
+        self._aligner = torch.ones(1, device=device)
+        self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def time(self, call: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        with _no_collection():
+            if self._buffer.numel():
+                self._buffer.add_(1)
+            dist.all_reduce(self._aligner, op=dist.ReduceOp.MAX)
+            self._start.record()
+            result = call()
+            self._stop.record()
+            torch.cuda.synchronize()
+        del result
+        return float(self._start.elapsed_time(self._stop)) * 1e-3
+
+    def host(self, path: Path, calls: int) -> float | None:
+        if path.blocks and path.waited is None:
+            return None
+        took = []
+        torch.cuda.synchronize()
+        sum_over_ranks(0)  # all ranks begin together: what is waited for is the GPU alone
+        if not path.blocks:
+            torch.cuda._sleep(_SLEEP_CYCLES)  # no call can find its work done, nor wait for room
+        with _no_collection():
+            for _ in range(calls):
+                waited = path.waited() if path.blocks and path.waited is not None else 0.0
+                start = time.perf_counter()
+                result = path.call()
+                seconds = time.perf_counter() - start
+                if path.blocks and path.waited is not None:
+                    seconds -= path.waited() - waited
+                    torch.cuda.synchronize()
+                took.append(seconds)
+                del result
+        torch.cuda.synchronize()
+        return float(np.median(took))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def measure(paths: Mapping[str, Path], *, iters: int, warmup: int, clock: Clock) -> dict[str, Timing]:
     """Times each of `paths` on all ranks of the default group; every rank has to pass the same names in one
     order.
 
     The paths alternate within an iteration, so that a slow spell of the machine hits all of them. A result is
-    released after the clock has stopped. Each rank's time runs from the barrier to its own return.
+    released after the clock has stopped.
     """
     took = {name: np.zeros(iters) for name in paths}
     for iteration in range(-warmup, iters):
         for name, path in paths.items():
             if path.before is not None:
                 path.before()
-            seconds = _timed(path.call, flusher)
+            seconds = clock.time(path.call)
             if iteration >= 0:
                 took[name][iteration] = seconds
-    return {name: Timing(tuple(_slowest(list(local)))) for name, local in took.items()}
+    return {name: Timing(tuple(slowest(list(local)))) for name, local in took.items()}
 
 
-def _timed(call: Callable[[], object], flusher: CacheFlusher) -> float:
-    flusher.flush()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        dist.barrier()
-        start = time.perf_counter()
-        result = call()
-        seconds = time.perf_counter() - start
-    finally:
-        if collecting:
-            gc.enable()
-    del result
-    return seconds
+def fastest(ways: Mapping[str, Callable[[], object]], clock: Clock) -> str:
+    """The name of the fastest of several ways to do one thing, by a short trial; the same on all ranks."""
+    if len(ways) == 1:
+        return next(iter(ways))
+    paths = {name: Path(name=name, call=way, check=lambda round: 0) for name, way in ways.items()}
+    trial = measure(paths, iters=_TRIAL_ITERS, warmup=1, clock=clock)
+    return min(trial, key=lambda name: trial[name].median)  # medians are over all ranks: all choose alike
 
 
-def _slowest(local_I: Sequence[float]) -> list[float]:
+def slowest(local_I: Sequence[float]) -> list[float]:
+    """Each value of the rank that has the largest."""
     merged = torch.tensor(local_I, dtype=torch.float64)
     dist.all_reduce(merged, op=dist.ReduceOp.MAX)
     return [float(value) for value in merged]
 
 
 def sum_over_ranks(value: int) -> int:
-    """`value` summed over the default group."""
+    """`value` summed over the default group. Also a barrier of the hosts."""
     total = torch.tensor(value, dtype=torch.int64)
     dist.all_reduce(total)
     return int(total)

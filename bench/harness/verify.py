@@ -1,7 +1,8 @@
-"""The independent check: where every row has to be and what every sum has to be, in plain numpy.
+"""The independent check: where every row has to be and what every sum has to be.
 
-Shares nothing with the product: it sorts (expert, source rank, token) triples and regenerates every rank's
-rows from the seed, so no rank has to trust what another one sent.
+Shares nothing with the product: it sorts (expert, source rank, token) triples in numpy and regenerates every
+rank's rows from the seed, so no rank has to trust what another one sent. Rows are compared where they lie, on
+the CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from . import data
-from .data import DataKey, Storage
+from .data import DataKey
 from .routing import Ids
 
 _BLOCK_ROWS = 2048  # rows compared at a time, to bound the memory a check takes
@@ -51,13 +53,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """A dispatch result as numpy arrays; what a path does not return is None and is not checked."""
+    """A dispatch result; what a path does not return is None and is not checked."""
 
-    tokens: Storage
-    counts: npt.NDArray[Any] | None = None
-    offsets: npt.NDArray[Any] | None = None
-    weights: npt.NDArray[Any] | None = None
-    topk_idx: npt.NDArray[Any] | None = None
+    tokens: torch.Tensor
+    scales: torch.Tensor | None = None  # of rows handed on in fp8
+    counts: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
     overflow: int = 0
 
 
@@ -121,80 +124,125 @@ def rank_layout(ids_R: Sequence[Ids], rank: int, experts: int) -> Layout:
     )
 
 
-def _differing(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> int:
-    """Entries that differ; all of `want` when the shapes do."""
-    if got.shape != want.shape:
-        return max(int(want.size), 1)
-    return int(np.count_nonzero(got != want))
+class _Count:
+    """Counts values that differ, without waiting for the device before the total is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, wrong: torch.Tensor) -> None:
+        self._sum += torch.count_nonzero(wrong)
+
+    def differing(self, got: torch.Tensor, want: npt.NDArray[Any] | torch.Tensor) -> None:
+        """Entries that differ, bit for bit; all of `want` when the shapes do."""
+        wanted = torch.as_tensor(want, device=got.device)
+        if got.shape != wanted.shape:
+            self._sum += max(wanted.numel(), 1)
+        elif got.dtype == wanted.dtype:
+            self.add(_bits(got) != _bits(wanted))
+        else:
+            self.add(got != wanted)
+
+    @property
+    def total(self) -> int:
+        return int(self._sum)
 
 
-def _bits(array: Storage) -> npt.NDArray[Any]:
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     # Comparing bits, not values: a NaN of a poisoned buffer has to count as wrong, and -0.0 is not 0.0.
-    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(words[tensor.element_size()])
 
 
 def wrong_dispatch(
-    got: Received, layout: Layout, key: DataKey, topk: int, capacity: int | None = None
+    got: Received,
+    layout: Layout,
+    key: DataKey,
+    topk: int,
+    capacity: int | None = None,
+    wire: str | None = None,
 ) -> int:
     """Values of a dispatch result that differ, bit for bit, from what `layout` and the sources' data call
     for.
 
     Rows, padding rows (zero), counts, offsets, weights and local ids are all looked at. Rows past the last
-    offset of a result of fixed capacity are unspecified and are not.
+    offset of a result of fixed capacity are unspecified and are not. With `wire` fp8 the rows are those
+    that quantising on the way leaves.
     """
     rows = layout.num_rows if capacity is None else capacity
-    want_elements = layout.num_rows * key.hidden
     if got.tokens.shape != (rows, key.hidden):
-        return max(want_elements, 1)
-    wrong = int(got.overflow != 0)
+        return max(layout.num_rows * key.hidden, 1)
+    device = got.tokens.device
+    wrong = _Count(device)
     if got.counts is not None:
-        wrong += _differing(got.counts, layout.expert_rows_L)
+        wrong.differing(got.counts, layout.expert_rows_L)
     if got.offsets is not None:
-        wrong += _differing(got.offsets, layout.offsets_G)
+        wrong.differing(got.offsets, layout.offsets_G)
     if got.topk_idx is not None and layout.ids_NK is not None:
-        wrong += _differing(got.topk_idx[layout.row_N], layout.ids_NK)
+        wrong.differing(got.topk_idx[_on(device, layout.row_N)], layout.ids_NK)
     for source in np.unique(layout.source_N):
-        x_TH = data.rows(key, int(source))
-        w_TK = data.weights(key, int(source), topk) if got.weights is not None else None
+        x_TH = data.rows(key, int(source), device)
+        w_TK = data.weights(key, int(source), topk, device) if got.weights is not None else None
         for block in _blocks(np.nonzero(layout.source_N == source)[0]):
-            row, token = layout.row_N[block], layout.token_N[block]
-            wrong += _differing(_bits(got.tokens[row]), _bits(x_TH[token]))
+            row, token = _on(device, layout.row_N[block]), _on(device, layout.token_N[block])
+            _compare_rows(wrong, got, row, x_TH[token], wire)
             if got.weights is None or w_TK is None:
                 continue
+            want = w_TK[token].to(got.weights.dtype)
             if layout.ids_NK is None:
-                wrong += _differing(got.weights[row], w_TK[token, layout.slot_N[block]])
+                want = want.gather(1, _on(device, layout.slot_N[block])[:, None])[:, 0]
             else:
-                want = np.where(layout.ids_NK[block] >= 0, w_TK[token], np.float32(0))
-                wrong += _differing(got.weights[row], want)
+                want = torch.where(_on(device, layout.ids_NK[block]) >= 0, want, 0)
+            wrong.differing(got.weights[row], want)
     padding = np.ones(layout.num_rows, dtype=bool)
     padding[layout.row_N] = False
     for block in _blocks(np.nonzero(padding)[0]):
-        wrong += int(np.count_nonzero(_bits(got.tokens[block])))
-    return wrong
+        wrong.add(_bits(got.tokens)[_on(device, block)])
+    return wrong.total + int(got.overflow != 0)
+
+
+def _compare_rows(
+    wrong: _Count, got: Received, row: torch.Tensor, x_NH: torch.Tensor, wire: str | None
+) -> None:
+    if wire is None:
+        wrong.differing(got.tokens[row], x_NH)
+        return
+    values, scales = data.quantised(x_NH)
+    if got.scales is None:
+        wrong.differing(got.tokens[row], data.dequantised(values, scales, x_NH.dtype))
+    else:
+        wrong.differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
+        wrong.differing(got.scales[row], scales)
+
+
+def _on(device: torch.device, index: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(index)).to(device)
 
 
 def _blocks(index: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     return [index[at : at + _BLOCK_ROWS] for at in range(0, index.size, _BLOCK_ROWS)]
 
 
-def answers(layout: Layout, key: DataKey, rows: int, by_rank: int | None = None) -> Storage:
+def answers(
+    layout: Layout, key: DataKey, rows: int, device: torch.device, by_rank: int | None = None
+) -> torch.Tensor:
     """The (rows, H) rows that the owner hands to combine: `data.answer` of each row by its expert, or by
     `by_rank`.
 
     Padding, and rows past the real ones, are NaN: a combine that reads them is caught.
     """
-    nan = data.round_to(np.zeros(1, dtype=np.float32), key.dtype).dtype
-    out = np.full((rows, key.hidden), 0x7FFF if nan == np.uint16 else np.nan, dtype=nan)
+    out = torch.full((rows, key.hidden), float("nan"), dtype=key.torch_dtype, device=device)
     for source in np.unique(layout.source_N):
-        x_TH = data.rows(key, int(source))
+        x_TH = data.rows(key, int(source), device)
         for block in _blocks(np.nonzero(layout.source_N == source)[0]):
             who = layout.expert_N[block] if by_rank is None else np.full(block.size, by_rank)
-            out[layout.row_N[block]] = data.answer(x_TH[layout.token_N[block]], who, key.dtype)
+            token = _on(device, layout.token_N[block])
+            out[_on(device, layout.row_N[block])] = data.answer(x_TH[token], _on(device, who))
     return out
 
 
 def wrong_combine(
-    got_TH: Storage, ids_TK: Ids, key: DataKey, rank: int, *, experts: int, ranks: int, layout: str
+    got_TH: torch.Tensor, ids_TK: Ids, key: DataKey, rank: int, *, experts: int, ranks: int, layout: str
 ) -> int:
     """Values of a combined (T, H) result that are further from the float64 sum than rounding can explain.
 
@@ -205,26 +253,29 @@ def wrong_combine(
     tokens, topk = ids_TK.shape
     if got_TH.shape != (tokens, key.hidden):
         return max(tokens * key.hidden, 1)
-    x_TH, w_TK = data.rows(key, rank), data.weights(key, rank, topk)
-    who_TK, scale_TK = _terms(ids_TK, w_TK, experts // ranks, layout)
+    device = got_TH.device
+    x_TH, w_TK = data.rows(key, rank, device), data.weights(key, rank, topk, device)
+    who_TK, scale_TK = (
+        _on(device, part) for part in _terms(ids_TK, w_TK.cpu().numpy(), experts // ranks, layout)
+    )
     unit = _ROUNDOFF[key.dtype]
     accumulate = unit if key.dtype == "float64" else _ROUNDOFF["float32"]
     allowed = 2.0 * unit + (2 * topk + 4) * accumulate
-    wrong = 0
-    for block in _blocks(np.arange(tokens)):
-        want = np.zeros((block.size, key.hidden))
-        size = np.zeros_like(want)
+    wrong = _Count(device)
+    for at in range(0, tokens, _BLOCK_ROWS):
+        block = slice(at, at + _BLOCK_ROWS)
+        want = torch.zeros(x_TH[block].shape, dtype=torch.float64, device=device)
+        size = torch.zeros_like(want)
         for k in range(topk):
             used = who_TK[block, k] >= 0
-            term = data.widen(data.answer(x_TH[block], np.maximum(who_TK[block, k], 0), key.dtype), key.dtype)
-            term = term * np.where(used, scale_TK[block, k], 0.0)[:, None]
+            term = data.answer(x_TH[block], who_TK[block, k].clamp_min(0)).to(torch.float64)
+            term *= torch.where(used, scale_TK[block, k], 0.0)[:, None]
             want += term
-            size += np.abs(term)
-        with np.errstate(invalid="ignore", over="ignore"):  # a wrong result may hold anything
-            error = np.abs(data.widen(got_TH[block], key.dtype) - want)
+            size += term.abs_()
+        error = (got_TH[block].to(torch.float64) - want).abs_()
         # Negated, so that NaN counts as wrong.
-        wrong += int(np.count_nonzero(~(error <= allowed * size + _SMALLEST[key.dtype])))
-    return wrong
+        wrong.add(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))
+    return wrong.total
 
 
 def _terms(

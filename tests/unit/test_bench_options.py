@@ -4,16 +4,20 @@ mistakes.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bench import run_all
 from bench.harness import data, options, report, routing, sizes, traffic, verify
 from bench.harness.data import DataKey
 from bench.harness.record import Row, document
 from bench.harness.verify import Received
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +110,19 @@ def test_alltoall_is_balanced_top_1_with_an_expert_a_rank() -> None:
         ("--routing uniform x", "uniform"),
         ("--routing trace /nowhere/ids.npy", "ids.npy"),
         ("--routing zipf --zipf -1", "--zipf"),
-        ("--baselines nccl", "nccl"),
+        ("--device cpu --baselines nccl", "nccl"),
+        ("--device tpu", "--device"),
+        ("--device cpu --num-sms 8", "--num-sms"),
+        ("--device cpu --graph --capacity auto", "--graph"),
+        ("--device cpu --wire fp8", "--wire"),
+        ("--device cuda -g 2 --graph", "--capacity"),
+        ("--device cuda -g 2 --num-sms 0", "--num-sms"),
+        ("--device cuda -g 2 --no-dequantize", "--no-dequantize"),
+        ("--device cuda -g 2 --baselines gloo", "gloo"),
+        ("--baselines-only", "--baselines"),
+        ("--experts 8,x", "--experts"),
+        ("--experts 4,32 --topk 8", "--topk"),
+        ("--routing zipf --zipf 1,y", "--zipf"),
         ("-J /nowhere/x.json", "nowhere"),
         ("--plot x.txt", ".png"),
         ("--timeout 0", "--timeout"),
@@ -247,23 +263,28 @@ def test_traffic_leaves_out_padding_ids() -> None:
 
 @pytest.mark.parametrize("dtype", list(options.DTYPES))
 def test_rows_are_never_zero_and_differ_by_rank_and_round(dtype: str, seed: int) -> None:
-    first = data.rows(DataKey(seed, 0, 20, 32, dtype), 0)
-    assert first.dtype.itemsize == options.DTYPES[dtype]
-    assert (np.abs(data.widen(first, dtype)) >= 0.25).all()
+    first = data.rows(DataKey(seed, 0, 20, 32, dtype), 0, CPU)
+    assert first.element_size() == options.DTYPES[dtype]
+    assert (first.double().abs() >= 0.25).all()
+    assert torch.equal(first, data.rows(DataKey(seed, 0, 20, 32, dtype), 0, CPU))
     for other in (
-        data.rows(DataKey(seed, 0, 20, 32, dtype), 1),
-        data.rows(DataKey(seed, 1, 20, 32, dtype), 0),
+        data.rows(DataKey(seed, 0, 20, 32, dtype), 1, CPU),
+        data.rows(DataKey(seed, 1, 20, 32, dtype), 0, CPU),
     ):
-        assert np.count_nonzero(first == other) < first.size // 4
+        assert int((first == other).sum()) < first.numel() // 4
 
 
-def test_bfloat16_rounding_is_torchs(seed: int) -> None:
-    torch = pytest.importorskip("torch")
-    values = np.random.default_rng(seed).standard_normal((50, 40)).astype(np.float32)
-    values[0, :4] = [1.00390625, 1.01171875, -1.00390625, 0.0]  # ties
-    expected = torch.from_numpy(values).bfloat16()
-    assert np.array_equal(data.round_to(values, "bfloat16"), expected.view(torch.uint16).numpy())
-    assert np.array_equal(data.widen(data.round_to(values, "bfloat16"), "bfloat16"), expected.float().numpy())
+def test_quantised_rows_are_within_the_steps_of_e4m3(seed: int) -> None:
+    x_NH = data.rows(DataKey(seed, 0, 9, 200, "bfloat16"), 0, CPU) * 37
+    values, scales = data.quantised(x_NH)
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.shape == (9, 2)
+    back = data.dequantised(values, scales, torch.float32)
+    assert ((back - x_NH.float()).abs() <= x_NH.float().abs() * 2.0**-4).all()
+    top = x_NH[:, :128].float().abs().amax(1)
+    assert torch.allclose(back[:, :128].abs().amax(1), top, rtol=1e-6)  # the largest of a block is hit
+    zero, _ = data.quantised(torch.zeros(2, 128))
+    assert not zero.float().any()
 
 
 # -- the check ---------------------------------------------------
@@ -295,10 +316,10 @@ def _right_dispatch(dtype: str, seed: int) -> tuple[Received, verify.Layout, Dat
     ids_R = [routing.uniform(40, 3, 8, seed, rank) for rank in range(2)]
     key = DataKey(seed, 1, 40, 16, dtype)
     layout = verify.expert_layout(ids_R, 0, 8, alignment=4)
-    x_R = [data.rows(key, rank) for rank in range(2)]
-    w_R = [data.weights(key, rank, 3) for rank in range(2)]
-    tokens = np.zeros((layout.num_rows, 16), dtype=x_R[0].dtype)
-    weights = np.zeros(layout.num_rows, dtype=np.float32)
+    x_R = [data.rows(key, rank, CPU) for rank in range(2)]
+    w_R = [data.weights(key, rank, 3, CPU) for rank in range(2)]
+    tokens = torch.zeros(layout.num_rows, 16, dtype=key.torch_dtype)
+    weights = torch.zeros(layout.num_rows)
     for source, token, slot, row in zip(
         layout.source_N, layout.token_N, layout.slot_N, layout.row_N, strict=True
     ):
@@ -306,8 +327,8 @@ def _right_dispatch(dtype: str, seed: int) -> tuple[Received, verify.Layout, Dat
         weights[row] = w_R[source][token, slot]
     got = Received(
         tokens=tokens,
-        counts=layout.group_G.astype(np.int32),
-        offsets=layout.offsets_G.astype(np.int32),
+        counts=torch.from_numpy(layout.group_G).int(),
+        offsets=torch.from_numpy(layout.offsets_G).int(),
         weights=weights,
     )
     return got, layout, key
@@ -319,14 +340,14 @@ def test_a_right_dispatch_passes_and_each_mistake_is_counted(dtype: str, seed: i
     assert verify.wrong_dispatch(got, layout, key, 3) == 0
 
     row = int(layout.row_N[5])
-    kept = got.tokens[row].copy()
+    kept = got.tokens[row].clone()
     got.tokens[row] = got.tokens[int(layout.row_N[-1])]  # a wrong row
     assert verify.wrong_dispatch(got, layout, key, 3) > 8
     got.tokens[row] = kept
-    got.tokens.view(np.uint8)[row, 0] ^= 1  # one bit
+    got.tokens.view(torch.uint8)[row, 0] ^= 1  # one bit
     assert verify.wrong_dispatch(got, layout, key, 3) == 1
     got.tokens[row] = kept
-    got.tokens.view(np.uint8)[row] = 0xFF  # poison: a row that was never written
+    got.tokens.view(torch.uint8)[row] = 0xFF  # poison: a row that was never written
     assert verify.wrong_dispatch(got, layout, key, 3) == 16
     got.tokens[row] = kept
 
@@ -349,7 +370,7 @@ def test_a_result_of_the_wrong_size_is_all_wrong(seed: int) -> None:
 
 def test_fixed_capacity_leaves_the_rows_behind_open(seed: int) -> None:
     got, layout, key = _right_dispatch("float32", seed)
-    longer = np.full((layout.num_rows + 9, 16), np.nan, dtype=np.float32)
+    longer = torch.full((layout.num_rows + 9, 16), float("nan"))
     longer[: layout.num_rows] = got.tokens
     assert verify.wrong_dispatch(Received(tokens=longer), layout, key, 3, capacity=layout.num_rows + 9) == 0
     assert (
@@ -367,8 +388,8 @@ def test_a_right_combine_passes_and_a_wrong_value_is_counted(dtype: str, layout:
     ids_TK[3, 1] = -1
     ids_TK[4] = -1
     key = DataKey(seed, 2, 30, 16, dtype)
-    x_TH, w_TK = data.rows(key, 1), data.weights(key, 1, 3)
-    y_TH = np.zeros((30, 16))
+    x_TH, w_TK = data.rows(key, 1, CPU), data.weights(key, 1, 3, CPU)
+    y_TH = torch.zeros(30, 16, dtype=torch.float64)
     for token in range(30):
         used = [(k, int(e)) for k, e in enumerate(ids_TK[token]) if e >= 0]
         if layout == "expert":
@@ -376,16 +397,27 @@ def test_a_right_combine_passes_and_a_wrong_value_is_counted(dtype: str, layout:
         else:
             terms = [(1.0, rank) for rank in sorted({expert // 4 for _, expert in used})]
         for factor, who in terms:
-            y_TH[token] += (
-                factor * data.widen(data.answer(x_TH[token : token + 1], np.array([who]), dtype), dtype)[0]
-            )
-    got = data.round_to(y_TH, dtype)
+            y_TH[token] += factor * data.answer(x_TH[token : token + 1], torch.tensor([who]))[0].double()
+    got = y_TH.to(key.torch_dtype)
     arguments = {"experts": 8, "ranks": 2, "layout": layout}
     assert verify.wrong_combine(got, ids_TK, key, 1, **arguments) == 0
-    got[7, 2] = data.round_to(np.array([float(data.widen(got, dtype)[7, 2]) + 0.25]), dtype)[0]
-    got.view(np.uint8)[9] = 0xFF
+    got[7, 2] += 0.25
+    got.view(torch.uint8)[9] = 0xFF
     assert verify.wrong_combine(got, ids_TK, key, 1, **arguments) == 1 + 16
     assert verify.wrong_combine(got[:-1], ids_TK, key, 1, **arguments) == 30 * 16
+
+
+def test_rows_that_travel_in_fp8_are_checked_as_quantised(seed: int) -> None:
+    got, layout, key = _right_dispatch("bfloat16", seed)
+    assert verify.wrong_dispatch(got, layout, key, 3, wire="fp8") > 0  # they were not
+    values, scales = data.quantised(got.tokens)
+    back = dataclasses.replace(got, tokens=data.dequantised(values, scales, torch.bfloat16))
+    assert verify.wrong_dispatch(back, layout, key, 3, wire="fp8") == 0
+    handed_on = dataclasses.replace(got, tokens=values, scales=scales)
+    assert verify.wrong_dispatch(handed_on, layout, key, 3, wire="fp8") == 0
+    scales[layout.row_N[2], 0] *= 2
+    values.view(torch.uint8)[layout.row_N[1], 5] ^= 1
+    assert verify.wrong_dispatch(handed_on, layout, key, 3, wire="fp8") == 2
 
 
 def test_answers_leave_padding_poisoned(seed: int) -> None:
@@ -393,10 +425,10 @@ def test_answers_leave_padding_poisoned(seed: int) -> None:
     for dtype in options.DTYPES:
         key = DataKey(seed, 0, 10, 8, dtype)
         layout = verify.expert_layout(ids_R, 1, 4, alignment=8)
-        rows_PH = data.widen(verify.answers(layout, key, layout.num_rows + 3), dtype)
-        assert np.isfinite(rows_PH[layout.row_N]).all()
+        rows_PH = verify.answers(layout, key, layout.num_rows + 3, CPU)
+        assert torch.isfinite(rows_PH[layout.row_N]).all()
         padding = sorted(set(range(layout.num_rows + 3)) - set(layout.row_N.tolist()))
-        assert np.isnan(rows_PH[padding]).all()
+        assert torch.isnan(rows_PH[padding]).all()
 
 
 # -- the tables --------------------------------------------------

@@ -1,5 +1,5 @@
-"""The baseline: dispatch and combine as a plain framework does them, torch index permutes around gloo
-all_to_all_single.
+"""The baseline: dispatch and combine as a plain framework does them, torch index permutes around
+all_to_all_single, over gloo on the CPU and over NCCL on GPUs.
 
 Dispatch: sort the (token, expert) pairs by expert, gather their rows into a send buffer, exchange counts,
 exchange rows, and put the received chunks into expert-major order. Combine: the same backwards, then a
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .case import Case, as_array, poison, to_storage
+from .case import Case, poison
 from .paths import Path
 from .verify import Received
 
@@ -69,7 +69,7 @@ class Dispatched:
     weights: torch.Tensor | None = None
 
 
-class GlooPath:
+class PermutedExchange:
     """Dispatch and combine over the default process group."""
 
     def __init__(self, *, experts: int, layout: str, tuned: bool) -> None:
@@ -127,7 +127,8 @@ class GlooPath:
         self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Dispatched:
         owner_TK = torch.where(topk_idx_TK < 0, self.ranks, topk_idx_TK // self.local).long()
-        wants_TR = torch.zeros(x_TH.shape[0], self.ranks + 1, dtype=torch.bool).scatter_(1, owner_TK, True)
+        wants_TR = torch.zeros(x_TH.shape[0], self.ranks + 1, dtype=torch.bool, device=x_TH.device)
+        wants_TR.scatter_(1, owner_TK, True)
         rank_S, token_S = wants_TR[:, : self.ranks].T.nonzero(as_tuple=True)
         counts_R = torch.bincount(rank_S, minlength=self.ranks)
         received_R = torch.empty_like(counts_R)
@@ -194,8 +195,8 @@ class GlooPath:
             scaled = rows_SH.mul_(weight_S[:, None])  # in place: the buffer is this call's own
         else:
             scaled = rows_SH * weight_S[:, None]
-        total = torch.zeros(tokens, rows_SH.shape[1], dtype=wide).index_add_(0, token_S, scaled)
-        return total.to(rows_SH.dtype)
+        total = torch.zeros(tokens, rows_SH.shape[1], dtype=wide, device=rows_SH.device)
+        return total.index_add_(0, token_S, scaled).to(rows_SH.dtype)
 
     def _sum_fused(
         self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor | None, tokens: int
@@ -210,11 +211,16 @@ class GlooPath:
         )
 
 
-def gloo_dispatch_path(case: Case, *, tuned: bool) -> Path:
-    """Dispatch through gloo. The expert layout carries no weights: this baseline applies them at home, in
-    combine.
+def _name(case: Case, tuned: bool = False) -> str:
+    backend = "nccl" if case.device.type == "cuda" else "gloo"
+    return f"{backend}-tuned" if tuned else backend
+
+
+def permuted_dispatch_path(case: Case, *, tuned: bool) -> Path:
+    """Dispatch over torch.distributed. The expert layout carries no weights: this baseline applies them at
+    home, in combine.
     """
-    path = GlooPath(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
+    path = PermutedExchange(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
     layout = case.layout_for(case.rank, 1)
 
     def call() -> Dispatched:
@@ -227,25 +233,25 @@ def gloo_dispatch_path(case: Case, *, tuned: bool) -> Path:
         case.maybe_corrupt(out.tokens)
         wrong = case.wrong_dispatch(
             Received(
-                tokens=to_storage(out.tokens),
-                counts=as_array(out.exchange.counts_L),
-                weights=as_array(out.weights),
-                topk_idx=as_array(out.topk_idx),
+                tokens=out.tokens,
+                counts=out.exchange.counts_L,
+                weights=out.weights,
+                topk_idx=out.topk_idx,
             ),
             layout,
         )
         poison(out.tokens)
         return wrong
 
-    return Path(name="gloo-tuned" if tuned else "gloo", call=call, check=check, before=case.fresh_ids)
+    return Path(name=_name(case, tuned), call=call, check=check, before=case.fresh_ids, blocks=True)
 
 
-def gloo_combine_path(case: Case, *, tuned: bool) -> Path:
-    """Combine through gloo of rows in the layout that its own dispatch made."""
-    path = GlooPath(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
+def permuted_combine_path(case: Case, *, tuned: bool) -> Path:
+    """Combine over torch.distributed of rows in the layout that its own dispatch made."""
+    path = PermutedExchange(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
     layout = case.layout_for(case.rank, 1)
     exchange = path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK).exchange
-    rows_PH = torch.empty(layout.num_rows, case.options.hidden, dtype=case.torch_dtype)
+    rows_PH = torch.empty(layout.num_rows, case.options.hidden, dtype=case.torch_dtype, device=case.device)
 
     def call() -> torch.Tensor:
         return path.combine(rows_PH, exchange, case.topk_weights_TK)
@@ -261,15 +267,17 @@ def gloo_combine_path(case: Case, *, tuned: bool) -> Path:
         return wrong
 
     check(0)  # gives rows_PH its values also when checks are off
-    return Path(name="gloo-tuned" if tuned else "gloo", call=call, check=check)
+    return Path(name=_name(case, tuned), call=call, check=check, blocks=tuned)
 
 
-def gloo_alltoall_path(case: Case) -> Path:
+def bare_alltoall_path(case: Case) -> Path:
     """The bare exchange: equal contiguous blocks, no permutes, no counts, result buffer reused."""
     layout = case.layout_for(case.rank, 1)
     send_splits = [int((case.ids_TK == rank).sum()) for rank in range(case.options.ranks)]
     receive_splits = [int((ids_TK == case.rank).sum()) for ids_TK in case.ids_R]
-    arrived = torch.empty(sum(receive_splits), case.options.hidden, dtype=case.torch_dtype)
+    arrived = torch.empty(
+        sum(receive_splits), case.options.hidden, dtype=case.torch_dtype, device=case.device
+    )
 
     def call() -> torch.Tensor:
         dist.all_to_all_single(arrived, case.x_TH, receive_splits, send_splits)
@@ -280,6 +288,6 @@ def gloo_alltoall_path(case: Case) -> Path:
         poison(arrived)
         call()
         case.maybe_corrupt(arrived)
-        return case.wrong_dispatch(Received(tokens=to_storage(arrived)), layout)
+        return case.wrong_dispatch(Received(tokens=arrived), layout)
 
-    return Path(name="gloo", call=call, check=check)
+    return Path(name=_name(case), call=call, check=check)

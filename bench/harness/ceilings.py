@@ -1,0 +1,165 @@
+"""What the links give: the rows that have to cross between ranks, moved with nothing around them.
+
+Every rank sends each other rank as many rows as the operation does, as contiguous blocks: by the copy
+engines, by a kernel of bulk copies (push.cu), or by a bare all_to_all_single.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .bulk import push_kernel
+from .case import Case, poison
+from .data import payload
+from .paths import Path
+from .peers import PeerMemory, peer_memory
+from .timing import Clock, fastest, sum_over_ranks
+
+SM_COUNTS = (9, 16, 24, 32, 64, 96, 132)  # tried for the push kernel, and all that the GPU has
+
+
+class Blocks:
+    """The blocks that one rank sends and gets: random bytes, known to both ends.
+
+    `sent` is one buffer, blocks in the order of the ranks they go to. What arrives from each rank lies in a
+    segment of its own, `segment` bytes apart: the same distance on all ranks, so that senders know it.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.rank, self.ranks = case.rank, case.options.ranks
+        self.row_bytes, self.device = case.wire_row_bytes, case.device
+        self._seed, self._inject_error = case.options.seed, case.options.inject_error
+        self.rows = case.rows_between()
+        if not any(any(rows) for rows in self.rows):
+            raise ValueError("no row crosses between ranks")
+        self.send_splits = [rows * self.row_bytes for rows in self.rows[self.rank]]
+        self.receive_splits = [self.rows[source][self.rank] * self.row_bytes for source in range(self.ranks)]
+        self.segment = max(map(max, self.rows)) * self.row_bytes
+        self.starts = [sum(self.send_splits[:peer]) for peer in range(self.ranks)]
+        self.sent = torch.empty(sum(self.send_splits), dtype=torch.uint8, device=self.device)
+        self.fill(0)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, the next one first: no two ranks begin with the same one."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def fill(self, round: int) -> None:
+        """Other bytes to send."""
+        for peer, (start, size) in enumerate(zip(self.starts, self.send_splits, strict=True)):
+            self.sent[start : start + size] = payload(self._seed, round, self.rank, peer, size, self.device)
+
+    def checker(
+        self, call: Callable[[], object], arrived: torch.Tensor, spread: bool
+    ) -> Callable[[int], int]:
+        """The path's check. What arrives lies in segments (`spread`), or without gaps."""
+
+        def check(round: int) -> int:
+            self.fill(round)
+            poison(arrived)
+            _meet(self.device)  # the peers' buffers are poisoned, too
+            call()
+            _meet(self.device)
+            if self._inject_error and any(self.receive_splits):
+                first = next(n for n, size in enumerate(self.receive_splits) if size)
+                arrived[self._place(first, spread)] ^= 1
+            wrong = 0
+            for source, size in enumerate(self.receive_splits):
+                at = self._place(source, spread)
+                want = payload(self._seed, round, source, self.rank, size, self.device)
+                wrong += int(torch.count_nonzero(arrived[at : at + size] != want))
+            return wrong
+
+        return check
+
+    def _place(self, source: int, spread: bool) -> int:
+        return source * self.segment if spread else sum(self.receive_splits[:source])
+
+
+def _meet(device: torch.device) -> None:
+    """All ranks' work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    sum_over_ranks(0)
+
+
+def _memory(blocks: Blocks) -> PeerMemory:
+    return peer_memory(blocks.ranks * blocks.segment, blocks.device)
+
+
+def copy_engine_path(case: Case) -> Path:
+    """A copy to each peer, each on a stream of its own."""
+    blocks = Blocks(case)
+    memory = _memory(blocks)
+    at = blocks.rank * blocks.segment
+    copies = [
+        (
+            torch.cuda.Stream(),
+            memory.ranks[peer][at : at + blocks.send_splits[peer]],
+            blocks.sent[blocks.starts[peer] : blocks.starts[peer] + blocks.send_splits[peer]],
+        )
+        for peer in blocks.peers
+        if blocks.send_splits[peer]
+    ]
+
+    def call() -> None:
+        current = torch.cuda.current_stream()
+        for stream, target, source in copies:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream, _, _ in copies:
+            current.wait_stream(stream)
+
+    return Path(name="copy-engine", call=call, check=blocks.checker(call, memory.own, spread=True), sms=0)
+
+
+def push_order(blocks: Blocks) -> list[tuple[int, int]]:
+    """(peer, row within its block) of every row sent, peers taking turns, so that no link waits for another.
+
+    Example: rank 0 of 3 sends 2 rows to rank 1 and 3 to rank 2: (1, 0), (2, 0), (1, 1), (2, 1), (2, 2).
+    """
+    rows = blocks.rows[blocks.rank]
+    return [(peer, row) for row in range(max(rows)) for peer in blocks.peers if row < rows[peer]]
+
+
+def sm_push_path(case: Case, clock: Clock) -> Path:
+    """The push kernel on the number of SMs that a short trial finds to be fastest."""
+    blocks = Blocks(case)
+    memory = _memory(blocks)
+    kernel = push_kernel(blocks.device)
+    order = torch.tensor(push_order(blocks), dtype=torch.int64).reshape(-1, 2)
+    starts = torch.tensor(blocks.starts)[order[:, 0]]
+    targets = torch.tensor(memory.pointers)[order[:, 0]] + blocks.rank * blocks.segment
+    from_N = (blocks.sent.data_ptr() + starts + order[:, 1] * blocks.row_bytes).to(blocks.device)
+    to_N = (targets + order[:, 1] * blocks.row_bytes).to(blocks.device)
+
+    def on(sms: int) -> Callable[[], None]:
+        return lambda: kernel.push(from_N, to_N, blocks.row_bytes, sms)
+
+    there = torch.cuda.get_device_properties(blocks.device).multi_processor_count
+    ways = {str(sms): on(sms) for sms in sorted({*SM_COUNTS, there}) if sms <= there}
+    best = int(fastest(ways, clock))
+    checked = blocks.checker(on(best), memory.own, spread=True)
+
+    def check(round: int) -> int:
+        wrong = checked(round)
+        kernel.require_done()
+        return wrong
+
+    return Path(name="sm-push", call=on(best), check=check, sms=best, note=f"best of {', '.join(ways)} SMs")
+
+
+def bare_rows_path(case: Case) -> Path:
+    """all_to_all_single of the rows that cross, and of nothing else, into a buffer that is kept."""
+    blocks = Blocks(case)
+    arrived = torch.empty(sum(blocks.receive_splits), dtype=torch.uint8, device=blocks.device)
+
+    def call() -> None:
+        dist.all_to_all_single(arrived, blocks.sent, blocks.receive_splits, blocks.send_splits)
+
+    backend = "nccl" if blocks.device.type == "cuda" else "gloo"
+    return Path(name=f"{backend}-rows", call=call, check=blocks.checker(call, arrived, spread=False))

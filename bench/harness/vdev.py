@@ -1,0 +1,111 @@
+"""The baseline of torch's symmetric memory: all_to_all_vdev_2d, which needs NVSHMEM, between torch permutes.
+
+Rows leave once for each expert. Splits stay on the device, so there is no wait of the host. Buffers are
+symmetric and kept; rows for combine are taken to lie in one already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from .case import Case, poison
+from .paths import Path
+from .verify import Received
+
+NAME = "torch-symm"
+
+
+class _Exchange:
+    """Buffers of one case and the two ways through them."""
+
+    def __init__(self, case: Case) -> None:
+        options = case.options
+        if options.layout != "expert" or any(bool((ids < 0).any()) for ids in case.ids_R):
+            raise ValueError("expert layout and full top-k ids only")
+        if not symmetric.is_nvshmem_available():
+            raise RuntimeError("this torch has no NVSHMEM")
+        self._case = case
+        self._world: Any = dist.group.WORLD
+        pairs, experts, hidden = case.tokens * options.topk, options.experts, options.hidden
+        arriving = max(case.layout_for(rank, 1).num_rows for rank in range(options.ranks))
+        self.home_SH = self._empty((pairs, hidden), case.torch_dtype)
+        self.owner_PH = self._empty((arriving, hidden), case.torch_dtype)
+        self.splits_E = self._empty((experts,), torch.int64)
+        self.there = self._empty((2, experts), torch.int64)
+        self.back = self._empty((2, experts), torch.int64)
+        self._ones = torch.ones(pairs, dtype=torch.int64, device=case.device)
+        self._order = torch.empty(0, dtype=torch.int64, device=case.device)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = symmetric.empty(shape, dtype=dtype, device=self._case.device)
+        symmetric.rendezvous(tensor, self._world)
+        return tensor
+
+    def dispatch(self) -> torch.Tensor:
+        case = self._case
+        flat = case.topk_idx_TK.reshape(-1).long()
+        self._order = torch.argsort(flat, stable=True)
+        self.splits_E.zero_().scatter_add_(0, flat, self._ones)
+        torch.index_select(case.x_TH, 0, self._order // case.options.topk, out=self.home_SH)
+        torch.ops.symm_mem.all_to_all_vdev_2d(
+            self.home_SH, self.owner_PH, self.splits_E, self.there, self._world.group_name
+        )
+        return self.owner_PH
+
+    def combine(self) -> torch.Tensor:
+        case = self._case
+        torch.ops.symm_mem.all_to_all_vdev_2d_offset(
+            self.owner_PH, self.home_SH, self.there, self.back, self._world.group_name
+        )
+        inverse = torch.empty_like(self._order)
+        inverse[self._order] = torch.arange(inverse.numel(), device=case.device)
+        rows_TKH = self.home_SH.index_select(0, inverse).view(case.tokens, case.options.topk, -1)
+        weights = case.topk_weights_TK.to(rows_TKH.dtype)[:, None, :]
+        return torch.bmm(weights, rows_TKH)[:, 0]
+
+
+def vdev_dispatch_path(case: Case) -> Path:
+    """Dispatch to expert-major."""
+    exchange = _Exchange(case)
+    layout = case.layout_for(case.rank, 1)
+
+    def check(round: int) -> int:
+        case.load(round)
+        poison(exchange.owner_PH)
+        _meet()
+        rows_PH = exchange.dispatch()[: layout.num_rows]
+        _meet()
+        case.maybe_corrupt(rows_PH)
+        return case.wrong_dispatch(Received(tokens=rows_PH), layout)
+
+    return Path(name=NAME, call=exchange.dispatch, check=check, before=case.fresh_ids)
+
+
+def vdev_combine_path(case: Case) -> Path:
+    """Combine of rows in the layout that its own dispatch made."""
+    exchange = _Exchange(case)
+    layout = case.layout_for(case.rank, 1)
+
+    def check(round: int) -> int:
+        case.load(round)
+        exchange.dispatch()
+        _meet()
+        exchange.owner_PH[: layout.num_rows] = case.answers(layout, layout.num_rows)
+        poison(exchange.home_SH)
+        _meet()
+        y_TH = exchange.combine()
+        _meet()
+        case.maybe_corrupt(y_TH)
+        return case.wrong_combine(y_TH)
+
+    check(0)  # gives the rows their values also when checks are off
+    return Path(name=NAME, call=exchange.combine, check=check)
+
+
+def _meet() -> None:
+    torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))
