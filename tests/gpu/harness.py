@@ -137,3 +137,9 @@ def settled_error(comm: Any) -> Any:
 
     synchronize()
     return catch(comm.check)
+
+
+def assert_none(problems: Sequence[Sequence[str]]) -> None:
+    """Every rank's list of what was wrong is empty."""
+    found = [text for each in problems for text in each]
+    assert not found, "\n".join(found[:12])

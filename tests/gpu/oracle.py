@@ -1,7 +1,9 @@
-"""Whole jobs of real size, made and checked by torch operations on the device. Shares nothing with the product.
+"""Whole jobs of real size, made and checked by torch operations on the device. Shares nothing with the
+product.
 
-Every rank makes the inputs of all ranks from seeds, so it knows by itself what it must get; nothing is gathered.
-The loops of tests/reference.py say what is right; tests/unit/test_oracle.py holds this file to them.
+Every rank makes the inputs of all ranks from seeds, so it knows by itself what it must get; nothing is
+gathered. The loops of tests/reference.py say what is right; tests/unit/test_oracle.py holds this file to
+them.
 
 N counts the tokens of all ranks in a row: token t of rank s is n = starts[s] + t.
 """
@@ -29,8 +31,8 @@ class Job:
     slack: int | None = None
     """None: dropless. Else the capacity is the largest need of any rank plus this (negative: overflow)."""
     routing: str = "uniform"
-    """uniform: distinct random experts; skewed: some much more often; holes: some -1; one-rank: all to the last
-    rank; one-expert: all to expert 0; empty: all -1."""
+    """uniform: distinct random experts; skewed: some much more often; holes: some -1; one-rank: all to the
+    last rank; one-expert: all to expert 0; empty: all -1."""
     weights: bool = True
     wide_ids: bool = False
     wire: str | None = None
@@ -117,7 +119,7 @@ def _ids(job: Job, rank: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What one rank must get: for each row of its output the token and place that it comes from, -1 for none."""
+    """What one rank must get: for each row of its output its token and place, -1 for none."""
 
     token_P: torch.Tensor
     place_P: torch.Tensor
@@ -215,7 +217,7 @@ class Oracle:
         return (1 + (expert_P % 7) / 8).to(self.job.torch_dtype)
 
     def answer(self, tokens_PH: torch.Tensor) -> torch.Tensor:
-        """The experts' answer to a dispatch's output. Rows past the last one are NaN: nobody may read them."""
+        """The experts' answer to a dispatch's output. Rows past the last are NaN: nobody may read them."""
         factor_P = torch.full((len(tokens_PH),), float("nan"), device=self.device).to(tokens_PH.dtype)
         factor_P[: self.kept] = self.factor_P(self.rank)[: self.kept]
         return tokens_PH * factor_P[:, None]
