@@ -75,3 +75,100 @@ class Communicator:
     def close(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def reset_stats(self) -> None: ...
+
+# -- the CUDA part: there if cuda_version is not None --
+
+class WireFormat(Enum):
+    same = 0
+    fp8 = 1
+
+class DeviceShape:
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        dtype: DType,
+        wire: WireFormat,
+    ) -> None: ...
+
+def device_window_sections(shape: DeviceShape) -> list[tuple[str, int, int]]: ...
+def device_window_bytes(shape: DeviceShape) -> int: ...
+def device_plan_fields(shape: DeviceShape) -> dict[str, tuple[int, int]]: ...
+def device_heuristics(shape: DeviceShape, num_sms: int, device: int) -> str: ...
+def device_sms(device: int) -> int: ...
+
+class DeviceCommunicator:
+    closed: bool
+    def __init__(
+        self, *, shape: DeviceShape, rank: int, timeout: float, num_sms: int, device: int
+    ) -> None: ...
+    def link_control(self) -> str: ...
+    def unlink_control(self) -> None: ...
+    def connect(self, bases: list[int], names: list[str], pids: list[int]) -> None: ...
+    def begin_dispatch(
+        self,
+        *,
+        x: int,
+        x_scales: int,
+        ids: int,
+        wide_ids: bool,
+        weights: int,
+        tokens: int,
+        layout: RowLayout,
+        alignment: int,
+        capacity: int,
+        plan: int,
+        stream: int,
+    ) -> None: ...
+    def wait_rows(self) -> int: ...
+    def finish_dispatch(
+        self,
+        *,
+        x: int,
+        x_scales: int,
+        plan: int,
+        rows: int,
+        out: int,
+        out_scales: int,
+        weights: int,
+        ids: int,
+        stream: int,
+    ) -> None: ...
+    def redispatch(
+        self,
+        *,
+        plan: int,
+        layout: RowLayout,
+        x: int,
+        tokens: int,
+        rows: int,
+        out: int,
+        scales: int,
+        other: int,
+        dots: int,
+        stream: int,
+    ) -> None: ...
+    def combine(
+        self,
+        *,
+        plan: int,
+        layout: RowLayout,
+        rows: int,
+        num_rows: int,
+        weights: int,
+        tokens: int,
+        y: int,
+        weight_grads: int,
+        out_weight_grads: int,
+        stream: int,
+    ) -> None: ...
+    def fail(self, kind: ErrorKind, text: str, stream: int) -> None: ...
+    def check(self, synchronized: bool) -> None: ...
+    def require_usable(self) -> None: ...
+    def close(self) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+    def reset_stats(self) -> None: ...

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 
-from moecomm import ops
-from moecomm.backends import CpuBackend, RawDispatch, available_devices
+from moecomm import _C, ops
+from moecomm.backends import (
+    Backend,
+    DispatchCall,
+    RawDispatch,
+    available_devices,
+    make_backend,
+    why_no_cuda,
+)
+from moecomm.backends.arrays import shared_tensor
 from moecomm.env import read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError, Unsupported
-from moecomm.memory import MemoryPlan, plan_memory, window_shape
+from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
-from moecomm.routing import check_dispatch, check_options, check_rows, check_weights, require_integer
+from moecomm.routing import (
+    check_dispatch,
+    check_options,
+    check_rows,
+    check_weights,
+    check_wire_options,
+    require_integer,
+)
 from moecomm.types import DispatchOutput, Group, Handle, Layout, Work
 from moecomm.version import __version__
 
 _DEFAULT_TIMEOUT = 60.0
 _ids = itertools.count()
-Result = TypeVar("Result")
+Array = Any
+"""A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
 
 
 def _seconds(timeout: float | timedelta | None) -> float:
@@ -53,14 +68,41 @@ def _check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_token
         )
 
 
-def _check_device(device: Any) -> None:
-    if device is not None and torch.device(device).type not in available_devices():
-        raise Unsupported(f"device is {device}, this version serves {', '.join(available_devices())}")
+def _choose_device(device: Any) -> torch.device:
+    """The device that a Communicator serves; Unsupported if this build and machine can't."""
+    types = available_devices()
+    try:
+        chosen = torch.device(types[0] if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device is {device!r}, expected a torch.device or its name") from error
+    if chosen.type not in types:
+        reason = why_no_cuda() if chosen.type == "cuda" else None
+        raise Unsupported(
+            f"device is {device}, this version serves {', '.join(types)} here"
+            + (f": {reason}" if reason else "")
+        )
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InvalidArgument(f"device is {device}, expected an index below the {count} GPUs of this process")
+    return torch.device("cuda", index)
 
 
-def _check_wire(wire: Any) -> None:
-    if wire is not None:
-        raise Unsupported(f"wire is {wire!r}: rows travel in their own dtype in this version; pass wire=None")
+def _check_wire(wire: Any, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
+    if wire is None:
+        return
+    if device.type != "cuda":
+        raise Unsupported(
+            f"wire is {wire!r}: on the {device.type} rows travel in their own dtype; pass wire=None"
+        )
+    if wire != "fp8":
+        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
+    if dtype == torch.float64:
+        raise Unsupported(f"wire is {wire!r} for rows of {dtype}, expected float32, bfloat16 or float16")
+    if hidden % 16 != 0:
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
 
 
 def _check_nodes(size: int, ranks_per_node: Any) -> None:
@@ -74,6 +116,16 @@ def _check_nodes(size: int, ranks_per_node: Any) -> None:
             f"ranks_per_node is {ranks_per_node} for {size} ranks: nodes reach each other over a fabric "
             "transport, which this version does not have"
         )
+
+
+def _check_num_sms(num_sms: Any, device: torch.device) -> int | None:
+    """What an operation may use, None for what the backend finds best."""
+    if device.type == "cpu":
+        return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
+    if num_sms is None:
+        return None
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    return require_integer("num_sms", num_sms, 2, most)
 
 
 class Communicator:
@@ -90,16 +142,27 @@ class Communicator:
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16 or float64.
-        wire: format in which rows travel; None is `dtype`, the only one of this version.
-        device: where the tensors are; None is the first of `moecomm.available_devices()`, now "cpu".
+        wire: format in which the rows of a dispatch travel; None is `dtype`. "fp8" (CUDA only, hidden a
+            multiple of 16) is float8_e4m3fn with a float32 scale for each 128 columns of a row. Combine and
+            the backward of both travel in `dtype`.
+        device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
+            A rank has a GPU of its own.
         ranks_per_node: ranks that share memory; None finds out.
-        num_sms: threads that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the
-            ranks.
+        num_sms: CUDA: SMs that an operation may use, at least 2; None: what the shape wants. CPU: threads
+            that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.
+
+    On CUDA an operation is put on the caller's current stream, after the communicator's operation before it,
+    and the host goes on at once; only a dispatch without `capacity` waits on the host, for its row count.
+    What goes wrong on the device (bad ids, arguments that differ, a passed capacity, a lost peer) is raised
+    by that wait, by `check()`, and, where it has ended the communicator, by every later call; the output of
+    such an operation has empty groups and unspecified rows. In a CUDA graph capture `capacity` is needed, and
+    the communicator has to stay open as long as the graph is replayed; the caller orders replays and other
+    operations of the same communicator.
 
     Raises:
         InvalidArgument, MismatchedArguments: on all ranks, if one rank's arguments are bad or differ.
-        OutOfMemory: /dev/shm has no room for the windows; nothing was allocated.
+        OutOfMemory: /dev/shm (CUDA: a GPU) has no room for the windows; nothing was allocated.
         PeerTimeout: a rank of the group did not come.
         Unsupported: a device, wire format or placement of ranks that this version can't serve.
     """
@@ -119,19 +182,19 @@ class Communicator:
         num_sms: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self._backend: CpuBackend | None = None
+        self._backend: Backend | None = None
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error: MoecommError | None = None
-        seconds, threads = _DEFAULT_TIMEOUT, None
+        seconds, place = _DEFAULT_TIMEOUT, torch.device("cpu")
         try:
             seconds = _seconds(timeout)
             size = 1 if group is None else dist.get_world_size(group)
             _check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
-            _check_device(device)
+            place = _choose_device(device)
             _check_nodes(size, ranks_per_node)
-            threads = read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
-            _check_wire(wire)
+            num_sms = _check_num_sms(num_sms, place)
+            _check_wire(wire, place, hidden, dtype)
         except MoecommError as failed:
             error = failed
         meeting = Rendezvous(group, seconds)
@@ -142,9 +205,10 @@ class Communicator:
             "max_tokens": max_tokens,
             "dtype": str(dtype),
             "wire": wire,
+            "device": place.type,
             "moecomm version": __version__,
         }
-        backend = CpuBackend(meeting, arguments, error, dtype, threads)
+        backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
         self.rank: int = meeting.rank
         """This rank within the group."""
         self.size: int = meeting.size
@@ -152,7 +216,7 @@ class Communicator:
         self.num_experts, self.hidden, self.top_k, self.max_tokens = num_experts, hidden, top_k, max_tokens
         self.num_local_experts: int = num_experts // meeting.size
         """L: this rank has the experts [rank * L, (rank + 1) * L)."""
-        self.dtype, self.device = dtype, backend.device
+        self.dtype, self.device, self.wire = dtype, backend.device, wire
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""
         self.timeout = seconds
@@ -169,16 +233,34 @@ class Communicator:
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
         wire: str | None = None,
+        device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
     ) -> MemoryPlan:
         """The memory that a communicator of these arguments would take on each rank, without building it;
         print it.
 
-        Raises InvalidArgument as the constructor does.
+        The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
+        part. Raises InvalidArgument and Unsupported as the constructor does.
         """
         _check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         _check_nodes(ranks, ranks_per_node)
-        _check_wire(wire)
+        can_plan_cuda = device is not None and hasattr(_C, "device_window_sections")
+        if can_plan_cuda and str(device).partition(":")[0] == "cuda":
+            place = torch.device("cuda")
+        else:
+            place = _choose_device(device)
+        _check_wire(wire, place, hidden, dtype)
+        if place.type == "cuda":
+            sizes = device_shape(
+                ranks=ranks,
+                num_experts=num_experts,
+                top_k=top_k,
+                hidden=hidden,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                wire=wire,
+            )
+            return plan_device_memory(sizes, ranks)
         shape = window_shape(ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
         return plan_memory(shape, ranks)
 
@@ -187,129 +269,156 @@ class Communicator:
     @overload
     def dispatch(
         self,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor | None = None,
+        x_TH: Array | tuple[Array, Array],
+        topk_idx_TK: Array,
+        topk_weights_TK: Array | None = None,
         *,
         layout: Layout = "expert",
         alignment: int = 1,
         capacity: int | None = None,
+        dequantize: bool = True,
         async_op: Literal[False] = False,
     ) -> DispatchOutput: ...
 
     @overload
     def dispatch(
         self,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor | None = None,
+        x_TH: Array | tuple[Array, Array],
+        topk_idx_TK: Array,
+        topk_weights_TK: Array | None = None,
         *,
         layout: Layout = "expert",
         alignment: int = 1,
         capacity: int | None = None,
+        dequantize: bool = True,
         async_op: Literal[True],
     ) -> Work[DispatchOutput]: ...
 
     def dispatch(
         self,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor | None = None,
+        x_TH: Array | tuple[Array, Array],
+        topk_idx_TK: Array,
+        topk_weights_TK: Array | None = None,
         *,
         layout: Layout = "expert",
         alignment: int = 1,
         capacity: int | None = None,
+        dequantize: bool = True,
         async_op: bool = False,
     ) -> DispatchOutput | Work[DispatchOutput]:
         """Brings every token to the ranks of its experts.
 
-        Differentiable in `x_TH` and `topk_weights_TK`. A call with the same `topk_idx` as an earlier one on
-        all ranks (a forward that is computed again for the backward) finds the plan of that one.
+        Differentiable in `x_TH` and `topk_weights_TK`. Tensors may be arrays of other libraries that share
+        their memory (DLPack, `__cuda_array_interface__`).
+
+        CPU: a call with the same `topk_idx` as an earlier one on all ranks (a forward that is computed again
+        for the backward) finds the plan of that one.
 
         Args:
             x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens, different on each rank as it
-                likes.
+                likes. With wire="fp8" also a pair: data (T, H) float8_e4m3fn and scales (T, ceil(H / 128))
+                float32, which has no gradient.
             topk_idx_TK: (T, K) int32 or int64 expert ids, -1 for none; no id twice in a token.
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
             layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank).
             alignment: each expert's group gets a multiple of this many rows, zero where no token is.
             capacity: rows of the output. None: as many as there are. With a number, rows past it are left
-                out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch.
-            async_op: return a Work at once; its `wait()` gives the DispatchOutput.
+                out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch
+                (CUDA: the next one without a capacity).
+            dequantize: with wire="fp8", False hands the rows on as they travelled: `tokens` in float8_e4m3fn
+                and `scales`. Nothing is differentiable then. The same on all ranks.
+            async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
+                on `stream`, after what the caller's current stream holds now.
 
         Raises:
-            InvalidArgument, InvalidRouting, MismatchedArguments: on all ranks; nothing was exchanged.
+            InvalidArgument, InvalidRouting, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA,
+                with a capacity: only the rank whose tensors have the wrong shape, dtype or device raises them
+                here, the rest comes from `check()`.)
             PeerTimeout, PeerLost: the communicator can't be used any more.
             CapacityExceeded: an earlier dispatch left rows out; this one did not run.
+            OutOfMemory: no memory for the output; on the caller.
             CommunicatorClosed: after `close()`.
         """
         backend = self._open()
+        x: Any = x_TH
+        x_scales: Any = None
+        if isinstance(x_TH, (tuple, list)) and len(x_TH) == 2:
+            x, x_scales = x_TH
+            x_scales = shared_tensor(x_scales, self.device)
+        x, ids = shared_tensor(x, self.device), shared_tensor(topk_idx_TK, self.device)
+        weights = None if topk_weights_TK is None else shared_tensor(topk_weights_TK, self.device)
 
-        def execute() -> RawDispatch:
-            backend.check()  # before the arguments: every rank sees a passed capacity, and none may go on
+        def begin() -> Any:
+            backend.ready()  # before the arguments: what ends the communicator comes first
             try:
                 checked = check_options(layout, alignment, capacity)
+                check_wire_options(self.wire, dequantize, x_scales)
                 check_dispatch(
-                    x_TH,
-                    topk_idx_TK,
-                    topk_weights_TK,
+                    x,
+                    ids,
+                    weights,
                     hidden=self.hidden,
                     top_k=self.top_k,
                     max_tokens=self.max_tokens,
                     dtype=self.dtype,
                     device=self.device,
+                    x_scales=x_scales,
                 )
             except MoecommError as error:
                 backend.fail(error)
-            weights = None if topk_weights_TK is None else topk_weights_TK.detach().contiguous()
-            return backend.dispatch(x_TH.detach().contiguous(), topk_idx_TK.contiguous(), weights, *checked)
+            return backend.begin_dispatch(DispatchCall(x, x_scales, ids, weights, *checked, dequantize))
 
         def finish(raw: RawDispatch) -> DispatchOutput:
-            tokens_PH, weights = ops.dispatch(x_TH, topk_weights_TK, raw, backend)
+            tokens_PH, weights_out = raw.tokens_PH, raw.weights
+            if dequantize:
+                tokens_PH, weights_out = ops.dispatch(x if x_scales is None else None, weights, raw, backend)
+            plan = raw.plan
             return DispatchOutput(
                 tokens=tokens_PH,
-                weights=weights,
+                weights=weights_out,
                 topk_idx=raw.topk_idx_PK,
                 tokens_per_expert=raw.tokens_per_expert_L,
                 offsets=raw.offsets,
                 overflow=raw.overflow,
                 handle=Handle(
-                    plan=raw.plan,
-                    owner=self._id,
-                    layout=layout,
-                    num_tokens=raw.plan.tokens,
-                    num_rows=raw.plan.rows,
+                    plan=plan, owner=self._id, layout=layout, num_tokens=plan.tokens, num_rows=plan.rows
                 ),
+                scales=raw.scales,
             )
 
-        return self._run(backend, execute, finish, async_op)
+        if async_op:
+            inputs = (x, x_scales, ids, weights)
+            return backend.launch(
+                "moecomm dispatch", begin, backend.finish_dispatch, finish, inputs, capacity is None
+            )
+        return finish(backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begin())))
 
     @overload
     def combine(
         self,
-        rows_PH: torch.Tensor,
+        rows_PH: Array,
         handle: Handle,
         *,
-        weights: torch.Tensor | None = None,
+        weights: Array | None = None,
         async_op: Literal[False] = False,
     ) -> torch.Tensor: ...
 
     @overload
     def combine(
         self,
-        rows_PH: torch.Tensor,
+        rows_PH: Array,
         handle: Handle,
         *,
-        weights: torch.Tensor | None = None,
+        weights: Array | None = None,
         async_op: Literal[True],
     ) -> Work[torch.Tensor]: ...
 
     def combine(
         self,
-        rows_PH: torch.Tensor,
+        rows_PH: Array,
         handle: Handle,
         *,
-        weights: torch.Tensor | None = None,
+        weights: Array | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Brings rows back to the tokens of the dispatch that made `handle`, and sums them there.
@@ -323,43 +432,50 @@ class Communicator:
             handle: of that dispatch.
             weights: (P,) factors, float32 (float64 for float64 rows); for the expert layout this is
                 `DispatchOutput.weights`.
-            async_op: return a Work at once; its `wait()` gives the result.
+            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 
         Returns:
             (T, H) in the dtype; zero for tokens without experts.
 
         Raises:
-            InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged.
+            InvalidArgument, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA: here on the rank
+                whose tensors are wrong, elsewhere from `check()`.)
             PeerTimeout, PeerLost: the communicator can't be used any more.
+            OutOfMemory: no memory for the result (CUDA: on all ranks, as above).
             CommunicatorClosed: after `close()`.
         """
         backend = self._open()
+        rows = shared_tensor(rows_PH, self.device)
+        factors = None if weights is None else shared_tensor(weights, self.device)
 
         def execute() -> torch.Tensor:
             try:
                 self._check_handle(handle)
-                check_rows("rows", rows_PH, handle.num_rows, self.hidden, self.dtype, self.device)
-                if weights is not None:
-                    check_weights("weights", weights, (handle.num_rows,), "(P,)", self.dtype, self.device)
+                check_rows("rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
+                if factors is not None:
+                    check_weights("weights", factors, (handle.num_rows,), "(P,)", self.dtype, self.device)
             except MoecommError as error:
                 backend.fail(error)
-            scales_P = None if weights is None else weights.detach().contiguous()
-            y_TH, _ = backend.combine(handle.plan, rows_PH.detach().contiguous(), scales_P, None)
+            y_TH, _ = backend.combine(handle.plan, rows, factors, None)
             assert y_TH is not None
             return y_TH
 
         def finish(y_TH: torch.Tensor) -> torch.Tensor:
-            return ops.combine(rows_PH, weights, y_TH, handle.plan, backend)
+            return ops.combine(rows, factors, y_TH, handle.plan, backend)
 
-        return self._run(backend, execute, finish, async_op)
+        if async_op:
+            return backend.launch(
+                "moecomm combine", execute, lambda y_TH: y_TH, finish, (rows, factors), False
+            )
+        return finish(backend.run("moecomm combine", execute))
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """An uninitialised (num_tokens, H) tensor inside the window: a dispatch of it need not copy it there
-        first.
+        """An uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it lies in
+        the window; on CUDA it is like any other, as rows go out from wherever they are.
 
-        At most two such tensors can be alive at a time; their memory is taken at the first call. Fill it,
-        dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was there
-        before. Writing to one that was dispatched races with ranks that are still reading.
+        CPU: at most two such tensors can be alive at a time; their memory is taken at the first call. Fill
+        it, dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was
+        there before. Writing to one that was dispatched races with ranks that are still reading.
 
         Raises:
             InvalidArgument: more than max_tokens.
@@ -367,16 +483,20 @@ class Communicator:
         """
         backend = self._open()
         require_integer("num_tokens", num_tokens, 0, self.max_tokens)
-        return backend.order.run(lambda: backend.empty_input(num_tokens))
+        return backend.run("moecomm empty_input", lambda: backend.empty_input(num_tokens))
 
     # -- state -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
         PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same verdict
-        without talking."""
-        backend = self._open()
-        backend.order.run(backend.check)
+        without talking.
+
+        On CUDA it also raises InvalidRouting and MismatchedArguments that the device has found. It looks at
+        what the device has reported by now and waits for nothing: synchronize the stream first to be sure of
+        all operations so far.
+        """
+        self._open().check()
 
     def stats(self) -> dict[str, float]:
         """Counters since construction or `reset_stats()`.
@@ -392,9 +512,14 @@ class Communicator:
         """Sets all counters of `stats()` to zero."""
         self._open().reset_stats()
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream that operations with async_op=True run on; None on the CPU."""
+        return self._open().stream
+
     def close(self) -> None:
-        """Waits for operations under way and lets go of the window. Peers that still wait for this rank get
-        PeerLost.
+        """Waits for operations under way (on CUDA for all work on the GPU) and lets go of the window. Peers
+        that still wait for this rank get PeerLost.
 
         Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
         backward of earlier calls needs the communicator open.
@@ -419,7 +544,7 @@ class Communicator:
             f"hidden {self.hidden}, {self.dtype}, at most {self.max_tokens} tokens, {self._backend})"
         )
 
-    def _open(self) -> CpuBackend:
+    def _open(self) -> Backend:
         if self._backend is None:
             raise CommunicatorClosed("the communicator is closed")
         return self._backend
@@ -429,12 +554,3 @@ class Communicator:
             raise InvalidArgument(f"handle is {type(handle).__name__}, expected the handle of a dispatch")
         if handle.owner != self._id:
             raise InvalidArgument("handle belongs to another communicator")
-
-    @staticmethod
-    def _run(
-        backend: CpuBackend, execute: Callable[[], Any], finish: Callable[[Any], Result], async_op: bool
-    ) -> Result | Work[Result]:
-        if not async_op:
-            return finish(backend.order.run(execute))
-        future = backend.order.submit(execute)
-        return Work(lambda: finish(future.result()), future.done)

@@ -21,9 +21,10 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
 class MemoryPlan:
     """Sections of one rank's window. `str()` is a table.
 
-    With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for
-    float64), every section rounded up to 4096 bytes, the large ones are, twice each because uses alternate
-    between two copies:
+    A window for CUDA tensors is device memory, taken as a whole when the communicator is built. One for CPU
+    tensors is shared memory: with R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes
+    a weight (4; 8 for float64), every section rounded up to 4096 bytes, the large ones are, twice each
+    because uses alternate between two copies:
     rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
     rows M*H*b, which take memory only when `empty_input` is first called.
     """
@@ -33,7 +34,7 @@ class MemoryPlan:
     total_bytes: int
     """Address space of the window."""
     committed_bytes: int
-    """Memory taken when the communicator is built: all but the input rows."""
+    """Memory taken when the communicator is built: all, but for the CPU's input rows."""
     ranks: int
 
     def __str__(self) -> str:
@@ -65,6 +66,39 @@ def window_shape(
         )
     return _C.WindowShape(
         ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=NATIVE_DTYPES[dtype]
+    )
+
+
+def device_shape(
+    *,
+    ranks: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    wire: str | None,
+) -> _C.DeviceShape:
+    """The runtime's description of a window in device memory, for sizes that `window_shape` takes."""
+    return _C.DeviceShape(
+        ranks=ranks,
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden=hidden,
+        max_tokens=max_tokens,
+        dtype=NATIVE_DTYPES[dtype],
+        wire=_C.WireFormat.fp8 if wire == "fp8" else _C.WireFormat.same,
+    )
+
+
+def plan_device_memory(shape: _C.DeviceShape, ranks: int) -> MemoryPlan:
+    """The sections of a window of `shape` in device memory."""
+    total = _C.device_window_bytes(shape)
+    return MemoryPlan(
+        sections=tuple(_C.device_window_sections(shape)),
+        total_bytes=total,
+        committed_bytes=total,
+        ranks=ranks,
     )
 
 

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moecomm import _C
-from moecomm.backends import CpuBackend, RawDispatch
+from moecomm.backends import Backend, RawDispatch
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TH: torch.Tensor,
+        x_TH: torch.Tensor | None,
         topk_weights_TK: torch.Tensor | None,
         raw: RawDispatch,
-        backend: CpuBackend,
+        backend: Backend,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.plan, ctx.backend = raw.plan, backend
         return raw.tokens_PH, raw.weights
@@ -35,10 +34,11 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, grad_tokens_PH: torch.Tensor, grad_weights: torch.Tensor | None
     ) -> tuple[Any, ...]:
         need_x, need_weights = ctx.needs_input_grad[:2]
-        rows_PH = grad_tokens_PH.contiguous() if need_x else None
-        weight_grads = grad_weights.contiguous() if need_weights and grad_weights is not None else None
-        grad_x_TH, grad_weights_TK = ctx.backend.order.run(
-            lambda: ctx.backend.combine(ctx.plan, rows_PH, None, weight_grads)
+        rows_PH = grad_tokens_PH if need_x else None
+        weight_grads = grad_weights if need_weights else None
+        grad_x_TH, grad_weights_TK = ctx.backend.run(
+            "moecomm dispatch backward",
+            lambda: ctx.backend.combine(ctx.plan, rows_PH, None, weight_grads),
         )
         return grad_x_TH, grad_weights_TK, None, None
 
@@ -50,8 +50,8 @@ class _Combine(torch.autograd.Function):
         rows_PH: torch.Tensor,
         weights_P: torch.Tensor | None,
         y_TH: torch.Tensor,
-        plan: _C.Plan,
-        backend: CpuBackend,
+        plan: Any,
+        backend: Backend,
     ) -> torch.Tensor:
         ctx.plan, ctx.backend = plan, backend
         need_weights = weights_P is not None and ctx.needs_input_grad[1]
@@ -62,19 +62,26 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: torch.Tensor) -> tuple[Any, ...]:
         rows_PH, weights_P = ctx.saved_tensors
-        grad_TH = grad_y_TH.contiguous()
-        scales_P = None if weights_P is None else weights_P.contiguous()
-        other_PH = None if rows_PH is None else rows_PH.contiguous()
-        grad_rows_PH, grad_weights_P = ctx.backend.order.run(
-            lambda: ctx.backend.redispatch(ctx.plan, grad_TH, scales_P, other_PH)
+        grad_rows_PH, grad_weights_P = ctx.backend.run(
+            "moecomm combine backward",
+            lambda: ctx.backend.redispatch(ctx.plan, grad_y_TH, weights_P, rows_PH),
         )
         return grad_rows_PH if ctx.needs_input_grad[0] else None, grad_weights_P, None, None, None
 
 
+def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """False where nothing would come of the nodes, which cost the host more than the rest of a call."""
+    return torch.is_grad_enabled() and (
+        (first is not None and first.requires_grad) or (second is not None and second.requires_grad)
+    )
+
+
 def dispatch(
-    x_TH: torch.Tensor, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: CpuBackend
+    x_TH: torch.Tensor | None, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: Backend
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Ties the rows and weights of a finished dispatch to the tensors they came from."""
+    if not _wants_gradient(x_TH, topk_weights_TK):
+        return raw.tokens_PH, raw.weights
     return _Dispatch.apply(x_TH, topk_weights_TK, raw, backend)  # type: ignore[no-untyped-call]
 
 
@@ -82,8 +89,10 @@ def combine(
     rows_PH: torch.Tensor,
     weights_P: torch.Tensor | None,
     y_TH: torch.Tensor,
-    plan: _C.Plan,
-    backend: CpuBackend,
+    plan: Any,
+    backend: Backend,
 ) -> torch.Tensor:
     """Ties the result of a finished combine to the rows and weights it was made from."""
+    if not _wants_gradient(rows_PH, weights_P):
+        return y_TH
     return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-untyped-call]

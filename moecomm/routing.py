@@ -9,24 +9,48 @@ import torch
 from moecomm.errors import InvalidArgument, InvalidRouting
 from moecomm.types import Layout
 
+WIRE_FP8 = torch.float8_e4m3fn
+"""What wire="fp8" sends, with a float32 scale for each SCALE_COLUMNS columns of a row; the last ones of a row
+may be fewer."""
+SCALE_COLUMNS = 128
+
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of routing weights and sums for rows of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _is(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """True for a dense tensor of that type and place: the quick way to find nothing wrong."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype is dtype
+        and value.device == device
+        and value.layout is torch.strided
+    )
+
+
 def _require_tensor(name: str, value: Any, device: torch.device) -> None:
     if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(f"{name} is {type(value).__name__}, expected a torch.Tensor")
-    if value.device.type != device.type:
-        raise InvalidArgument(f"{name} is on {value.device}, expected {device}")
+        raise InvalidArgument(
+            f"{name} is {type(value).__name__}, expected a torch.Tensor, or an array that DLPack or "
+            f"__cuda_array_interface__ can share with torch on {device}"
+        )
+    place = value.device
+    if place.type != device.type or (device.index is not None and place.index != device.index):
+        raise InvalidArgument(f"{name} is on {place}, expected {device}")
     if value.layout != torch.strided:
         raise InvalidArgument(f"{name} has layout {value.layout}, expected a dense tensor")
 
 
 def _require_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise InvalidArgument(f"{name} has shape {tuple(value.shape)}, expected {letters} = {shape}")
+
+
+def _require_dtype(name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+    if value.dtype != dtype:
+        raise InvalidArgument(f"{name} is {value.dtype}, expected {dtype}")
 
 
 def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
@@ -40,6 +64,10 @@ def check_rows(
     name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """`rows_XH` is (count, hidden) of dtype on device; count None: any."""
+    if _is(rows_XH, dtype, device):
+        shape = rows_XH.shape
+        if len(shape) == 2 and shape[1] == hidden and (count is None or shape[0] == count):
+            return
     _require_tensor(name, rows_XH, device)
     if rows_XH.dim() != 2 or rows_XH.shape[1] != hidden or count not in (None, rows_XH.shape[0]):
         raise InvalidArgument(
@@ -47,7 +75,8 @@ def check_rows(
             f"expected ({'any' if count is None else count}, hidden = {hidden})"
         )
     if rows_XH.dtype != dtype:
-        raise InvalidArgument(f"{name} is {rows_XH.dtype}, expected the communicator's dtype {dtype}")
+        whose = "the wire's" if dtype == WIRE_FP8 else "the communicator's dtype"
+        raise InvalidArgument(f"{name} is {rows_XH.dtype}, expected {whose} {dtype}")
 
 
 def check_dispatch(
@@ -60,17 +89,25 @@ def check_dispatch(
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    x_scales: Any = None,
 ) -> None:
     """The tensors of a dispatch, all but the values of the ids, which the runtime checks as it copies
-    them."""
-    check_rows("x", x_TH, None, hidden, dtype, device)
+    them. With `x_scales`, x has the type that wire="fp8" sends."""
+    check_rows("x", x_TH, None, hidden, dtype if x_scales is None else WIRE_FP8, device)
+    if x_scales is not None:
+        _require_tensor("scales of x", x_scales, device)
+        _require_dtype("scales of x", x_scales, torch.float32)
+        shape = (x_TH.shape[0], -(-hidden // SCALE_COLUMNS))
+        _require_shape("scales of x", x_scales, shape, f"(T, hidden / {SCALE_COLUMNS} rounded up)")
     tokens = x_TH.shape[0]
     if tokens > max_tokens:
         raise InvalidArgument(f"x has {tokens} tokens, expected at most max_tokens = {max_tokens}")
-    _require_tensor("topk_idx", topk_idx_TK, device)
-    if topk_idx_TK.dtype not in (torch.int32, torch.int64):
-        raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
-    _require_shape("topk_idx", topk_idx_TK, (tokens, top_k), "(T, K)")
+    kind = torch.int32 if getattr(topk_idx_TK, "dtype", None) is torch.int32 else torch.int64
+    if not (_is(topk_idx_TK, kind, device) and topk_idx_TK.shape == (tokens, top_k)):
+        _require_tensor("topk_idx", topk_idx_TK, device)
+        if topk_idx_TK.dtype not in (torch.int32, torch.int64):
+            raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
+        _require_shape("topk_idx", topk_idx_TK, (tokens, top_k), "(T, K)")
     if topk_weights_TK is not None:
         check_weights("topk_weights", topk_weights_TK, (tokens, top_k), "(T, K)", dtype, device)
 
@@ -79,10 +116,28 @@ def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """`weights` has the shape and the weight type of `dtype`."""
+    if _is(weights, weight_dtype(dtype), device) and weights.shape == shape:
+        return
     _require_tensor(name, weights, device)
-    if weights.dtype != weight_dtype(dtype):
-        raise InvalidArgument(f"{name} is {weights.dtype}, expected {weight_dtype(dtype)}")
+    _require_dtype(name, weights, weight_dtype(dtype))
     _require_shape(name, weights, shape, letters)
+
+
+def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
+    """That rows may come, or be handed on, as they travel."""
+    if not isinstance(dequantize, bool):
+        raise InvalidArgument(f"dequantize is {dequantize!r}, expected a bool")
+    if wire == "fp8":
+        return
+    if not dequantize:
+        raise InvalidArgument(
+            "dequantize is False, expected True: rows of this communicator travel in its dtype (wire=None)"
+        )
+    if x_scales is not None:
+        raise InvalidArgument(
+            "x is a pair (data, scales), expected rows in the communicator's dtype, in which they travel "
+            "(wire=None)"
+        )
 
 
 def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, int, int]:

@@ -25,7 +25,7 @@ class Handle:
     sizes.
 
     It may be used any number of times, with the communicator that made it, and by all ranks in the same
-    order.
+    order. One that was made while a CUDA graph was captured holds the plan of the graph's last replay.
     """
 
     plan: Any
@@ -64,27 +64,43 @@ class DispatchOutput:
     topk_idx: torch.Tensor | None = None
     """Rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the expert
     layout."""
+    scales: torch.Tensor | None = None
+    """With `dequantize=False`: (P, ceil(H / 128)) float32, one for each 128 columns of `tokens`, which are
+    float8_e4m3fn then; value = tokens * scale. None otherwise."""
 
 
 class Work(Generic[Result]):
     """An operation under way, in the manner of torch.distributed.
 
-    The arguments of the operation must not change before `wait` returns.
+    The arguments of the operation must not change before `wait` returns; on CUDA that means before what the
+    caller's stream does after `wait`.
     """
 
-    def __init__(self, wait: Callable[[], Result], is_completed: Callable[[], bool]) -> None:
-        self._wait, self._is_completed = wait, is_completed
+    def __init__(
+        self,
+        wait: Callable[[], Result],
+        is_completed: Callable[[], bool],
+        join: Callable[[], None] | None = None,
+    ) -> None:
+        """`join`: makes the caller's current stream wait, at each `wait()`."""
+        self._wait, self._is_completed, self._join = wait, is_completed, join
         self._result: Result | None = None
         self._waited = False
 
     def wait(self) -> Result:
         """Waits, and returns the operation's result; raises its error. Calling it again returns the same
-        object."""
+        object.
+
+        On CUDA it is the caller's current stream that waits, not the host; only a dispatch without a capacity
+        keeps the host until the row count is there.
+        """
         if not self._waited:
             self._result = self._wait()
             self._waited = True
+        if self._join is not None:
+            self._join()
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """True when `wait` would not block."""
+        """True when the operation is done."""
         return self._is_completed()

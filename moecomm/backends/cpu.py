@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from moecomm import _C
+from moecomm.backends.base import DispatchCall, RawDispatch, meet
 from moecomm.backends.order import InOrder
-from moecomm.errors import (
-    InvalidArgument,
-    MismatchedArguments,
-    MoecommError,
-    OutOfMemory,
-    Unsupported,
-    kind_of,
-)
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, kind_of
 from moecomm.memory import plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import weight_dtype
-from moecomm.types import Layout
+from moecomm.types import Work
+
+Result = TypeVar("Result")
+Finished = TypeVar("Finished")
 
 # Smaller outputs come from torch's own allocator: recycling pages pays only from here on.
 _POOLED_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawDispatch:
-    """The tensors of a DispatchOutput before autograd has seen them, and the plan behind its handle."""
-
-    tokens_PH: torch.Tensor
-    weights: torch.Tensor | None
-    topk_idx_PK: torch.Tensor | None
-    tokens_per_expert_L: torch.Tensor
-    offsets: torch.Tensor
-    overflow: torch.Tensor
-    plan: _C.Plan
-
-
-def _node_identity() -> str:
-    """Equal for processes that can map each other's shared memory and watch each other."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError as error:
-        raise Unsupported(f"this machine lacks what the CPU backend needs: {error}") from error
 
 
 def default_threads(local_ranks: int) -> int:
@@ -55,12 +29,21 @@ def default_threads(local_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
+class _Begun(NamedTuple):
+    """A dispatch between its halves."""
+
+    plan: _C.Plan
+    by_rank: bool
+    has_weights: bool
+    x_TH: torch.Tensor  # this rank's own rows are read where they are, so it has to live
+
+
 class CpuBackend:
     """Owns the native communicator. Methods take and return tensors, and do no more checking than the
     runtime does.
-
-    The caller runs them through `order`, one at a time.
     """
+
+    stream = None
 
     def __init__(
         self,
@@ -72,11 +55,11 @@ class CpuBackend:
     ) -> None:
         """`arguments`: those of the Communicator that all ranks have to share, as JSON values.
         `argument_error`: why this rank's are bad; it still meets the others, so that all raise."""
-        self.order = InOrder()
+        self._order = InOrder()
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
-        self._meet(meeting, arguments, argument_error)
+        meet(meeting, arguments, argument_error)
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
         shape = window_shape(
@@ -91,28 +74,6 @@ class CpuBackend:
         self._native = self._connect(
             meeting, shape, arguments["num_experts"], threads or default_threads(meeting.size)
         )
-
-    @staticmethod
-    def _meet(meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
-        def introduce() -> dict[str, Any]:
-            if error is not None:
-                raise error
-            return {"arguments": arguments, "node": _node_identity()}
-
-        messages = meeting.step("construction: arguments", introduce)
-        for rank, other in enumerate(messages):
-            for name, value in messages[0]["arguments"].items():
-                theirs = other["arguments"].get(name)
-                if theirs != value:
-                    raise MismatchedArguments(
-                        f"ranks disagree on {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
-                    )
-            if other["node"] != messages[0]["node"]:
-                raise Unsupported(
-                    f"rank {rank} does not share memory and processes with rank 0 (another host or "
-                    "container); ranks of different nodes need a fabric transport, which this version does "
-                    "not have"
-                )
 
     def _check_room(self, meeting: Rendezvous) -> None:
         messages = meeting.step("construction: memory", lambda: {"available": _C.shm_available_bytes()})
@@ -170,30 +131,49 @@ class CpuBackend:
         buffer = self._pool.take(count * dtype.itemsize)
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
-    def dispatch(
+    def run(self, name: str, operation: Callable[[], Result]) -> Result:
+        """The result of `operation` after all before it."""
+        return self._order.run(operation)
+
+    def launch(
         self,
-        x_TH: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor | None,
-        layout: Layout,
-        alignment: int,
-        capacity: int,
-    ) -> RawDispatch:
-        """Arguments contiguous and checked; capacity -1 for exact sizes."""
+        name: str,
+        begin: Callable[[], Any],
+        complete: Callable[[Any], Result],
+        finish: Callable[[Result], Finished],
+        inputs: tuple[Any, ...],
+        host_waits: bool,
+    ) -> Work[Finished]:
+        """Runs an operation in the communicator's own thread, after all before it."""
+        future = self._order.submit(lambda: complete(begin()))
+        return Work(lambda: finish(future.result()), future.done)
+
+    def ready(self) -> None:
+        """Raises what is pending: every rank sees a passed capacity, and none may go on."""
+        self._native.check()
+
+    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+        """Publishes the rows and makes the plan."""
+        x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
+        weights_TK = _dense_or_none(call.topk_weights_TK)
         plan = self._native.begin_dispatch(
             x=x_TH.data_ptr(),
-            ids=topk_idx_TK.data_ptr(),
-            wide_ids=topk_idx_TK.dtype == torch.int64,
-            weights=_address(topk_weights_TK),
+            ids=ids_TK.data_ptr(),
+            wide_ids=ids_TK.dtype == torch.int64,
+            weights=_address(weights_TK),
             tokens=x_TH.shape[0],
-            layout=getattr(_C.RowLayout, layout),
-            alignment=alignment,
-            capacity=capacity,
+            layout=getattr(_C.RowLayout, call.layout),
+            alignment=call.alignment,
+            capacity=call.capacity,
         )
-        by_rank = layout == "rank"
+        return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
+
+    def finish_dispatch(self, begun: _Begun) -> RawDispatch:
+        """Pulls the rows into tensors of their own."""
+        plan, by_rank, has_weights, _ = begun
         tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
         weights = None
-        if topk_weights_TK is not None:
+        if has_weights:
             weights = self._empty(
                 (plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype)
             )
@@ -217,6 +197,7 @@ class CpuBackend:
         other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
         dots_P = None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype))
         self._native.redispatch(
@@ -238,6 +219,8 @@ class CpuBackend:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
         weight_grads)."""
+        rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
+        weight_grads = _dense_or_none(weight_grads)
         y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)
         grads_TK = None
         if weight_grads is not None:
@@ -259,12 +242,13 @@ class CpuBackend:
         buffer = self._native.take_input(num_tokens)
         return torch.frombuffer(buffer, dtype=self.dtype).view(num_tokens, self.hidden)
 
-    def fail(self, error: MoecommError) -> None:
+    def fail(self, error: MoecommError) -> NoReturn:
         """Tells all ranks that this one's arguments are bad, and raises `error`."""
         try:
             self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error))
         except InvalidArgument:
             raise error from None
+        raise AssertionError("announcing an error has to raise one")
 
     def check(self) -> None:
         """Raises what is pending: CapacityExceeded, or what broke the communicator."""
@@ -280,11 +264,19 @@ class CpuBackend:
 
     def close(self) -> None:
         """Waits for what is under way, tells the peers, and lets go of the window."""
-        self.order.finish()
+        self._order.finish()
         self._native.close()
 
     def __str__(self) -> str:
         return str(self._native)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else _dense(tensor)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

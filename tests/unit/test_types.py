@@ -32,7 +32,16 @@ def test_a_handle_cannot_be_changed() -> None:
 
 def test_the_output_names_the_fields_of_the_design() -> None:
     names = {field.name for field in dataclasses.fields(moecomm.DispatchOutput)}
-    assert names == {"tokens", "weights", "topk_idx", "tokens_per_expert", "offsets", "overflow", "handle"}
+    assert names == {
+        "tokens",
+        "weights",
+        "topk_idx",
+        "scales",
+        "tokens_per_expert",
+        "offsets",
+        "overflow",
+        "handle",
+    }
     out = moecomm.DispatchOutput(
         tokens=torch.zeros(0, 4),
         weights=None,

@@ -1,0 +1,30 @@
+"""Arrays of other libraries (CuPy, numpy, JAX) as tensors of the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+
+def shared_tensor(value: Any, device: torch.device) -> Any:
+    """`value` itself if it is a tensor, a tensor of its memory if it offers that, else `value` for a check to
+    refuse.
+
+    By DLPack the library puts its own stream in order with torch's current one. An object with
+    `__cuda_array_interface__` alone is taken to be ready for the current stream.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        if hasattr(value, "__dlpack__"):
+            return from_dlpack(value)
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is not None and device.type == "cuda":
+            tensor = torch.as_tensor(value, device=device)
+            if tensor.numel() == 0 or tensor.data_ptr() == interface["data"][0]:
+                return tensor  # else it was on another GPU and torch has copied it
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        pass
+    return value

@@ -1,0 +1,173 @@
+"""What a backend is: the methods that the communicator and autograd call, whatever the memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import torch
+
+from moecomm.errors import MismatchedArguments, MoecommError, Unsupported
+from moecomm.memory import MemoryPlan
+from moecomm.rendezvous import Rendezvous
+from moecomm.types import Layout, Work
+
+Result = TypeVar("Result")
+Finished = TypeVar("Finished")
+
+
+class RawDispatch(NamedTuple):
+    """The tensors of a DispatchOutput before autograd has seen them, and the plan behind its handle."""
+
+    tokens_PH: torch.Tensor
+    weights: torch.Tensor | None
+    topk_idx_PK: torch.Tensor | None
+    tokens_per_expert_L: torch.Tensor
+    offsets: torch.Tensor
+    overflow: torch.Tensor
+    plan: Any
+    """The backend's own: it has `tokens` and `rows`, and redispatch and combine take it."""
+    scales: torch.Tensor | None = None
+    """With tokens handed on as they travelled: (P, ceil(H / 128)) float32."""
+
+
+class DispatchCall(NamedTuple):
+    """The checked arguments of a dispatch."""
+
+    x_TH: torch.Tensor
+    x_scales: torch.Tensor | None
+    """With x_TH in the wire format already: (T, ceil(H / 128)) float32."""
+    topk_idx_TK: torch.Tensor
+    topk_weights_TK: torch.Tensor | None
+    layout: Layout
+    alignment: int
+    capacity: int
+    """-1 for exact sizes."""
+    dequantize: bool
+
+
+class Backend(Protocol):
+    """Turns tensors into pointers for one kind of memory.
+
+    `begin_dispatch`, `finish_dispatch`, `redispatch`, `combine`, `empty_input`, `ready` and `fail` are called
+    within `run` or `launch` only, which put the operations of all threads into one order.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    memory: MemoryPlan
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where operations of `launch` run; None where there are no streams."""
+
+    def run(self, name: str, operation: Callable[[], Result]) -> Result:
+        """The result of `operation` after all before it; `name` is for profilers."""
+
+    def launch(
+        self,
+        name: str,
+        begin: Callable[[], Any],
+        complete: Callable[[Any], Result],
+        finish: Callable[[Result], Finished],
+        inputs: tuple[Any, ...],
+        host_waits: bool,
+    ) -> Work[Finished]:
+        """Starts an operation beside the caller: `complete(begin())`, after all before it.
+
+        `finish` is for the caller's thread, in `wait`. `inputs`: tensors that the operation reads (what is no
+        tensor is left alone). `host_waits`: `complete` keeps the host waiting for peers.
+        """
+
+    def ready(self) -> None:
+        """Raises what must keep the next dispatch from running; on all ranks alike."""
+
+    def begin_dispatch(self, call: DispatchCall) -> Any:
+        """Brings the rows on their way; what it returns goes to `finish_dispatch`."""
+
+    def finish_dispatch(self, begun: Any) -> RawDispatch:
+        """The rows that arrive."""
+
+    def redispatch(
+        self,
+        plan: Any,
+        rows_TH: torch.Tensor,
+        scales_P: torch.Tensor | None,
+        other_PH: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+
+    def combine(
+        self,
+        plan: Any,
+        rows_PH: torch.Tensor | None,
+        weights_P: torch.Tensor | None,
+        weight_grads: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
+        weight_grads)."""
+
+    def empty_input(self, num_tokens: int) -> torch.Tensor:
+        """(num_tokens, H), in the window if that saves a copy."""
+
+    def fail(self, error: MoecommError) -> NoReturn:
+        """Tells all ranks that this one's arguments are bad, and raises `error`."""
+
+    def check(self) -> None:
+        """Raises what is pending: CapacityExceeded, or what broke the communicator."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters since construction or the last reset."""
+
+    def reset_stats(self) -> None:
+        """Sets the counters to zero."""
+
+    def close(self) -> None:
+        """Waits for what is under way, tells the peers, and lets go of the window."""
+
+
+def node_identity() -> str:
+    """Equal for processes that can map each other's shared memory and watch each other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError as error:
+        raise Unsupported(f"this machine lacks what moecomm needs: {error}") from error
+
+
+def meet(
+    meeting: Rendezvous,
+    arguments: dict[str, Any],
+    error: MoecommError | None,
+    facts: Callable[[], dict[str, Any]] = dict,
+) -> list[dict[str, Any]]:
+    """The first step of a construction: every rank's message, with `facts` in it.
+
+    Args:
+        arguments: those of the Communicator that all ranks have to share, as JSON values.
+        error: why this rank's are bad; it still meets the others, so that all raise.
+        facts: more that the others should know.
+    """
+
+    def introduce() -> dict[str, Any]:
+        if error is not None:
+            raise error
+        return {"arguments": arguments, "node": node_identity(), **facts()}
+
+    messages = meeting.step("construction: arguments", introduce)
+    for rank, other in enumerate(messages):
+        for name, value in messages[0]["arguments"].items():
+            theirs = other["arguments"].get(name)
+            if theirs != value:
+                raise MismatchedArguments(
+                    f"ranks disagree on {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
+                )
+        if other["node"] != messages[0]["node"]:
+            raise Unsupported(
+                f"rank {rank} does not share memory and processes with rank 0 (another host or "
+                "container); ranks of different nodes need a fabric transport, which this version does "
+                "not have"
+            )
+    return messages

@@ -1,0 +1,631 @@
+"""CUDA tensors over NVLink: ranks are processes of one host, a GPU each.
+
+Every operation is put on the caller's current stream and follows the operation before it on the device, also
+when that one was on another stream. The host waits in one place, for the row count of a dropless dispatch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+import torch
+
+from moecomm import _C
+from moecomm.backends.base import DispatchCall, RawDispatch, meet
+from moecomm.backends.device import CudaDevice
+from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
+from moecomm.memory import device_shape, plan_device_memory
+from moecomm.rendezvous import Rendezvous
+from moecomm.routing import SCALE_COLUMNS, WIRE_FP8, weight_dtype
+from moecomm.types import Layout, Work
+
+Result = TypeVar("Result")
+Finished = TypeVar("Finished")
+
+# Bulk copies read rows from addresses that are multiples of this.
+_ALIGNMENT = 16
+
+
+class CudaPlan(NamedTuple):
+    """A plan in device memory. The device writes it, so it stays valid over replays of a CUDA graph."""
+
+    blob: torch.Tensor
+    """(words,) int32, with the fields of `_C.device_plan_fields`."""
+    layout: Layout
+    tokens: int
+    rows: int
+    stream: int
+    """That the blob's memory belongs to."""
+
+
+class _Begun(NamedTuple):
+    """A dispatch between its halves, with what has to live until the second."""
+
+    call: DispatchCall
+    x_TH: torch.Tensor
+    x_scales: torch.Tensor | None
+    blob: torch.Tensor
+
+
+class CudaBackend:
+    """Owns the native communicator and the symmetric memory."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        meeting: Rendezvous,
+        arguments: dict[str, Any],
+        argument_error: MoecommError | None,
+        dtype: torch.dtype,
+        num_sms: int | None,
+    ) -> None:
+        """`arguments`, `argument_error`: as in `backends.base.meet`. `num_sms`: SMs of one operation; None:
+        what the runtime finds best."""
+        self.device, self.dtype = device, dtype
+        self._gpu = CudaDevice(device.index)
+        self._lock = threading.RLock()
+        self._capturing = False
+        self._raw_stream = 0
+        self._last: torch.cuda.Stream | None = None  # of the last operation that no graph recorded
+        self._last_raw = -1
+        self._last_captured: torch.cuda.Stream | None = None  # of the last operation that a graph recorded
+        self._last_captured_raw = -1
+        self._side: torch.cuda.Stream | None = None
+        self._unfinished: _SideWork[Any] | None = None
+
+        with self._gpu.current():
+            # Ranks cut the rows into pieces alike, which may depend on how many SMs they have for it.
+            self._meet(meeting, {**arguments, "num_sms": num_sms}, argument_error)
+            self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
+            self._scale_columns = -(-self.hidden // SCALE_COLUMNS)
+            shape = device_shape(
+                ranks=meeting.size,
+                num_experts=arguments["num_experts"],
+                top_k=self.top_k,
+                hidden=self.hidden,
+                max_tokens=arguments["max_tokens"],
+                dtype=dtype,
+                wire=arguments["wire"],
+            )
+            self.memory = plan_device_memory(shape, meeting.size)
+            fields = _C.device_plan_fields(shape)
+            self._plan_shape = (fields["total"][1],)
+            self._overflow = fields["overflow"][0]
+            self._expert_rows = _slice(fields["expert_rows"])
+            self._offsets, self._source_ends = _slice(fields["offsets"]), _slice(fields["source_ends"])
+            self._check_room(meeting)
+            self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
+            self._native, window = self._connect(meeting, shape, num_sms or 0)
+        # Also when the backend is forgotten, and when the interpreter ends.
+        self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
+
+    # -- construction ----------------------------------------------------------------------------------
+
+    def _meet(self, meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
+        messages = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid()})
+        seen: dict[str, int] = {}
+        for rank, message in enumerate(messages):
+            other = seen.setdefault(message["gpu"], rank)
+            if other != rank:
+                raise InvalidArgument(
+                    f"device of ranks {other} and {rank} is the same GPU ({message['gpu']}), expected one "
+                    "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
+                )
+
+    def _check_room(self, meeting: Rendezvous) -> None:
+        needed = self.memory.committed_bytes
+
+        def look() -> dict[str, Any]:
+            return {"available": _translated(lambda: self._gpu.free_bytes(needed))}
+
+        messages = meeting.step("construction: memory", look)
+        for rank, message in enumerate(messages):
+            available = int(message["available"])
+            if needed > available:
+                raise OutOfMemory(
+                    f"the window needs {needed} bytes of device memory, {available} are free on the GPU of "
+                    f"rank {rank}; lower max_tokens, hidden or top_k, or free some there",
+                    needed=needed,
+                    available=available,
+                )
+
+    def _connect(
+        self, meeting: Rendezvous, shape: _C.DeviceShape, num_sms: int
+    ) -> tuple[_C.DeviceCommunicator, Any]:
+        from moecomm.symmetric import SymmetricMemory
+
+        native: list[_C.DeviceCommunicator] = []
+
+        def create() -> dict[str, Any]:
+            native.append(
+                _C.DeviceCommunicator(
+                    shape=shape,
+                    rank=meeting.rank,
+                    timeout=meeting.timeout,
+                    num_sms=num_sms,
+                    device=self._gpu.index,
+                )
+            )
+            return {}
+
+        def link() -> dict[str, Any]:
+            return {"control": native[0].link_control(), "pid": os.getpid()}
+
+        def connect() -> dict[str, Any]:
+            native[0].connect(
+                list(window.bases), [str(p["control"]) for p in peers], [int(p["pid"]) for p in peers]
+            )
+            return {}
+
+        # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
+        window = SymmetricMemory(meeting, self.memory.total_bytes, self._gpu.index)
+        try:
+            meeting.step("construction: communicators", create)
+            # Names exist from here until all have mapped: not while memory is taken, which can last.
+            peers = meeting.step("construction: names", link)
+            meeting.step("construction: mapping", connect)
+        except BaseException:
+            if native:
+                native[0].close()
+            window.close()
+            raise
+        finally:
+            if native:
+                native[0].unlink_control()
+        return native[0], window
+
+    # -- order -----------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where operations of `launch` run; made when first asked for."""
+        if self._side is None:
+            self._side = self._gpu.new_stream()
+        return self._side
+
+    def run(self, name: str, operation: Callable[[], Result]) -> Result:
+        """The result of `operation`, on the caller's current stream, after all before it."""
+        with self._lock:
+            if self._unfinished is not None:
+                self._unfinished.complete()
+            return self.run_now(name, operation)
+
+    def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
+        """As `run`, with the lock held and nothing unfinished."""
+        gpu = self._gpu
+        if not gpu.is_current():
+            with gpu.current():
+                return self.run_now(name, operation)
+        gpu.push_range(name)
+        try:
+            self._raw_stream = gpu.raw_stream()
+            self._capturing = gpu.capturing()
+            self._follow()
+            return operation()
+        finally:
+            gpu.pop_range()
+
+    def _follow(self) -> None:
+        """Puts the current stream behind the last operation, if that was on another one.
+
+        Within a capture only what the capture recorded counts: the order of a graph and what runs beside its
+        replays is the caller's, as for any other work.
+        """
+        raw = self._raw_stream
+        if raw == (self._last_captured_raw if self._capturing else self._last_raw):
+            return
+        gpu = self._gpu
+        stream = gpu.stream()
+        last = self._last_captured if self._capturing else self._last
+        if self._capturing:
+            if last is not None:
+                with gpu.on(last):
+                    if not gpu.capturing():  # an earlier capture
+                        last = None
+            self._last_captured, self._last_captured_raw = stream, raw
+        else:
+            self._last, self._last_raw = stream, raw
+        if last is not None:
+            stream.wait_event(last.record_event())
+
+    def launch(
+        self,
+        name: str,
+        begin: Callable[[], Any],
+        complete: Callable[[Any], Result],
+        finish: Callable[[Result], Finished],
+        inputs: tuple[Any, ...],
+        host_waits: bool,
+    ) -> Work[Finished]:
+        """Puts an operation on `stream`, after what the caller's current stream holds now.
+
+        One that keeps the host waiting is begun only; the rest comes in `wait`, or before the next operation.
+        """
+        side = self.stream
+        side.wait_stream(self._gpu.stream())
+        for each in inputs:
+            if isinstance(each, torch.Tensor) and each.device == self.device:
+                each.record_stream(side)
+        work = _SideWork(self, name, begin, complete, side)
+        with self._lock:
+            if self._unfinished is not None:
+                self._unfinished.complete()
+            work.begin()
+            if host_waits:
+                self._unfinished = work
+            else:
+                work.complete()
+
+        def wait() -> Finished:
+            result = work.wait()
+            with self._gpu.on(side):  # the backward runs where the forward did
+                return finish(result)
+
+        return Work(wait, work.is_completed, work.join)
+
+    def settle(self, work: _SideWork[Any]) -> None:
+        """Completes `work` if that is still to do."""
+        with self._lock:
+            work.complete()
+
+    def completed(self, work: _SideWork[Any]) -> None:
+        """`work` needs nothing more from the host."""
+        if self._unfinished is work:
+            self._unfinished = None
+
+    # -- operations ------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Raises if the communicator is closed or broken. A passed capacity is for `check` or the row count
+        of a dropless dispatch: only there do all ranks see the same."""
+        self._native.require_usable()
+
+    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+        """Sends the rows and makes the plan, on the device."""
+        if call.capacity < 0 and self._capturing:
+            raise InvalidArgument(
+                "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
+                "dispatch waits for its row count on the host"
+            )
+        x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
+        x_scales, weights_TK = _dense_or_none(call.x_scales), _dense_or_none(call.topk_weights_TK)
+        try:
+            blob = self._empty(self._plan_shape, torch.int32)
+        except OutOfMemory as error:
+            self.fail(error)
+        self._native.begin_dispatch(
+            x=self._address(x_TH),
+            x_scales=self._address(x_scales),
+            ids=self._address(ids_TK),
+            wide_ids=ids_TK.dtype == torch.int64,
+            weights=self._address(weights_TK),
+            tokens=x_TH.shape[0],
+            layout=_layout(call.layout),
+            alignment=call.alignment,
+            capacity=call.capacity,
+            plan=blob.data_ptr(),
+            stream=self._raw_stream,
+        )
+        return _Begun(call, x_TH, x_scales, blob)
+
+    def finish_dispatch(self, begun: _Begun) -> RawDispatch:
+        """Receives the rows into tensors of their own; waits for their number first, if there is no
+        capacity."""
+        call, blob = begun.call, begun.blob
+        rows = call.capacity if call.capacity >= 0 else self._native.wait_rows()
+        by_rank = call.layout == "rank"
+        weights = topk_idx_PK = scales = None
+        try:
+            if call.dequantize:
+                tokens_PH = self._empty((rows, self.hidden), self.dtype)
+            else:
+                tokens_PH = self._empty((rows, self.hidden), WIRE_FP8)
+                scales = self._empty((rows, self._scale_columns), torch.float32)
+            if call.topk_weights_TK is not None:
+                weights = self._empty((rows, self.top_k) if by_rank else (rows,), weight_dtype(self.dtype))
+            if by_rank:
+                topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
+        except OutOfMemory:
+            self._receive(begun, 0, self._nowhere, None, None, None)  # the peers must not wait for this rank
+            raise
+        self._receive(begun, rows, tokens_PH, scales, weights, topk_idx_PK)
+        plan = CudaPlan(
+            blob=blob, layout=call.layout, tokens=begun.x_TH.shape[0], rows=rows, stream=self._raw_stream
+        )
+        return RawDispatch(
+            tokens_PH=tokens_PH,
+            weights=weights,
+            topk_idx_PK=topk_idx_PK,
+            tokens_per_expert_L=blob[self._expert_rows],
+            offsets=blob[self._source_ends if by_rank else self._offsets],
+            overflow=blob[self._overflow],
+            plan=plan,
+            scales=scales,
+        )
+
+    def _receive(
+        self,
+        begun: _Begun,
+        rows: int,
+        tokens_PH: torch.Tensor,
+        scales: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        topk_idx_PK: torch.Tensor | None,
+    ) -> None:
+        self._native.finish_dispatch(
+            x=self._address(begun.x_TH),
+            x_scales=self._address(begun.x_scales),
+            plan=begun.blob.data_ptr(),
+            rows=rows,
+            out=self._address(tokens_PH),
+            out_scales=self._address(scales),
+            weights=self._address(weights),
+            ids=self._address(topk_idx_PK),
+            stream=self._raw_stream,
+        )
+
+    def redispatch(
+        self,
+        plan: CudaPlan,
+        rows_TH: torch.Tensor,
+        scales_P: torch.Tensor | None,
+        other_PH: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
+        dots_P = None
+        try:
+            out_PH = self._empty((plan.rows, self.hidden), self.dtype)
+            if other_PH is not None:
+                dots_P = self._zeros((plan.rows,), weight_dtype(self.dtype))
+        except OutOfMemory as error:
+            self.fail(error)
+        self._native.redispatch(
+            plan=self._plan_address(plan),
+            layout=_layout(plan.layout),
+            x=self._address(rows_TH),
+            tokens=plan.tokens,
+            rows=plan.rows,
+            out=self._address(out_PH),
+            scales=self._address(scales_P),
+            other=self._address(other_PH),
+            dots=self._address(dots_P),
+            stream=self._raw_stream,
+        )
+        return out_PH, dots_P
+
+    def combine(
+        self,
+        plan: CudaPlan,
+        rows_PH: torch.Tensor | None,
+        weights_P: torch.Tensor | None,
+        weight_grads: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
+        weight_grads)."""
+        rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
+        weight_grads = _dense_or_none(weight_grads)
+        y_TH = grads_TK = None
+        try:
+            if rows_PH is not None:
+                y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
+            if weight_grads is not None:
+                grads_TK = self._empty((plan.tokens, self.top_k), weight_dtype(self.dtype))
+        except OutOfMemory as error:
+            self.fail(error)
+        self._native.combine(
+            plan=self._plan_address(plan),
+            layout=_layout(plan.layout),
+            rows=self._address(rows_PH),
+            num_rows=plan.rows,
+            weights=self._address(weights_P),
+            tokens=plan.tokens,
+            y=self._address(y_TH),
+            weight_grads=self._address(weight_grads),
+            out_weight_grads=self._address(grads_TK),
+            stream=self._raw_stream,
+        )
+        return y_TH, grads_TK
+
+    def empty_input(self, num_tokens: int) -> torch.Tensor:
+        """(num_tokens, H), an ordinary tensor: rows go out from wherever they are."""
+        return self._empty((num_tokens, self.hidden), self.dtype)
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def fail(self, error: MoecommError) -> NoReturn:
+        """Tells all ranks that this one's arguments are bad, unless a capture is on, and raises `error`."""
+        if not self._capturing:
+            self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error), self._raw_stream)
+        raise error
+
+    def check(self) -> None:
+        """Raises what the device has reported by now."""
+        with self._lock:
+            self._native.check(self._idle())
+
+    def _idle(self) -> bool:
+        """True if the device has done all operations that no graph holds."""
+        if self._last is None:
+            return True
+        with self._gpu.current():
+            return not self._gpu.capturing() and self._last.query()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since construction or the last reset."""
+        return dict(self._native.stats())
+
+    def reset_stats(self) -> None:
+        """Sets the counters to zero."""
+        self._native.reset_stats()
+
+    def close(self) -> None:
+        """Waits for what is under way, tells the peers, and lets go of the window."""
+        with self._lock:
+            if self._unfinished is not None:
+                self._unfinished.complete()
+            self._release()
+
+    def __str__(self) -> str:
+        return str(self._native)
+
+    # -- tensors ---------------------------------------------------------------------------------------
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise _out_of_memory(shape, dtype, error) from error
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise _out_of_memory(shape, dtype, error) from error
+
+    def _plan_address(self, plan: CudaPlan) -> int:
+        if plan.stream != self._raw_stream:
+            # The caller sees to the tensors that it takes to another stream; this one it does not see.
+            plan.blob.record_stream(self._gpu.stream())
+        return plan.blob.data_ptr()
+
+    def _address(self, tensor: torch.Tensor | None) -> int:
+        """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets
+        one that is not."""
+        if tensor is None:
+            return 0
+        return tensor.data_ptr() or self._nowhere.data_ptr()
+
+
+class _SideWork(Generic[Result]):
+    """An operation on the communicator's own stream. `begin` and `complete` are called with the backend's
+    lock held."""
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        name: str,
+        begin: Callable[[], Any],
+        complete: Callable[[Any], Result],
+        side: torch.cuda.Stream,
+    ) -> None:
+        self._backend, self._name, self._side = backend, name, side
+        self._begin, self._complete = begin, complete
+        self._begun: Any = None
+        self._done = False
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """The first half; an error is kept for `wait`."""
+        self._step(self._begin, "_begun")
+        if self._error is not None:
+            self._done = True
+
+    def complete(self) -> None:
+        """The second half, once."""
+        self._backend.completed(self)
+        if not self._done:
+            self._done = True
+            begun, self._begun = self._begun, None
+            self._step(lambda: self._complete(begun), "_result")
+
+    def _step(self, operation: Callable[[], Any], target: str) -> None:
+        with self._backend._gpu.on(self._side):
+            try:
+                setattr(self, target, self._backend.run_now(self._name, operation))
+            except Exception as error:  # every kind belongs to the caller of wait()
+                self._error = error
+            self._event = self._side.record_event()
+
+    def wait(self) -> Result:
+        """The result, or the error; the device may still be working on it."""
+        self._backend.settle(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def join(self) -> None:
+        """Makes the current stream wait for the operation."""
+        if self._error is not None:
+            return
+        caller = self._backend._gpu.stream()
+        assert self._event is not None
+        caller.wait_event(self._event)
+        for tensor in _tensors(self._result):
+            tensor.record_stream(caller)
+
+    def is_completed(self) -> bool:
+        """True when the device is done. A dispatch whose count has arrived goes on here."""
+        if self._error is None and self._event is not None and not self._event.query():
+            return False
+        if self._done:
+            return True
+        self._backend.settle(self)
+        return self._error is not None or self._event is None or self._event.query()
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """What holds memory in the result of an operation."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    assert isinstance(result, RawDispatch)
+    found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
+    return [each for each in found if each is not None]
+
+
+def _slice(field: tuple[int, int]) -> slice:
+    first, count = field
+    return slice(first, first + count)
+
+
+def _layout(name: Layout) -> _C.RowLayout:
+    return _C.RowLayout.rank if name == "rank" else _C.RowLayout.expert
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as the kernels read it: row by row, from an address that bulk copies take."""
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else _dense(tensor)
+
+
+def _out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
+    needed = dtype.itemsize
+    for size in shape:
+        needed *= size
+    return OutOfMemory(f"no device memory for {needed} bytes of {dtype} {shape}: {error}", needed=needed)
+
+
+def _translated(look: Callable[[], Result]) -> Result:
+    """An error of the CUDA runtime as one that the other ranks can be told."""
+    try:
+        return look()
+    except MoecommError:
+        raise
+    except RuntimeError as error:
+        raise Unsupported(f"the GPU does not answer: {error}") from error
+
+
+def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
+    """Lets go of a communicator: first what uses the window, then the window."""
+    try:
+        with gpu.current():
+            if not gpu.capturing():
+                gpu.synchronize()
+    except RuntimeError:
+        pass  # the context is of no use any more; memory and names go all the same
+    finally:
+        try:
+            native.close()
+        finally:
+            window.close()
