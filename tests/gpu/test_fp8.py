@@ -1,0 +1,263 @@
+"""The fp8 wire: bit for bit what the contract says, within the bound of the error, in all ways to use it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import reference
+from tests.gpu import harness, oracle
+from tests.gpu.conftest import Pools
+from tests.gpu.oracle import Job, Oracle
+from tests.gpu.test_small_cases import _check as check_small
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.catching import Caught, catch
+
+pytestmark = pytest.mark.usefixtures("cuda_only")  # the CPU backend has no other wire than the dtype
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_small_cases_match_the_reference(pool: Pools, size: int, dtype: str, seed: int) -> None:
+    base = Case(
+        tokens=(9, 0, 12)[-size:],
+        num_experts=4 * size,
+        hidden=144,
+        top_k=3,
+        dtype=dtype,
+        wire="fp8",
+        routing="holes",
+        seed=seed,
+    )
+    some = [replace(base, hidden=hidden) for hidden in (16, 112, 128, 272)]
+    some += [replace(base, layout="rank"), replace(base, alignment=8, slack=3), replace(base, slack=-2)]
+    check_small(pool(size), some)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_special_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
+    """NaN, infinities, subnormals and the largest numbers; an infinity takes its block of 128 with it."""
+    size = min(2, most_ranks)
+    base = Case(
+        tokens=(20,) * size,
+        num_experts=8,
+        hidden=656,
+        top_k=4,
+        dtype=dtype,
+        wire="fp8",
+        extremes=True,
+        seed=seed,
+    )
+    check_small(pool(size), [base])
+
+
+def _play(rank: int, world_size: int, some: list[Job]) -> list[str]:
+    problems = []
+    for job in some:
+        with harness.communicator(**job.communicator) as comm:
+            harness.poison()
+            problems += oracle.play(comm, job, rank)
+    return problems
+
+
+@pytest.mark.parametrize("hidden", [1024, 2880, 3600, 4096, 7168])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_real_sizes(pool: Pools, size: int, hidden: int, seed: int) -> None:
+    job = Job(
+        tokens=(1000, 0, 333, 999)[:size] if size > 1 else (1000,),
+        num_experts=16 * size,
+        hidden=hidden,
+        top_k=8,
+        wire="fp8",
+        seed=seed,
+    )
+    some = [job, replace(job, layout="rank"), replace(job, alignment=128, slack=100)]
+    harness.assert_none(pool(size)(_play, some))
+
+
+def _on_each_count_of_sms(rank: int, world_size: int, job: Job) -> list[str]:
+    problems = []
+    for count in (2, 5, 24, 132):
+        problems += _play(rank, world_size, [replace(job, num_sms=count)])
+    return problems
+
+
+def test_any_number_of_sms_gives_the_same_bits(pool: Pools, most_ranks: int, seed: int) -> None:
+    job = Job(tokens=(1100,) * most_ranks, num_experts=64, hidden=2896, top_k=8, wire="fp8", seed=seed)
+    job = replace(job, num_experts=job.num_experts - job.num_experts % most_ranks)
+    harness.assert_none(pool(most_ranks)(_on_each_count_of_sms, job))
+
+
+# -- data and scales, in and out -----------------------------------------------------------------------------
+
+
+def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
+    """dequantize=False hands on what the reference's quantisation gives; also where the caller quantised."""
+    problems = []
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        x: Any = known.own.x_TH
+        if given:
+            data_TH, scales = oracle.quantised(known.own.x_TH)
+            # Scales of the caller's own choice, not amax / 448: they must travel as they are.
+            scales = scales * (1 + torch.arange(scales.shape[1], device=comm.device) % 3)
+            x = (data_TH, scales)
+        blocks = -(-job.hidden // 128)
+        harness.poison(64 << 20)
+        out = comm.dispatch(
+            x,
+            known.own.ids_TK,
+            known.own.weights_TK,
+            layout=job.layout,
+            alignment=job.alignment,
+            capacity=known.capacity,
+            dequantize=False,
+        )
+        count = known.kept if known.capacity is None else known.capacity
+        if out.tokens.dtype != torch.float8_e4m3fn or tuple(out.tokens.shape) != (count, job.hidden):
+            return [f"rank {rank}: tokens are {out.tokens.dtype} {tuple(out.tokens.shape)}"]
+        if out.scales.dtype != torch.float32 or tuple(out.scales.shape) != (count, blocks):
+            return [f"rank {rank}: scales are {out.scales.dtype} {tuple(out.scales.shape)}"]
+        every = [oracle.quantised(each.x_TH) for each in known.all]
+        data_NH, scales_N = (torch.cat(parts) for parts in zip(*every, strict=True))
+        if given:
+            scales_N = scales_N * (1 + torch.arange(blocks, device=comm.device) % 3)
+        token_P = known.mine.token_P[: known.kept]
+        real_P = token_P >= 0
+        got = out.tokens[: known.kept].view(torch.uint8)
+        want = data_NH.view(torch.uint8)[token_P.clamp_min(0)]
+        if not torch.equal(got[real_P], want[real_P]):
+            problems.append(f"rank {rank}: data differ in {int((got[real_P] != want[real_P]).sum())} places")
+        if not torch.equal(out.scales[: known.kept][real_P], scales_N[token_P.clamp_min(0)][real_P]):
+            problems.append(f"rank {rank}: scales differ")
+        if bool(got[~real_P].bitwise_and(0x7F).any()):
+            problems.append(f"rank {rank}: an alignment row is not zero")
+        if not bool(out.scales[: known.kept][~real_P].isfinite().all()):
+            problems.append(f"rank {rank}: the scales of an alignment row are not finite")
+        if not torch.equal(out.weights[: known.kept], known.weights_P()[: known.kept]):
+            problems.append(f"rank {rank}: weights differ")
+        # The handle serves combine, which travels in the dtype.
+        if not given:
+            rows_PH = oracle.dequantised(out.tokens, out.scales, job.torch_dtype)
+            known.check_combine("combine", comm.combine(known.answer(rows_PH), out.handle))
+        # The caller's own (data, scales) also arrive dequantised.
+        plain = comm.dispatch(x, known.own.ids_TK, alignment=job.alignment, layout=job.layout)
+        want = oracle.dequantised(data_NH, scales_N, job.torch_dtype)[known.mine.token_P.clamp_min(0)]
+        want[known.mine.token_P < 0] = 0
+        if not torch.equal(plain.tokens, want):
+            problems.append(f"rank {rank}: dequantised rows differ")
+    return problems + known.problems
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["quantised on the way", "by the caller"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_data_and_scales(pool: Pools, size: int, given: bool, seed: int) -> None:
+    job = Job(
+        tokens=(300, 0, 123, 299)[-size:],
+        num_experts=8 * size,
+        hidden=1040,
+        top_k=4,
+        wire="fp8",
+        alignment=16,
+        seed=seed,
+    )
+    some = [job, replace(job, slack=9), replace(job, hidden=7168), replace(job, layout="rank", alignment=1)]
+    for each in some:
+        harness.assert_none(pool(size)(_handed_on, each, given))
+
+
+def _errors(rank: int, world_size: int, job: Job) -> list[np.ndarray]:
+    """(largest share of the bound, largest error over amax) of what arrived."""
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        out = known.dispatch(comm)
+        sent = torch.cat([each.x_TH for each in known.all])[known.mine.token_P].double().cpu().numpy()
+        error = np.abs(out.tokens.double().cpu().numpy() - sent)
+        bound = reference.fp8_error_bound(sent, job.dtype)
+        amax = np.abs(sent.reshape(len(sent), -1, 128)).max(2).repeat(128, 1)
+        return [(error / bound).max(initial=0), (error / amax).max(initial=0)]
+
+
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_error_against_float64(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
+    """The bounds are derived at reference.fp8_error_bound."""
+    job = Job(
+        tokens=(200,) * most_ranks,
+        num_experts=4 * most_ranks,
+        hidden=1024,
+        top_k=2,
+        dtype=dtype,
+        wire="fp8",
+        seed=seed,
+    )
+    for of_bound, of_amax in pool(most_ranks)(_errors, job):
+        assert of_bound <= 1
+        assert of_amax <= 1 / 28 + 2.0**-21 + torch.finfo(getattr(torch, dtype)).eps / 2
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None], list[str]]:
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        ids_TK = known.own.ids_TK
+        data_TH, scales = oracle.quantised(known.own.x_TH)
+        bad: dict[str, Any] = {
+            "scales of another dtype": (data_TH, scales.double()),
+            "scales too few": (data_TH, scales[:, :-1].contiguous()),
+            "data of another dtype": (data_TH.float(), scales),
+            "no pair": (data_TH, scales, scales),
+            "data without scales": data_TH,
+        }
+        caught, problems = {}, []
+        for name, x in bad.items():
+            caught[name] = catch(lambda given=x: comm.dispatch(given, ids_TK))
+            harness.settled_error(comm)
+            problems += oracle.play(comm, job, rank)
+        return caught, problems
+
+
+def test_bad_pairs(pool: Pools, most_ranks: int, seed: int) -> None:
+    job = Job(
+        tokens=(7,) * most_ranks, num_experts=2 * most_ranks, hidden=272, top_k=2, wire="fp8", seed=seed
+    )
+    results = pool(most_ranks)(_bad, job)
+    harness.assert_none([problems for _, problems in results])
+    for caught, _ in results:
+        for name, error in caught.items():
+            assert error is not None and error.name == "InvalidArgument", f"{name}: {error}"
+
+
+def _bad_construction(rank: int, world_size: int) -> list[Caught | None]:
+    sizes = {"num_experts": 4 * world_size, "top_k": 2, "max_tokens": 8, "dtype": torch.bfloat16}
+    return [
+        catch(lambda: harness.communicator(**sizes, hidden=24, wire="fp8")),
+        catch(lambda: harness.communicator(**sizes, hidden=128, wire="fp4")),
+        catch(lambda: harness.communicator(**sizes, hidden=128, wire="fp8").close()),
+    ]
+
+
+def test_construction(pool: Pools, most_ranks: int) -> None:
+    for narrow, unknown, good in pool(most_ranks)(_bad_construction):
+        assert narrow is not None and narrow.name == "InvalidArgument" and "16" in narrow.text
+        assert unknown is not None and unknown.name in ("Unsupported", "InvalidArgument")
+        assert "fp4" in unknown.text and good is None
+
+
+def _plain_wire_has_no_pairs(rank: int, world_size: int) -> Caught | None:
+    case = Case(tokens=(4,) * world_size, num_experts=2 * world_size, hidden=128, top_k=2, dtype="bfloat16")
+    arguments = {**case.communicator, "device": harness.device(), "timeout": harness.COMM_TIMEOUT_S}
+    with harness.communicator(**arguments) as comm:
+        pair = oracle.quantised(cases.tensor(case.x(rank), case.torch_dtype, comm.device))
+        return catch(lambda: comm.dispatch(pair, cases.tensor(case.ids(rank), None, comm.device)))
+
+
+def test_pairs_need_the_fp8_wire(pool: Pools, most_ranks: int) -> None:
+    for error in pool(most_ranks)(_plain_wire_has_no_pairs):
+        assert error is not None and error.name == "InvalidArgument", error
