@@ -78,8 +78,7 @@ class CudaBackend:
         self._unfinished: _SideWork[Any] | None = None
 
         with self._gpu.current():
-            # Ranks cut the rows into pieces alike, which may depend on how many SMs they have for it.
-            self._meet(meeting, {**arguments, "num_sms": num_sms}, argument_error)
+            self._meet(meeting, arguments, argument_error)
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self._scale_columns = -(-self.hidden // SCALE_COLUMNS)
             shape = device_shape(

@@ -1,0 +1,410 @@
+"""Stand-ins for a GPU: the CUDA backend's Python side, on CPU tensors and with one rank.
+
+`LoopbackNative` is `_C.DeviceCommunicator` for a single rank: it reads and writes the addresses that it is
+given, at once, and records each call. `FakeGpu` is `backends.device.CudaDevice` with streams that only count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm import _C
+from moecomm.backends import cuda as cuda_backend
+from moecomm.backends.cuda import CudaBackend
+from moecomm.routing import WIRE_FP8
+
+DTYPES = {
+    _C.DType.float32: torch.float32,
+    _C.DType.bfloat16: torch.bfloat16,
+    _C.DType.float16: torch.float16,
+    _C.DType.float64: torch.float64,
+}
+NOT_THERE = 0
+
+
+class DeviceShape(SimpleNamespace):
+    """`_C.DeviceShape`: keeps what it is given."""
+
+
+def device_plan_fields(shape: Any) -> dict[str, tuple[int, int]]:
+    experts = shape.num_experts // shape.ranks
+    sizes = {
+        "overflow": 1,
+        "needed_rows": 1,
+        "expert_rows": experts,
+        "offsets": experts,
+        "source_ends": shape.ranks,
+        "places": shape.max_tokens * shape.top_k,
+    }
+    fields, end = {}, 0
+    for name, count in sizes.items():
+        fields[name] = (end, count)
+        end += count
+    return {**fields, "total": (0, end)}
+
+
+def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor of what lies at an address; None for 0."""
+    if address == NOT_THERE:
+        return None
+    count = 1
+    for size in shape:
+        count *= size
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+class LoopbackNative:
+    """One rank's dispatch and combine, expert-major or rank-major, in plain torch."""
+
+    def __init__(self, *, shape: Any, rank: int, timeout: float, num_sms: int, device: Any) -> None:
+        self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
+        self.calls: list[str] = []
+        self.failed: tuple[str, str] | None = None
+        self.closed = False
+        self.checked: list[bool] = []
+        self.pending: Exception | None = None
+        self.dtype = DTYPES[shape.dtype]
+        self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.fields = device_plan_fields(shape)
+        self.rows = 0
+
+    def link_control(self) -> str:
+        self.calls.append("link_control")
+        return "/moecomm-test"
+
+    def unlink_control(self) -> None:
+        self.calls.append("unlink_control")
+
+    def connect(self, bases: list[int], names: list[str], pids: list[int]) -> None:
+        assert len(bases) == len(names) == len(pids) == self.shape.ranks == 1
+        self.calls.append("connect")
+
+    def require_usable(self) -> None:
+        if self.closed:
+            raise moecomm.CommunicatorClosed("closed")
+
+    def check(self, synchronized: bool) -> None:
+        self.checked.append(synchronized)
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            raise pending
+
+    def fail(self, kind: Any, text: str, stream: int) -> None:
+        self.calls.append(f"fail@{stream}")
+        self.failed = (kind.name, text)
+
+    def stats(self) -> dict[str, float]:
+        return {"dispatch_calls": float(sum(call.startswith("begin") for call in self.calls))}
+
+    def reset_stats(self) -> None:
+        self.calls.clear()
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.closed = True
+
+    def _plan(self, address: int) -> dict[str, torch.Tensor]:
+        blob = memory(address, (self.fields["total"][1],), torch.int32)
+        assert blob is not None
+        return {name: blob[first : first + count] for name, (first, count) in self.fields.items()}
+
+    def begin_dispatch(
+        self,
+        *,
+        x: int,
+        x_scales: int,
+        ids: int,
+        wide_ids: bool,
+        weights: int,
+        tokens: int,
+        layout: Any,
+        alignment: int,
+        capacity: int,
+        plan: int,
+        stream: int,
+    ) -> None:
+        self.calls.append(f"begin_dispatch@{stream}")
+        top_k, experts = self.shape.top_k, self.shape.num_experts
+        chosen = memory(ids, (tokens, top_k), torch.int64 if wide_ids else torch.int32)
+        assert chosen is not None and x != NOT_THERE
+        fields = self._plan(plan)
+        for part in fields.values():
+            part.fill_(-1)
+        places = fields["places"][: tokens * top_k].view(tokens, top_k)
+        if layout == _C.RowLayout.rank:
+            has = (chosen >= 0).any(1)
+            row_T = torch.where(has, has.cumsum(0) - 1, -1)
+            places.copy_(torch.where(chosen >= 0, row_T[:, None], -1))
+            needed = int(has.sum())
+        else:
+            needed = 0
+            for expert in range(experts):
+                hits = (chosen == expert).nonzero()
+                for row, (t, k) in enumerate(hits.tolist()):
+                    places[t, k] = needed + row
+                needed += -(-len(hits) // alignment) * alignment
+                fields["offsets"][expert] = needed if capacity < 0 else min(needed, capacity)
+        for expert in range(experts):
+            fields["expert_rows"][expert] = int((chosen == expert).sum())
+        self.rows = needed
+        limit = needed if capacity < 0 else capacity
+        places[places >= limit] = -1
+        fields["source_ends"][:] = min(needed, limit)
+        fields["needed_rows"][:] = needed
+        fields["overflow"][:] = needed if needed > limit else 0
+        self.ids, self.ids_shape = ids, (tokens, top_k)
+        self.begun = {"layout": layout, "wide_ids": wide_ids, "weights": weights}
+
+    def wait_rows(self) -> int:
+        self.calls.append("wait_rows")
+        return self.rows
+
+    def finish_dispatch(
+        self,
+        *,
+        x: int,
+        x_scales: int,
+        plan: int,
+        rows: int,
+        out: int,
+        out_scales: int,
+        weights: int,
+        ids: int,
+        stream: int,
+    ) -> None:
+        self.calls.append(f"finish_dispatch@{stream}")
+        tokens, top_k = self.ids_shape
+        hidden, columns = self.shape.hidden, -(-self.shape.hidden // 128)
+        fields, begun = self._plan(plan), self.begun
+        by_rank = begun["layout"] == _C.RowLayout.rank
+        places = fields["places"][: tokens * top_k].view(tokens, top_k)
+        source_TH = memory(x, (tokens, hidden), WIRE_FP8 if x_scales else self.dtype)
+        source_scales = memory(x_scales, (tokens, columns), torch.float32)
+        handed_on = out_scales != NOT_THERE
+        rows_PH = memory(out, (rows, hidden), WIRE_FP8 if handed_on else self.dtype)
+        scales_P = memory(out_scales, (rows, columns), torch.float32)
+        given = memory(begun["weights"], (tokens, top_k), self.weight)
+        got = memory(weights, (rows, top_k) if by_rank else (rows,), self.weight)
+        ids_PK = memory(ids, (rows, top_k), torch.int32)
+        chosen = memory(self.ids, (tokens, top_k), torch.int64 if begun["wide_ids"] else torch.int32)
+        assert rows_PH is not None and source_TH is not None and chosen is not None
+        for each in (rows_PH.view(torch.uint8), got, ids_PK):
+            if each is not None:
+                each.zero_()
+        if ids_PK is not None:
+            ids_PK.fill_(-1)
+        for t, k in (places >= 0).nonzero().tolist():
+            p = int(places[t, k])
+            if p >= rows:
+                continue
+            rows_PH.view(torch.uint8)[p] = source_TH.view(torch.uint8)[t]
+            if handed_on:
+                assert scales_P is not None and source_scales is not None
+                scales_P[p] = source_scales[t]
+            if ids_PK is not None:
+                ids_PK[p, k] = chosen[t, k]
+            if got is not None and given is not None:
+                if by_rank:
+                    got[p, k] = given[t, k]
+                else:
+                    got[p] = given[t, k]
+
+    def _rows_of(self, plan: int, layout: Any, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """(t, k, p) of each row, in the rank layout once a token."""
+        top_k = self.shape.top_k
+        places = self._plan(plan)["places"][: tokens * top_k].view(tokens, top_k)
+        seen = set()
+        for t, k in (places >= 0).nonzero().tolist():
+            p = int(places[t, k])
+            if layout != _C.RowLayout.rank or p not in seen:
+                seen.add(p)
+                yield t, k, p
+
+    def redispatch(
+        self,
+        *,
+        plan: int,
+        layout: Any,
+        x: int,
+        tokens: int,
+        rows: int,
+        out: int,
+        scales: int,
+        other: int,
+        dots: int,
+        stream: int,
+    ) -> None:
+        self.calls.append(f"redispatch@{stream}")
+        hidden = self.shape.hidden
+        source_TH, rows_PH = memory(x, (tokens, hidden), self.dtype), memory(out, (rows, hidden), self.dtype)
+        scales_P, dots_P = memory(scales, (rows,), self.weight), memory(dots, (rows,), self.weight)
+        other_PH = memory(other, (rows, hidden), self.dtype)
+        assert source_TH is not None and rows_PH is not None
+        rows_PH.zero_()
+        for t, _, p in self._rows_of(plan, layout, tokens):
+            rows_PH[p] = source_TH[t] if scales_P is None else source_TH[t].to(self.weight) * scales_P[p]
+            if dots_P is not None and other_PH is not None:
+                dots_P[p] = (source_TH[t].to(self.weight) * other_PH[p].to(self.weight)).sum()
+
+    def combine(
+        self,
+        *,
+        plan: int,
+        layout: Any,
+        rows: int,
+        num_rows: int,
+        weights: int,
+        tokens: int,
+        y: int,
+        weight_grads: int,
+        out_weight_grads: int,
+        stream: int,
+    ) -> None:
+        self.calls.append(f"combine@{stream}")
+        hidden, top_k = self.shape.hidden, self.shape.top_k
+        by_rank = layout == _C.RowLayout.rank
+        rows_PH, y_TH = memory(rows, (num_rows, hidden), self.dtype), memory(y, (tokens, hidden), self.dtype)
+        factors_P = memory(weights, (num_rows,), self.weight)
+        if rows_PH is not None and y_TH is not None:
+            sums = torch.zeros(tokens, hidden, dtype=self.weight)
+            for t, _, p in self._rows_of(plan, layout, tokens):
+                row = rows_PH[p].to(self.weight)
+                sums[t] += row if factors_P is None else row * factors_P[p]
+            y_TH.copy_(sums)
+        grads = memory(weight_grads, (num_rows, top_k) if by_rank else (num_rows,), self.weight)
+        home_TK = memory(out_weight_grads, (tokens, top_k), self.weight)
+        if grads is not None and home_TK is not None:
+            places = self._plan(plan)["places"][: tokens * top_k].view(tokens, top_k)
+            home_TK.zero_()
+            for t, k in (places >= 0).nonzero().tolist():
+                p = int(places[t, k])
+                home_TK[t, k] = grads[p, k] if by_rank else grads[p]
+
+
+class FakeStream:
+    """Counts events; `done` says whether its work is."""
+
+    def __init__(self, gpu: FakeGpu, number: int) -> None:
+        self.gpu, self.number, self.done = gpu, number, True
+
+    def record_event(self) -> Any:
+        self.gpu.log.append(f"record {self.number}")
+        return SimpleNamespace(stream=self, query=lambda: self.done)
+
+    def wait_event(self, event: Any) -> None:
+        self.gpu.log.append(f"{self.number} waits for {event.stream.number}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
+
+    def query(self) -> bool:
+        return self.done
+
+
+class FakeGpu:
+    """`CudaDevice` without a device. Streams are numbered from 100; `captures` holds those that record."""
+
+    last: FakeGpu
+
+    def __init__(self, index: int | None) -> None:
+        self.log: list[str] = []
+        self.ranges: list[str] = []
+        self.captures: set[int] = set()
+        self.streams = [FakeStream(self, 100)]
+        self.now = self.streams[0]
+        self.index = 0
+        self.device_is_current = True
+        FakeGpu.last = self
+
+    def is_current(self) -> bool:
+        return self.device_is_current
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        before, self.device_is_current = self.device_is_current, True
+        yield
+        self.device_is_current = before
+
+    def raw_stream(self) -> int:
+        return self.now.number
+
+    def stream(self) -> FakeStream:
+        return self.now
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(FakeStream(self, 100 + len(self.streams)))
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def capturing(self) -> bool:
+        assert self.device_is_current
+        return self.now.number in self.captures
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def free_bytes(self, wanted: int) -> int:
+        return 1 << 30
+
+    def uuid(self) -> str:
+        return "GPU-0"
+
+    def push_range(self, name: str) -> None:
+        self.ranges.append(name)
+
+    def pop_range(self) -> None:
+        self.ranges.append("pop")
+
+
+class FakeWindow:
+    """`SymmetricMemory` that holds nothing."""
+
+    last: FakeWindow
+
+    def __init__(self, meeting: Any, bytes: int, device_index: int) -> None:
+        self.bytes, self.closed = bytes, False
+        self.bases = [1 << 20] * meeting.size
+        FakeWindow.last = self
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communicators of this process are CUDA ones, on CPU tensors and with one rank."""
+    fakes = {
+        "DeviceShape": DeviceShape,
+        "DeviceCommunicator": LoopbackNative,
+        "WireFormat": SimpleNamespace(same="same", fp8="fp8"),
+        "device_plan_fields": device_plan_fields,
+        "device_window_sections": lambda shape: [("control", 0, 4096), ("rows", 4096, 8192)],
+        "device_window_bytes": lambda shape: 12288,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(_C, name, fake, raising=False)
+    monkeypatch.setattr(cuda_backend, "CudaDevice", FakeGpu)
+    monkeypatch.setattr("moecomm.symmetric.SymmetricMemory", FakeWindow)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    def make(device: Any, meeting: Any, arguments: Any, error: Any, dtype: Any, num_sms: Any) -> CudaBackend:
+        return CudaBackend(torch.device("cpu"), meeting, arguments, error, dtype, num_sms)
+
+    monkeypatch.setattr("moecomm.communicator.make_backend", make)
+    monkeypatch.setattr("moecomm.communicator._check_wire", lambda *arguments: None)

@@ -1,0 +1,381 @@
+"""The CUDA backend's Python side: what it asks of the runtime, in which order and on which stream."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.backends import cuda as cuda_backend
+from moecomm.backends.arrays import shared_tensor
+from moecomm.routing import WIRE_FP8, check_dispatch, check_wire_options
+from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
+
+__all__ = ["loopback"]  # a fixture, which pytest finds by its name here
+
+SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 6, "dtype": torch.float32}
+IDS_TK = torch.tensor([[1, 3], [0, -1], [3, 1], [2, 0], [-1, -1]])
+
+
+def _comm(**changes: Any) -> tuple[moecomm.Communicator, LoopbackNative, FakeGpu]:
+    comm = moecomm.Communicator(**{**SIZES, **changes})
+    native = comm._open()._native  # type: ignore[attr-defined]
+    return comm, native, FakeGpu.last
+
+
+def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 8, generator=generator), IDS_TK, torch.rand(5, 2, generator=generator)
+
+
+@pytest.mark.usefixtures("loopback")
+class TestOperations:
+    def test_construction_and_close(self) -> None:
+        comm, native, gpu = _comm()
+        assert native.calls == ["link_control", "connect", "unlink_control"]
+        assert FakeWindow.last.bytes == comm.memory.total_bytes == 12288
+        assert native.settings["num_sms"] == 0 and native.settings["timeout"] == comm.timeout
+        comm.close()
+        assert native.closed and FakeWindow.last.closed and gpu.log == ["synchronize"]
+        with pytest.raises(moecomm.CommunicatorClosed):
+            comm.dispatch(*_inputs())
+
+    def test_forgetting_it_closes_it(self) -> None:
+        comm, native, _ = _comm()
+        del comm
+        gc.collect()
+        assert native.closed and FakeWindow.last.closed
+
+    @pytest.mark.parametrize("capacity", [None, 9])
+    def test_expert_rows(self, capacity: int | None) -> None:
+        comm, native, gpu = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
+        calls = ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]
+        assert native.calls[3:] == [call for call in calls if capacity is None or call != "wait_rows"]
+        assert out.tokens.shape == (7 if capacity is None else 9, 8)
+        assert out.offsets.tolist() == [2, 4, 5, 7] and out.tokens_per_expert.tolist() == [2, 2, 1, 2]
+        assert out.overflow.shape == () and int(out.overflow) == 0 and out.overflow.dtype == torch.int32
+        assert torch.equal(out.tokens[:7], x_TH[[1, 3, 0, 2, 3, 0, 2]])
+        # What the device writes again at a graph's replay is what the caller holds.
+        storage = out.handle.plan.blob.untyped_storage().data_ptr()
+        for view in (out.offsets, out.tokens_per_expert, out.overflow):
+            assert view.untyped_storage().data_ptr() == storage
+        y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
+        torch.testing.assert_close(y_TH, x_TH * torch.where(ids_TK >= 0, weights_TK, 0).sum(1, keepdim=True))
+        assert native.calls[-1] == "combine@100" and gpu.log == []
+        assert gpu.ranges == ["moecomm dispatch", "pop", "moecomm combine", "pop"]
+
+    def test_rank_rows(self) -> None:
+        comm, _, _ = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        out = comm.dispatch(x_TH, ids_TK.int(), weights_TK, layout="rank")
+        assert out.topk_idx is not None and torch.equal(out.topk_idx, ids_TK[:4].int())
+        assert out.offsets.tolist() == [4] and torch.equal(out.tokens, x_TH[:4])
+        assert out.weights is not None
+        assert torch.equal(out.weights, torch.where(ids_TK >= 0, weights_TK, 0)[:4])
+
+    def test_overflow(self) -> None:
+        comm, native, _ = _comm()
+        out = comm.dispatch(*_inputs(), capacity=3)
+        assert int(out.overflow) == 7 and out.tokens.shape == (3, 8) and out.handle.num_rows == 3
+        native.pending = moecomm.CapacityExceeded("too many", needed=7, capacity=3, rank=0)
+        with pytest.raises(moecomm.CapacityExceeded):
+            comm.check()
+        comm.check()
+
+    def test_gradients(self) -> None:
+        comm, native, gpu = _comm()
+        x_TH, ids_TK, weights_TK = (each.clone() for each in _inputs())
+        x_TH.requires_grad_()
+        weights_TK.requires_grad_()
+        out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=10)
+        y_TH = comm.combine(out.tokens.sin(), out.handle, weights=out.weights)
+        y_TH.square().sum().backward()
+        assert native.calls[-2:] == ["redispatch@100", "combine@100"]
+        assert gpu.ranges[-4::2] == ["moecomm combine backward", "moecomm dispatch backward"]
+        twin_x, twin_weights = x_TH.detach().requires_grad_(), weights_TK.detach().requires_grad_()
+        total = torch.where(ids_TK >= 0, twin_weights, 0).sum(1, keepdim=True)
+        (twin_x.sin() * total).square().sum().backward()
+        torch.testing.assert_close(x_TH.grad, twin_x.grad)
+        torch.testing.assert_close(weights_TK.grad, twin_weights.grad)
+
+    def test_nothing_is_recorded_where_no_gradient_is_wanted(self) -> None:
+        comm, _, _ = _comm()
+        out = comm.dispatch(*_inputs())
+        assert out.tokens.grad_fn is None
+        x_TH, ids_TK, _ = _inputs()
+        with torch.no_grad():
+            assert comm.dispatch(x_TH.requires_grad_(), ids_TK).tokens.grad_fn is None
+
+    def test_rows_that_kernels_cannot_read_are_copied(self) -> None:
+        comm, _, _ = _comm()
+        x_TH, ids_TK, _ = _inputs()
+        shifted = torch.empty(41)[1:].view(5, 8)  # contiguous, 4 bytes off
+        for strange in (x_TH.t().contiguous().t(), shifted.copy_(x_TH)):
+            out = comm.dispatch(strange, ids_TK.t().contiguous().t())
+            assert torch.equal(out.tokens, x_TH[[1, 3, 0, 2, 3, 0, 2]])
+            torch.testing.assert_close(comm.combine(out.tokens.t().contiguous().t(), out.handle)[1], x_TH[1])
+
+    def test_no_tokens(self) -> None:
+        comm, _, _ = _comm()
+        out = comm.dispatch(torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
+        assert out.tokens.shape == (0, 8) and out.offsets.tolist() == [0] * 4
+        assert comm.combine(out.tokens, out.handle, weights=out.weights).shape == (0, 8)
+
+    def test_fp8_goes_through_as_it_is(self) -> None:
+        comm, _, _ = _comm(wire="fp8", hidden=144)
+        data_TH = torch.randn(5, 144).to(WIRE_FP8)
+        scales_TS = torch.rand(5, 2)
+        weights_TK = torch.rand(5, 2).requires_grad_()
+        out = comm.dispatch((data_TH, scales_TS), IDS_TK, weights_TK, dequantize=False)
+        rows = [1, 3, 0, 2, 3, 0, 2]
+        assert out.tokens.dtype == WIRE_FP8 and torch.equal(out.tokens.float(), data_TH[rows].float())
+        assert out.scales is not None and torch.equal(out.scales, scales_TS[rows])
+        assert out.tokens.grad_fn is None
+        with pytest.raises(moecomm.InvalidArgument, match=r"scales of x has shape \(5, 1\).* = \(5, 2\)"):
+            comm.dispatch((data_TH, scales_TS[:, :1]), IDS_TK)
+
+
+@pytest.mark.usefixtures("loopback")
+class TestErrors:
+    def test_the_others_are_told(self) -> None:
+        comm, native, _ = _comm()
+        x_TH, ids_TK, _ = _inputs()
+        with pytest.raises(moecomm.InvalidArgument, match="x has shape"):
+            comm.dispatch(x_TH[:, :4], ids_TK)
+        assert native.calls[-1] == "fail@100" and native.failed is not None
+        assert native.failed[0] == "invalid_argument" and "x has shape" in native.failed[1]
+        with pytest.raises(moecomm.InvalidRouting):
+            comm.dispatch(x_TH, ids_TK.float())
+        assert native.failed[0] == "invalid_routing"
+        out = comm.dispatch(x_TH, ids_TK)
+        with pytest.raises(moecomm.InvalidArgument, match="rows has shape"):
+            comm.combine(out.tokens[1:], out.handle)
+        with pytest.raises(moecomm.InvalidArgument, match="dequantize is False"):
+            comm.dispatch(x_TH, ids_TK, dequantize=False)
+        with pytest.raises(moecomm.InvalidArgument, match="x is a pair"):
+            comm.dispatch((x_TH.to(WIRE_FP8), torch.ones(5, 1)), ids_TK)
+
+    def test_not_while_a_graph_is_captured(self) -> None:
+        comm, native, gpu = _comm()
+        gpu.captures.add(100)
+        calls = list(native.calls)
+        with pytest.raises(moecomm.InvalidArgument, match="capacity is None within a CUDA graph capture"):
+            comm.dispatch(*_inputs())
+        with pytest.raises(moecomm.InvalidArgument, match="x has shape"):
+            comm.dispatch(torch.zeros(1, 2), IDS_TK, capacity=4)
+        assert native.calls == calls
+        comm.dispatch(*_inputs(), capacity=4)
+
+    def test_no_memory_for_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        comm, native, _ = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        out = comm.dispatch(x_TH, ids_TK, weights_TK)
+        real = torch.empty
+
+        def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+            if "device" in options and options["dtype"] == torch.float32:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(shape, **options)
+
+        monkeypatch.setattr(cuda_backend.torch, "empty", empty)
+        with pytest.raises(moecomm.OutOfMemory) as caught:
+            comm.dispatch(x_TH, ids_TK, weights_TK)
+        # The peers' rows are received all the same, into nothing.
+        assert caught.value.needed == 7 * 8 * 4 and native.calls[-1] == "finish_dispatch@100"
+        with pytest.raises(moecomm.OutOfMemory):
+            comm.combine(out.tokens, out.handle)
+        assert native.calls[-1] == "fail@100" and native.failed is not None
+        assert native.failed[0] == "out_of_memory"
+
+
+@pytest.mark.usefixtures("loopback")
+class TestStreams:
+    def test_an_operation_follows_the_last_one(self) -> None:
+        comm, native, gpu = _comm()
+        inputs = _inputs()
+        other = gpu.new_stream()
+        out = comm.dispatch(*inputs)
+        comm.combine(out.tokens, out.handle)
+        assert gpu.log == []
+        with gpu.on(other):
+            comm.combine(out.tokens, out.handle)
+            comm.combine(out.tokens, out.handle)
+        assert native.calls[-1] == "combine@101" and gpu.log == ["record 100", "101 waits for 100"]
+        comm.combine(out.tokens, out.handle)
+        assert gpu.log[2:] == ["record 101", "100 waits for 101"]
+
+    def test_a_capture_has_an_order_of_its_own(self) -> None:
+        comm, _, gpu = _comm()
+        inputs = _inputs()
+        recorded, branch, later = (gpu.new_stream() for _ in range(3))
+        comm.dispatch(*inputs, capacity=8)
+        gpu.captures |= {recorded.number, branch.number}
+        with gpu.on(recorded):
+            comm.dispatch(*inputs, capacity=8)
+        assert gpu.log == []
+        with gpu.on(branch):
+            comm.dispatch(*inputs, capacity=8)
+        assert gpu.log == ["record 101", "102 waits for 101"]
+        gpu.captures.clear()
+        with gpu.on(later):
+            comm.dispatch(*inputs)
+        assert gpu.log[2:] == ["record 100", "103 waits for 100"]
+        gpu.captures.add(100)  # the next capture does not wait for streams of the one before
+        comm.dispatch(*inputs, capacity=8)
+        assert len(gpu.log) == 4
+
+    def test_another_current_device(self) -> None:
+        comm, native, gpu = _comm()
+        gpu.device_is_current = False
+        out = comm.dispatch(*_inputs())
+        assert native.calls[-1] == "finish_dispatch@100" and not gpu.device_is_current
+        gpu.device_is_current = True
+        assert out.tokens.shape == (7, 8)
+
+    def test_check_says_whether_the_device_is_idle(self) -> None:
+        comm, native, gpu = _comm()
+        comm.check()
+        comm.dispatch(*_inputs())
+        comm.check()
+        gpu.streams[0].done = False
+        comm.check()
+        gpu.streams[0].done = True
+        gpu.captures.add(100)
+        comm.check()
+        assert native.checked == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("loopback")
+class TestWork:
+    def test_on_the_side(self) -> None:
+        comm, native, gpu = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        work = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8, async_op=True)
+        assert comm.stream is gpu.streams[1]
+        assert native.calls[-2:] == ["begin_dispatch@101", "finish_dispatch@101"]
+        assert gpu.log[:2] == ["record 100", "101 waits for 100"]
+        gpu.streams[1].done = False
+        assert not work.is_completed()
+        gpu.streams[1].done = True
+        assert work.is_completed()
+        out = work.wait()
+        assert gpu.log[-1] == "100 waits for 101" and work.wait() is out
+        second = comm.combine(out.tokens, out.handle, weights=out.weights, async_op=True)
+        assert second.wait().shape == (5, 8) and native.calls[-1] == "combine@101"
+
+    def test_the_count_is_waited_for_late(self) -> None:
+        comm, native, _ = _comm()
+        work = comm.dispatch(*_inputs(), async_op=True)
+        assert native.calls[-1] == "begin_dispatch@101"
+        assert work.wait().tokens.shape == (7, 8)
+        assert native.calls[-2:] == ["wait_rows", "finish_dispatch@101"]
+
+    def test_the_next_operation_completes_it(self) -> None:
+        comm, native, _ = _comm()
+        x_TH, ids_TK, _ = _inputs()
+        first = comm.dispatch(x_TH, ids_TK, async_op=True)
+        second = comm.dispatch(x_TH * 2, ids_TK)
+        assert [call.partition("@")[0] for call in native.calls[3:]] == [
+            "begin_dispatch",
+            "wait_rows",
+            "finish_dispatch",
+        ] * 2
+        assert torch.equal(first.wait().tokens * 2, second.tokens)
+
+    def test_polling_gets_there(self) -> None:
+        comm, native, gpu = _comm()
+        work = comm.dispatch(*_inputs(), async_op=True)
+        gpu.streams[1].done = False
+        assert not work.is_completed() and native.calls[-1] == "begin_dispatch@101"
+        gpu.streams[1].done = True
+        assert work.is_completed() and native.calls[-1] == "finish_dispatch@101"
+
+    def test_close_completes_it(self) -> None:
+        comm, native, _ = _comm()
+        work = comm.dispatch(*_inputs(), async_op=True)
+        comm.close()
+        assert native.calls[-2:] == ["finish_dispatch@101", "close"]
+        assert work.wait().tokens.shape == (7, 8)
+
+    def test_an_error_comes_from_wait(self) -> None:
+        comm, native, _ = _comm()
+        work = comm.dispatch(torch.zeros(1, 2), IDS_TK, async_op=True)
+        assert native.calls[-1] == "fail@101" and work.is_completed()
+        for _ in range(2):
+            with pytest.raises(moecomm.InvalidArgument, match="x has shape"):
+                work.wait()
+        assert comm.dispatch(*_inputs()).tokens.shape == (7, 8)
+
+    def test_gradients(self) -> None:
+        comm, _, _ = _comm()
+        x_TH, ids_TK, _ = _inputs()
+        x_TH.requires_grad_()
+        out = comm.dispatch(x_TH, ids_TK, async_op=True).wait()
+        comm.combine(out.tokens, out.handle, async_op=True).wait().sum().backward()
+        assert x_TH.grad is not None
+        assert torch.equal(x_TH.grad, (ids_TK >= 0).sum(1, keepdim=True).expand(5, 8).float())
+
+
+def test_cuda_is_offered_only_where_it_works() -> None:
+    reason = moecomm.backends.why_no_cuda()
+    assert moecomm.available_devices() == (("cuda", "cpu") if reason is None else ("cpu",))
+    if reason is not None:
+        with pytest.raises(moecomm.Unsupported) as caught:
+            moecomm.Communicator(**SIZES, device="cuda")
+        assert reason in str(caught.value)
+        with moecomm.Communicator(**SIZES) as comm:
+            assert comm.device.type == "cpu" and comm.stream is None
+
+
+def test_device_names_that_are_none() -> None:
+    with pytest.raises(moecomm.InvalidArgument, match="device is 'gpu'"):
+        moecomm.Communicator(**SIZES, device="gpu")
+
+
+@pytest.mark.usefixtures("loopback")
+def test_memory_plan_of_device_memory() -> None:
+    plan = moecomm.Communicator.memory_plan(ranks=2, **SIZES, device="cuda")
+    assert plan.total_bytes == plan.committed_bytes == 12288
+    assert plan.sections == (("control", 0, 4096), ("rows", 4096, 8192))
+    assert "24576" in str(plan)
+
+
+def test_arrays_share_their_memory() -> None:
+    cpu = torch.device("cpu")
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
+    tensor = shared_tensor(array, cpu)
+    array[0, 0] = 7
+    assert isinstance(tensor, torch.Tensor) and tensor[0, 0] == 7
+    assert shared_tensor(tensor, cpu) is tensor
+    for useless in ([1, 2], None, numpy.array(["text"])):
+        assert shared_tensor(useless, cpu) is useless
+
+
+def test_numpy_in_a_cpu_communicator() -> None:
+    numpy = pytest.importorskip("numpy")
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        x_TH = numpy.random.default_rng(0).random((5, 8), dtype=numpy.float32)
+        out = comm.dispatch(x_TH, IDS_TK.numpy())
+        y_TH = numpy.from_dlpack(comm.combine(numpy.from_dlpack(out.tokens), out.handle))
+        numpy.testing.assert_allclose(y_TH, x_TH * (IDS_TK.numpy() >= 0).sum(1, keepdims=True), rtol=1e-6)
+        with pytest.raises(moecomm.InvalidArgument, match="x is list, expected a torch"):
+            comm.dispatch([[1.0]], IDS_TK)
+
+
+def test_the_device_of_a_tensor() -> None:
+    sizes: dict[str, Any] = {"hidden": 8, "top_k": 2, "max_tokens": 9, "dtype": torch.float32}
+    with pytest.raises(moecomm.InvalidArgument, match="x is on cpu, expected cuda:1"):
+        check_dispatch(torch.zeros(5, 8), IDS_TK, None, device=torch.device("cuda", 1), **sizes)
+
+
+def test_wire_options() -> None:
+    check_wire_options(None, True, None)
+    check_wire_options("fp8", False, torch.zeros(1))
+    with pytest.raises(moecomm.InvalidArgument, match="dequantize is 1"):
+        check_wire_options("fp8", 1, None)
