@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#if defined(MOECOMM_CUDA_VERSION)
+#include "bindings/cuda.hpp"
+#endif
 #include "kernels/cpu/heuristics.hpp"
 #include "runtime/communicator.hpp"
 #include "runtime/host_pool.hpp"
@@ -198,4 +201,7 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", [](Communicator& self) { return stats_dict(self.stats()); })
       .def("reset_stats", [](Communicator& self) { self.stats() = Stats{}; })
       .def("__str__", &Communicator::heuristics_text);
+#if defined(MOECOMM_CUDA_VERSION)
+  bind_cuda(m, run_signal_handlers);
+#endif
 }

@@ -21,14 +21,14 @@ struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
   uint32_t error;       ///< ErrorKind, with the text in the sender's window
-  int64_t rows_offset;  ///< where the sender's rows start in its window
+  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: index of the id that is bad
   int64_t capacity;     ///< -1: dropless
   uint64_t plan;        ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
   int32_t tokens;
   int32_t alignment;
   RowLayout layout;
   uint32_t carries;  ///< Carries bits
-  int64_t reserved;
+  int64_t detail;    ///< GPU: the bad id
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 

@@ -136,20 +136,25 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, const std::fun
     if (interrupt_) interrupt_();
     for (int peer = 0; peer < ranks; ++peer) {
       // The end of a peer is looked at before its signal: what it signalled before it ended counts.
-      PeerLines& line = lines(rank_, peer);
-      const bool ended = watch_.lost(peer), closed = atomic(line.closed).load(std::memory_order_acquire) != 0;
-      if (atomic(line.abort).load(std::memory_order_acquire) != 0)
-        give_up(line.abort_peer, line.abort_cause, peer, phase, epoch, seen(line.abort_peer));
-      if ((ended || closed) && !arrived(peer))
-        give_up(peer, ended ? Cause::ended : Cause::closed, rank_, phase, epoch, seen(peer));
+      const std::optional<Loss> lost = loss(peer);
+      if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch, seen(lost->peer));
     }
-    if (deadline.passed() && !all_arrived()) give_up(next, Cause::no_signal, rank_, phase, epoch, seen(next));
+    if (deadline.passed() && !all_arrived())
+      give_up({next, Cause::no_signal, rank_}, phase, epoch, seen(next));
   }
 }
 
-/// Tells all ranks that this one is out of the game because of `peer`, and throws. `first` is the rank that
-/// noticed.
-void Signals::give_up(int peer, Cause cause, int first, const char* phase, uint64_t expected, uint64_t seen) {
+std::optional<Signals::Loss> Signals::loss(int peer) const {
+  PeerLines& line = lines(rank_, peer);
+  const bool ended = watch_.lost(peer);
+  if (atomic(line.abort).load(std::memory_order_acquire) != 0)
+    return Loss{line.abort_peer, line.abort_cause, peer};
+  if (ended) return Loss{peer, Cause::ended, rank_};
+  if (atomic(line.closed).load(std::memory_order_acquire) != 0) return Loss{peer, Cause::closed, rank_};
+  return std::nullopt;
+}
+
+void Signals::announce_loss(int peer, Cause cause) {
   for (int r = 0; r < static_cast<int>(bases_.size()); ++r) {
     PeerLines& line = lines(r, rank_);
     line.abort_peer = peer;
@@ -157,23 +162,42 @@ void Signals::give_up(int peer, Cause cause, int first, const char* phase, uint6
     atomic(line.abort).store(1, std::memory_order_release);
     if (r != rank_) ring(r);
   }
+}
+
+namespace {
+
+std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
+                      uint64_t expected, uint64_t seen) {
+  std::string text = "rank " + std::to_string(rank) + ", " + phase + ": ";
+  if (loss.cause == Cause::no_signal)
+    text += "waited " + std::to_string(timeout_seconds) + " s in vain for rank " + std::to_string(loss.peer) +
+            " (it may be stopped, far behind or in another call)";
+  else
+    text += "lost rank " + std::to_string(loss.peer) +
+            (loss.cause == Cause::ended ? " (its process has ended)" : " (it has closed the communicator)");
+  if (loss.first != rank) text += ", as rank " + std::to_string(loss.first) + " found out";
+  return text + "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen) +
+         ". The communicator can't be used any more; build a new one.";
+}
+
+}  // namespace
+
+Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
+                 uint64_t expected, uint64_t seen) {
   ErrorDetails details;
-  details.rank = rank_;
-  details.peer = peer;
+  details.rank = rank;
+  details.peer = loss.peer;
   details.phase = phase;
   details.expected = expected;
   details.seen = seen;
-  std::string text = "rank " + std::to_string(rank_) + ", " + phase + ": ";
-  if (cause == Cause::no_signal)
-    text += "waited " + std::to_string(timeout_seconds_) + " s in vain for rank " + std::to_string(peer) +
-            " (it may be stopped, far behind or in another call)";
-  else
-    text += "lost rank " + std::to_string(peer) +
-            (cause == Cause::ended ? " (its process has ended)" : " (it has closed the communicator)");
-  if (first != rank_) text += ", as rank " + std::to_string(first) + " found out";
-  text += "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen) +
-          ". The communicator can't be used any more; build a new one.";
-  throw Error(cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost, text, details);
+  return Error(loss.cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost,
+               loss_text(loss, rank, phase, timeout_seconds, expected, seen), details);
+}
+
+/// Tells all ranks that this one is out of the game, and throws.
+void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected, uint64_t seen) {
+  announce_loss(loss.peer, loss.cause);
+  throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen);
 }
 
 void Signals::close() noexcept {

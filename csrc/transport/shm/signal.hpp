@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,16 @@ class Signals {
   /// Returns when every rank has completed `epoch`; then what this rank published in it may be overwritten.
   void wait_completed(uint64_t epoch, const char* phase);
 
+  /// Why `peer` will signal no more, or nothing.
+  struct Loss {
+    int peer;  ///< the one to blame: itself, or who it gave up on
+    Cause cause;
+    int first;  ///< the rank that noticed
+  };
+  std::optional<Loss> loss(int peer) const;
+  /// Tells all ranks that this one is out of the game because of `peer`.
+  void announce_loss(int peer, Cause cause);
+
   /// To be called every few milliseconds while a wait lasts; what it throws ends the wait. Python's signal
   /// handlers run here.
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
@@ -47,8 +58,7 @@ class Signals {
   PeerLines& lines(int owner, int writer) const;
   OwnerLines& owner(int rank) const;
   void ring(int rank) const;
-  [[noreturn]] void give_up(int peer, Cause cause, int first, const char* phase, uint64_t expected,
-                            uint64_t seen);
+  [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected, uint64_t seen);
   /// arrived(peer) says whether a peer is where `epoch` needs it; seen(peer) is the last epoch of it, for the
   /// error.
   void wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen,
@@ -62,5 +72,9 @@ class Signals {
   PeerWatch watch_;
   std::function<void()> interrupt_;
 };
+
+/// What rank `rank` raises when a wait ends because of `loss`.
+Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
+                 uint64_t expected, uint64_t seen);
 
 }  // namespace moecomm::shm

@@ -1,0 +1,164 @@
+// The CUDA part of the Python face: addresses, sizes and streams in. moecomm/backends/cuda.py is its only
+// caller.
+#include "bindings/cuda.hpp"
+
+#include <pybind11/stl.h>
+
+#include "runtime/device_communicator.hpp"
+
+namespace py = pybind11;
+
+namespace moecomm {
+namespace {
+
+template <class T = std::byte>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+py::dict plan_fields(const DeviceShape& shape) {
+  const DevicePlan plan = DevicePlan::make(shape);
+  const int64_t local = shape.local_experts();
+  py::dict out;
+  const auto add = [&](const char* name, int64_t offset, int64_t count) {
+    out[name] = py::make_tuple(offset, count);
+  };
+  add("needed_rows", plan.header + static_cast<int64_t>(offsetof(PlanHeader, needed_rows) / 4), 1);
+  add("overflow", plan.header + static_cast<int64_t>(offsetof(PlanHeader, overflow) / 4), 1);
+  add("expert_rows", plan.expert_rows, local);
+  add("offsets", plan.offsets, local);
+  add("source_ends", plan.source_ends, shape.ranks);
+  add("total", 0, plan.total);
+  return out;
+}
+
+py::dict stats_dict(DeviceCommunicator& self) {
+  const DeviceStats& s = self.stats();
+  const HostStatus::Counters counters = self.counters();
+  py::dict out;
+  out["dispatch_calls"] = s.dispatch_calls;
+  out["combine_calls"] = s.combine_calls;
+  out["plans_made"] = s.plans_made;
+  out["rows_in"] = s.rows_in;
+  out["rows_out"] = counters.rows_out;
+  out["bytes_wire"] = counters.bytes_wire;
+  return out;
+}
+
+int device_sms(int device) {
+  int sms = 0;
+  if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+    throw Error(ErrorKind::unsupported, "no CUDA device " + std::to_string(device));
+  return sms;
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m, void (*interrupt)()) {
+  py::enum_<WireFormat>(m, "WireFormat").value("same", WireFormat::same).value("fp8", WireFormat::fp8);
+  py::class_<DeviceShape>(m, "DeviceShape")
+      .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
+                       DType dtype, WireFormat wire) {
+             return DeviceShape{ranks, top_k, num_experts, hidden, max_tokens, dtype, wire};
+           }),
+           py::kw_only(), py::arg("ranks"), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden"),
+           py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"));
+  m.def("device_window_sections", [](const DeviceShape& shape) {
+    py::list out;
+    for (const Section& section : device_window_sections(shape))
+      out.append(py::make_tuple(section.name, section.offset, section.bytes));
+    return out;
+  });
+  m.def("device_window_bytes",
+        [](const DeviceShape& shape) { return DeviceWindow::make(shape).total_bytes; });
+  m.def("device_plan_fields", &plan_fields);
+  m.def("device_sms", &device_sms, py::arg("device"));
+  m.def(
+      "device_heuristics",
+      [](int num_sms, int device) {
+        return intranode::choose_heuristics(device_sms(device), num_sms).text();
+      },
+      py::arg("num_sms"), py::arg("device"));
+
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
+      .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
+                       int32_t device) {
+             return std::make_unique<DeviceCommunicator>(DeviceConfig{shape, rank, timeout, num_sms, device});
+           }),
+           py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
+           py::arg("device"))
+      .def("link_control", &DeviceCommunicator::link_control)
+      .def("unlink_control", &DeviceCommunicator::unlink_control)
+      .def(
+          "connect",
+          [interrupt](DeviceCommunicator& self, const std::vector<uintptr_t>& bases,
+                      const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
+            self.connect(bases, names, pids);
+            self.set_interrupt(interrupt);
+          },
+          py::arg("bases"), py::arg("names"), py::arg("pids"), Release())
+      .def(
+          "begin_dispatch",
+          [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
+             uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+             uintptr_t plan, uintptr_t stream) {
+            self.begin_dispatch(
+                {pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights), tokens,
+                 layout, alignment, capacity, pointer<int32_t>(plan)},
+                stream_of(stream));
+          },
+          py::kw_only(), py::arg("x"), py::arg("x_scales"), py::arg("ids"), py::arg("wide_ids"),
+          py::arg("weights"), py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"),
+          py::arg("plan"), py::arg("stream"))
+      .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
+      .def(
+          "finish_dispatch",
+          [](DeviceCommunicator& self, uintptr_t, uintptr_t, uintptr_t, int64_t rows, uintptr_t out,
+             uintptr_t out_scales, uintptr_t weights, uintptr_t ids, uintptr_t stream) {
+            self.finish_dispatch(
+                rows, {pointer(out), pointer<float>(out_scales), pointer(weights), pointer<int32_t>(ids)},
+                stream_of(stream));
+          },
+          py::kw_only(), py::arg("x"), py::arg("x_scales"), py::arg("plan"), py::arg("rows"), py::arg("out"),
+          py::arg("out_scales"), py::arg("weights"), py::arg("ids"), py::arg("stream"))
+      .def(
+          "redispatch",
+          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
+             int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,
+             uintptr_t stream) {
+            self.redispatch(pointer<int32_t>(plan), layout, pointer(x), tokens, rows, pointer(out),
+                            pointer(scales), pointer(other), pointer(dots), stream_of(stream));
+          },
+          py::kw_only(), py::arg("plan"), py::arg("layout"), py::arg("x"), py::arg("tokens"), py::arg("rows"),
+          py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"), py::arg("stream"))
+      .def(
+          "combine",
+          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, int64_t,
+             uintptr_t weights, int64_t tokens, uintptr_t y, uintptr_t weight_grads,
+             uintptr_t out_weight_grads, uintptr_t stream) {
+            self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
+                          pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
+                         stream_of(stream));
+          },
+          py::kw_only(), py::arg("plan"), py::arg("layout"), py::arg("rows"), py::arg("num_rows"),
+          py::arg("weights"), py::arg("tokens"), py::arg("y"), py::arg("weight_grads"),
+          py::arg("out_weight_grads"), py::arg("stream"))
+      .def(
+          "fail",
+          [](DeviceCommunicator& self, ErrorKind kind, const std::string& text, uintptr_t stream) {
+            self.fail(kind, text, stream_of(stream));
+          },
+          py::arg("kind"), py::arg("text"), py::arg("stream"))
+      .def("check", [](DeviceCommunicator& self, bool) { self.check(); })
+      .def("require_usable", &DeviceCommunicator::require_usable)
+      .def("close", &DeviceCommunicator::close, Release())
+      .def_property_readonly("closed", &DeviceCommunicator::closed)
+      .def("stats", &stats_dict)
+      .def("reset_stats", [](DeviceCommunicator& self) { self.stats() = DeviceStats{}; })
+      .def("__str__", &DeviceCommunicator::heuristics_text);
+}
+
+}  // namespace moecomm

@@ -1,0 +1,12 @@
+// The CUDA part of the Python face.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moecomm {
+
+/// Adds WireFormat, DeviceShape, DeviceCommunicator and what goes with them. `interrupt` runs Python's signal
+/// handlers.
+void bind_cuda(pybind11::module_& m, void (*interrupt)());
+
+}  // namespace moecomm

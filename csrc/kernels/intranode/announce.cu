@@ -1,0 +1,55 @@
+// An operation that says that one rank's arguments are bad: its record carries the error, its window the
+// text. The rank meets the others like in any operation, so that all stay in step. And the end of a dispatch
+// whose host has found a reason not to receive it. One block each.
+#include "kernels/intranode/kernel.cuh"
+
+namespace moecomm::intranode {
+namespace {
+
+struct AnnounceArguments {
+  uint32_t error;
+  const char* text;
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    announce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AnnounceArguments args) {
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (!already_failed(comm)) {
+    char* const text = comm.mine<char>(comm.window.error_text[epoch & 1]);
+    for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) text[i] = args.text[i];
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::fence_sys();
+    __syncthreads();
+    SignalRecord record{};
+    record.epoch = epoch;
+    record.operation = Operation::none;
+    record.error = args.error;
+    record.capacity = -1;
+    device::signal_records(comm, record, static_cast<int>(threadIdx.x), kThreads);
+    // Its own error is raised on the host; another rank's of the same operation gives way to it.
+    device::wait_records(comm, Operation::none, epoch);
+  }
+  end_operation(comm, epoch);
+}
+
+struct NoArguments {};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ NoArguments) {
+  const uint64_t epoch = comm.state().epoch + 1;
+  // Nobody reads what arrives here, so nobody must wait for room.
+  if (threadIdx.x == 0) ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
+  end_operation(comm, epoch);
+}
+
+}  // namespace
+
+cudaError_t launch_abandon(const Launch& launch, const Comm& comm) {
+  return launch_kernel<abandon_kernel>(launch, 0, comm, NoArguments{});
+}
+
+cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {
+  return launch_kernel<announce_kernel>(launch, 0, comm, AnnounceArguments{error, text});
+}
+
+}  // namespace moecomm::intranode

@@ -1,0 +1,128 @@
+// Element types on the device: 16 bytes of a row to sums and back, and the e4m3 wire format. The same
+// rounding as the CPU kernels: products are rounded before they are added.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "common/dtype.hpp"
+
+namespace moecomm::intranode {
+
+template <DType dtype>
+struct Element;
+
+template <>
+struct Element<DType::float32> {
+  using Sum = float;
+  static constexpr int kVector = 4;  ///< elements in 16 bytes
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    out[0] = __uint_as_float(raw.x);
+    out[1] = __uint_as_float(raw.y);
+    out[2] = __uint_as_float(raw.z);
+    out[3] = __uint_as_float(raw.w);
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    return {__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3])};
+  }
+};
+
+template <>
+struct Element<DType::bfloat16> {
+  using Sum = float;
+  static constexpr int kVector = 8;
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[2 * i] = __uint_as_float(words[i] << 16);
+      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+};
+
+template <>
+struct Element<DType::float16> {
+  using Sum = float;
+  static constexpr int kVector = 8;
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+      out[2 * i] = pair.x;
+      out[2 * i + 1] = pair.y;
+    }
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair = __floats2half2_rn(in[2 * i], in[2 * i + 1]);
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+};
+
+template <>
+struct Element<DType::float64> {
+  using Sum = double;
+  static constexpr int kVector = 2;
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    out[0] = __hiloint2double(static_cast<int>(raw.y), static_cast<int>(raw.x));
+    out[1] = __hiloint2double(static_cast<int>(raw.w), static_cast<int>(raw.z));
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    return {static_cast<uint32_t>(__double2loint(in[0])), static_cast<uint32_t>(__double2hiint(in[0])),
+            static_cast<uint32_t>(__double2loint(in[1])), static_cast<uint32_t>(__double2hiint(in[1]))};
+  }
+};
+
+__device__ inline float multiply(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double multiply(double a, double b) { return __dmul_rn(a, b); }
+__device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline double add(double a, double b) { return __dadd_rn(a, b); }
+
+/// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
+__device__ inline float fp8_scale(float amax) {
+  constexpr float kLargest = 448.0f, kLeast = 1.17549435e-38f;  // of e4m3; of the normal floats
+  return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
+}
+
+/// Four values times `inverse` as e4m3, to nearest even, saturating.
+__device__ inline uint32_t to_fp8(const float* in, float inverse) {
+  uint32_t out = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair = {__fmul_rn(in[2 * i], inverse), __fmul_rn(in[2 * i + 1], inverse)};
+    out |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
+  }
+  return out;
+}
+
+/// Four e4m3 values times `scale`.
+__device__ inline void from_fp8(uint32_t in, float scale, float* out) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const __half2_raw raw =
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(in >> (16 * i)), __NV_E4M3);
+    const float2 pair = __half22float2(static_cast<__half2>(raw));
+    out[2 * i] = __fmul_rn(pair.x, scale);
+    out[2 * i + 1] = __fmul_rn(pair.y, scale);
+  }
+}
+
+}  // namespace moecomm::intranode

@@ -1,0 +1,126 @@
+// What the kernels inside a node have in common: shared memory, the start of an operation, its end, and the
+// launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "kernels/intranode/arguments.hpp"
+#include "kernels/intranode/pipe.cuh"
+#include "transport/device/signal.cuh"
+
+namespace moecomm::intranode {
+
+using device::already_failed;
+using device::Comm;
+using device::PlanView;
+
+/// One warp's part of the block's shared memory.
+struct WarpMemory {
+  std::byte* pieces;
+  uint64_t* barriers;
+};
+
+__device__ inline WarpMemory warp_memory(BlockMemory& block) {
+  return {block.pieces[warp_id()], block.barriers[warp_id()]};
+}
+
+/// `total` bytes in equal pieces of at most `most`, multiples of 16.
+__device__ inline Pieces pieces_of(int64_t total, int32_t most) {
+  const int32_t bytes = static_cast<int32_t>(total), count = (bytes + most - 1) / most;
+  const int32_t each = (bytes / 16 + count - 1) / count * 16;
+  return {(bytes + each - 1) / each, each, bytes};
+}
+
+/// `total` bytes in pieces of kSumPiece, so that no block of columns with one scale lies in two of them.
+__device__ inline Pieces full_pieces(int64_t total) {
+  const int32_t bytes = static_cast<int32_t>(total);
+  return {(bytes + kSumPiece - 1) / kSumPiece, kSumPiece, bytes};
+}
+
+/// Blocks that share the route of `tokens` tokens.
+__device__ inline int route_blocks(int64_t tokens, int blocks) {
+  constexpr int64_t kTokens = 256;  // a block's worth
+  return static_cast<int>(min(min(static_cast<int64_t>(blocks), int64_t{kMaxRouteBlocks}),
+                              max((tokens + kTokens - 1) / kTokens, int64_t{1})));
+}
+
+/// Announces an operation along a plan that is known. Whole block.
+__device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, uint64_t plan,
+                                    RowLayout layout, int64_t tokens, uint32_t carries) {
+  SignalRecord record{};
+  record.epoch = epoch;
+  record.operation = operation;
+  record.capacity = -1;
+  record.plan = plan;
+  record.tokens = static_cast<int32_t>(tokens);
+  record.layout = layout;
+  record.carries = carries;
+  device::signal_records(comm, record, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+}
+
+/// The receiving kernel of an operation along a known plan waits for all ranks and compares what they do.
+/// Whole block; false if this operation can't go on.
+__device__ inline bool meet(const Comm& comm, Operation operation, uint64_t epoch) {
+  if (!device::wait_records(comm, operation, epoch)) return false;
+  __shared__ bool agreed;
+  if (threadIdx.x == 0) {
+    HostStatus::Verdict verdict{};
+    agreed = device::compare_records(comm, epoch, verdict);
+    if (!agreed && blockIdx.x == 0) {
+      device::report_verdict(comm, verdict, epoch);
+      ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
+    }
+  }
+  __syncthreads();
+  return agreed;
+}
+
+/// The end of an operation: the last block of its last kernel gets the counters ready for the next one.
+__device__ inline void end_operation(const Comm& comm, uint64_t epoch) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ptx::wait_for_previous_kernel();  // its blocks use the counters too
+  DeviceState& state = comm.state();
+  __threadfence();
+  if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
+  state.send_next = 0;
+  state.receive_next = 0;
+  state.receive_done = 0;
+  state.route_counted = 0;
+  state.route_done = 0;
+  state.bad_id = ~uint64_t{0};
+  state.epoch = epoch;
+}
+
+/// Starts `kernel(comm, arguments)` with kThreads threads a block.
+template <auto kernel, class Arguments>
+cudaError_t launch_kernel(const Launch& launch, size_t shared_bytes, const Comm& comm,
+                          const Arguments& arguments) {
+  static std::atomic<uint64_t> prepared{0};  // a bit a device: it allows this much shared memory
+  if (shared_bytes > 48 * 1024) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    const uint64_t bit = uint64_t{1} << (device & 63);
+    if (error == cudaSuccess && (prepared.load(std::memory_order_relaxed) & bit) == 0) {
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(shared_bytes));
+      if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = &overlap;
+  config.numAttrs = launch.overlapped ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, comm, arguments);
+}
+
+}  // namespace moecomm::intranode

@@ -1,0 +1,466 @@
+// Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
+//   - warps take items in order: a chunk of one source's tokens, sources in turn, this rank's own first
+//   - dispatch: the places that the source worked out (route.cuh), plus where its rows begin (plan.cu), are
+//   the output
+//     rows; they are kept in the plan for the combine and the backward. Backward of combine: the plan has
+//     them
+//   - once the chunk has arrived, its rows are loaded piece by piece into shared memory and stored to every
+//   place, as
+//     they are, or out of the wire format, or times the factor of the place
+//   - further items zero the alignment rows of each expert
+#include "kernels/intranode/announcer.cuh"
+#include "kernels/intranode/element.cuh"
+#include "kernels/intranode/kernel.cuh"
+
+namespace moecomm::intranode {
+namespace {
+
+/// A chunk of one source.
+struct Item {
+  int32_t source;
+  int64_t chunk, begin, end;  ///< tokens
+};
+
+/// The row of a token as it lies here, and what a piece of it is.
+__device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                        int32_t source, int64_t token) {
+  const DeviceWindow& w = comm.window;
+  if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * w.shape.row_bytes();
+  return comm.own + w.rows[epoch & 1] +
+         (source * w.stage_tokens + token % w.stage_tokens) * w.shape.wire_row_bytes();
+}
+
+template <class Weight>
+__device__ void place_weights(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, int64_t entry,
+                              int32_t code, int32_t row) {
+  const Weight* const weights = comm.mine<Weight>(comm.window.weights[epoch & 1]);
+  Weight* const out = reinterpret_cast<Weight*>(args.out_weights);
+  if (args.layout == RowLayout::expert)
+    out[row] = weights[entry];
+  else
+    out[int64_t{row} * comm.top_k() + lane_id()] = code >= 0 ? weights[entry] : Weight{0};
+}
+
+/// This lane's output row for its k of a token; writes the plan and what goes with a row.
+__device__ int32_t resolve_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, int32_t source,
+                               int64_t token) {
+  const DeviceWindow& w = comm.window;
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int64_t max_tokens = w.shape.max_tokens, at = source * max_tokens + token;
+  const int top_k = comm.top_k(), lane = lane_id();
+  const TokenHead head = comm.mine<TokenHead>(w.heads[epoch & 1])[at];
+  if (lane == 0) plan.at(plan.fields.slots)[at] = head.slot;
+  if (lane >= top_k) return kRowElsewhere;
+  const int64_t entry = at * top_k + lane;
+  const int32_t code = comm.mine<int32_t>(w.codes[epoch & 1])[entry];
+  int32_t row = kRowElsewhere;
+  if (args.layout == RowLayout::expert) {
+    if (code >= 0) {
+      const int32_t expert = code / static_cast<int32_t>(max_tokens);
+      row = plan.at(plan.fields.bases)[source * comm.local_experts + expert] +
+            (code - expert * static_cast<int32_t>(max_tokens));
+      if (row >= args.rows) row = kRowDropped;
+    }
+    plan.at(plan.fields.rows)[entry] = row;
+    if (row < 0 || args.out_weights == nullptr) return row;
+  } else {
+    int32_t place = kRowElsewhere;
+    if (head.place >= 0) {
+      place = plan.at(plan.fields.bases)[source] + head.place;
+      if (place >= args.rows) place = kRowDropped;
+    }
+    row = code >= 0 ? place : kRowElsewhere;
+    plan.at(plan.fields.rows)[entry] = row;
+    if (place < 0) return row;
+    if (args.out_ids != nullptr) args.out_ids[int64_t{place} * top_k + lane] = code;
+    if (args.out_weights == nullptr) return row;
+    if (w.shape.dtype == DType::float64)
+      place_weights<double>(comm, args, epoch, entry, code, place);
+    else
+      place_weights<float>(comm, args, epoch, entry, code, place);
+    return row;
+  }
+  if (w.shape.dtype == DType::float64)
+    place_weights<double>(comm, args, epoch, entry, code, row);
+  else
+    place_weights<float>(comm, args, epoch, entry, code, row);
+  return row;
+}
+
+struct Wanted {
+  uint32_t tokens = 0;  ///< bit i: token i has an output row
+  bool sent = false;    ///< rows of the chunk come here, if only to be left out
+};
+
+/// Fills meta[i * top_k ...] with the output rows of token i, and counts[i] with their number.
+__device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
+                            int32_t* meta, int32_t* counts) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  Wanted wanted;
+  for (int64_t token = item.begin; token < item.end; ++token) {
+    const int i = static_cast<int>(token - item.begin);
+    int32_t row = kRowElsewhere;
+    if (args.operation == Operation::dispatch)
+      row = resolve_row(comm, args, epoch, item.source, token);
+    else if (lane < top_k)
+      row = plan.at(plan.fields.rows)[(item.source * comm.window.shape.max_tokens + token) * top_k + lane];
+    bool keep = row >= 0;
+    wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
+    if (args.layout == RowLayout::rank) {
+      const uint32_t all = __ballot_sync(0xffffffffu, keep);
+      keep = keep && (all & ((1u << lane) - 1)) == 0;
+    }
+    const int count = compact(meta + i * top_k, row, keep);
+    if (lane == 0) counts[i] = count;
+    if (count > 0) wanted.tokens |= 1u << i;
+  }
+  __syncwarp();
+  return wanted;
+}
+
+/// Rows as they arrive. With out_scales they stay in the wire format.
+class CopyOut {
+ public:
+  __device__ CopyOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        pieces_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)) {}
+
+  __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
+    PieceCursor load{tokens}, store{tokens};
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
+        wait_stores_read<kCopyStages / 2>();
+        ring_.load(arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) +
+                       pieces_.offset(load.piece),
+                   pieces_.size(load.piece));
+        load.advance(pieces_.count);
+      }
+      const std::byte* const piece = ring_.wait();
+      const int i = store.token(), count = counts[i];
+      const int32_t* const rows = meta + i * comm_.top_k();
+      for (int j = 0; j < count; ++j)
+        store_piece(args_.out + int64_t{rows[j]} * pieces_.total + pieces_.offset(store.piece), piece,
+                    pieces_.size(store.piece));
+      commit_stores();
+      if (args_.out_scales != nullptr && store.piece == 0) hand_on_scales(item, i, rows, count);
+      ring_.release();
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  __device__ void hand_on_scales(const Item& item, int i, const int32_t* rows, int count) {
+    const int64_t number = scales_per_row(comm_.window.shape.hidden);
+    const float* const scales = reinterpret_cast<const float*>(
+        arrived_row(comm_, args_, epoch_, item.source, item.begin + i) + pieces_.total);
+    for (int64_t s = lane_id(); s < number; s += 32) {
+      const float scale = __ldcg(&scales[s]);
+      for (int j = 0; j < count; ++j) args_.out_scales[rows[j] * number + s] = scale;
+    }
+  }
+
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kCopyStages, kCopyPiece> ring_;
+  const Pieces pieces_;
+};
+
+/// e4m3 rows with scales, which become rows of `dtype`.
+template <DType dtype>
+class DequantiseOut {
+  using E = Element<dtype>;
+  static constexpr int kColumns = kSumPiece / 16 * E::kVector;
+
+ public:
+  __device__ DequantiseOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        out_(memory.pieces + kSumStages * kSumPiece),
+        pieces_(full_pieces(comm.window.shape.row_bytes())) {}
+
+  __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
+    PieceCursor load{tokens}, store{tokens};
+    const auto row_at = [&](const PieceCursor& cursor) {
+      return arrived_row(comm_, args_, epoch_, item.source, item.begin + cursor.token());
+    };
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() < kSumStages) {
+        ring_.load(row_at(load) + int64_t{load.piece} * kColumns, pieces_.size(load.piece) / 16 * E::kVector);
+        load.advance(pieces_.count);
+      }
+      const int i = store.token(), count = counts[i];
+      const int32_t* const rows = meta + i * comm_.top_k();
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
+      const float* const scales =
+          reinterpret_cast<const float*>(row_at(store) + comm_.window.shape.wire_data_bytes()) +
+          store.piece * (kColumns / kScaleColumns);
+      float scale[kSumPiece / 512];
+#pragma unroll
+      for (int step = 0; step < kSumPiece / 512; ++step) {
+        const int v = step * 32 + lane_id();
+        scale[step] = v < vectors ? __ldcg(&scales[v * E::kVector / kScaleColumns]) : 0.0f;
+      }
+      const uint32_t* const piece = reinterpret_cast<const uint32_t*>(ring_.wait());
+      std::byte* const out = out_.next();
+#pragma unroll
+      for (int step = 0; step < kSumPiece / 512; ++step) {
+        const int v = step * 32 + lane_id();
+        if (v >= vectors) continue;
+        float values[E::kVector];
+#pragma unroll
+        for (int e = 0; e < E::kVector; e += 4)
+          from_fp8(piece[v * (E::kVector / 4) + e / 4], scale[step], values + e);
+        reinterpret_cast<uint4*>(out)[v] = E::narrow(values);
+      }
+      publish_piece();
+      ring_.release();
+      for (int j = 0; j < count; ++j)
+        store_piece(args_.out + int64_t{rows[j]} * pieces_.total + pieces_.offset(store.piece), out,
+                    pieces_.size(store.piece));
+      commit_stores();
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kSumStages, kSumPiece> ring_;
+  OutRing out_;
+  const Pieces pieces_;
+};
+
+/// Walks (token, place, piece), for what is different at each place.
+struct PlaceCursor {
+  uint32_t tokens;
+  int place = 0, piece = 0;
+  __device__ bool done() const { return tokens == 0; }
+  __device__ int token() const { return __ffs(static_cast<int>(tokens)) - 1; }
+  __device__ void advance(int pieces, const int32_t* counts) {
+    if (++piece < pieces) return;
+    piece = 0;
+    if (++place < counts[token()]) return;
+    place = 0;
+    tokens &= tokens - 1;
+  }
+};
+
+/// Rows times the factor of each place (the gradients of a weighted combine), and their products with other
+/// rows (the gradients of the weights).
+template <DType dtype>
+class ScaleOut {
+  using E = Element<dtype>;
+  using Sum = typename E::Sum;
+
+ public:
+  __device__ ScaleOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        out_(memory.pieces + kSumStages * kSumPiece),
+        pieces_(full_pieces(comm.window.shape.row_bytes())) {}
+
+  __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
+    PlaceCursor load{tokens}, store{tokens};
+    const bool dots = args_.other != nullptr;
+    const int each = dots ? 2 : 1;  // pieces a step
+    Sum dot = 0;
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() + each <= kSumStages) {
+        const int64_t offset = pieces_.offset(load.piece);
+        const uint32_t bytes = pieces_.size(load.piece);
+        ring_.load(arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) + offset, bytes);
+        if (dots)
+          ring_.load(
+              args_.other + int64_t{meta[load.token() * comm_.top_k() + load.place]} * pieces_.total + offset,
+              bytes);
+        load.advance(pieces_.count, counts);
+      }
+      const int32_t row = meta[store.token() * comm_.top_k() + store.place];
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
+      const Sum factor = args_.scales != nullptr ? reinterpret_cast<const Sum*>(args_.scales)[row] : Sum{1};
+      const uint4* const piece = reinterpret_cast<const uint4*>(ring_.wait());
+      std::byte* const out = out_.next();
+      Sum values[kSumPiece / 512][E::kVector];
+#pragma unroll
+      for (int step = 0; step < kSumPiece / 512; ++step) {
+        const int v = step * 32 + lane_id();
+        if (v >= vectors) continue;
+        E::widen(piece[v], values[step]);
+        Sum scaled[E::kVector];
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e)
+          scaled[e] = args_.scales != nullptr ? multiply(values[step][e], factor) : values[step][e];
+        reinterpret_cast<uint4*>(out)[v] = E::narrow(scaled);
+      }
+      publish_piece();
+      ring_.release();
+      store_piece(args_.out + int64_t{row} * pieces_.total + pieces_.offset(store.piece), out,
+                  pieces_.size(store.piece));
+      commit_stores();
+      if (dots) {
+        const uint4* const other = reinterpret_cast<const uint4*>(ring_.wait());
+#pragma unroll
+        for (int step = 0; step < kSumPiece / 512; ++step) {
+          const int v = step * 32 + lane_id();
+          if (v >= vectors) continue;
+          Sum with[E::kVector];
+          E::widen(other[v], with);
+#pragma unroll
+          for (int e = 0; e < E::kVector; ++e) dot = add(dot, multiply(values[step][e], with[e]));
+        }
+        ring_.release();
+        if (store.piece + 1 == pieces_.count) {
+          for (int width = 16; width > 0; width /= 2)
+            dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
+          if (lane_id() == 0) reinterpret_cast<Sum*>(args_.dots)[row] = dot;
+          dot = 0;
+        }
+      }
+      store.advance(pieces_.count, counts);
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kSumStages, kSumPiece> ring_;
+  OutRing out_;
+  const Pieces pieces_;
+};
+
+__device__ void zero(void* memory, int64_t bytes) {
+  for (int64_t i = lane_id(); i < bytes / 4; i += 32) static_cast<uint32_t*>(memory)[i] = 0;
+}
+
+/// Zeroes the alignment rows of local expert `e`.
+__device__ void zero_padding(const Comm& comm, const ReceiveArguments& args, int64_t e) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const DeviceShape& s = comm.window.shape;
+  const int64_t first = plan.at(plan.fields.ends)[e], rows = plan.at(plan.fields.offsets)[e] - first;
+  if (rows <= 0) return;
+  const bool wire = args.out_scales != nullptr;
+  const int64_t row_bytes = wire ? s.wire_data_bytes() : s.row_bytes(), weight = weight_bytes(s.dtype);
+  uint4* const out = reinterpret_cast<uint4*>(args.out + first * row_bytes);
+  for (int64_t i = lane_id(); i < rows * row_bytes / 16; i += 32) out[i] = {};
+  if (wire) zero(args.out_scales + first * scales_per_row(s.hidden), rows * scales_per_row(s.hidden) * 4);
+  if (args.out_weights != nullptr) zero(args.out_weights + first * weight, rows * weight);
+  if (args.dots != nullptr) zero(args.dots + first * weight, rows * weight);
+}
+
+/// Waits until the items of an operation can be worked on. Whole block; false if there are none.
+__device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
+  if (already_failed(comm)) return false;
+  bool going = true;
+  if (args.operation == Operation::dispatch) {
+    if (threadIdx.x == 0)
+      going = device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch},
+                                 device::EpochFlag{&comm.state().planned, static_cast<uint32_t>(epoch)});
+    going = __syncthreads_and(going);
+  } else {
+    going = meet(comm, args.operation, epoch);
+  }
+  return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
+}
+
+template <class Rows>
+__device__ void receive_items(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              BlockMemory& block) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int32_t* const tokens_of = plan.at(plan.fields.tokens);
+  const int32_t ranks = comm.ranks();
+  int64_t most_chunks = 0;
+  for (int32_t source = 0; source < ranks; ++source)
+    most_chunks = max(most_chunks, chunk_count(tokens_of[source]));
+  const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
+
+  int32_t* const meta = block.meta[warp_id()];
+  int32_t* const counts = block.counts[warp_id()];
+  Rows rows(comm, args, epoch, warp_memory(block));
+  Claims claims(&comm.state().receive_next);
+  for (int64_t claim = claims.take(); claim < paddings + most_chunks * ranks; claim = claims.take()) {
+    if (claim < paddings) {
+      zero_padding(comm, args, claim);
+      continue;
+    }
+    Item item;
+    item.chunk = (claim - paddings) / ranks;
+    item.source = static_cast<int32_t>((comm.rank + (claim - paddings) % ranks) % ranks);
+    const int64_t tokens = tokens_of[item.source], size = chunk_tokens(tokens);
+    item.begin = item.chunk * size;
+    item.end = min(item.begin + size, tokens);
+    if (item.begin >= item.end) continue;
+    const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
+    const bool travels = item.source != comm.rank || comm.own_rows_travel();
+    const bool in_turn = travels && tokens > comm.window.stage_tokens;
+    if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
+      bool here = true;
+      if (lane_id() == 0)
+        here = device::wait_until(
+            comm, {item.source, WaitPhase::rows, args.operation, epoch},
+            device::EpochFlag{comm.flag(comm.own, comm.window.arrived, item.source, item.chunk),
+                              static_cast<uint32_t>(epoch)});
+      if (!__all_sync(0xffffffffu, here)) break;
+      open_for_loads();
+    }
+    if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
+    if (in_turn && lane_id() == 0)
+      ptx::store_release_sys(comm.flag(comm.bases[item.source], comm.window.credits, comm.rank, item.chunk),
+                             static_cast<uint32_t>(epoch));
+  }
+  wait_stores<0>();
+}
+
+template <class Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    receive_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (start(comm, args, epoch))
+    receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
+  end_operation(comm, epoch);
+}
+
+template <class Rows>
+cudaError_t launch_rows(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
+  return launch_kernel<receive_kernel<Rows>>(launch, sizeof(BlockMemory), comm, args);
+}
+
+template <DType dtype>
+cudaError_t launch_typed(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
+  if (!args.dequantise) return launch_rows<ScaleOut<dtype>>(launch, comm, args);
+  if constexpr (dtype == DType::float64)
+    return cudaErrorInvalidValue;
+  else
+    return launch_rows<DequantiseOut<dtype>>(launch, comm, args);
+}
+
+}  // namespace
+
+cudaError_t launch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
+  if (!args.dequantise && args.scales == nullptr && args.other == nullptr)
+    return launch_rows<CopyOut>(launch, comm, args);
+  switch (comm.window.shape.dtype) {
+    case DType::float32:
+      return launch_typed<DType::float32>(launch, comm, args);
+    case DType::bfloat16:
+      return launch_typed<DType::bfloat16>(launch, comm, args);
+    case DType::float16:
+      return launch_typed<DType::float16>(launch, comm, args);
+    case DType::float64:
+      return launch_typed<DType::float64>(launch, comm, args);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace moecomm::intranode

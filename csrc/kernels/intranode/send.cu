@@ -1,0 +1,286 @@
+// Dispatch, sending side: every row goes once to each rank that owns one of its experts.
+//   - some blocks first work out and announce where the rows will go (route.cuh)
+//   - warps take chunks of tokens in order; a row is loaded piece by piece into shared memory (and quantised,
+//   if
+//     asked), and each piece stored to the staging section of every owner, at the place of (source, token)
+//   - when all rows of a chunk are in place, the owners' arrival flags are set
+// The staging section may be smaller than all tokens: then a chunk waits until the owners have read the one
+// whose place it takes.
+#include "kernels/intranode/announcer.cuh"
+#include "kernels/intranode/element.cuh"
+#include "kernels/intranode/kernel.cuh"
+#include "kernels/intranode/route.cuh"
+
+namespace moecomm::intranode {
+namespace {
+
+/// Owners of the tokens of a chunk.
+struct ChunkOwners {
+  uint32_t tokens = 0;  ///< bit i: token i goes somewhere
+  PeerSet peers;
+};
+
+/// Fills meta[i * top_k ...] with the ranks that token i of the chunk goes to, and counts[i] with their
+/// number.
+__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, int64_t begin, int64_t end,
+                                   int32_t* meta, int32_t* counts) {
+  ChunkOwners chunk;
+  const int top_k = comm.top_k(), lane = lane_id();
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int32_t* const kept = plan.at(plan.fields.home_ids);
+  for (int64_t token = begin; token < end; ++token) {
+    const int i = static_cast<int>(token - begin);
+    int32_t owner = -1;
+    if (lane < top_k) {
+      const int64_t index = token * top_k + lane;
+      const int64_t id = args.operation == Operation::dispatch ? read_id(args, index) : int64_t{kept[index]};
+      if (id >= 0 && id < comm.window.shape.num_experts)
+        owner = expert_owner(static_cast<int32_t>(id), comm.local_experts);
+    }
+    if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
+    const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
+    const bool first = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
+    const int count = compact(meta + i * top_k, owner, first);
+    if (lane == 0) counts[i] = count;
+    if (count == 0) continue;
+    chunk.tokens |= 1u << i;
+    for (uint32_t left = __ballot_sync(0xffffffffu, first); left != 0; left &= left - 1)
+      chunk.peers.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1));
+  }
+  __syncwarp();
+  return chunk;
+}
+
+/// Where a token's row lies in the staging section of `peer`.
+__device__ std::byte* staged_row(const Comm& comm, uint64_t epoch, int32_t peer, int64_t token) {
+  const DeviceWindow& w = comm.window;
+  return comm.bases[peer] + w.rows[epoch & 1] +
+         (comm.rank * w.stage_tokens + token % w.stage_tokens) * w.shape.wire_row_bytes();
+}
+
+__device__ void store_scales(const Comm& comm, uint64_t epoch, const int32_t* owners, int count,
+                             int64_t token, const float* scales) {
+  const int64_t number = scales_per_row(comm.window.shape.hidden), data = comm.window.shape.wire_data_bytes();
+  for (int j = 0; j < count; ++j) {
+    float* const to = reinterpret_cast<float*>(staged_row(comm, epoch, owners[j], token) + data);
+    for (int64_t i = lane_id(); i < number; i += 32) to[i] = scales[i];
+  }
+}
+
+/// Rows as they are.
+class CopyRows {
+ public:
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        pieces_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)) {}
+
+  __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
+                       Announcer& announcer) {
+    PieceCursor load{tokens}, store{tokens};
+    const int64_t row_bytes = pieces_.total;
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
+        wait_stores_read<kCopyStages / 2>();
+        ring_.load(args_.x + (begin + load.token()) * row_bytes + pieces_.offset(load.piece),
+                   pieces_.size(load.piece));
+        load.advance(pieces_.count);
+      }
+      const std::byte* const piece = ring_.wait();
+      const int i = store.token(), count = counts[i];
+      const int32_t* const owners = meta + i * comm_.top_k();
+      for (int j = 0; j < count; ++j)
+        store_piece(staged_row(comm_, epoch_, owners[j], begin + i) + pieces_.offset(store.piece), piece,
+                    pieces_.size(store.piece));
+      commit_stores();
+      if (args_.x_scales != nullptr && store.piece == 0)
+        store_scales(comm_, epoch_, owners, count, begin + i,
+                     args_.x_scales + (begin + i) * scales_per_row(comm_.window.shape.hidden));
+      ring_.release();
+      announcer.group_committed();
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const SendArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kCopyStages, kCopyPiece> ring_;
+  const Pieces pieces_;
+};
+
+/// Rows of `dtype`, which go out as e4m3 with scales.
+template <DType dtype>
+class QuantiseRows {
+  using E = Element<dtype>;
+  static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
+  static constexpr int kBlockLanes = kScaleColumns / E::kVector;
+  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes <= 32);
+
+ public:
+  __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        out_(memory.pieces + kSumStages * kSumPiece),
+        pieces_(full_pieces(comm.window.shape.row_bytes())) {}
+
+  __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
+                       Announcer& announcer) {
+    PieceCursor load{tokens}, store{tokens};
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() < kSumStages) {
+        ring_.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece),
+                   pieces_.size(load.piece));
+        load.advance(pieces_.count);
+      }
+      const uint4* const piece = reinterpret_cast<const uint4*>(ring_.wait());
+      const int i = store.token(), count = counts[i];
+      const int32_t* const owners = meta + i * comm_.top_k();
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
+      std::byte* const out = out_.next();
+      const int64_t first_block = int64_t{store.piece} * (kColumns / kScaleColumns);
+#pragma unroll
+      for (int step = 0; step < kSumPiece / 512; ++step) {
+        const int v = step * 32 + lane_id();
+        float values[E::kVector] = {};
+        if (v < vectors) E::widen(piece[v], values);
+        float amax = 0;
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) amax = fmaxf(amax, fabsf(values[e]));
+#pragma unroll
+        for (int width = kBlockLanes / 2; width > 0; width /= 2)
+          amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, width));
+        const float scale = fp8_scale(amax), inverse = __fdiv_rn(1.0f, scale);
+        if (v >= vectors) continue;
+        uint32_t* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
+#pragma unroll
+        for (int e = 0; e < E::kVector; e += 4) to[e / 4] = to_fp8(values + e, inverse);
+        if (v % kBlockLanes == 0)
+          for (int j = 0; j < count; ++j)
+            reinterpret_cast<float*>(staged_row(comm_, epoch_, owners[j], begin + i) +
+                                     comm_.window.shape.wire_data_bytes())[first_block + v / kBlockLanes] =
+                scale;
+      }
+      publish_piece();
+      ring_.release();
+      for (int j = 0; j < count; ++j)
+        store_piece(staged_row(comm_, epoch_, owners[j], begin + i) + int64_t{store.piece} * kColumns, out,
+                    static_cast<uint32_t>(vectors * E::kVector));
+      commit_stores();
+      announcer.group_committed();
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const SendArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kSumStages, kSumPiece> ring_;
+  OutRing out_;
+  const Pieces pieces_;
+};
+
+/// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
+/// place.
+template <class Visit>
+__device__ bool all_credits(const Comm& comm, uint64_t epoch, int64_t chunk, const PeerSet& peers,
+                            const Visit& visit) {
+  bool all = true;
+  peers.for_each([&](int32_t peer) {
+    all = all && visit(peer, device::EpochFlag{comm.flag(comm.own, comm.window.credits, peer, chunk),
+                                               static_cast<uint32_t>(epoch)});
+  });
+  return __all_sync(0xffffffffu, all);
+}
+
+/// Waits until the owners have read the chunk whose place this one takes. False if it waits in vain.
+__device__ bool wait_for_place(const Comm& comm, const SendArguments& args, uint64_t epoch, int64_t chunk,
+                               const PeerSet& peers, Announcer& announcer) {
+  const int64_t before = chunk - comm.window.stage_tokens / chunk_tokens(args.tokens);
+  if (before < 0) return true;
+  bool free = all_credits(comm, epoch, before, peers,
+                          [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); });
+  if (!free) {
+    announcer.flush();  // what comes before must not wait for this chunk
+    free = all_credits(comm, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
+      return device::wait_until(comm, {peer, WaitPhase::credit, args.operation, epoch}, flag);
+    });
+  }
+  open_for_loads();
+  return free;
+}
+
+template <class Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
+  ptx::launch_dependents();
+  if (already_failed(comm)) return;
+  const uint64_t epoch = comm.state().epoch + 1;
+  bool valid = true;
+  if (args.operation == Operation::dispatch) {
+    const int blocks = route_blocks(args.tokens, static_cast<int>(gridDim.x));
+    if (static_cast<int>(blockIdx.x) < blocks)
+      route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
+            &block.shared_word);
+  } else {
+    const PlanHeader& header = PlanView{args.plan, comm.plan_fields}.header();
+    valid = header.id != 0;
+    if (blockIdx.x == 0)
+      signal_start(comm, args.operation, epoch, header.id, args.layout, args.tokens, kCarriesRows);
+  }
+#if MOECOMM_HAS_BULK
+  ptx::fence_shared_to_bulk();
+#endif
+  __syncthreads();
+  if (!valid) return;
+
+  int32_t* const meta = block.meta[warp_id()];
+  int32_t* const counts = block.counts[warp_id()];
+  Rows rows(comm, args, epoch, warp_memory(block));
+  Announcer announcer(comm, epoch);
+  Claims claims(&comm.state().send_next);
+  const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
+  for (int64_t chunk = claims.take(); chunk < chunks; chunk = claims.take()) {
+    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
+    const ChunkOwners owners = list_owners(comm, args, begin, end, meta, counts);
+    if (owners.tokens == 0) continue;
+    if (args.tokens > comm.window.stage_tokens &&
+        !wait_for_place(comm, args, epoch, chunk, owners.peers, announcer))
+      break;
+    rows.send(begin, owners.tokens, meta, counts, announcer);
+    announcer.chunk_stored(chunk, owners.peers);
+  }
+  announcer.flush();
+}
+
+template <class Rows>
+cudaError_t launch_rows(const Launch& launch, const Comm& comm, const SendArguments& args) {
+  return launch_kernel<send_kernel<Rows>>(launch, sizeof(BlockMemory), comm, args);
+}
+
+}  // namespace
+
+cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
+  if (!args.quantise) return launch_rows<CopyRows>(launch, comm, args);
+  switch (comm.window.shape.dtype) {
+    case DType::float32:
+      return launch_rows<QuantiseRows<DType::float32>>(launch, comm, args);
+    case DType::bfloat16:
+      return launch_rows<QuantiseRows<DType::bfloat16>>(launch, comm, args);
+    case DType::float16:
+      return launch_rows<QuantiseRows<DType::float16>>(launch, comm, args);
+    case DType::float64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace moecomm::intranode

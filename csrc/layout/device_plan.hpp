@@ -1,0 +1,69 @@
+// The plan of one dispatch on the GPU: written by kernels into memory that the caller keeps in its handle, so
+// that it outlives the window's sections, and is rewritten by every replay of a graph. Same meaning as
+// layout/plan.hpp, but dense: indexed by (source, token), so that no list has to be compacted.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/macros.hpp"
+#include "layout/device_window.hpp"
+
+namespace moecomm {
+
+inline constexpr int32_t kRowElsewhere = -1;  ///< the id is no expert of this rank
+inline constexpr int32_t kRowDropped = -2;    ///< it is one, but the row lies past the capacity
+inline constexpr int32_t kNoOwnSlot = 0xFFFF;
+
+struct PlanHeader {
+  uint64_t id;          ///< epoch in which it was made; 0: the dispatch failed, and nothing may move along it
+  int32_t rows;         ///< of the output: the capacity, or needed_rows
+  int32_t needed_rows;  ///< rows that every expert row and its alignment take here
+  int32_t overflow;     ///< 0, or needed_rows where that is more than the capacity
+  int32_t reserved[11];
+};
+static_assert(sizeof(PlanHeader) == 64);
+
+/// Fields of a plan, as offsets in int32 words.
+struct DevicePlan {
+  int64_t header;       ///< PlanHeader
+  int64_t expert_rows;  ///< [local experts] rows without alignment
+  int64_t offsets;      ///< [local experts] inclusive ends of aligned groups, at most rows
+  int64_t source_ends;  ///< [ranks] rank layout: inclusive ends of the sources, at most rows
+  int64_t ends;         ///< [local experts] ends of the real rows of each group, at most rows
+  int64_t tokens;       ///< [ranks] tokens of each source
+  int64_t bases;        ///< [ranks][local experts] first row of (source, expert); rank layout: [ranks][1]
+  int64_t home_ids;     ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
+  int64_t home;         ///< [max_tokens] owners of a token, and from bit 16 the slot that is this rank's own
+  int64_t slots;        ///< [ranks][max_tokens] this rank's combine slot at the token's home, or -1
+  int64_t rows;         ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
+                        ///< layout the same row for each k that this rank owns
+  int64_t total;        ///< words
+
+  static DevicePlan make(const DeviceShape& shape) {
+    DevicePlan p{};
+    int64_t end = 0;
+    const auto place = [&](int64_t& field, int64_t words) {
+      field = end;
+      end += (words + 63) / 64 * 64;
+    };
+    const int64_t local = shape.local_experts(), tokens = shape.max_tokens;
+    place(p.header, sizeof(PlanHeader) / 4);
+    place(p.expert_rows, local);
+    place(p.offsets, local);
+    place(p.source_ends, shape.ranks);
+    place(p.ends, local);
+    place(p.tokens, shape.ranks);
+    place(p.bases, shape.ranks * local);
+    place(p.home_ids, tokens * shape.top_k);
+    place(p.home, tokens);
+    place(p.slots, shape.ranks * tokens);
+    place(p.rows, shape.ranks * tokens * shape.top_k);
+    p.total = end;
+    return p;
+  }
+};
+
+}  // namespace moecomm

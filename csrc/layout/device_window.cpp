@@ -1,0 +1,81 @@
+#include "layout/device_window.hpp"
+
+#include <algorithm>
+
+#include "layout/routing.hpp"
+
+namespace moecomm {
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kLeastStage = 64;  // tokens
+
+/// Calls visit(name, offset field, bytes) for every section in the order of the window.
+template <class Visit>
+void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
+  const DeviceShape& s = w.shape;
+  const int64_t entries = s.max_tokens * s.top_k, weight = weight_bytes(s.dtype);
+  visit("peer signals", w.sources, s.ranks * int64_t{sizeof(SourceLines)});
+  visit("kernel state", w.state, int64_t{sizeof(DeviceState)});
+  visit("route counts", w.route_counts, kMaxRouteBlocks * s.counts() * 4);
+  for (auto& offset : w.error_text) visit("error text", offset, kErrorText);
+  for (auto& offset : w.counts) visit("row counts", offset, s.ranks * s.counts() * 4);
+  for (auto& offset : w.codes) visit("expert places", offset, s.ranks * entries * 4);
+  for (auto& offset : w.heads)
+    visit("token heads", offset, s.ranks * s.max_tokens * int64_t{sizeof(TokenHead)});
+  for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
+  for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
+  visit("arrival flags", w.arrived, s.ranks * s.max_chunks() * 4);
+  visit("credit flags", w.credits, s.ranks * s.max_chunks() * 4);
+  for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
+}
+
+/// Combine needs a slot for each possible owner of each token. Dispatch uses the same memory for the rows of
+/// all sources; where it does not hold all of their tokens, they take turns.
+int64_t rows_bytes(const DeviceShape& s) {
+  return std::max(s.max_tokens * s.slots() * s.row_bytes(), s.ranks * std::min(s.max_tokens, kLeastStage) *
+                                                                std::max(s.row_bytes(), s.wire_row_bytes()));
+}
+
+int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
+  const int64_t fitting = bytes / (s.ranks * s.wire_row_bytes());
+  return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
+}
+
+template <class Visit>
+DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
+  DeviceWindow window{};
+  window.shape = shape;
+  const int64_t rows = rows_bytes(shape);
+  window.stage_tokens = fitting_tokens(shape, rows);
+  int64_t end = 0;
+  for_each_section(window, rows, [&](const char* name, int64_t& offset, int64_t bytes) {
+    offset = end;
+    end += align_up(bytes, kPage);
+    visit(name, offset, align_up(bytes, kPage));
+  });
+  window.total_bytes = end;
+  return window;
+}
+
+}  // namespace
+
+DeviceWindow DeviceWindow::make(const DeviceShape& shape) {
+  return walk(shape, [](const char*, int64_t, int64_t) {});
+}
+
+DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
+  DeviceWindow window = *this;
+  window.shape.wire = wire;
+  window.stage_tokens = fitting_tokens(window.shape, rows_bytes(shape));
+  return window;
+}
+
+std::vector<Section> device_window_sections(const DeviceShape& shape) {
+  std::vector<Section> sections;
+  walk(shape,
+       [&](const char* name, int64_t offset, int64_t bytes) { sections.push_back({name, offset, bytes}); });
+  return sections;
+}
+
+}  // namespace moecomm

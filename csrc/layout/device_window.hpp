@@ -1,0 +1,129 @@
+// The window of a CUDA communicator: what peers write into each other's GPU memory. One field list, shared by
+// host and device, from which all offsets and the total size come (device_window.cpp).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/dtype.hpp"
+#include "common/macros.hpp"
+#include "layout/control.hpp"
+#include "layout/window.hpp"
+
+namespace moecomm {
+
+/// How a row of a dispatch travels.
+enum class WireFormat : int32_t {
+  same = 0,  ///< in its dtype
+  fp8 = 1,   ///< e4m3 with one float32 scale for each 128 columns
+};
+
+inline constexpr int32_t kScaleColumns = 128;  ///< columns that share a scale
+inline constexpr int32_t kMaxTopK = 32;        ///< a warp holds the ids of a token
+inline constexpr int32_t kMaxChunk = 8;        ///< tokens
+inline constexpr int32_t kMaxRouteBlocks = 16;
+
+MOECOMM_HD constexpr int64_t scales_per_row(int64_t hidden) {
+  return (hidden + kScaleColumns - 1) / kScaleColumns;
+}
+
+/// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
+/// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
+MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) {
+  return tokens <= 512 ? 1 : tokens <= 2048 ? 2 : tokens <= 8192 ? 4 : kMaxChunk;
+}
+
+MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
+  return (tokens + chunk_tokens(tokens) - 1) / chunk_tokens(tokens);
+}
+
+struct DeviceShape {
+  int32_t ranks;
+  int32_t top_k;
+  int64_t num_experts;
+  int64_t hidden;
+  int64_t max_tokens;
+  DType dtype;
+  WireFormat wire;
+
+  MOECOMM_HD int32_t local_experts() const { return static_cast<int32_t>(num_experts / ranks); }
+  MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  /// Bytes of the values of a row on the wire; the scales follow.
+  MOECOMM_HD int64_t wire_data_bytes() const { return wire == WireFormat::fp8 ? hidden : row_bytes(); }
+  MOECOMM_HD int64_t wire_row_bytes() const {
+    return wire == WireFormat::fp8 ? (hidden + 4 * scales_per_row(hidden) + 15) / 16 * 16 : row_bytes();
+  }
+  /// Most ranks that one token can have as owners.
+  MOECOMM_HD int32_t slots() const { return ranks < top_k ? ranks : top_k; }
+  /// Chunks of up to max_tokens tokens, whatever number of them comes.
+  MOECOMM_HD int64_t max_chunks() const;
+  /// Numbers that each source announces: rows for each expert, then tokens for each rank.
+  MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
+};
+
+MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
+  int64_t most = 0;
+  for (int64_t bound : {int64_t{512}, int64_t{2048}, int64_t{8192}, max_tokens}) {
+    const int64_t tokens = bound < max_tokens ? bound : max_tokens;
+    if (chunk_count(tokens) > most) most = chunk_count(tokens);
+  }
+  return most;
+}
+
+/// Records of one source, two because a peer can be one epoch ahead.
+struct SourceLines {
+  SignalRecord record[2];
+};
+static_assert(sizeof(SourceLines) == 2 * kLine);
+
+/// About one token for one of its owners.
+struct TokenHead {
+  int32_t slot;   ///< the owner's combine slot at the token's home; -1: not an owner
+  int32_t place;  ///< number of the token among those that its source sends to this owner
+};
+static_assert(sizeof(TokenHead) == 8);
+
+/// What a rank's kernels keep between operations, in its own window; peers never touch it. Counters are zero
+/// between operations.
+struct DeviceState {
+  alignas(kLine) uint64_t epoch;      ///< last epoch that has ended here
+  alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
+  uint32_t cancelled;                 ///< epoch (low 32 bits) whose records disagree: nothing is waited for
+  uint32_t planned;                   ///< epoch (low 32 bits) of the newest plan
+  alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
+  alignas(kLine) uint32_t receive_next;
+  alignas(kLine) uint32_t receive_done;   ///< blocks
+  alignas(kLine) uint32_t route_counted;  ///< blocks
+  alignas(kLine) uint32_t route_done;     ///< blocks
+  alignas(kLine) uint64_t bad_id;         ///< index of the first bad id, all ones if there is none
+};
+
+/// Sections exist twice where their use alternates by epoch.
+struct DeviceWindow {
+  DeviceShape shape;
+  int64_t stage_tokens;   ///< tokens of one source that the staging section holds; slots are used in turn
+  int64_t sources;        ///< SourceLines[ranks]
+  int64_t state;          ///< DeviceState
+  int64_t route_counts;   ///< int32[kMaxRouteBlocks][counts], this rank's own
+  int64_t error_text[2];  ///< char[kErrorText]
+  int64_t counts[2];      ///< int32[ranks][counts], by source
+  int64_t codes[2];       ///< int32[ranks][max_tokens][top_k]; expert layout: local expert * max_tokens +
+                          ///< number among the source's rows for it; rank layout: local expert; -1: elsewhere
+  int64_t heads[2];       ///< TokenHead[ranks][max_tokens]
+  int64_t weights[2];     ///< weight type [ranks][max_tokens][top_k]
+  int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
+  int64_t arrived;          ///< uint32[ranks][max_chunks]: epoch in which a chunk of this writer has arrived
+  int64_t credits;          ///< uint32[ranks][max_chunks]: epoch in which this reader has read a chunk
+  int64_t rows[2];          ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
+  int64_t total_bytes;
+
+  static DeviceWindow make(const DeviceShape& shape);
+  /// The same window for an operation whose rows travel in another format.
+  DeviceWindow with_wire(WireFormat wire) const;
+};
+
+/// The same field list as DeviceWindow::make, for people.
+std::vector<Section> device_window_sections(const DeviceShape& shape);
+
+}  // namespace moecomm

@@ -1,0 +1,71 @@
+// Pinned host memory through which the kernels of a communicator and its host talk without a synchronisation.
+// Each part is written by one side, its `set` (or ticket) last, with release. After it lie one PeerLoss a
+// rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout/control.hpp"
+
+namespace moecomm {
+
+/// What a kernel was waiting for.
+enum class WaitPhase : uint32_t { records = 0, rows = 1, credit = 2, blocks = 3 };
+
+/// What ranks disagree on.
+enum class Disagreement : uint32_t {
+  none = 0,
+  operation = 1,
+  layout = 2,
+  alignment = 3,
+  capacity = 4,
+  plan = 5,
+  carries = 6,
+};
+
+/// One peer that signals no more, for waits of kernels on it. Host to device.
+struct PeerLoss {
+  uint32_t set;  ///< 1: a wait for this peer whose signal is not there ends
+  int32_t peer;  ///< the one to blame: itself, or who it gave up on
+  Cause cause;
+  int32_t first;  ///< the rank that noticed
+};
+static_assert(sizeof(PeerLoss) == 16);
+
+struct HostStatus {
+  struct alignas(kLine) Rows {  // the row count of a dropless dispatch
+    uint64_t ticket;            ///< number of the dispatch, given by the host
+    int64_t rows;               ///< -1: the dispatch failed, see `verdict`
+  } rows;
+  struct alignas(kLine) Broken {  // a wait ended without its signal
+    uint32_t set;
+    int32_t peer;
+    Cause cause;
+    WaitPhase phase;
+    Operation operation;
+    int32_t first;
+    uint64_t expected, seen;
+  } broken;
+  struct alignas(kLine) Verdict {  // all ranks agree that an operation is bad
+    uint32_t set;
+    uint32_t kind;  ///< ErrorKind
+    int32_t rank;   ///< whose record
+    Disagreement about;
+    int64_t index;  ///< of the bad id, from bit 48 one more than the k of its double; or rank 0's value
+    int64_t value;  ///< the bad id, or the value of `rank`
+    uint32_t has_text;
+  } verdict;
+  struct alignas(kLine) Overflow {
+    uint32_t set;
+    int32_t rank;  ///< the fullest
+    int64_t needed, capacity;
+  } overflow;
+  struct alignas(kLine) Counters {  // since construction
+    uint64_t rows_out, bytes_wire;
+  } counters;
+  char text[kErrorText];  ///< of `verdict`
+};
+static_assert(offsetof(HostStatus, text) == 5 * kLine);
+
+}  // namespace moecomm

@@ -1,0 +1,97 @@
+// Bulk copies between shared and global memory (the tensor memory accelerator's plain form, sm_90 and later).
+// Global addresses may be a peer GPU's. All addresses and sizes are multiples of 16 bytes. A bulk group
+// belongs to the thread that commits it.
+#pragma once
+
+#include <cstdint>
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define MOECOMM_HAS_BULK 1
+#else
+#define MOECOMM_HAS_BULK 0
+#endif
+
+namespace moecomm::ptx {
+
+#if MOECOMM_HAS_BULK
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+/// Makes barriers that were just initialised known to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/// One arrival, and `bytes` more to come by bulk copies before the phase ends.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+/// True when the phase of this parity has ended; what was copied is visible to this thread then.
+__device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+/// Global to shared memory; `barrier` counts the bytes as they arrive.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// Shared to global memory, in the bulk group that is open.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/// Until all but the newest `pending` groups have read their shared memory.
+template <int pending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+/// Until all but the newest `pending` groups are written, wherever they go.
+template <int pending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/// Ordinary stores to shared memory before it are seen by bulk copies after it.
+__device__ __forceinline__ void fence_shared_to_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// What this thread has acquired in global memory is seen by bulk copies after it.
+__device__ __forceinline__ void fence_global_to_bulk() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+#endif
+
+}  // namespace moecomm::ptx

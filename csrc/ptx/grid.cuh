@@ -1,0 +1,30 @@
+// Programmatic dependent launch (sm_90 and later; elsewhere kernels of a stream do not overlap) and the
+// clock.
+#pragma once
+
+#include <cstdint>
+
+namespace moecomm::ptx {
+
+/// Lets the next kernel of the stream start once all blocks have said so.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Until the kernel that this one was launched behind has ended; all it wrote is visible then.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Nanoseconds; ticks about every microsecond.
+__device__ __forceinline__ uint64_t global_nanoseconds() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+}  // namespace moecomm::ptx

@@ -1,0 +1,488 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+
+#include "runtime/device_communicator.hpp"
+#include "transport/device/comm.cuh"
+
+namespace moecomm {
+namespace {
+
+constexpr auto kWatchPeriod = std::chrono::milliseconds(10);
+constexpr uint32_t kTexts = 8;  // announcements that may be under way at once
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // what is not sticky is reported here and not again elsewhere
+  const ErrorKind kind =
+      error == cudaErrorMemoryAllocation ? ErrorKind::out_of_memory : ErrorKind::unsupported;
+  throw Error(kind,
+              std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
+}
+
+/// Makes a device current for as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+template <class T>
+T load_acquire(const T& value) {
+  return std::atomic_ref<T>(const_cast<T&>(value)).load(std::memory_order_acquire);
+}
+
+template <class T>
+void store_release(T& value, T to) {
+  std::atomic_ref<T>(value).store(to, std::memory_order_release);
+}
+
+const char* name(Operation operation) {
+  switch (operation) {
+    case Operation::dispatch:
+      return "dispatch";
+    case Operation::redispatch:
+      return "backward of combine";
+    case Operation::combine:
+      return "combine";
+    case Operation::none:
+      break;
+  }
+  return "an operation with bad arguments";
+}
+
+std::string phase_text(const HostStatus::Broken& broken) {
+  const std::string operation = name(broken.operation);
+  switch (broken.phase) {
+    case WaitPhase::records:
+      return operation;
+    case WaitPhase::rows:
+      return operation + " (its rows)";
+    case WaitPhase::credit:
+      return operation + " (room for rows)";
+    case WaitPhase::blocks:
+      break;
+  }
+  return operation + " (blocks of this GPU)";
+}
+
+WindowShape control_shape(int32_t ranks) { return {ranks, 1, 4, 1, DType::float32}; }
+
+}  // namespace
+
+struct DeviceCommunicator::Pinned {
+  explicit Pinned(int32_t ranks) {
+    const size_t bytes = sizeof(HostStatus) + ranks * sizeof(PeerLoss) + kTexts * kErrorText;
+    void* memory = nullptr;
+    check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+    std::memset(memory, 0, bytes);
+    status = static_cast<HostStatus*>(memory);
+    losses = reinterpret_cast<PeerLoss*>(status + 1);
+    texts = reinterpret_cast<char*>(losses + ranks);
+  }
+  ~Pinned() { cudaFreeHost(status); }
+  HostStatus* status;
+  PeerLoss* losses;
+  char* texts;
+};
+
+DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
+    : config_(config),
+      window_(DeviceWindow::make(config.shape)),
+      owner_(getpid()),
+      control_layout_(WindowLayout::make(control_shape(config.shape.ranks))),
+      control_(static_cast<size_t>(config.shape.ranks)) {
+  const DeviceShape& s = config_.shape;
+  if (s.top_k > kMaxTopK)
+    throw Error(ErrorKind::unsupported,
+                "top_k is " + std::to_string(s.top_k) + ", a GPU serves up to " + std::to_string(kMaxTopK));
+  if (s.ranks > 1024) throw Error(ErrorKind::unsupported, "a communicator of GPUs has at most 1024 ranks");
+  if (s.local_experts() * s.max_tokens >= int64_t{1} << 31)
+    throw Error(ErrorKind::unsupported, "max_tokens is " + std::to_string(s.max_tokens) + " for " +
+                                            std::to_string(s.local_experts()) +
+                                            " experts a rank, expected a product below 2^31");
+  if (s.counts() * 4 > 180 * 1024)
+    throw Error(ErrorKind::unsupported, "num_experts is " + std::to_string(s.num_experts) +
+                                            ", a GPU serves up to 45000 experts and ranks");
+  if (s.wire == WireFormat::fp8 && s.dtype == DType::float64)
+    throw Error(ErrorKind::unsupported, "wire is fp8, which takes float32, bfloat16 and float16 rows");
+  const DeviceGuard guard(config_.device);
+  int sms = 0, major = 0;
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, config_.device),
+             "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config_.device),
+             "cudaDeviceGetAttribute");
+  if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
+  overlaps_ = major >= 9;
+  heuristics_ = intranode::choose_heuristics(sms, config_.num_sms);
+  pinned_ = std::make_unique<Pinned>(s.ranks);
+  control_[config_.rank] =
+      shm::Window::create(control_layout_.committed_bytes, control_layout_.committed_bytes);
+}
+
+DeviceCommunicator::~DeviceCommunicator() {
+  close();
+  if (getpid() != owner_) {  // a forked child has no business with the driver
+    (void)pinned_.release();
+    return;
+  }
+  if (fork_ != nullptr) cudaEventDestroy(fork_);
+  if (join_ != nullptr) cudaEventDestroy(join_);
+  if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
+  if (bases_ != nullptr) cudaFree(bases_);
+}
+
+std::string DeviceCommunicator::link_control() {
+  control_[config_.rank].link();
+  return control_[config_.rank].name();
+}
+
+void DeviceCommunicator::unlink_control() noexcept { control_[config_.rank].unlink(); }
+
+void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
+                                 const std::vector<int64_t>& pids) {
+  const DeviceGuard guard(config_.device);
+  const size_t ranks = bases.size();
+  std::vector<std::byte*> control;
+  for (size_t r = 0; r < ranks; ++r) {
+    if (static_cast<int32_t>(r) != config_.rank)
+      control_[r] = shm::Window::open(names[r], control_layout_.committed_bytes);
+    control.push_back(control_[r].base());
+  }
+  signals_ =
+      std::make_unique<shm::Signals>(control_layout_, control, config_.rank, pids, config_.timeout_seconds);
+
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, ranks * sizeof(std::byte*)), "cudaMalloc");
+  bases_ = static_cast<std::byte**>(memory);
+  check_cuda(cudaMemcpy(bases_, bases.data(), ranks * sizeof(std::byte*), cudaMemcpyHostToDevice),
+             "cudaMemcpy");
+  std::byte* const own = reinterpret_cast<std::byte*>(bases[config_.rank]);
+  DeviceState state{};
+  state.bad_id = ~uint64_t{0};
+  check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
+  if (!overlaps_) {
+    check_cuda(cudaStreamCreateWithFlags(&side_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    check_cuda(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "cudaEventCreate");
+    check_cuda(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "cudaEventCreate");
+  }
+
+  for (const WireFormat wire : {WireFormat::same, WireFormat::fp8}) {
+    device::Comm comm{};
+    comm.window = window_.with_wire(wire);
+    comm.rank = config_.rank;
+    comm.local_experts = config_.shape.local_experts();
+    comm.bases = bases_;
+    comm.own = own;
+    comm.host = pinned_->status;
+    comm.losses = pinned_->losses;
+    comm.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
+    comm.plan_fields = DevicePlan::make(config_.shape);
+    comms_[static_cast<int>(wire)] = std::make_unique<device::Comm>(comm);
+  }
+  watcher_ = std::thread([this] { watch(); });
+}
+
+/// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
+void DeviceCommunicator::watch() {
+  bool told = false;
+  while (!stop_.load(std::memory_order_acquire)) {
+    for (int32_t peer = 0; peer < config_.shape.ranks; ++peer) {
+      if (peer == config_.rank) continue;
+      PeerLoss& out = pinned_->losses[peer];
+      if (load_acquire(out.set) != 0) continue;
+      if (const auto loss = signals_->loss(peer)) {
+        out.peer = loss->peer;
+        out.cause = loss->cause;
+        out.first = loss->first;
+        store_release(out.set, uint32_t{1});
+      }
+    }
+    const HostStatus::Broken& broken = pinned_->status->broken;
+    if (!told && load_acquire(broken.set) != 0) {
+      told = true;
+      signals_->announce_loss(broken.peer, broken.cause);
+    }
+    std::this_thread::sleep_for(kWatchPeriod);
+  }
+}
+
+device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
+
+intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
+  return {stream, blocks, overlapped && overlaps_};
+}
+
+/// The stream for the kernel that sends, beside which the receiving one has to run.
+cudaStream_t DeviceCommunicator::start_sending(cudaStream_t stream) {
+  if (overlaps_) return stream;
+  check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
+  check_cuda(cudaStreamWaitEvent(side_stream_, fork_, 0), "cudaStreamWaitEvent");
+  return side_stream_;
+}
+
+/// `stream` goes on when the sending kernel has ended as well.
+void DeviceCommunicator::end_sending(cudaStream_t stream) {
+  if (overlaps_) return;
+  check_cuda(cudaEventRecord(join_, side_stream_), "cudaEventRecord");
+  check_cuda(cudaStreamWaitEvent(stream, join_, 0), "cudaStreamWaitEvent");
+}
+
+void DeviceCommunicator::require_usable() {
+  if (getpid() != owner_)
+    throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
+                                       "; a forked child has to build its own");
+  if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
+  note_broken();
+  if (broken_) throw *broken_;
+  if (!signals_) throw Error(ErrorKind::closed, "the communicator is not connected");
+}
+
+void DeviceCommunicator::note_broken() {
+  const HostStatus::Broken& broken = pinned_->status->broken;
+  if (broken_ || load_acquire(broken.set) == 0) return;
+  broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
+                            config_.timeout_seconds, broken.expected, broken.seen);
+}
+
+std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
+  const std::string rank = "rank " + std::to_string(v.rank);
+  if (v.has_text != 0)
+    return rank + ": " + std::string(pinned_->status->text, strnlen(pinned_->status->text, kErrorText));
+  if (v.about == Disagreement::none) {
+    const int64_t index = v.index & ((int64_t{1} << 48) - 1), other = v.index >> 48;
+    const std::string text = rank + ": topk_idx[" + std::to_string(index / config_.shape.top_k) + ", " +
+                             std::to_string(index % config_.shape.top_k) + "] is " + std::to_string(v.value);
+    if (other == 0)
+      return text + ", expected -1 (no expert) to " + std::to_string(config_.shape.num_experts - 1);
+    return text + ", which the token already has at k = " + std::to_string(other - 1) +
+           "; a token may name an expert once";
+  }
+  std::string what, first = std::to_string(v.index), here = std::to_string(v.value);
+  switch (v.about) {
+    case Disagreement::operation:
+      what = "the operation";
+      first = name(static_cast<Operation>(v.index));
+      here = name(static_cast<Operation>(v.value));
+      break;
+    case Disagreement::layout:
+      what = "layout";
+      first = v.index == 0 ? "expert" : "rank";
+      here = v.value == 0 ? "expert" : "rank";
+      break;
+    case Disagreement::alignment:
+      what = "alignment";
+      break;
+    case Disagreement::capacity:
+      what = "capacity (-1: none)";
+      break;
+    case Disagreement::plan:
+      what = "the handle (the epoch of its dispatch)";
+      break;
+    default:
+      what = "what travels (1: rows, 2: weights, 3: both)";
+  }
+  return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
+}
+
+void DeviceCommunicator::throw_verdict() {
+  HostStatus::Verdict& verdict = pinned_->status->verdict;
+  ErrorDetails details;
+  details.rank = verdict.rank;
+  const Error error(static_cast<ErrorKind>(verdict.kind), describe(verdict), details);
+  store_release(verdict.set, uint32_t{0});
+  throw error;
+}
+
+void DeviceCommunicator::check() {
+  require_usable();
+  if (load_acquire(pinned_->status->verdict.set) != 0) throw_verdict();
+  HostStatus::Overflow& overflow = pinned_->status->overflow;
+  if (load_acquire(overflow.set) == 0) return;
+  ErrorDetails details;
+  details.rank = overflow.rank;
+  details.needed = overflow.needed;
+  details.available = overflow.capacity;
+  const Error error(ErrorKind::capacity_exceeded,
+                    "a dispatch with capacity " + std::to_string(overflow.capacity) + " needed " +
+                        std::to_string(overflow.needed) + " rows on rank " + std::to_string(overflow.rank) +
+                        "; rows past the capacity were left out",
+                    details);
+  store_release(overflow.set, uint32_t{0});
+  throw error;
+}
+
+/// Ends a dispatch that was begun and will not be received.
+void DeviceCommunicator::abandon(cudaStream_t stream) {
+  if (!pending_) return;
+  pending_.reset();
+  check_cuda(intranode::launch_abandon(launch(stream, 1, true), *comm(config_.shape.wire)),
+             "launch of abandon");
+  end_sending(stream);
+}
+
+void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  abandon(stream);
+  const device::Comm& comm = *this->comm(config_.shape.wire);
+  intranode::SendArguments send{};
+  send.operation = Operation::dispatch;
+  send.x = d.x;
+  send.x_scales = d.x_scales;
+  send.ids = d.ids;
+  send.wide_ids = d.wide_ids;
+  send.weights = d.weights;
+  send.plan = d.plan;
+  send.tokens = d.tokens;
+  send.alignment = d.alignment;
+  send.capacity = d.capacity;
+  send.layout = d.layout;
+  send.quantise = config_.shape.wire == WireFormat::fp8 && d.x_scales == nullptr;
+  check_cuda(
+      intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
+      "launch of dispatch (sending)");
+  pending_ = d;
+  const intranode::PlanArguments plan{d.plan, d.alignment, d.capacity, d.layout, ++ticket_};
+  check_cuda(intranode::launch_plan(launch(stream, 1, true), comm, plan), "launch of dispatch (plan)");
+  ++stats_.dispatch_calls;
+  ++stats_.plans_made;
+  stats_.rows_in += d.tokens;
+}
+
+int64_t DeviceCommunicator::wait_rows() {
+  const HostStatus::Rows& rows = pinned_->status->rows;
+  // Kernels before this one in the stream may take as long as they like. The waits of this one have
+  // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
+  // then.
+  Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
+  while (load_acquire(rows.ticket) != ticket_) {
+    if (Clock::now() < look) continue;
+    look = Clock::now() + std::chrono::milliseconds(5);
+    const cudaError_t error = cudaPeekAtLastError();
+    if (error != cudaSuccess) check_cuda(error, "waiting for the row count of a dispatch");
+    if (interrupt_) interrupt_();
+  }
+  require_usable();
+  check();
+  assert(rows.rows >= 0);
+  return rows.rows;
+}
+
+void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream) {
+  if (!pending_) throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
+  const DeviceGuard guard(config_.device);
+  const DeviceDispatch d = *pending_;
+  intranode::ReceiveArguments receive{};
+  receive.operation = Operation::dispatch;
+  receive.x = d.x;
+  receive.plan = d.plan;
+  receive.rows = rows;
+  receive.out = output.out;
+  receive.out_scales = output.out_scales;
+  receive.out_weights = output.out_weights;
+  receive.out_ids = output.out_ids;
+  receive.layout = d.layout;
+  receive.dequantise = config_.shape.wire == WireFormat::fp8 && output.out_scales == nullptr;
+  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, true),
+                                       *comm(config_.shape.wire), receive),
+             "launch of dispatch (receiving)");
+  pending_.reset();
+  end_sending(stream);
+}
+
+void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::byte* x, int64_t tokens,
+                                    int64_t rows, std::byte* out, const std::byte* scales,
+                                    const std::byte* other, std::byte* dots, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  abandon(stream);
+  const device::Comm& comm = *this->comm(WireFormat::same);
+  intranode::SendArguments send{};
+  send.operation = Operation::redispatch;
+  send.x = x;
+  send.plan = plan;
+  send.tokens = tokens;
+  send.layout = layout;
+  check_cuda(
+      intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
+      "launch of the backward of combine (sending)");
+  intranode::ReceiveArguments receive{};
+  receive.operation = Operation::redispatch;
+  receive.x = x;
+  receive.plan = plan;
+  receive.rows = rows;
+  receive.out = out;
+  receive.scales = scales;
+  receive.other = other;
+  receive.dots = dots;
+  receive.layout = layout;
+  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, true), comm, receive),
+             "launch of the backward of combine (receiving)");
+  end_sending(stream);
+  ++stats_.dispatch_calls;
+}
+
+void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  abandon(stream);
+  const device::Comm& comm = *this->comm(WireFormat::same);
+  check_cuda(intranode::launch_reduce(launch(start_sending(stream), heuristics_.reduce_blocks, false), comm,
+                                      arguments),
+             "launch of combine (owners)");
+  check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, true), comm, arguments),
+             "launch of combine (home)");
+  end_sending(stream);
+  ++stats_.combine_calls;
+}
+
+void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  abandon(stream);
+  char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
+  const size_t length = std::min(text.size(), size_t{kErrorText - 1});
+  std::memcpy(target, text.data(), length);
+  target[length] = 0;
+  check_cuda(intranode::launch_announce(launch(stream, 1, false), *comm(WireFormat::same),
+                                        static_cast<uint32_t>(kind), target),
+             "launch of an error's announcement");
+}
+
+HostStatus::Counters DeviceCommunicator::counters() const {
+  HostStatus::Counters out;
+  out.rows_out = load_acquire(pinned_->status->counters.rows_out);
+  out.bytes_wire = load_acquire(pinned_->status->counters.bytes_wire);
+  return out;
+}
+
+std::string DeviceCommunicator::heuristics_text() const { return heuristics_.text(); }
+
+void DeviceCommunicator::close() noexcept {
+  if (closed_) return;
+  closed_ = true;
+  if (getpid() != owner_) {
+    if (watcher_.joinable()) watcher_.detach();
+    return;
+  }
+  stop_.store(true, std::memory_order_release);
+  if (watcher_.joinable()) watcher_.join();
+  if (signals_) signals_->close();
+}
+
+}  // namespace moecomm

@@ -1,0 +1,147 @@
+// The communicator of one rank on a GPU: starts the kernels of dispatch and combine on the caller's stream
+// (kernels/intranode), and reads what they report through pinned memory. Owns neither the window (device
+// memory that all ranks have mapped; the caller makes it) nor outputs and plans. Knows nothing of torch.
+//
+// One call at a time; the caller serialises. Only wait_rows waits for the device, and nothing synchronises
+// it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/deadline.hpp"
+#include "common/error.hpp"
+#include "kernels/intranode/arguments.hpp"
+#include "layout/device_plan.hpp"
+#include "layout/device_window.hpp"
+#include "layout/host_status.hpp"
+#include "transport/shm/signal.hpp"
+#include "transport/shm/window.hpp"
+
+namespace moecomm {
+
+struct DeviceConfig {
+  DeviceShape shape;
+  int32_t rank;
+  double timeout_seconds;
+  int32_t num_sms;  ///< of one operation; 0: as the heuristics say
+  int32_t device;
+};
+
+/// What a dispatch starts with. Addresses are of this device's memory.
+struct DeviceDispatch {
+  const std::byte* x;     ///< [tokens][hidden]; with x_scales in the wire format
+  const float* x_scales;  ///< [tokens][scales a row], or null
+  const void* ids;        ///< [tokens][top_k], int64 if wide_ids, else int32
+  bool wide_ids;
+  const std::byte* weights;  ///< weight type [tokens][top_k], or null
+  int64_t tokens;
+  RowLayout layout;
+  int64_t alignment;
+  int64_t capacity;  ///< -1: as many rows as needed
+  int32_t* plan;     ///< DevicePlan words
+};
+
+struct DeviceOutput {
+  std::byte* out;          ///< [rows][hidden]; with out_scales in the wire format
+  float* out_scales;       ///< [rows][scales a row], or null
+  std::byte* out_weights;  ///< weight type [rows] (rank layout: [rows][top_k]), or null
+  int32_t* out_ids;        ///< rank layout: [rows][top_k], or null
+};
+
+struct DeviceStats {
+  int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
+};
+
+class DeviceCommunicator {
+ public:
+  explicit DeviceCommunicator(const DeviceConfig& config);
+  ~DeviceCommunicator();
+  DeviceCommunicator(const DeviceCommunicator&) = delete;
+  DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
+
+  /// Names the control segment (host memory through which ranks notice each other's end), for peers to open
+  /// it by.
+  std::string link_control();
+  void unlink_control() noexcept;
+  /// bases[r] is rank r's window as mapped here, zero where nobody has written; names[r] its control segment.
+  void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
+               const std::vector<int64_t>& pids);
+  void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
+
+  /// Starts to send and to plan. finish_dispatch has to follow, or the next operation abandons it.
+  void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
+  /// Waits until the row count of a dispatch without capacity is known. Throws what ranks disagree on.
+  int64_t wait_rows();
+  /// Starts to receive into `output` of `rows` rows.
+  void finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream);
+
+  /// Sends rows x [tokens][hidden] along a kept plan: the backward of combine. scales, other, dots: see
+  /// ReceiveArguments.
+  void redispatch(int32_t* plan, RowLayout layout, const std::byte* x, int64_t tokens, int64_t rows,
+                  std::byte* out, const std::byte* scales, const std::byte* other, std::byte* dots,
+                  cudaStream_t stream);
+  void combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
+  /// Announces to all ranks that this one's arguments are bad.
+  void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
+
+  /// Throws, once, what the device has reported: arguments that ranks disagree on, bad ids, a passed
+  /// capacity; and what broke the communicator, each time.
+  void check();
+  /// Throws if the communicator is closed or broken.
+  void require_usable();
+
+  /// Tells the peers. Kernels under way must have ended before the window goes.
+  void close() noexcept;
+  bool closed() const { return closed_; }
+  DeviceStats& stats() { return stats_; }
+  HostStatus::Counters counters() const;
+  std::string heuristics_text() const;
+
+ private:
+  struct Pinned;  // HostStatus, losses, texts
+  device::Comm* comm(WireFormat wire) const;
+  intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
+  cudaStream_t start_sending(cudaStream_t stream);
+  void end_sending(cudaStream_t stream);
+  void abandon(cudaStream_t stream);
+  void watch();
+  void note_broken();
+  [[noreturn]] void throw_verdict();
+  std::string describe(const HostStatus::Verdict& verdict) const;
+
+  DeviceConfig config_;
+  DeviceWindow window_;
+  intranode::Heuristics heuristics_;
+  bool overlaps_ = false;  ///< kernels of one stream can overlap (programmatic dependent launch)
+  const int owner_;
+
+  std::unique_ptr<Pinned> pinned_;
+  std::byte** bases_ = nullptr;             // in device memory
+  std::unique_ptr<device::Comm> comms_[2];  // by WireFormat
+  cudaStream_t side_stream_ = nullptr;      // where kernels of one stream can't overlap
+  cudaEvent_t fork_ = nullptr, join_ = nullptr;
+
+  WindowLayout control_layout_;
+  std::vector<shm::Window> control_;
+  std::unique_ptr<shm::Signals> signals_;
+  std::thread watcher_;
+  std::atomic<bool> stop_{false};
+
+  std::function<void()> interrupt_;
+  bool closed_ = false;
+  std::optional<Error> broken_;
+  uint64_t ticket_ = 0;
+  uint32_t texts_ = 0;
+  std::optional<DeviceDispatch> pending_;
+  DeviceStats stats_;
+};
+
+}  // namespace moecomm

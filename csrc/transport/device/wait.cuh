@@ -1,0 +1,96 @@
+// Waits of kernels. Each has the communicator's deadline, looks for peers that the host knows to be gone, and
+// ends early when another wait of this rank has failed or the operation was called off. Nothing traps: a
+// kernel whose wait fails reports to the host and returns.
+#pragma once
+
+#include "ptx/grid.cuh"
+#include "ptx/memory.cuh"
+#include "transport/device/comm.cuh"
+
+namespace moecomm::device {
+
+struct WaitInfo {
+  int32_t peer;
+  WaitPhase phase;
+  Operation operation;
+  uint64_t expected;
+};
+
+/// Tells the host, once, that a wait ended in vain.
+__device__ inline void report_failure(const Comm& comm, const WaitInfo& info, uint64_t seen, int32_t peer,
+                                      Cause cause, int32_t first) {
+  if (atomicCAS(&comm.state().failed, 0u, 1u) != 0) return;
+  HostStatus::Broken& broken = comm.host->broken;
+  broken.peer = peer;
+  broken.cause = cause;
+  broken.phase = info.phase;
+  broken.operation = info.operation;
+  broken.first = first;
+  broken.expected = info.expected;
+  broken.seen = seen;
+  ptx::store_release_sys(&broken.set, 1);
+}
+
+/// True if this rank's kernels should not even start.
+__device__ inline bool already_failed(const Comm& comm) {
+  return ptx::load_relaxed_sys(&comm.state().failed) != 0;
+}
+
+/// Polls until read() >= target, where `read` acquires. False if it never will: after the deadline, when the
+/// host has lost a peer, or after another failure.
+template <class Read>
+__device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
+  constexpr uint64_t kLookAround = 20'000;  // ns between looks at the host's memory, which take microseconds
+  if (read.arrived()) return true;
+  const uint64_t start = ptx::global_nanoseconds();
+  uint64_t look = start + kLookAround;
+  while (true) {
+    for (int spin = 0; spin < 16; ++spin)
+      if (read.arrived()) return true;
+    const uint64_t now = ptx::global_nanoseconds();
+    if (now < look) continue;
+    look = now + kLookAround;
+    if (already_failed(comm) ||
+        ptx::load_relaxed_sys(&comm.state().cancelled) == static_cast<uint32_t>(info.expected))
+      return false;
+    const PeerLoss& loss = comm.losses[info.peer];
+    const bool lost = ptx::load_acquire_sys(&loss.set) != 0;
+    // What a peer signalled before it ended counts.
+    if (lost && !read.arrived()) {
+      report_failure(comm, info, read.seen(), loss.peer, loss.cause, loss.first);
+      return false;
+    }
+    if (now - start > comm.timeout_ns && !read.arrived()) {
+      report_failure(comm, info, read.seen(), info.peer, Cause::no_signal, comm.rank);
+      return false;
+    }
+  }
+}
+
+/// A 32-bit flag that holds the low bits of an epoch.
+struct EpochFlag {
+  const uint32_t* address;
+  uint32_t epoch;
+  __device__ bool arrived() const {
+    return static_cast<int32_t>(ptx::load_acquire_sys(address) - epoch) >= 0;
+  }
+  __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
+};
+
+/// The epoch of a record.
+struct RecordEpoch {
+  const uint64_t* address;
+  uint64_t epoch;
+  __device__ bool arrived() const { return ptx::load_acquire_sys(address) >= epoch; }
+  __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
+};
+
+/// A counter of this device's blocks.
+struct BlockCount {
+  const uint32_t* address;
+  uint32_t count;
+  __device__ bool arrived() const { return ptx::load_acquire_gpu(address) >= count; }
+  __device__ uint64_t seen() const { return ptx::load_acquire_gpu(address); }
+};
+
+}  // namespace moecomm::device
