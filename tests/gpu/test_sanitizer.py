@@ -1,0 +1,44 @@
+"""compute-sanitizer over small cases: no bad access to memory, no race in shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 280
+FOUND = 9  # exit code of the sanitizer when it found something
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_the_case_itself(require_gpus: Callable[[int], None]) -> None:
+    require_gpus(2)
+    done = _run([sys.executable, "-m", "tests.gpu.sanitize_case", "--ranks", "2"])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_clean_under(require_gpus: Callable[[int], None], tool: str) -> None:
+    require_gpus(2)
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on PATH")
+    watched = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND)]
+    if tool == "memcheck":
+        watched += ["--report-api-errors", "no"]  # torch asks the driver questions that it may refuse
+    done = _run([*watched, sys.executable, "-m", "tests.gpu.sanitize_case", "--ranks", "2"])
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-8000:]
+    assert "ERROR SUMMARY: 0 errors" in text or "0 hazards" in text, text[-4000:]

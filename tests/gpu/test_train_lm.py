@@ -1,0 +1,77 @@
+"""examples/train_lm.py on GPUs: the loss curve of a small model is that of the CPU run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.conftest import SMALL_MODEL, run_example, text_folder
+from tests.gpu import harness
+
+from lm.metrics import read_metrics  # isort: skip
+
+__all__ = ["text_folder"]  # a fixture
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_only")]
+
+STEPS = 40
+RUN = [
+    *SMALL_MODEL,
+    f"--steps={STEPS}",
+    "--warmup=5",
+    f"--eval-every={STEPS}",
+    "--eval-windows=33",
+    f"--save-every={STEPS}",
+]
+# The GPU multiplies float32 matrices in TF32, ten bits; over forty steps of training the curves drift apart
+# by less than what one step of learning moves them.
+FIRST, LATER = 2e-3, 3e-2
+
+
+def _losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def cpu_losses(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("cpu") / "run"
+    done = run_example(
+        "train_lm.py", *RUN, "--device", "cpu", "--ranks", "2", "--data", text_folder, "--out", folder
+    )
+    assert done.code == 0, done.err
+    return _losses(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_loss_curve_is_that_of_the_cpu(
+    require_gpus: Callable[[int], None],
+    cpu_losses: list[float],
+    text_folder: Path,
+    tmp_path: Path,
+    ranks: int,
+) -> None:
+    require_gpus(ranks)
+    if ranks > harness.gpus():
+        pytest.skip("NCCL needs a GPU for each rank")
+    done = run_example(
+        "train_lm.py",
+        *RUN,
+        "--device",
+        "cuda",
+        "--ranks",
+        str(ranks),
+        "--data",
+        text_folder,
+        "--out",
+        tmp_path / "run",
+    )
+    assert done.code == 0, done.err
+    losses = _losses(tmp_path / "run")
+    assert len(losses) == len(cpu_losses) == STEPS
+    difference = (torch.tensor(losses) - torch.tensor(cpu_losses)).abs()
+    print(f"largest difference: first five {difference[:5].max():.2e}, all {difference.max():.2e}")
+    assert difference[:5].max() < FIRST
+    assert difference.max() < LATER
+    assert losses[-1] < losses[0] - 0.2, "it learns"
