@@ -1,26 +1,38 @@
 #!/usr/bin/env python3
-"""The reference table: every program with all baselines at the sizes that docs/results.md shows.
+"""The reference tables: every program with its baselines at the sizes that docs/results.md shows.
 
-Prints each run's comparison as it goes and one summary at the end. Only --write changes files:
-docs/results/*.json, one a run, and docs/results.md. With the defaults it takes two to four minutes on two
-cores.
+Runs on the GPUs if there are any (--device). Prints each run as it goes and one summary at the end. Only
+--write changes files of the repository: docs/results/*.json, one a run, pictures of the sweeps, and this
+device's part of docs/results.md; --into keeps the records elsewhere, and --page makes the page of the records
+that are there. With the defaults it takes two to four minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # started as a file: the folder above bench/ is not on the path yet
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.harness import launch, results
+from bench.harness.entry import ranks_main
+from bench.harness.options import Options, find_device, parse
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+_NO_LIMIT = 1e9
+_MOST_FAILURES = 3  # in a row, after which it is not the run that is at fault
 
 
 @dataclass(frozen=True)
@@ -31,179 +43,225 @@ class Run:
     program: str
     flags: tuple[str, ...]
     about: str
+    quick: bool = False  # part of --quick
+    alone: bool = False  # in ranks of its own
 
 
-def plan(ranks: int, iters: int, warmup: int) -> list[Run]:
+def cpu_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
     """The reference case, then a small sweep around it."""
-    steady = ("-g", str(ranks), "-n", str(iters), "-w", str(warmup), "--baselines")
+    steady = ("--device", "cpu", "-g", str(ranks), "-n", str(iters), "-w", str(warmup), "--baselines")
     reference = ("-b", "2048", "--hidden", "4096", "-d", "float32", "--experts", "32", "--topk", "4")
     bfloat16 = ("-b", "2048", "--hidden", "2048", "-d", "bfloat16", "--experts", "64", "--topk", "8")
     small = ("-b", "32", "-e", "512", "-f", "4", "--hidden", "4096", "--experts", "32", "--topk", "4")
+    zipf = ("-b", "1024", "--hidden", "2048", "--routing", "zipf")
     runs = []
     for operation in ("dispatch", "combine"):
-        runs.append(Run(f"{operation}-reference", operation, (*reference, *steady), "the reference case"))
+        flags = (*reference, *steady)
+        runs.append(Run(f"{operation}-reference", operation, flags, "the reference case", quick=True))
     for operation in ("dispatch", "combine"):
         runs += [
             Run(f"{operation}-small", operation, (*small, *steady), "fewer tokens"),
-            Run(
-                f"{operation}-bfloat16",
-                operation,
-                (*bfloat16, *steady),
-                "bfloat16, top-8 of 64",
-            ),
-            Run(
-                f"{operation}-zipf",
-                operation,
-                ("-b", "1024", "--hidden", "2048", "--routing", "zipf", *steady),
-                "skewed routing",
-            ),
+            Run(f"{operation}-bfloat16", operation, (*bfloat16, *steady), "bfloat16, top-8 of 64"),
+            Run(f"{operation}-zipf", operation, (*zipf, *steady), "skewed routing"),
         ]
     runs.append(Run("alltoall", "alltoall", ("-b", "256", "-e", "4096", "-f", "4", *steady), "raw exchange"))
     return runs
 
 
-def execute(run: Run, folder: Path) -> dict[str, Any]:
-    """Runs one program, passes its output through, returns its record. Raises SystemExit when it fails."""
-    target = folder / f"{run.name}.json"
-    program = f"bench/{run.program}_perf.py"
-    print(f"\n== {run.name}: {run.about}\n$ python {program} {shlex.join(run.flags)}", flush=True)
-    status = subprocess.run(
-        [sys.executable, program, *run.flags, "-J", str(target)], cwd=ROOT, check=False
-    ).returncode
-    if status:
-        raise SystemExit(f"run_all.py: {run.name} ended with status {status}")
-    record: dict[str, Any] = json.loads(target.read_text())
+def cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
+    """4096 tokens, hidden 7168, top-8 of 256 in every form, then sweeps around it."""
+    steady = ("--device", "cuda", "-g", str(ranks), "-n", str(iters), "-w", str(warmup), "--timeout", "60")
+    shape = ("--hidden", "7168", "-d", "bfloat16")
+    point = ("-b", "4096", *shape, "--experts", "256", "--topk", "8")
+    tokens = ("-b", "1", "-e", "32768", "-f", "2", *shape, "--experts", "256", "--topk", "8")
+    fp8, handed_on = ("--wire", "fp8"), ("--wire", "fp8", "--no-dequantize")
+    fixed, graph = ("--capacity", "auto"), ("--capacity", "auto", "--graph")
+    everything = ("--baselines",)
+    links, usual = ("--baselines", "sm-push"), ("--baselines", "sm-push,nccl")
+    sms = ("--num-sms", "8,16,24,32,64,132")
+
+    def run(name: str, flags: Sequence[str], about: str, **more: bool) -> Run:
+        operation = name.split("-")[0]
+        program = "dispatch" if operation == "backward" else operation
+        return Run(f"cuda-{name}", program, (*flags, *steady), about, **more)
+
+    experts = ("-b", "4096", *shape, "--experts", "32,256,896", "--topk", "8")
+    topk = ("-b", "4096", *shape, "--experts", "256", "--topk", "1,2,4,8,16")
+    zipf = (*point, "--routing", "zipf", "--zipf", "0.5,1,1.5")
+    one_hot = (*point, "--routing", "one-hot")
+    symmetric = ("--baselines", "torch-symm")
+    return [
+        run("dispatch", (*point, *everything), "dispatch to expert-major, exact sizes", quick=True),
+        run("dispatch-fp8", (*point, *fp8, *usual), "rows travel in fp8, arrive in bf16", quick=True),
+        run("dispatch-fp8-on", (*point, *handed_on, *usual), "fp8 rows and scales handed on", quick=True),
+        run("combine", (*point, *everything), "combine from expert-major with weights", quick=True),
+        run("backward", (*point, "--kept-handle", *links), "dispatch along a kept handle", quick=True),
+        run(
+            "dispatch-fixed",
+            (*point, *fixed, *links),
+            "fixed capacity: the host waits for nothing",
+            quick=True,
+        ),
+        run("dispatch-graph", (*point, *graph, *links), "the same, replayed from a graph"),
+        run("dispatch-fp8-graph", (*point, *fp8, *graph, *links), "fp8, replayed from a graph"),
+        run("combine-graph", (*point, *graph, *links), "combine, replayed from a graph"),
+        run("dispatch-tokens", (*tokens, *usual), "sweep over tokens"),
+        run("dispatch-graph-tokens", (*tokens, *graph, *links), "sweep over tokens in a graph"),
+        run("combine-tokens", (*tokens, *usual), "sweep over tokens"),
+        run("dispatch-sms", (*point, *sms, *links), "sweep over SMs"),
+        run("dispatch-fp8-sms", (*point, *fp8, *sms, *links), "sweep over SMs"),
+        run("combine-sms", (*point, *sms, *links), "sweep over SMs"),
+        run("dispatch-experts", (*experts, *usual), "sweep over experts"),
+        run("combine-experts", (*experts, *usual), "sweep over experts"),
+        run("dispatch-topk", (*topk, *usual), "sweep over top-k"),
+        run("combine-topk", (*topk, *usual), "sweep over top-k"),
+        run("dispatch-skew", (*zipf, *usual), "sweep over skew"),
+        run("combine-skew", (*zipf, *usual), "sweep over skew"),
+        run("dispatch-one-hot", (*one_hot, *usual), "everything to one rank"),
+        run("alltoall", ("-b", "4096", *shape, *everything), "raw exchange"),
+        run("dispatch-symm", (*point, *symmetric), "beside torch's symmetric memory", alone=True),
+        run("combine-symm", (*point, *symmetric), "beside torch's symmetric memory", alone=True),
+    ]
+
+
+def execute(runs: Sequence[Run], folder: Path, limit: float, commit: str | None) -> dict[str, dict[str, Any]]:
+    """The records of the runs, those that came to their end within `limit` seconds.
+
+    Runs share their ranks, which saves starting them for each. When a run fails, the ranks are ended and
+    started again for those behind it.
+    """
+    begun = time.monotonic()
+    waiting, records = list(runs), {}
+    failures = 0
+    while waiting:
+        batch = [waiting.pop(0)]
+        while waiting and not batch[0].alone and not waiting[0].alone:
+            batch.append(waiting.pop(0))
+        while batch:
+            targets = {run.name: folder / f"{run.name}.json" for run in batch}
+            plan = tuple(_options(run, targets[run.name], commit) for run in batch)
+            left_s = limit - (time.monotonic() - begun)
+            status = launch.run(partial(ranks_main, plan, left_s), plan[0])
+            done = [run for run in batch if targets[run.name].exists()]
+            for run in done:
+                records[run.name] = _read(run, targets[run.name])
+            left = batch[len(done) :]
+            if status == 130:
+                return records
+            if left and status == 0:
+                print(f"run_all.py: out of time, not run: {', '.join(run.name for run in left)}", flush=True)
+                return records
+            if left:
+                print(f"run_all.py: {left[0].name} failed", file=sys.stderr, flush=True)
+                failures = failures + 1 if not done else 1
+                if failures == _MOST_FAILURES:
+                    return records
+            batch = left[1:]
+    return records
+
+
+def _options(run: Run, target: Path, commit: str | None) -> Options:
+    given = parse(run.program, [*run.flags, "-J", str(target)])
     # The record shows the command a reader would type, without the folder this run happened to use.
-    record["command"] = f"python {program} {shlex.join(run.flags)}"
-    record["options"]["command"] = record["command"]
+    command = f"python bench/{run.program}_perf.py {shlex.join(run.flags)}"
+    return dataclasses.replace(given, command=command, commit=commit or given.commit)
+
+
+def _read(run: Run, target: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(target.read_text())
     record["options"]["json"] = None
+    record["about"] = run.about
     return record
 
 
-def summary(records: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """Rows of the summary: one per run and size, moecomm next to the baselines of the same run."""
-    lines = []
+def _draw(records: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Pictures of the sweeps beside their records: file by run."""
+    from bench.harness import plot
+    from bench.harness.record import Row
+
+    drawn = {}
     for name, record in records.items():
-        found: dict[int, dict[str, dict[str, Any]]] = {}
-        for row in record["rows"]:
-            found.setdefault(row["tokens"], {})[row["path"]] = row
-        for tokens, paths in found.items():
-            own = paths["moecomm"]
-
-            def faster(path: str, paths: dict[str, dict[str, Any]] = paths) -> str:
-                return f"{paths[path]['time_s'] / paths['moecomm']['time_s']:.2f}x" if path in paths else "-"
-
-            ceiling = paths["memcpy"]["time_s"]
-            lines.append(
-                [
-                    name,
-                    str(tokens),
-                    own["dtype"],
-                    f"{own['time_s'] * 1e3:.2f}",
-                    f"{own['algbw_GBps']:.2f}",
-                    faster("gloo"),
-                    faster("gloo-tuned"),
-                    f"{ceiling * 1e3:.2f}",
-                    f"{100 * ceiling / own['time_s']:.0f}%",
-                    str(sum(row["wrong"] or 0 for row in paths.values())),
-                ]
+        if results.pictured(record):
+            rows = [Row(**{**row, "samples_s": tuple(row["samples_s"])}) for row in record["rows"]]
+            options = record["options"]
+            drawn[name] = f"{name}.svg"
+            plot.draw(
+                str(RESULTS / drawn[name]),
+                rows,
+                title=f"{options['operation']}: {options['ranks']} ranks, hidden {options['hidden']}",
+                remote=options["device"] == "cuda",
             )
-    return lines
+    return drawn
 
 
-TITLES = (
-    "run",
-    "tokens/rank",
-    "type",
-    "moecomm ms",
-    "algbw GB/s",
-    "faster than gloo",
-    "than gloo-tuned",
-    "memcpy ms",
-    "of ceiling",
-    "#wrong",
-)
+def _write_page(plan: Sequence[Run], device: str, command: str) -> None:
+    """This device's part of docs/results.md, of the records that are in docs/results/."""
+    found = {run.name: RESULTS / f"{run.name}.json" for run in plan}
+    records = {name: json.loads(path.read_text()) for name, path in found.items() if path.exists()}
+    if device == "cuda":
+        part = results.gpu_part(records, command, _draw(records))
+    else:
+        part = results.cpu_part(records, command)
+    target = RESULTS.with_suffix(".md")
+    target.write_text(results.renewed(target.read_text() if target.exists() else "", device, part))
+    print(f"written: docs/results.md of {len(records)} records in docs/results/")
 
 
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """The summary as a Markdown table with aligned columns, so that a terminal shows it well too."""
-    widths = [max(len(row[column]) for row in (TITLES, *lines)) for column in range(len(TITLES))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "|".join("-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths))
-    return "\n".join([line(TITLES), f"|{rule}|", *(line(row) for row in lines)])
-
-
-def page(records: dict[str, dict[str, Any]], command: str) -> str:
-    """docs/results.md."""
-    first = next(iter(records.values()))
-    hardware, versions, git = first["hardware"], first["versions"], first["git"]
-    machine = (
-        f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
-        f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory, "
-        f"{hardware['last_level_cache_bytes'] / 2**20:.0f} MiB last-level cache"
-    )
-    commands = "\n".join(record["command"] for record in records.values())
-    state = " (with changes that are not committed)" if git["dirty"] else ""
-    return f"""# Measured results
-
-Made by `{command}`; the records behind it, with every sample, are in [results/](results/). Not edited by
-hand.
-
-- machine: {machine}
-- software: moecomm {versions["moecomm"]}, torch {versions["torch"]}, numpy {versions["numpy"]},
-  Python {versions["python"]}, commit `{git["commit"]}`{state}
-- {first["ranks"]} ranks of {first["threads"]} compute thread each for every path, seed {first["seed"]},
-  {first["time"]}
-
-{table(summary(records))}
-
-Times are medians over iterations of the slowest rank, with cold caches; the paths of one line alternate
-within the same run. *gloo* is `all_to_all_single` between torch permutes as a plain framework does it,
-*gloo-tuned* the same with all buffers kept and a fused weighted sum: the difference is mostly what fresh
-memory costs. *memcpy* is the ceiling: all ranks at once copy as many bytes as the operation gives them, into
-memory that they own already. For combine those are the expert rows that are summed. It reads them and writes
-fewer; dispatch reads fewer than it writes; so either may come out above 100 %.
-The columns are defined in [bench/README.md](../bench/README.md).
-
-The commands:
-
-```
-{commands}
-```
-"""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="run_all.py", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
+    add("--write", action="store_true", help="write docs/results/ and this device's part of docs/results.md")
+    add("--into", metavar="FOLDER", help="keep the records there")
+    add("--page", action="store_true", help="run nothing: renew the page of the records in docs/results/")
+    add("-g", "--ranks", type=int, metavar="N", help="ranks (2; on GPUs as many as there are)")
+    add("-n", "--iters", type=int, metavar="N", help="timed iterations (15; on GPUs 20)")
+    add("-w", "--warmup", type=int, metavar="N", help="untimed iterations (3; on GPUs 5)")
+    add("--only", metavar="WORDS", default="", help="only runs whose name contains one of WORDS (a,b)")
+    add("--quick", action="store_true", help="only the reference cases")
+    add("--limit", type=float, default=_NO_LIMIT, metavar="S", help="begin no run after this many seconds")
+    add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
+    return parser
 
 
 def main() -> int:
     """Runs the plan, prints the summary, and writes the results if asked."""
-    parser = argparse.ArgumentParser(prog="run_all.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write docs/results/*.json and docs/results.md")
-    parser.add_argument("-g", "--ranks", type=int, default=2, metavar="N", help="ranks (2)")
-    parser.add_argument("-n", "--iters", type=int, default=15, metavar="N", help="timed iterations (15)")
-    parser.add_argument("-w", "--warmup", type=int, default=3, metavar="N", help="untimed iterations (3)")
-    parser.add_argument("--only", metavar="WORD", default="", help="only runs whose name contains WORD")
+    parser = _parser()
     given = parser.parse_args()
-    runs = [run for run in plan(given.ranks, given.iters, given.warmup) if given.only in run.name]
+    device = find_device(given.device)
+    on_gpus = device == "cuda"
+    plan = (cuda_plan if on_gpus else cpu_plan)(
+        given.ranks or (parse("dispatch", ["--device", device]).ranks if not given.page else 2),
+        given.iters or (20 if on_gpus else 15),
+        given.warmup if given.warmup is not None else (5 if on_gpus else 3),
+    )
+    command = shlex.join(["python", "bench/run_all.py", "--device", device, "--write"])
+    if given.page:
+        _write_page(plan, device, command)
+        return 0
+    words = given.only.split(",")
+    runs = [run for run in plan if any(word in run.name for word in words) and (run.quick or not given.quick)]
     if not runs:
-        names = ", ".join(run.name for run in plan(given.ranks, given.iters, given.warmup))
+        names = ", ".join(run.name for run in plan)
         parser.exit(2, f"run_all.py: error: --only {given.only!r} matches none of {names}\n")
-    if given.write and given.only:
-        parser.exit(2, "run_all.py: error: --write wants the whole table; leave --only out\n")
-    with tempfile.TemporaryDirectory() as folder:
-        records = {run.name: execute(run, Path(folder)) for run in runs}
-    print("\n" + table(summary(records)), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(given.into or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for run in runs:
+            (folder / f"{run.name}.json").unlink(missing_ok=True)
+        records = execute(runs, folder, given.limit, given.commit)
+    print("\n" + results.summary(records), flush=True)
+    print("\n".join(results.missing(records)), flush=True)
     if given.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
         for name, record in records.items():
             (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        command = shlex.join(["python", "bench/run_all.py", *sys.argv[1:]])
-        RESULTS.with_suffix(".md").write_text(page(records, command))
-        print(f"written: docs/results.md and {len(records)} records in docs/results/")
-    return 0
+        _write_page(plan, device, command)
+    failed = [run.name for run in runs if run.name not in records]
+    wrong = [name for name, record in records.items() if record["wrong"]]
+    if failed or wrong:
+        print(f"run_all.py: not run or failed: {failed}; wrong values: {wrong}", file=sys.stderr, flush=True)
+    return int(bool(failed or wrong))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def ring(row_bytes: int, shared_bytes: int) -> Ring:
 
     Example: rows of 14336 bytes, 227 KiB: 16 slots fit, 3 lanes of 5.
     """
+    if row_bytes % 16:
+        raise ValueError(f"rows of {row_bytes} bytes: bulk copies want multiples of 16")
     pitch = -(-row_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
     fit = shared_bytes // (pitch + _BARRIER_BYTES)
     if fit < _LEAST_SLOTS:
@@ -107,7 +109,7 @@ def _cubin(device: torch.device) -> bytes:
         return _compile_here(architecture)
     except (ImportError, RuntimeError) as here:
         try:
-            return _compile_with_nvcc(architecture)
+            return compile_with_nvcc(architecture)
         except (OSError, subprocess.SubprocessError) as there:
             raise RuntimeError(f"push.cu cannot be compiled: NVRTC: {here}; nvcc: {there}") from there
 
@@ -132,7 +134,8 @@ def _compile_here(architecture: str) -> bytes:
     return cubin
 
 
-def _compile_with_nvcc(architecture: str) -> bytes:
+def compile_with_nvcc(architecture: str) -> bytes:
+    """push.cu for one architecture, where there is no NVRTC that Python reaches."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "push.cubin"
         command = ["nvcc", f"-arch={architecture}", "-cubin", "-o", str(target), str(_SOURCE)]

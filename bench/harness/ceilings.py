@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .bulk import push_kernel
+from .bulk import push_kernel, ring
 from .case import Case, poison
 from .data import payload
 from .paths import Path
@@ -131,6 +131,7 @@ def sm_push_path(case: Case, clock: Clock) -> Path:
     blocks = Blocks(case)
     memory = _memory(blocks)
     kernel = push_kernel(blocks.device)
+    ring(blocks.row_bytes, kernel.shared_bytes)  # raises for rows that cannot be pushed
     order = torch.tensor(push_order(blocks), dtype=torch.int64).reshape(-1, 2)
     starts = torch.tensor(blocks.starts)[order[:, 0]]
     targets = torch.tensor(memory.pointers)[order[:, 0]] + blocks.rank * blocks.segment

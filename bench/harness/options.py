@@ -124,7 +124,8 @@ def parse(operation: str, argv: Sequence[str] | None = None, prog: str | None = 
         parser.error(str(problem))
 
 
-def _device(given: str) -> str:
+def find_device(given: str) -> str:
+    """cpu or cuda for what --device says."""
     if given != "auto":
         return given
     if not Path("/dev/nvidiactl").exists():  # spares loading torch where there can't be a GPU
@@ -232,7 +233,7 @@ def _at_least(value: int, least: int, flag: str) -> int:
 
 
 def _checked(operation: str, given: argparse.Namespace, program: str, arguments: list[str]) -> Options:
-    device = _device(given.device)
+    device = find_device(given.device)
     ranks = _at_least(_ranks(given.ranks, device), 1, "-g")
     hidden = _at_least(given.hidden, 1, "--hidden")
     dtypes = _dtypes(given.dtype)

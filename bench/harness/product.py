@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -59,7 +60,7 @@ class _Inputs:
 def _received(out: moecomm.DispatchOutput) -> Received:
     return Received(
         tokens=out.tokens,
-        scales=getattr(out, "scales", None),
+        scales=out.scales,
         offsets=out.offsets,
         weights=out.weights,
         counts=out.tokens_per_expert,
@@ -69,17 +70,15 @@ def _received(out: moecomm.DispatchOutput) -> Received:
 
 
 def _dispatch(comm: moecomm.Communicator, case: Case, inputs: _Inputs) -> moecomm.DispatchOutput:
-    how: dict[str, Any] = {} if case.options.dequantize else {"dequantize": False}
-    out: moecomm.DispatchOutput = comm.dispatch(
+    return comm.dispatch(
         inputs.x_TH,
         case.topk_idx_TK,
         case.topk_weights_TK,
         layout=case.options.layout,
         alignment=case.options.alignment,
         capacity=case.capacity,
-        **how,
+        dequantize=case.options.dequantize,
     )
-    return out
 
 
 def _settle(comm: moecomm.Communicator, case: Case) -> None:
@@ -89,12 +88,20 @@ def _settle(comm: moecomm.Communicator, case: Case) -> None:
     comm.check()
 
 
+def _sms(comm: moecomm.Communicator, case: Case) -> int | None:
+    """SMs at work: those asked for, or what the communicator says of its own choice."""
+    if case.device.type == "cpu" or case.options.num_sms is not None:
+        return case.options.num_sms
+    said = re.search(r"(\d+) SMs", repr(comm))
+    return int(said[1]) if said else None
+
+
 def _path(comm: moecomm.Communicator, case: Case, **given: Any) -> Path:
     """A path of moecomm. Only a dropless dispatch waits for the GPU within the call."""
     blocks = case.capacity is None and case.options.operation != "combine" and not case.options.kept_handle
     return Path(
         name=NAME,
-        sms=getattr(comm, "num_sms", case.options.num_sms) if case.device.type == "cuda" else None,
+        sms=_sms(comm, case),
         blocks=blocks,
         waited=lambda: comm.stats().get("wait_seconds", 0.0),
         **given,

@@ -150,5 +150,11 @@ def _write_files(
     if options.plot is not None:
         from . import plot  # matplotlib only when a picture is asked for
 
-        plot.draw(options.plot, options, rows)
+        plot.draw(
+            options.plot,
+            rows,
+            title=f"{options.operation}: {options.ranks} ranks, hidden {options.hidden}, "
+            f"top-{options.topk} of {options.experts} experts",
+            remote=options.device == "cuda",
+        )
         print(f"# plot: {options.plot}", file=sys.stdout, flush=True)

@@ -104,9 +104,7 @@ def document(
     options: Options, rows: Sequence[Row], stats: dict[str, Any], missing: Sequence[Missing] = ()
 ) -> dict[str, Any]:
     """The whole record as plain values. `stats` are rank 0's Communicator.stats() at the end of the run."""
-    commit, dirty = machine.git_commit()
-    if commit is None:
-        commit = options.commit
+    commit, dirty = (options.commit, None) if options.commit else machine.git_commit()
     checked = [row.wrong for row in rows if row.wrong is not None]
     return {
         "schema": SCHEMA,

@@ -111,8 +111,8 @@ def trace_ids(trace: Ids, tokens: int, rank: int) -> Ids:
 
 
 # A run looks at the same ids for each path, wire format and number of SMs.
-_uniform = lru_cache(maxsize=16)(uniform)
-_zipf = lru_cache(maxsize=16)(zipf)
+_uniform = lru_cache(maxsize=128)(uniform)
+_zipf = lru_cache(maxsize=128)(zipf)
 
 
 def topk_ids(options: Options, tokens: int, rank: int) -> Ids:

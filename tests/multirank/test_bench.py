@@ -17,7 +17,22 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ("-b", "24", "--hidden", "32", "-n", "2", "-w", "1", "--flush", "0", "--timeout", "60")
+TINY = (
+    "-b",
+    "24",
+    "--hidden",
+    "32",
+    "-n",
+    "2",
+    "-w",
+    "1",
+    "--flush",
+    "0",
+    "--timeout",
+    "60",
+    "--device",
+    "cpu",
+)
 PROGRAMS = ("dispatch", "combine", "alltoall")
 PATHS = {
     "dispatch": ["moecomm", "memcpy", "gloo", "gloo-tuned"],
@@ -160,6 +175,46 @@ def test_other_layouts_routings_and_types_are_right_on_every_path(flags: tuple[s
     assert "# wrong values: 0 OK" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_the_bare_exchange_of_the_rows_that_cross_is_verified(name: str) -> None:
+    done = program(name, "-g", "3", "--experts", "12", "--routing", "zipf", "--baselines", "gloo-rows")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[3] for row in table(done.stdout)] == ["moecomm", "gloo-rows"]
+    assert "# wrong values: 0 OK" in done.stdout
+
+
+def test_a_dispatch_along_a_kept_handle_is_verified() -> None:
+    flags = ("--kept-handle", "--alignment", "4", "--capacity", "auto", "--inject-error")
+    done = program("dispatch", *flags[:-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[-1] for row in table(program("dispatch", *flags).stdout)] == ["2"]
+
+
+def test_a_sweep_over_experts_and_topk_is_one_run(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    done = program("combine", "--experts", "4,8", "--topk", "1,3", "--baselines", "memcpy", "-J", str(target))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = record(target)["rows"]
+    assert [(row["experts"], row["topk"]) for row in rows[::2]] == [(4, 1), (4, 3), (8, 1), (8, 3)]
+    assert "experts 8 topk 3" in done.stdout
+
+
+def test_a_baseline_that_cannot_run_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    done = program("dispatch", "-g", "1", "--baselines", "memcpy,gloo-rows", "-J", str(target))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[3] for row in table(done.stdout)] == ["moecomm", "memcpy"]
+    assert "gloo-rows: n/a: ValueError: no row crosses between ranks" in done.stdout
+    (missing,) = record(target)["missing"]
+    assert (missing["path"], missing["tokens"]) == ("gloo-rows", 24)
+
+
+def test_baselines_run_without_moecomm() -> None:
+    done = program("dispatch", "--baselines", "gloo", "--baselines-only")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[3] for row in table(done.stdout)] == ["gloo"]
+
+
 def test_a_recorded_trace_is_routed(tmp_path: Path) -> None:
     ids = np.argsort(np.random.default_rng(3).random((100, 8)), axis=1)[:, :2].astype(np.int32)
     ids[5, 1] = ids[7, 0] = -1
@@ -223,6 +278,8 @@ def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, st
     command = [
         sys.executable,
         "bench/dispatch_perf.py",
+        "--device",
+        "cpu",
         "-b",
         "64",
         "--hidden",
@@ -257,7 +314,7 @@ def test_the_reference_table_runs_and_writes_nothing_unasked(tmp_path: Path) -> 
     results = ROOT / "docs" / "results"
     before = sorted((path, path.stat().st_mtime_ns) for path in results.glob("*")) if results.exists() else []
     done = subprocess.run(
-        [sys.executable, "bench/run_all.py", "--only", "dispatch-small", "-n", "1", "-w", "0"],
+        [sys.executable, "bench/run_all.py", "--device", "cpu", "--only", "dispatch-small", "-n1", "-w0"],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

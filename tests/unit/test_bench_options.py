@@ -5,6 +5,7 @@ mistakes.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,23 @@ import pytest
 import torch
 
 from bench import run_all
-from bench.harness import data, options, report, routing, sizes, traffic, verify
+from bench.harness import (
+    bulk,
+    case,
+    ceilings,
+    data,
+    machine,
+    options,
+    report,
+    results,
+    routing,
+    sizes,
+    traffic,
+    verify,
+)
 from bench.harness.data import DataKey
-from bench.harness.record import Row, document
+from bench.harness.machine import Gpus
+from bench.harness.record import Missing, Row, document
 from bench.harness.verify import Received
 
 CPU = torch.device("cpu")
@@ -24,6 +39,8 @@ CPU = torch.device("cpu")
 def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    # Where there are GPUs, the tests mean the CPU all the same when they say nothing.
+    monkeypatch.setattr(options, "find_device", lambda given: "cpu" if given == "auto" else given)
 
 
 # -- sizes -------------------------------------------------------
@@ -258,6 +275,57 @@ def test_traffic_leaves_out_padding_ids() -> None:
     assert counted.remote == 0
 
 
+def test_rows_between_ranks_count_a_token_once_for_each_other_rank() -> None:
+    ids_R = [np.array([[0, 2], [3, 2]], dtype=np.int32), np.array([[0, 1]], dtype=np.int32)]
+    assert traffic.pairs(ids_R, experts=4).tolist() == [[1, 2], [1, 0]]
+    assert traffic.traffic(ids_R, 4, 10, "expert", wire_row_bytes=3).remote == 9
+
+
+def test_wire_bytes_of_fp8_are_values_and_scales_and_combine_travels_in_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(case, "device_of", lambda options: CPU)
+    text = "--device cuda -g 2 -b 4 --hidden 272 -d bfloat16 --experts 4 --topk 2 --wire fp8"
+    flags = text.split()
+    dispatch = case.Case(options.parse("dispatch", flags), 0, 4, "bfloat16")
+    assert (dispatch.row_bytes, dispatch.wire_row_bytes) == (544, 272 + 3 * 4)
+    combine = case.Case(options.parse("combine", flags), 1, 4, "bfloat16")
+    assert combine.wire_row_bytes == 544
+    there, back = np.array(dispatch.rows_between()), np.array(combine.rows_between())
+    assert (there == back.T).all()
+    assert dispatch.traffic.remote == there.sum() * 284
+    assert dispatch.traffic.useful == 2 * 4 * 2 * 544
+
+
+# -- the ceilings ------------------------------------------------
+
+
+def test_shared_memory_is_divided_into_lanes_and_slots() -> None:
+    assert bulk.ring(14336, 227 << 10) == bulk.Ring(3, 5, 15 * (14336 + 8))
+    for row_bytes in (16, 128, 7392, 14336, 28672, 65536):
+        found = bulk.ring(row_bytes, 227 << 10)
+        assert found.shared_bytes <= 227 << 10
+        assert found.slots >= 3
+    with pytest.raises(ValueError, match="shared memory"):
+        bulk.ring(100_000, 227 << 10)
+    with pytest.raises(ValueError, match="16"):
+        bulk.ring(284, 227 << 10)
+
+
+def test_pushed_rows_take_turns_over_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--device cpu -g 3 -b 3 --experts 3 --topk 2 --hidden 16"
+    blocks = ceilings.Blocks(case.Case(options.parse("dispatch", flags.split()), 0, 3, "float32"))
+    blocks.rows = [[0, 2, 3], [0, 0, 0], [0, 0, 0]]
+    assert ceilings.push_order(blocks) == [(1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
+    blocks.rank = 2
+    assert blocks.peers == [0, 1]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles for a GPU, and there is no nvcc")
+def test_the_push_kernel_compiles() -> None:
+    assert bulk.compile_with_nvcc("sm_90").startswith(b"\x7fELF")
+
+
 # -- data --------------------------------------------------------
 
 
@@ -459,6 +527,34 @@ def test_the_comparison_shows_ratio_and_share_of_the_ceiling() -> None:
     assert report.comparison(rows[:1]) == ""
 
 
+def test_a_baseline_that_did_not_run_is_a_line_with_its_reason() -> None:
+    absent = Missing(
+        path="gloo", dtype="float32", tokens=64, experts=8, topk=2, num_sms=None, reason="OSError: no"
+    )
+    given = options.parse("dispatch", ["--device", "cpu"])
+    assert report.table_row(absent, given) == "# 64 float32 gloo: n/a: OSError: no"
+    rows = [_row("moecomm", 1e-4), dataclasses.replace(_row("moecomm", 2e-4), tokens=128), _row("gloo", 3e-4)]
+    assert report.comparison(rows).splitlines()[-1].split() == ["128", "float32", "200.0", "n/a", "-"]
+
+
+def test_gpu_rows_say_their_sms_and_host_time() -> None:
+    given = options.parse("dispatch", ["--device", "cuda", "-g", "2"])
+    row = dataclasses.replace(_row("moecomm", 1e-4), sms=24, host_s=15e-6)
+    assert report.table_row(row, given).split()[-3:] == ["24", "15.0", "0"]
+    assert report.table_row(_row("nccl", 1e-4), given).split()[-3:] == ["-", "-", "0"]
+
+
+def test_the_comparison_of_variants_names_them() -> None:
+    rows = [
+        dataclasses.replace(_row(path, seconds), experts=32, topk=4, num_sms=sms)
+        for sms in (8, None)
+        for path, seconds in (("moecomm", 2e-4), ("memcpy", 9e-5), ("sm-push", 1e-4))
+    ]
+    lines = [line.split() for line in report.comparison(rows).splitlines()[-2:]]
+    assert [line[:4] for line in lines] == [["32", "4", "-", "8"], ["32", "4", "-", "auto"]]
+    assert lines[0][-2:] == ["100.0", "50%"]  # sm-push is the ceiling where it ran
+
+
 def test_the_footer_gives_the_verdict() -> None:
     assert "0 OK" in report.footer([_row("moecomm", 1e-3)])
     assert "3 FAILED" in report.footer([_row("moecomm", 1e-3), _row("gloo", 1e-3, wrong=3)])
@@ -466,22 +562,88 @@ def test_the_footer_gives_the_verdict() -> None:
 
 
 def test_the_results_page_shows_every_run_with_its_command() -> None:
-    given = options.parse("dispatch", ["--baselines"])
+    given = options.parse("dispatch", ["--device", "cpu", "--baselines"])
     record = document(given, [_row("moecomm", 1e-3), _row("memcpy", 8e-4), _row("gloo", 4e-3)], {})
-    lines = run_all.summary({"some-run": record})
+    lines = results.cpu_lines({"some-run": record})
     assert lines == [["some-run", "64", "float32", "1.00", "1.50", "4.00x", "-", "0.80", "80%", "0"]]
-    table = run_all.table(lines).splitlines()
+    table = results.summary({"some-run": record}).splitlines()
     assert len({len(line) for line in table}) == 1
     assert len({line.count("|") for line in table}) == 1
-    page = run_all.page({"some-run": record}, "python bench/run_all.py --write")
-    assert "python bench/dispatch_perf.py --baselines" in page
-    assert run_all.table(lines) in page
+    part = results.cpu_part({"some-run": record}, "python bench/run_all.py --write")
+    assert "python bench/dispatch_perf.py --device cpu --baselines" in part
+    assert results.summary({"some-run": record}) in part
 
 
-def test_the_plan_names_each_run_once_with_flags_that_parse() -> None:
-    plan = run_all.plan(2, 3, 1)
+GPUS = Gpus(("A GPU",) * 2, 1 << 34, 132, 50 << 20, "580.1", "NV18")
+
+
+def _gpu_record(
+    monkeypatch: pytest.MonkeyPatch, flags: str, rows: list[Row], missing: tuple[Missing, ...] = ()
+) -> dict[str, object]:
+    monkeypatch.setattr(machine, "describe_gpus", lambda: GPUS)
+    monkeypatch.setattr(machine, "versions", lambda device: {"python": "3", "torch": "2", "nccl": "2.28"})
+    given = options.parse("dispatch", ["--device", "cuda", "-g", "2", *flags.split()])
+    return document(given, rows, {}, missing)
+
+
+def test_the_gpu_part_shows_shares_of_the_ceiling_and_what_did_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = dataclasses.replace(_row("moecomm", 500e-6), sms=24, host_s=12e-6, experts=256, topk=8)
+    push = dataclasses.replace(_row("sm-push", 450e-6), sms=64, experts=256, topk=8, note="best of 9, 64 SMs")
+    nccl = dataclasses.replace(_row("nccl", 2000e-6), experts=256, topk=8)
+    copy = dataclasses.replace(_row("memcpy", 100e-6), experts=256, topk=8)
+    absent = Missing(
+        path="torch-symm", dtype="float32", tokens=64, experts=256, topk=8, num_sms=None, reason="no NVSHMEM"
+    )
+    record = _gpu_record(monkeypatch, "--capacity auto --graph", [own, push, nccl, copy], (absent,))
+    records = {"cuda-dispatch": record}
+    (line,) = results.gpu_lines(records)
+    assert line[:4] == ["cuda-dispatch", "64", "float32, top-8 of 256, graph", "500.0"]
+    assert line[4:] == ["0.5", "90.0%", "0.5", "24", "12.0", "4.00x", "-", "-", "0"]
+    paths = {line[1]: line for line in results.path_lines(records)}
+    assert paths["sm-push"][-1] == "64 SMs, best of 9, 64 SMs"
+    assert paths["memcpy"][-2:] == ["3.0", "on one GPU, read + written"]
+    part = results.gpu_part(records, "python bench/run_all.py", {})
+    assert "- cuda-dispatch: torch-symm n/a: no NVSHMEM" in part
+    assert "2 x A GPU (132 SMs, 16 GiB), links NV18, driver 580.1" in part
+
+
+def test_a_sweep_gets_a_table_of_its_own_and_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        dataclasses.replace(_row(path, 1e-4), tokens=tokens)
+        for tokens in (1, 2, 4, 8)
+        for path in ("moecomm", "sm-push")
+    ]
+    record = _gpu_record(monkeypatch, "-b 1 -e 8", rows)
+    assert results.pictured(record)
+    assert not results.pictured(_gpu_record(monkeypatch, "", rows[:2]))
+    part = results.gpu_part({"sweep": record}, "x", {"sweep": "sweep.svg"})
+    assert "### sweep" in part and "![sweep](results/sweep.svg)" in part
+
+
+def test_the_parts_of_the_page_are_renewed_one_by_one() -> None:
+    page = results.renewed("", "cpu", "of the CPU\n")
+    both = results.renewed(page, "cuda", "of GPUs\n")
+    assert both.index("of GPUs") < both.index("of the CPU")
+    again = results.renewed(both, "cpu", "new\n")
+    assert "of GPUs" in again and "new" in again and "of the CPU" not in again
+
+
+@pytest.mark.parametrize("plan", [run_all.cpu_plan(2, 3, 1), run_all.cuda_plan(4, 3, 1)])
+def test_the_plan_names_each_run_once_with_flags_that_parse(plan: list[run_all.Run]) -> None:
     assert len({run.name for run in plan}) == len(plan)
+    assert any(run.quick for run in plan)
     for run in plan:
         assert options.parse(run.program, run.flags).iters == 3
-    reference = options.parse(plan[0].program, plan[0].flags)
-    assert (reference.hidden, reference.experts, reference.topk, reference.sizes) == (4096, 32, 4, (2048,))
+
+
+def test_the_reference_cases() -> None:
+    first = run_all.cpu_plan(2, 3, 1)[0]
+    cpu = options.parse(first.program, first.flags)
+    assert (cpu.hidden, cpu.experts, cpu.topk, cpu.sizes) == (4096, 32, 4, (2048,))
+    first = run_all.cuda_plan(4, 3, 1)[0]
+    cuda = options.parse(first.program, first.flags)
+    assert (cuda.hidden, cuda.experts, cuda.topk, cuda.sizes) == (7168, 256, 8, (4096,))
+    assert {"sm-push", "copy-engine", "memcpy", "nccl"} <= set(cuda.baselines)
+    assert "torch-symm" not in cuda.baselines

@@ -1,0 +1,298 @@
+"""docs/results.md from the records in docs/results/: a part for each kind of device, renewed by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .report import ceiling_of
+
+Record = dict[str, Any]
+Records = Mapping[str, Record]
+
+_CPU_TITLES = (
+    "run",
+    "tokens/rank",
+    "type",
+    "moecomm ms",
+    "algbw GB/s",
+    "faster than gloo",
+    "than gloo-tuned",
+    "memcpy ms",
+    "of ceiling",
+    "#wrong",
+)
+_GPU_TITLES = (
+    "run",
+    "tokens/GPU",
+    "case",
+    "us",
+    "remote GB/s",
+    "of ceiling",
+    "ceiling GB/s",
+    "SMs",
+    "host us",
+    "faster than nccl",
+    "than nccl-tuned",
+    "than torch-symm",
+    "#wrong",
+)
+_PATH_TITLES = ("run", "path", "us", "remote GB/s", "how")
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, so that a terminal shows it well too."""
+    widths = [max(len(row[column]) for row in (titles, *lines)) for column in range(len(titles))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|".join("-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths))
+    return "\n".join([line(titles), f"|{rule}|", *(line(row) for row in lines)])
+
+
+def points(record: Record) -> list[dict[str, Record]]:
+    """The rows of a record, by path, for each point of its sweep."""
+    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for row in record["rows"]:
+        place = tuple(row.get(name) for name in ("experts", "topk", "zipf", "num_sms", "dtype", "tokens"))
+        found.setdefault(place, {})[row["path"]] = row
+    return list(found.values())
+
+
+def _faster(paths: Mapping[str, Record], name: str) -> str:
+    return f"{paths[name]['time_s'] / paths['moecomm']['time_s']:.2f}x" if name in paths else "-"
+
+
+def _wrong(paths: Mapping[str, Record]) -> str:
+    return str(sum(row["wrong"] or 0 for row in paths.values()))
+
+
+def cpu_lines(records: Records) -> list[list[str]]:
+    """One line per run and size, moecomm next to the baselines of the same run."""
+    lines = []
+    for name, record in records.items():
+        for paths in points(record):
+            own, ceiling = paths["moecomm"], paths["memcpy"]["time_s"]
+            lines.append(
+                [
+                    name,
+                    str(own["tokens"]),
+                    own["dtype"],
+                    f"{own['time_s'] * 1e3:.2f}",
+                    f"{own['algbw_GBps']:.2f}",
+                    _faster(paths, "gloo"),
+                    _faster(paths, "gloo-tuned"),
+                    f"{ceiling * 1e3:.2f}",
+                    f"{100 * ceiling / own['time_s']:.0f}%",
+                    _wrong(paths),
+                ]
+            )
+    return lines
+
+
+def case_of(options: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """What was run, in a few words: "bfloat16, top-8 of 256, fp8, fixed"."""
+    words = [row["dtype"], f"top-{row['topk']} of {row['experts']}"]
+    if options["routing"] == "zipf":
+        words.append(f"zipf {row['zipf']:g}")
+    elif options["routing"] not in ("uniform", "balanced"):
+        words.append(options["routing"])
+    if options["wire"]:
+        words.append(options["wire"] if options["dequantize"] else f"{options['wire']} handed on")
+    if options["graph"]:
+        words.append("graph")
+    elif options["capacity"] is not None:
+        words.append("fixed")
+    if options["kept_handle"]:
+        words.append("kept handle")
+    if row["num_sms"] is not None:
+        words.append(f"{row['num_sms']} SMs")
+    return ", ".join(words)
+
+
+def gpu_lines(records: Records) -> list[list[str]]:
+    """One line per run and point of its sweep; "-" for what did not run, or is not known."""
+    lines = []
+    for name, record in records.items():
+        for paths in points(record):
+            if "moecomm" not in paths:
+                continue
+            own = paths["moecomm"]
+            ceiling = paths.get("sm-push")
+            sms = own["sms"] if own["sms"] is not None else own["num_sms"]
+            lines.append(
+                [
+                    name,
+                    str(own["tokens"]),
+                    case_of(record["options"], own),
+                    f"{own['time_s'] * 1e6:.1f}",
+                    f"{own['busbw_GBps']:.1f}",
+                    f"{100 * ceiling['time_s'] / own['time_s']:.1f}%" if ceiling else "-",
+                    f"{ceiling['busbw_GBps']:.1f}" if ceiling else "-",
+                    "-" if sms is None else str(sms),
+                    "-" if own["host_s"] is None else f"{own['host_s'] * 1e6:.1f}",
+                    _faster(paths, "nccl"),
+                    _faster(paths, "nccl-tuned"),
+                    _faster(paths, "torch-symm"),
+                    _wrong(paths),
+                ]
+            )
+    return lines
+
+
+def path_lines(records: Records) -> list[list[str]]:
+    """Every path of the runs that looked at one point: the ceilings and baselines by themselves.
+
+    A copy on the device crosses nothing; shown is what it reads and writes.
+    """
+    lines = []
+    for name, record in records.items():
+        for paths in points(record):
+            for row in paths.values():
+                how = row["note"] or "-"
+                bandwidth = row["busbw_GBps"]
+                if bandwidth is None:
+                    bandwidth, how = 2 * row["algbw_GBps"], "on one GPU, read + written"
+                sms = "" if not row["sms"] or row["path"] == "moecomm" else f"{row['sms']} SMs, "
+                lines.append(
+                    [name, row["path"], f"{row['time_s'] * 1e6:.1f}", f"{bandwidth:.1f}", f"{sms}{how}"]
+                )
+    return lines
+
+
+def summary(records: Records) -> str:
+    """The table of all runs of one device, for the terminal."""
+    cpu = {name: record for name, record in records.items() if not record.get("gpus")}
+    gpu = {name: record for name, record in records.items() if record.get("gpus")}
+    found = [table(_CPU_TITLES, cpu_lines(cpu))] if cpu else []
+    found += [table(_GPU_TITLES, gpu_lines(gpu))] if gpu else []
+    return "\n\n".join(found)
+
+
+def missing(records: Records) -> list[str]:
+    """Which baselines did not run, and why."""
+    found = {
+        (name, each["path"], each["reason"]): None
+        for name, record in records.items()
+        for each in record.get("missing", ())
+    }
+    return [f"- {name}: {path} n/a: {reason}" for name, path, reason in found]
+
+
+def _commands(records: Records) -> str:
+    commands = "\n".join(record["command"] for record in records.values())
+    return f"The commands:\n\n```\n{commands}\n```\n"
+
+
+def _software(records: Records) -> str:
+    first = next(iter(records.values()))
+    made = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if name != "python")
+    # Runs may be renewed one by one: every commit and the span of times is said.
+    commits = dict.fromkeys(
+        f"`{record['git']['commit']}`"
+        + (" (with changes that are not committed)" if record["git"]["dirty"] else "")
+        for record in records.values()
+    )
+    times = sorted(record["time"] for record in records.values())
+    span = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+    return (
+        f"- software: {made}, Python {first['versions']['python']}\n"
+        f"- commit {', '.join(commits)}, {span}, seed {first['seed']}"
+    )
+
+
+def cpu_part(records: Records, command: str) -> str:
+    """The CPU's part of the page."""
+    first = next(iter(records.values()))
+    hardware = first["hardware"]
+    machine = (
+        f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
+        f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory, "
+        f"{hardware['last_level_cache_bytes'] / 2**20:.0f} MiB last-level cache"
+    )
+    return f"""## CPU
+
+Made by `{command}`.
+
+- machine: {machine}
+{_software(records)}
+- {first["ranks"]} ranks of {first["threads"]} compute thread each for every path
+
+{table(_CPU_TITLES, cpu_lines(records))}
+
+Times are medians over iterations of the slowest rank, with cold caches; the paths of one line alternate
+within the same run. *gloo* is `all_to_all_single` between torch permutes as a plain framework does it,
+*gloo-tuned* the same with all buffers kept and a fused weighted sum: the difference is mostly what fresh
+memory costs. *memcpy* is the ceiling: all ranks at once copy as many bytes as the operation gives them, into
+memory that they own already. For combine those are the expert rows that are summed. It reads them and writes
+fewer; dispatch reads fewer than it writes; so either may come out above 100 %.
+
+{_commands(records)}"""
+
+
+def gpu_part(records: Records, command: str, pictures: Mapping[str, str]) -> str:
+    """The GPUs' part of the page. `pictures`: file by run."""
+    first = next(iter(records.values()))
+    gpus, hardware = first["gpus"], first["hardware"]
+    model = f"{gpus['names'][0]} ({gpus['sms']} SMs, {gpus['memory_bytes'] / 2**30:.0f} GiB)"
+    machine = (
+        f"{len(gpus['names'])} x {model}, links {gpus['links'] or 'unknown'}, "
+        f"driver {gpus['driver'] or 'unknown'}, {hardware['cores']} cores"
+    )
+    single = {name: record for name, record in records.items() if len(points(record)) == 1}
+    sweeps = {name: record for name, record in records.items() if name not in single}
+    parts = [
+        f"""## GPUs
+
+Made by `{command}`.
+
+- machine: {machine}
+{_software(records)}
+- {first["ranks"]} ranks, one a GPU, hidden {first["options"]["hidden"]}; links' multicast off for every path
+
+Times are medians over iterations of the slowest rank, as called, with an empty L2; the paths of one line
+alternate within the same run. *remote GB/s* counts each row once for each other GPU that needs it. The
+*ceiling* is the SM-issued one, `sm-push`: the same bytes pushed by bulk copies and nothing else, on the
+number of SMs that is fastest. *nccl* is `all_to_all_single` between torch permutes in the rows' own type,
+*nccl-tuned* the same with kept buffers and a fused weighted sum, *host* the CPU time to issue a call."""
+    ]
+    if single:
+        parts.append(table(_GPU_TITLES, gpu_lines(single)))
+        parts.append("Every path of these runs:")
+        parts.append(table(_PATH_TITLES, path_lines(single)))
+    for name, record in sweeps.items():
+        parts.append(f"### {name}")
+        parts.append(table(_GPU_TITLES, gpu_lines({name: record})))
+        if name in pictures:
+            parts.append(f"![{name}](results/{pictures[name]})")
+    if missing(records):
+        parts.append("Not run:\n\n" + "\n".join(missing(records)))
+    parts.append(_commands(records))
+    return "\n\n".join(parts)
+
+
+_HEAD = """# Measured results
+
+The records behind the tables, with every sample, are in [results/](results/). Not edited by hand. The columns
+are defined in [bench/README.md](../bench/README.md).
+"""
+
+
+def renewed(page: str, device: str, part: str) -> str:
+    """The page with the part of one device renewed and the other kept."""
+    parts = dict(re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->\n", page, re.DOTALL))
+    parts[device] = part.rstrip("\n") + "\n"
+    order = sorted(parts, key=("cuda", "cpu").index)
+    return _HEAD + "".join(f"\n<!-- {name} -->\n{parts[name]}<!-- /{name} -->\n" for name in order)
+
+
+def pictured(record: Record) -> bool:
+    """Whether a run is worth a picture: a sweep over sizes."""
+    return (
+        len({row["tokens"] for row in record["rows"]}) > 3
+        and ceiling_of([row["path"] for row in record["rows"]]) is not None
+    )
