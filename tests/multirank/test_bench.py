@@ -310,6 +310,31 @@ def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, st
     assert ours == []
 
 
+def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from bench.run_all import Run, execute
+tiny = "-g 2 -b 24 --hidden 32 -n 1 -w 0 --flush 0 --timeout 60 --device cpu".split()
+runs = [
+    Run("first", "dispatch", (*tiny, "--baselines"), ""),
+    Run("bad", "dispatch", (*tiny, "--capacity", "3"), ""),
+    Run("last", "combine", (*tiny, "--baselines"), ""),
+]
+records = execute(runs, Path({str(tmp_path)!r}), 60.0, "abc")
+assert list(records) == ["first", "last"], list(records)
+assert records["last"]["git"] == {{"commit": "abc", "dirty": None}}
+assert execute(runs[:1], Path({str(tmp_path / "none")!r}), -1.0, None) == {{}}
+"""
+    (tmp_path / "none").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run_all.py: bad failed" in done.stderr
+    assert "out of time, not run: first" in done.stdout
+
+
 def test_the_reference_table_runs_and_writes_nothing_unasked(tmp_path: Path) -> None:
     results = ROOT / "docs" / "results"
     before = sorted((path, path.stat().st_mtime_ns) for path in results.glob("*")) if results.exists() else []
