@@ -18,11 +18,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", type=int, default=None, help="base of all random seeds (default: a random one, printed)"
     )
-    parser.addoption(
-        "--share-gpus",
-        action="store_true",
-        help="tests/gpu: put several ranks on one GPU where there are fewer GPUs than ranks (slow)",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,20 +48,25 @@ class Finished:
         return self.out.strip().splitlines()[-1]
 
 
-def run_example(name: str, *arguments: str | Path, ranks_by_torchrun: int | None = None) -> Finished:
+def run_example(
+    name: str, *arguments: str | Path, ranks_by_torchrun: int | None = None, gpus: bool = False
+) -> Finished:
     """Runs one example to its end, alone or under torchrun, and hands back what it said."""
     torchrun = [] if ranks_by_torchrun is None else ["-m", "torch.distributed.run", "--standalone"]
     if ranks_by_torchrun is not None:
         torchrun += ["--nproc-per-node", str(ranks_by_torchrun)]
     command = [sys.executable, *torchrun, EXAMPLES / name, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=clean_environment())
+    environment = clean_environment(gpus)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-def clean_environment() -> dict[str, str]:
-    """Without what a surrounding torchrun may have set."""
+def clean_environment(gpus: bool = False) -> dict[str, str]:
+    """Without what a surrounding torchrun may have set, and without GPUs if there are any: these tests are
+    about the CPU everywhere."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept if gpus else {**kept, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def processes_naming(text: Path) -> list[str]:

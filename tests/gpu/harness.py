@@ -1,4 +1,4 @@
-"""Ranks on GPUs: `GpuPool` is a RankPool whose rank r works on GPU r (modulo what there is).
+"""Ranks on GPUs: `GpuPool` is a RankPool whose rank r works on GPU r.
 
     def body(rank: int, world_size: int) -> None:          # torch.cuda.current_device() is the rank's
         x = torch.ones(4, device=device())
@@ -102,7 +102,7 @@ def _on_device(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[A
 
 def use_device(rank: int) -> None:
     if not on_cpu():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank)
 
 
 @functools.cache

@@ -93,28 +93,3 @@ def test_no_graph_break_and_equal_results(
         seed=seed,
     )
     harness.assert_none(pool(size)(_compiled, job, backend))
-
-
-def _fake(rank: int, world_size: int, job: Job) -> list[str]:
-    """Shapes and dtypes without data: what a compiler sees."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
-        with FakeTensorMode() as mode:
-            x_TH, ids_TK, weights_TK = (
-                mode.from_tensor(each) for each in (known.own.x_TH, known.own.ids_TK, known.own.weights_TK)
-            )
-            out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=100)
-            y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
-            found = [tuple(each.shape) for each in (out.tokens, out.weights, out.offsets, out.overflow, y_TH)]
-        local = job.num_experts // world_size
-        want = [(100, job.hidden), (100,), (local,), (), tuple(known.own.x_TH.shape)]
-        problems = [] if found == want else [f"rank {rank}: fake shapes {found}, expected {want}"]
-        known.check_dispatch(known.dispatch(comm))  # no rank has sent anything meanwhile
-        return problems + known.problems
-
-
-def test_fake_tensors(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(tokens=(16,) * most_ranks, num_experts=2 * most_ranks, hidden=64, top_k=2, seed=seed)
-    harness.assert_none(pool(most_ranks)(_fake, job))

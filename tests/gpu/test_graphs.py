@@ -299,7 +299,6 @@ def _beside_nccl(rank: int, world_size: int, job: Job, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.usefixtures("own_gpus")
 def test_beside_nccl_on_another_stream(pool: Pools, size: int, seed: int) -> None:
     job = Job(tokens=(512,) * size, num_experts=8 * size, hidden=1024, top_k=4, seed=seed)
     harness.assert_none(pool(size)(_beside_nccl, job, 60))

@@ -30,7 +30,7 @@ def _free_bytes() -> int:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    dist.barrier()  # ranks that share a GPU, or map each other's memory, have let go as well
+    dist.barrier()  # ranks that map each other's memory have let go of it as well
     return torch.cuda.mem_get_info()[0]
 
 
@@ -94,7 +94,6 @@ def _memory_plan(rank: int, world_size: int, job: Job) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("own_gpus")
 def test_the_memory_plan_is_what_is_taken(pool: Pools, most_ranks: int, seed: int) -> None:
     harness.assert_none(pool(most_ranks)(_memory_plan, _job(most_ranks, seed)))
 
@@ -168,7 +167,6 @@ def _on_nccl(rank: int, world_size: int, job: Job) -> list[str]:
         return oracle.play(comm, job, rank)
 
 
-@pytest.mark.usefixtures("own_gpus")
 def test_a_group_of_nccl(pool: Pools, most_ranks: int, seed: int) -> None:
     job = Job(tokens=(30,) * most_ranks, num_experts=4 * most_ranks, hidden=128, top_k=2, seed=seed)
     harness.assert_none(pool(most_ranks)(_on_nccl, job))

@@ -36,6 +36,7 @@ def test_clean_under(require_gpus: Callable[[int], None], tool: str) -> None:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
     watched = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND)]
+    watched += ["--kernel-name", "kernel_substring=moecomm"]  # ours, not those of torch
     if tool == "memcheck":
         watched += ["--report-api-errors", "no"]  # torch asks the driver questions that it may refuse
     done = _run([*watched, sys.executable, "-m", "tests.gpu.sanitize_case", "--ranks", "2"])

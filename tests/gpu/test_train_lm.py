@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,6 @@ import torch
 
 from tests.examples.conftest import SMALL_MODEL, run_example, text_folder
 from tests.gpu import harness
-
-from lm.metrics import read_metrics  # isort: skip
 
 __all__ = ["text_folder"]  # a fixture
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_only")]
@@ -31,7 +30,8 @@ FIRST, LATER = 2e-3, 3e-2
 
 
 def _losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +55,8 @@ def test_the_loss_curve_is_that_of_the_cpu(
     require_gpus(ranks)
     if ranks > harness.gpus():
         pytest.skip("NCCL needs a GPU for each rank")
-    done = run_example(
-        "train_lm.py",
-        *RUN,
-        "--device",
-        "cuda",
-        "--ranks",
-        str(ranks),
-        "--data",
-        text_folder,
-        "--out",
-        tmp_path / "run",
-    )
+    arguments = [*RUN, "--device", "cuda", "--ranks", str(ranks), "--data", text_folder]
+    done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", gpus=True)
     assert done.code == 0, done.err
     losses = _losses(tmp_path / "run")
     assert len(losses) == len(cpu_losses) == STEPS
