@@ -129,6 +129,10 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
   overlaps_ = major >= 9;
   heuristics_ = intranode::choose_heuristics(sms, config_.num_sms);
+  for (const cudaError_t error :
+       {intranode::prepare_send(s), intranode::prepare_plan(), intranode::prepare_receive(s),
+        intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
+    check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[config_.rank] =
       shm::Window::create(control_layout_.committed_bytes, control_layout_.committed_bytes);

@@ -52,4 +52,9 @@ cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t err
   return launch_kernel<announce_kernel>(launch, 0, comm, AnnounceArguments{error, text});
 }
 
+cudaError_t prepare_announce() {
+  const cudaError_t error = prepare_kernel<announce_kernel>(0);
+  return error != cudaSuccess ? error : prepare_kernel<abandon_kernel>(0);
+}
+
 }  // namespace moecomm::intranode

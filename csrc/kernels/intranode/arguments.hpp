@@ -8,6 +8,7 @@
 
 #include "kernels/intranode/heuristics.hpp"
 #include "layout/control.hpp"
+#include "layout/device_window.hpp"
 
 namespace moecomm::device {
 struct Comm;
@@ -67,6 +68,14 @@ struct CombineArguments {
   int64_t tokens;
   RowLayout layout;
 };
+
+/// Loads all kernels that a communicator of `shape` may launch onto the current device.
+cudaError_t prepare_send(const DeviceShape& shape);
+cudaError_t prepare_receive(const DeviceShape& shape);
+cudaError_t prepare_reduce(const DeviceShape& shape);
+cudaError_t prepare_sum(const DeviceShape& shape);
+cudaError_t prepare_plan();
+cudaError_t prepare_announce();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
 struct Launch {

@@ -4,8 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-
 #include "kernels/intranode/arguments.hpp"
 #include "kernels/intranode/pipe.cuh"
 #include "transport/device/signal.cuh"
@@ -94,22 +92,18 @@ __device__ inline void end_operation(const Comm& comm, uint64_t epoch) {
   state.epoch = epoch;
 }
 
+/// Loads a kernel onto the current device and lets it have its shared memory. Before its first launch:
+/// loading at the launch may wait for kernels under way, which may wait for this one.
+template <auto kernel>
+cudaError_t prepare_kernel(size_t shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
+
 /// Starts `kernel(comm, arguments)` with kThreads threads a block.
 template <auto kernel, class Arguments>
 cudaError_t launch_kernel(const Launch& launch, size_t shared_bytes, const Comm& comm,
                           const Arguments& arguments) {
-  static std::atomic<uint64_t> prepared{0};  // a bit a device: it allows this much shared memory
-  if (shared_bytes > 48 * 1024) {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    const uint64_t bit = uint64_t{1} << (device & 63);
-    if (error == cudaSuccess && (prepared.load(std::memory_order_relaxed) & bit) == 0) {
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared_bytes));
-      if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
-    }
-    if (error != cudaSuccess) return error;
-  }
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -122,5 +116,13 @@ cudaError_t launch_kernel(const Launch& launch, size_t shared_bytes, const Comm&
   config.numAttrs = launch.overlapped ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
+
+/// Prepares a kernel that moves rows; to be called as f.operator()<kernel>().
+struct PrepareRows {
+  template <auto kernel>
+  cudaError_t operator()() const {
+    return prepare_kernel<kernel>(sizeof(BlockMemory));
+  }
+};
 
 }  // namespace moecomm::intranode

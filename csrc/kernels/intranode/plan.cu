@@ -203,4 +203,6 @@ cudaError_t launch_plan(const Launch& launch, const Comm& comm, const PlanArgume
   return launch_kernel<plan_kernel>(launch, 0, comm, args);
 }
 
+cudaError_t prepare_plan() { return prepare_kernel<plan_kernel>(0); }
+
 }  // namespace moecomm::intranode

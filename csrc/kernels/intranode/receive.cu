@@ -431,36 +431,53 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_operation(comm, epoch);
 }
 
-template <class Rows>
-cudaError_t launch_rows(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
-  return launch_kernel<receive_kernel<Rows>>(launch, sizeof(BlockMemory), comm, args);
-}
+enum class Arrival { as_it_is, dequantised, scaled };
 
-template <DType dtype>
-cudaError_t launch_typed(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
-  if (!args.dequantise) return launch_rows<ScaleOut<dtype>>(launch, comm, args);
+/// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
+template <DType dtype, class Use>
+cudaError_t with_typed_kernel(Arrival arrival, const Use& use) {
+  if (arrival == Arrival::scaled) return use.template operator()<receive_kernel<ScaleOut<dtype>>>();
   if constexpr (dtype == DType::float64)
     return cudaErrorInvalidValue;
   else
-    return launch_rows<DequantiseOut<dtype>>(launch, comm, args);
+    return use.template operator()<receive_kernel<DequantiseOut<dtype>>>();
+}
+
+template <class Use>
+cudaError_t with_kernel(DType dtype, Arrival arrival, const Use& use) {
+  if (arrival == Arrival::as_it_is) return use.template operator()<receive_kernel<CopyOut>>();
+  switch (dtype) {
+    case DType::float32:
+      return with_typed_kernel<DType::float32>(arrival, use);
+    case DType::bfloat16:
+      return with_typed_kernel<DType::bfloat16>(arrival, use);
+    case DType::float16:
+      return with_typed_kernel<DType::float16>(arrival, use);
+    case DType::float64:
+      return with_typed_kernel<DType::float64>(arrival, use);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 cudaError_t launch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
-  if (!args.dequantise && args.scales == nullptr && args.other == nullptr)
-    return launch_rows<CopyOut>(launch, comm, args);
-  switch (comm.window.shape.dtype) {
-    case DType::float32:
-      return launch_typed<DType::float32>(launch, comm, args);
-    case DType::bfloat16:
-      return launch_typed<DType::bfloat16>(launch, comm, args);
-    case DType::float16:
-      return launch_typed<DType::float16>(launch, comm, args);
-    case DType::float64:
-      return launch_typed<DType::float64>(launch, comm, args);
+  const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
+                          : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
+                                                                            : Arrival::as_it_is;
+  return with_kernel(comm.window.shape.dtype, arrival, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, sizeof(BlockMemory), comm, args);
+  });
+}
+
+cudaError_t prepare_receive(const DeviceShape& shape) {
+  const PrepareRows prepare;
+  for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
+    if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
+    const cudaError_t error = with_kernel(shape.dtype, arrival, prepare);
+    if (error != cudaSuccess) return error;
   }
-  return cudaErrorInvalidValue;
+  return cudaSuccess;
 }
 
 }  // namespace moecomm::intranode

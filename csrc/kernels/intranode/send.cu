@@ -261,26 +261,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   announcer.flush();
 }
 
-template <class Rows>
-cudaError_t launch_rows(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return launch_kernel<send_kernel<Rows>>(launch, sizeof(BlockMemory), comm, args);
+/// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
+template <class Use>
+cudaError_t with_kernel(DType dtype, bool quantise, const Use& use) {
+  if (!quantise) return use.template operator()<send_kernel<CopyRows>>();
+  switch (dtype) {
+    case DType::float32:
+      return use.template operator()<send_kernel<QuantiseRows<DType::float32>>>();
+    case DType::bfloat16:
+      return use.template operator()<send_kernel<QuantiseRows<DType::bfloat16>>>();
+    case DType::float16:
+      return use.template operator()<send_kernel<QuantiseRows<DType::float16>>>();
+    case DType::float64:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  if (!args.quantise) return launch_rows<CopyRows>(launch, comm, args);
-  switch (comm.window.shape.dtype) {
-    case DType::float32:
-      return launch_rows<QuantiseRows<DType::float32>>(launch, comm, args);
-    case DType::bfloat16:
-      return launch_rows<QuantiseRows<DType::bfloat16>>(launch, comm, args);
-    case DType::float16:
-      return launch_rows<QuantiseRows<DType::float16>>(launch, comm, args);
-    case DType::float64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return with_kernel(comm.window.shape.dtype, args.quantise, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, sizeof(BlockMemory), comm, args);
+  });
+}
+
+cudaError_t prepare_send(const DeviceShape& shape) {
+  const PrepareRows prepare;
+  const cudaError_t error = with_kernel(shape.dtype, false, prepare);
+  return error != cudaSuccess || shape.wire == WireFormat::same ? error
+                                                                : with_kernel(shape.dtype, true, prepare);
 }
 
 }  // namespace moecomm::intranode

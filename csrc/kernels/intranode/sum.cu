@@ -163,20 +163,32 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_operation(comm, epoch);
 }
 
+/// Calls use.operator()<kernel>() with the kernel for rows of `dtype`.
+template <class Use>
+cudaError_t with_kernel(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::float32:
+      return use.template operator()<sum_kernel<DType::float32>>();
+    case DType::bfloat16:
+      return use.template operator()<sum_kernel<DType::bfloat16>>();
+    case DType::float16:
+      return use.template operator()<sum_kernel<DType::float16>>();
+    case DType::float64:
+      return use.template operator()<sum_kernel<DType::float64>>();
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  switch (comm.window.shape.dtype) {
-    case DType::float32:
-      return launch_kernel<sum_kernel<DType::float32>>(launch, sizeof(BlockMemory), comm, args);
-    case DType::bfloat16:
-      return launch_kernel<sum_kernel<DType::bfloat16>>(launch, sizeof(BlockMemory), comm, args);
-    case DType::float16:
-      return launch_kernel<sum_kernel<DType::float16>>(launch, sizeof(BlockMemory), comm, args);
-    case DType::float64:
-      return launch_kernel<sum_kernel<DType::float64>>(launch, sizeof(BlockMemory), comm, args);
-  }
-  return cudaErrorInvalidValue;
+  return with_kernel(comm.window.shape.dtype, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, sizeof(BlockMemory), comm, args);
+  });
+}
+
+cudaError_t prepare_sum(const DeviceShape& shape) {
+  return with_kernel(shape.dtype, PrepareRows{});
 }
 
 }  // namespace moecomm::intranode
