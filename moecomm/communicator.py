@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
-from moecomm import _C, ops
+from moecomm import _C, operators, ops
 from moecomm.backends import (
     Backend,
     DispatchCall,
     RawDispatch,
+    TensorPlan,
     available_devices,
     make_backend,
     why_no_cuda,
@@ -36,7 +37,6 @@ from moecomm.types import DispatchOutput, Group, Handle, Layout, Work
 from moecomm.version import __version__
 
 _DEFAULT_TIMEOUT = 60.0
-_ids = itertools.count()
 Array = Any
 """A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
 
@@ -66,6 +66,11 @@ def _check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_token
             f"max_tokens is {max_tokens}: a rank could get {rows} rows, expected fewer than {2**31}; "
             "lower max_tokens"
         )
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """(rows, None), or (data, scales) of a pair."""
+    return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 
 
 def _choose_device(device: Any) -> torch.device:
@@ -220,7 +225,8 @@ class Communicator:
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""
         self.timeout = seconds
-        self._id = next(_ids)
+        self._plan_fields = backend.plan_fields
+        self._id = operators.register(backend)
         self._backend = backend
 
     @staticmethod
@@ -339,11 +345,79 @@ class Communicator:
             OutOfMemory: no memory for the output; on the caller.
             CommunicatorClosed: after `close()`.
         """
+        arguments = (x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
+        if not torch.compiler.is_compiling():
+            return self._dispatch(*arguments, async_op)
+        if capacity is None or async_op:
+            return self._dispatch_outside_graph(*arguments, async_op)
+        return self._dispatch_in_graph(*arguments)
+
+    def _dispatch_in_graph(
+        self,
+        x_TH: Any,
+        ids: Any,
+        weights: Any,
+        layout: Layout,
+        alignment: int,
+        capacity: int | None,
+        dequantize: bool,
+    ) -> DispatchOutput:
+        x, x_scales = _parts(x_TH)
+        layout, alignment, rows = check_options(layout, alignment, capacity)
+        self._check_dispatch(x, x_scales, ids, weights, dequantize)
+        if not dequantize:
+            x, weights = x.detach(), None if weights is None else weights.detach()
+        found = torch.ops.moecomm.dispatch(
+            self._id, x, x_scales, ids, weights, layout, alignment, rows, dequantize
+        )
+        tokens_PH, weights_out, topk_idx_PK, scales, blob = found
+        tokens_per_expert_L, offsets, overflow = self._plan_fields.views(blob, layout)
+        tokens = x.shape[0]
+        return DispatchOutput(
+            tokens=tokens_PH,
+            weights=None if weights is None else weights_out,
+            topk_idx=topk_idx_PK if layout == "rank" else None,
+            tokens_per_expert=tokens_per_expert_L,
+            offsets=offsets,
+            overflow=overflow,
+            handle=Handle(
+                plan=TensorPlan(blob, layout, tokens, rows),
+                owner=self._id,
+                layout=layout,
+                num_tokens=tokens,
+                num_rows=rows,
+            ),
+            scales=None if dequantize else scales,
+        )
+
+    def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
+        check_wire_options(self.wire, dequantize, x_scales)
+        check_dispatch(
+            x,
+            ids,
+            weights,
+            hidden=self.hidden,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            dtype=self.dtype,
+            device=self.device,
+            x_scales=x_scales,
+        )
+
+    def _dispatch(
+        self,
+        x_TH: Any,
+        topk_idx_TK: Any,
+        topk_weights_TK: Any,
+        layout: Layout,
+        alignment: int,
+        capacity: int | None,
+        dequantize: bool,
+        async_op: bool,
+    ) -> DispatchOutput | Work[DispatchOutput]:
         backend = self._open()
-        x: Any = x_TH
-        x_scales: Any = None
-        if isinstance(x_TH, (tuple, list)) and len(x_TH) == 2:
-            x, x_scales = x_TH
+        x, x_scales = _parts(x_TH)
+        if x_scales is not None:
             x_scales = shared_tensor(x_scales, self.device)
         x, ids = shared_tensor(x, self.device), shared_tensor(topk_idx_TK, self.device)
         weights = None if topk_weights_TK is None else shared_tensor(topk_weights_TK, self.device)
@@ -352,18 +426,7 @@ class Communicator:
             backend.ready()  # before the arguments: what ends the communicator comes first
             try:
                 checked = check_options(layout, alignment, capacity)
-                check_wire_options(self.wire, dequantize, x_scales)
-                check_dispatch(
-                    x,
-                    ids,
-                    weights,
-                    hidden=self.hidden,
-                    top_k=self.top_k,
-                    max_tokens=self.max_tokens,
-                    dtype=self.dtype,
-                    device=self.device,
-                    x_scales=x_scales,
-                )
+                self._check_dispatch(x, x_scales, ids, weights, dequantize)
             except MoecommError as error:
                 backend.fail(error)
             return backend.begin_dispatch(DispatchCall(x, x_scales, ids, weights, *checked, dequantize))
@@ -392,6 +455,8 @@ class Communicator:
                 "moecomm dispatch", begin, backend.finish_dispatch, finish, inputs, capacity is None
             )
         return finish(backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begin())))
+
+    _dispatch_outside_graph = _disable_dynamo(_dispatch)
 
     @overload
     def combine(
@@ -444,16 +509,30 @@ class Communicator:
             OutOfMemory: no memory for the result (CUDA: on all ranks, as above).
             CommunicatorClosed: after `close()`.
         """
+        if not torch.compiler.is_compiling():
+            return self._combine(rows_PH, handle, weights, async_op)
+        if async_op or not isinstance(handle.plan, TensorPlan):
+            return self._combine_outside_graph(rows_PH, handle, weights, async_op)
+        self._check_combine(rows_PH, handle, weights)
+        blob, layout, tokens, rows, _ = handle.plan
+        return torch.ops.moecomm.combine(self._id, rows_PH, weights, blob, layout, tokens, rows)
+
+    def _check_combine(self, rows: Any, handle: Any, weights: Any) -> None:
+        self._check_handle(handle)
+        check_rows("rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
+        if weights is not None:
+            check_weights("weights", weights, (handle.num_rows,), "(P,)", self.dtype, self.device)
+
+    def _combine(
+        self, rows_PH: Any, handle: Handle, weights: Any, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
         rows = shared_tensor(rows_PH, self.device)
         factors = None if weights is None else shared_tensor(weights, self.device)
 
         def execute() -> torch.Tensor:
             try:
-                self._check_handle(handle)
-                check_rows("rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
-                if factors is not None:
-                    check_weights("weights", factors, (handle.num_rows,), "(P,)", self.dtype, self.device)
+                self._check_combine(rows, handle, factors)
             except MoecommError as error:
                 backend.fail(error)
             y_TH, _ = backend.combine(handle.plan, rows, factors, None)
@@ -468,6 +547,8 @@ class Communicator:
                 "moecomm combine", execute, lambda y_TH: y_TH, finish, (rows, factors), False
             )
         return finish(backend.run("moecomm combine", execute))
+
+    _combine_outside_graph = _disable_dynamo(_combine)
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """An uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it lies in

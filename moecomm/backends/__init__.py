@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import Backend, DispatchCall, RawDispatch
+from moecomm.backends.base import Backend, DispatchCall, RawDispatch, TensorPlan
 from moecomm.backends.cpu import CpuBackend
 from moecomm.backends.cuda import CudaBackend
 from moecomm.errors import MoecommError
@@ -19,6 +19,7 @@ __all__ = [
     "Backend",
     "DispatchCall",
     "RawDispatch",
+    "TensorPlan",
     "available_devices",
     "make_backend",
     "why_no_cuda",

@@ -27,9 +27,39 @@ class RawDispatch(NamedTuple):
     offsets: torch.Tensor
     overflow: torch.Tensor
     plan: Any
-    """The backend's own: it has `tokens` and `rows`, and redispatch and combine take it."""
+    """The backend's own: it has `tokens` and `rows`. Redispatch and combine take it, or a TensorPlan."""
     scales: torch.Tensor | None = None
     """With tokens handed on as they travelled: (P, ceil(H / 128)) float32."""
+
+
+class TensorPlan(NamedTuple):
+    """A plan as a tensor and numbers that are known without looking into it."""
+
+    blob: torch.Tensor
+    """(words,) int32 with the fields of `PlanFields`; the rest is the backend's own. In device memory it is
+    the device that writes it, so it stays valid over replays of a CUDA graph."""
+    layout: Layout
+    tokens: int
+    rows: int
+    stream: int = 0
+    """That the blob's memory belongs to."""
+
+
+class PlanFields(NamedTuple):
+    """Where to find what a DispatchOutput tells of its plan, in int32 words of a blob."""
+
+    words: int
+    overflow: int
+    expert_rows: slice
+    offsets: slice
+    """Expert layout."""
+    source_ends: slice
+    """Rank layout."""
+
+    def views(self, blob: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(tokens_per_expert_L, offsets, overflow) in `blob`."""
+        ends = self.source_ends if layout == "rank" else self.offsets
+        return blob[self.expert_rows], blob[ends], blob[self.overflow]
 
 
 class DispatchCall(NamedTuple):
@@ -56,7 +86,11 @@ class Backend(Protocol):
 
     device: torch.device
     dtype: torch.dtype
+    hidden: int
+    top_k: int
     memory: MemoryPlan
+    plan_fields: PlanFields
+    """Of the blob in a TensorPlan."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -88,6 +122,9 @@ class Backend(Protocol):
 
     def finish_dispatch(self, begun: Any) -> RawDispatch:
         """The rows that arrive."""
+
+    def tensor_plan(self, plan: Any) -> TensorPlan:
+        """The plan of a RawDispatch as a tensor; it lives as long as the blob's memory."""
 
     def redispatch(
         self,

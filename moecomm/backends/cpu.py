@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import DispatchCall, RawDispatch, meet
+from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, meet
 from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, kind_of
 from moecomm.memory import plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import weight_dtype
-from moecomm.types import Work
+from moecomm.types import Layout, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -36,6 +39,23 @@ class _Begun(NamedTuple):
     by_rank: bool
     has_weights: bool
     x_TH: torch.Tensor  # this rank's own rows are read where they are, so it has to live
+
+
+class _PlanWords(np.ndarray):
+    """The memory of a plan's tensor, and with it the plan."""
+
+    plan: _C.Plan
+
+
+def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
+    ends = 2 + local_experts
+    return PlanFields(
+        words=ends + max(local_experts, ranks),
+        overflow=1,
+        expert_rows=slice(2, ends),
+        offsets=slice(ends, ends + local_experts),
+        source_ends=slice(ends, ends + ranks),
+    )
 
 
 class CpuBackend:
@@ -70,6 +90,9 @@ class CpuBackend:
             dtype=dtype,
         )
         self.memory = plan_memory(shape, meeting.size)
+        self.plan_fields = _plan_fields(arguments["num_experts"] // meeting.size, meeting.size)
+        self._plan_keys = itertools.count()
+        self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
         self._check_room(meeting)
         self._native = self._connect(
             meeting, shape, arguments["num_experts"], threads or default_threads(meeting.size)
@@ -189,14 +212,35 @@ class CpuBackend:
             plan=plan,
         )
 
+    def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
+        """A tensor whose memory keeps `plan`, with a key to it and what the output tells of it."""
+        fields, layout = self.plan_fields, cast(Layout, plan.layout.name)
+        words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
+        words.plan = plan
+        words[0] = next(self._plan_keys)
+        words[fields.overflow] = plan.needed_rows if plan.needed_rows > plan.rows else 0
+        words[fields.expert_rows] = plan.expert_rows
+        words[fields.source_ends if layout == "rank" else fields.offsets] = plan.offsets
+        self._plans[int(words[0])] = words
+        return TensorPlan(torch.from_numpy(words), layout, plan.tokens, plan.rows)
+
+    def _plan(self, plan: _C.Plan | TensorPlan) -> _C.Plan:
+        if not isinstance(plan, TensorPlan):
+            return plan
+        words = self._plans.get(int(plan.blob[0]))
+        if words is None:
+            raise InvalidArgument("handle holds a copy of its plan, expected what the dispatch gave")
+        return words.plan
+
     def redispatch(
         self,
-        plan: _C.Plan,
+        plan: _C.Plan | TensorPlan,
         rows_TH: torch.Tensor,
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
         dots_P = None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype))
@@ -212,13 +256,14 @@ class CpuBackend:
 
     def combine(
         self,
-        plan: _C.Plan,
+        plan: _C.Plan | TensorPlan,
         rows_PH: torch.Tensor | None,
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
         weight_grads)."""
+        plan = self._plan(plan)
         rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
         weight_grads = _dense_or_none(weight_grads)
         y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)

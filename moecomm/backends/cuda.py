@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import DispatchCall, RawDispatch, meet
+from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, meet
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.memory import device_shape, plan_device_memory
@@ -28,18 +28,6 @@ Finished = TypeVar("Finished")
 
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
-
-
-class CudaPlan(NamedTuple):
-    """A plan in device memory. The device writes it, so it stays valid over replays of a CUDA graph."""
-
-    blob: torch.Tensor
-    """(words,) int32, with the fields of `_C.device_plan_fields`."""
-    layout: Layout
-    tokens: int
-    rows: int
-    stream: int
-    """That the blob's memory belongs to."""
 
 
 class _Begun(NamedTuple):
@@ -92,10 +80,13 @@ class CudaBackend:
             )
             self.memory = plan_device_memory(shape, meeting.size)
             fields = _C.device_plan_fields(shape)
-            self._plan_shape = (fields["total"][1],)
-            self._overflow = fields["overflow"][0]
-            self._expert_rows = _slice(fields["expert_rows"])
-            self._offsets, self._source_ends = _slice(fields["offsets"]), _slice(fields["source_ends"])
+            self.plan_fields = PlanFields(
+                words=fields["total"][1],
+                overflow=fields["overflow"][0],
+                expert_rows=_slice(fields["expert_rows"]),
+                offsets=_slice(fields["offsets"]),
+                source_ends=_slice(fields["source_ends"]),
+            )
             self._check_room(meeting)
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._native, window = self._connect(meeting, shape, num_sms or 0)
@@ -293,7 +284,7 @@ class CudaBackend:
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
         x_scales, weights_TK = _dense_or_none(call.x_scales), _dense_or_none(call.topk_weights_TK)
         try:
-            blob = self._empty(self._plan_shape, torch.int32)
+            blob = self._empty((self.plan_fields.words,), torch.int32)
         except OutOfMemory as error:
             self.fail(error)
         self._native.begin_dispatch(
@@ -332,16 +323,17 @@ class CudaBackend:
             self._receive(begun, 0, self._nowhere, None, None, None)  # the peers must not wait for this rank
             raise
         self._receive(begun, rows, tokens_PH, scales, weights, topk_idx_PK)
-        plan = CudaPlan(
+        plan = TensorPlan(
             blob=blob, layout=call.layout, tokens=begun.x_TH.shape[0], rows=rows, stream=self._raw_stream
         )
+        expert_rows_L, offsets, overflow = self.plan_fields.views(blob, call.layout)
         return RawDispatch(
             tokens_PH=tokens_PH,
             weights=weights,
             topk_idx_PK=topk_idx_PK,
-            tokens_per_expert_L=blob[self._expert_rows],
-            offsets=blob[self._source_ends if by_rank else self._offsets],
-            overflow=blob[self._overflow],
+            tokens_per_expert_L=expert_rows_L,
+            offsets=offsets,
+            overflow=overflow,
             plan=plan,
             scales=scales,
         )
@@ -367,9 +359,13 @@ class CudaBackend:
             stream=self._raw_stream,
         )
 
+    def tensor_plan(self, plan: TensorPlan) -> TensorPlan:
+        """`plan` itself."""
+        return plan
+
     def redispatch(
         self,
-        plan: CudaPlan,
+        plan: TensorPlan,
         rows_TH: torch.Tensor,
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
@@ -399,7 +395,7 @@ class CudaBackend:
 
     def combine(
         self,
-        plan: CudaPlan,
+        plan: TensorPlan,
         rows_PH: torch.Tensor | None,
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
@@ -486,7 +482,7 @@ class CudaBackend:
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(shape, dtype, error) from error
 
-    def _plan_address(self, plan: CudaPlan) -> int:
+    def _plan_address(self, plan: TensorPlan) -> int:
         if plan.stream != self._raw_stream:
             # The caller sees to the tensors that it takes to another stream; this one it does not see.
             plan.blob.record_stream(self._gpu.stream())

@@ -18,7 +18,7 @@ PYTHON_LAYERS = [
     {"errors", "types", "env"},
     {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric"},
     {"backends"},
-    {"ops"},
+    {"ops", "operators"},
     {"communicator"},
     {"nn", "discovery"},
     {"__main__"},
