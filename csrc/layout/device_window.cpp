@@ -25,8 +25,8 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
     visit("token heads", offset, s.ranks * s.max_tokens * int64_t{sizeof(TokenHead)});
   for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
-  visit("arrival flags", w.arrived, s.ranks * s.max_chunks() * 4);
-  visit("credit flags", w.credits, s.ranks * s.max_chunks() * 4);
+  visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * 4);
+  visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * 4);
   for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
 }
 

@@ -31,6 +31,12 @@ __device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -48,6 +54,12 @@ __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t va
 
 __device__ __forceinline__ void store_release_gpu(uint32_t* address, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+/// No order. After a wait for the completion of bulk stores it needs none: they are in place, wherever that
+/// is, and a release would wait for all stores of the multiprocessor, which takes microseconds under load.
+__device__ __forceinline__ void store_relaxed_sys(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 /// Adds with release and acquire: the last of several arrivals sees what all the others wrote.

@@ -19,7 +19,8 @@ struct PeerSet {
   }
 };
 
-/// One warp's. Rows of the chunk before go on arriving while the next chunk is under way.
+/// One warp's. Rows of the chunk before go on arriving while the next chunk is under way. All that a flag
+/// announces has to travel by bulk stores, where there are any: it waits for no others.
 class Announcer {
  public:
   __device__ Announcer(const device::Comm& comm, uint64_t epoch)
@@ -48,8 +49,11 @@ class Announcer {
   static constexpr int kLag = 4;  ///< groups that are under way at most when a chunk is announced
 
   __device__ void announce() {
+#if !MOECOMM_HAS_BULK
+    ptx::fence_sys();
+#endif
     peers_.for_each([&](int32_t peer) {
-      ptx::store_release_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, comm_.rank, chunk_), epoch_);
+      ptx::store_relaxed_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, comm_.rank, chunk_), epoch_);
     });
     chunk_ = -1;
   }

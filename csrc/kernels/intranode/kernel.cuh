@@ -18,10 +18,11 @@ using device::PlanView;
 struct WarpMemory {
   std::byte* pieces;
   uint64_t* barriers;
+  float* scales;
 };
 
 __device__ inline WarpMemory warp_memory(BlockMemory& block) {
-  return {block.pieces[warp_id()], block.barriers[warp_id()]};
+  return {block.pieces[warp_id()], block.barriers[warp_id()], block.scales[warp_id()]};
 }
 
 /// `total` bytes in equal pieces of at most `most`, multiples of 16.

@@ -16,7 +16,8 @@ inline constexpr int kWarpBytes = 16384;                  ///< of shared memory 
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
 inline constexpr int kSumStages = 6, kSumPiece = 2048;    ///< pieces that are computed with
-inline constexpr int kOutStages = 2;                      ///< results on their way out
+inline constexpr int kScaleBuffer = 128;  ///< scales of a row that the caller has quantised, a part
+inline constexpr int kOutStages = 2;      ///< results on their way out
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
 static_assert((kSumStages + kOutStages) * kSumPiece == kWarpBytes);
 
@@ -26,6 +27,7 @@ struct BlockMemory {
   int32_t counts[kWarps][kMaxChunk];  ///< entries of meta for each token of a chunk
   int32_t slots[kWarps][kMaxChunk];
   uint64_t barriers[kWarps][8];
+  alignas(16) float scales[kWarps][kScaleBuffer];
   int32_t shared_word;
 };
 

@@ -415,7 +415,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     }
     if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
     if (in_turn && lane_id() == 0)
-      ptx::store_release_sys(comm.flag(comm.bases[item.source], comm.window.credits, comm.rank, item.chunk),
+      ptx::store_relaxed_sys(comm.flag(comm.bases[item.source], comm.window.credits, comm.rank, item.chunk),
                              static_cast<uint32_t>(epoch));
   }
   wait_stores<0>();

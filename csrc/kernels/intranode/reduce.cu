@@ -3,7 +3,7 @@
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
 //   - rows are loaded piece by piece into shared memory, several ahead, and added up in registers
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
-// Gradients of routing weights travel along, each to its (token, k) at the home.
+// Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/element.cuh"
 #include "kernels/intranode/kernel.cuh"
@@ -27,8 +27,6 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, ui
     if (slot < 0) continue;
     owned |= 1u << i;
     const int32_t row = lane < top_k ? plan.at(plan.fields.rows)[at * top_k + lane] : kRowElsewhere;
-    if (args.weight_grads != nullptr && row != kRowElsewhere)
-      put_weight_grad(comm, args, comm.bases[home] + comm.window.weight_grads[epoch & 1], token, row);
     const int count = compact(meta + i * top_k, row, counts_in_sum(args.layout, row));
     if (lane == 0) {
       counts[i] = count;
@@ -37,6 +35,37 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, ui
   }
   __syncwarp();
   return owned;
+}
+
+/// Sends the gradients of the weights of all other ranks' tokens. Whole block.
+__device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                                  int32_t* shared_word) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  for (int32_t i = 1; i < comm.ranks(); ++i) {
+    const int32_t home = (comm.rank + i) % comm.ranks();
+    std::byte* const section = comm.bases[home] + comm.window.weight_grads[epoch & 1];
+    const int64_t tokens = plan.at(plan.fields.tokens)[home];
+    for (int64_t token = int64_t{blockIdx.x} * kWarps + warp_id(); token < tokens;
+         token += int64_t{gridDim.x} * kWarps) {
+      if (lane >= top_k) continue;
+      const int32_t row =
+          plan.at(plan.fields.rows)[(home * comm.window.shape.max_tokens + token) * top_k + lane];
+      if (row != kRowElsewhere) put_weight_grad(comm, args, section, token, row);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::fence_sys();
+    *shared_word = ptx::add_acq_rel_gpu(&comm.state().route_done, 1) + 1 == gridDim.x;
+    ptx::fence_sys();
+  }
+  __syncthreads();
+  if (*shared_word == 0) return;
+  for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks(); peer += kThreads)
+    ptx::store_release_sys(
+        comm.flag(comm.bases[peer], comm.window.arrived, comm.rank, comm.window.shape.max_chunks()),
+        static_cast<uint32_t>(epoch));
 }
 
 template <DType dtype>
@@ -54,6 +83,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         comm, Operation::combine, epoch, id, args.layout, args.tokens,
         (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u));
   if (id == 0 || comm.ranks() == 1) return;
+  if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, &block.shared_word);
+  if (args.rows == nullptr) return;
 
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
@@ -78,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (begin >= end) continue;
     const uint32_t owned = list_rows(comm, args, epoch, home, begin, end, meta, counts, slots);
     if (owned == 0) continue;
-    if (args.rows != nullptr) {
+    {
       std::byte* const section = comm.bases[home] + comm.window.rows[epoch & 1];
       const auto source = [&](int i, int j) {
         return args.rows + int64_t{meta[i * comm.top_k() + j]} * pieces.total;
@@ -134,8 +165,6 @@ cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineA
   });
 }
 
-cudaError_t prepare_reduce(const DeviceShape& shape) {
-  return with_kernel(shape.dtype, PrepareRows{});
-}
+cudaError_t prepare_reduce(const DeviceShape& shape) { return with_kernel(shape.dtype, PrepareRows{}); }
 
 }  // namespace moecomm::intranode

@@ -58,15 +58,6 @@ __device__ std::byte* staged_row(const Comm& comm, uint64_t epoch, int32_t peer,
          (comm.rank * w.stage_tokens + token % w.stage_tokens) * w.shape.wire_row_bytes();
 }
 
-__device__ void store_scales(const Comm& comm, uint64_t epoch, const int32_t* owners, int count,
-                             int64_t token, const float* scales) {
-  const int64_t number = scales_per_row(comm.window.shape.hidden), data = comm.window.shape.wire_data_bytes();
-  for (int j = 0; j < count; ++j) {
-    float* const to = reinterpret_cast<float*>(staged_row(comm, epoch, owners[j], token) + data);
-    for (int64_t i = lane_id(); i < number; i += 32) to[i] = scales[i];
-  }
-}
-
 /// Rows as they are.
 class CopyRows {
  public:
@@ -75,6 +66,7 @@ class CopyRows {
         args_(args),
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
+        scales_(memory.scales),
         pieces_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
@@ -95,9 +87,7 @@ class CopyRows {
         store_piece(staged_row(comm_, epoch_, owners[j], begin + i) + pieces_.offset(store.piece), piece,
                     pieces_.size(store.piece));
       commit_stores();
-      if (args_.x_scales != nullptr && store.piece == 0)
-        store_scales(comm_, epoch_, owners, count, begin + i,
-                     args_.x_scales + (begin + i) * scales_per_row(comm_.window.shape.hidden));
+      if (args_.x_scales != nullptr && store.piece == 0) send_scales(begin + i, owners, count);
       ring_.release();
       announcer.group_committed();
       store.advance(pieces_.count);
@@ -105,10 +95,27 @@ class CopyRows {
   }
 
  private:
+  /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
+  __device__ void send_scales(int64_t token, const int32_t* owners, int count) {
+    const int64_t number = scales_per_row(comm_.window.shape.hidden);
+    const float* const from = args_.x_scales + token * number;
+    for (int64_t first = 0; first < number; first += kScaleBuffer) {
+      wait_stores_read<0>();
+      const int part = static_cast<int>(min(number - first, int64_t{kScaleBuffer}));
+      for (int s = lane_id(); s < part; s += 32) scales_[s] = from[first + s];
+      publish_piece();
+      for (int j = 0; j < count; ++j)
+        store_piece(staged_row(comm_, epoch_, owners[j], token) + pieces_.total + first * 4,
+                    reinterpret_cast<const std::byte*>(scales_), (part * 4 + 15) / 16 * 16);
+      commit_stores();
+    }
+  }
+
   const Comm& comm_;
   const SendArguments& args_;
   const uint64_t epoch_;
   LoadRing<kCopyStages, kCopyPiece> ring_;
+  float* const scales_;
   const Pieces pieces_;
 };
 
@@ -143,7 +150,7 @@ class QuantiseRows {
       const int32_t* const owners = meta + i * comm_.top_k();
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
       std::byte* const out = out_.next();
-      const int64_t first_block = int64_t{store.piece} * (kColumns / kScaleColumns);
+      float* const out_scales = reinterpret_cast<float*>(out + kColumns);  // behind the values
 #pragma unroll
       for (int step = 0; step < kSumPiece / 512; ++step) {
         const int v = step * 32 + lane_id();
@@ -160,17 +167,18 @@ class QuantiseRows {
         uint32_t* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
 #pragma unroll
         for (int e = 0; e < E::kVector; e += 4) to[e / 4] = to_fp8(values + e, inverse);
-        if (v % kBlockLanes == 0)
-          for (int j = 0; j < count; ++j)
-            reinterpret_cast<float*>(staged_row(comm_, epoch_, owners[j], begin + i) +
-                                     comm_.window.shape.wire_data_bytes())[first_block + v / kBlockLanes] =
-                scale;
+        if (v % kBlockLanes == 0) out_scales[v / kBlockLanes] = scale;
       }
       publish_piece();
       ring_.release();
-      for (int j = 0; j < count; ++j)
-        store_piece(staged_row(comm_, epoch_, owners[j], begin + i) + int64_t{store.piece} * kColumns, out,
-                    static_cast<uint32_t>(vectors * E::kVector));
+      const uint32_t columns = static_cast<uint32_t>(vectors * E::kVector);
+      const uint32_t blocks = (columns + kScaleColumns - 1) / kScaleColumns;
+      for (int j = 0; j < count; ++j) {
+        std::byte* const row = staged_row(comm_, epoch_, owners[j], begin + i);
+        store_piece(row + int64_t{store.piece} * kColumns, out, columns);
+        store_piece(row + comm_.window.shape.wire_data_bytes() + store.piece * (kColumns / kScaleColumns * 4),
+                    reinterpret_cast<const std::byte*>(out_scales), (blocks * 4 + 15) / 16 * 16);
+      }
       commit_stores();
       announcer.group_committed();
       store.advance(pieces_.count);

@@ -35,8 +35,6 @@ __device__ void list_sources(const Comm& comm, const CombineArguments& args, int
     int32_t row = kRowElsewhere;
     if (owner == comm.rank)
       row = plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane];
-    if (args.weight_grads != nullptr && row != kRowElsewhere)
-      put_weight_grad(comm, args, args.out_weight_grads, token, row);
     const bool keep = counts_in_sum(args.layout, row);
     const int own_rows = __popc(__ballot_sync(0xffffffffu, keep));
     const bool has_own = own_slot != kNoOwnSlot;
@@ -64,15 +62,30 @@ __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const
   return here;
 }
 
-/// Gradients that owners sent, of the weights of one chunk; zero where a token names no expert.
-__device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch,
-                                     int64_t begin, int64_t end) {
+/// Gradients of the weights: those of experts here, those that owners sent, and zero where a token names no
+/// expert. Whole block.
+__device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
+  bool here = true;
+  for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks(); peer += kThreads)
+    if (peer != comm.rank)
+      here = device::wait_until(
+          comm, {peer, WaitPhase::rows, Operation::combine, epoch},
+          device::EpochFlag{comm.flag(comm.own, comm.window.arrived, peer, comm.window.shape.max_chunks()),
+                            static_cast<uint32_t>(epoch)});
+  if (!__syncthreads_and(here)) return;
   const std::byte* const section = comm.own + comm.window.weight_grads[epoch & 1];
-  for (int64_t i = begin * comm.top_k() + lane_id(); i < end * comm.top_k(); i += 32) {
+  const int top_k = comm.top_k(), lane = lane_id();
+  for (int64_t token = int64_t{blockIdx.x} * kWarps + warp_id(); token < args.tokens;
+       token += int64_t{gridDim.x} * kWarps) {
+    if (lane >= top_k) continue;
+    const int64_t i = token * top_k + lane;
     const int32_t id = plan.at(plan.fields.home_ids)[i];
-    if (id >= 0 && id / comm.local_experts == comm.rank) continue;  // written already
-    if (comm.window.shape.dtype == DType::float64)
+    if (id >= 0 && id / comm.local_experts == comm.rank)
+      put_weight_grad(
+          comm, args, args.out_weight_grads, token,
+          plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane]);
+    else if (comm.window.shape.dtype == DType::float64)
       reinterpret_cast<double*>(args.out_weight_grads)[i] =
           id < 0 ? 0.0 : __ldcg(reinterpret_cast<const double*>(section) + i);
     else
@@ -113,8 +126,6 @@ __device__ void sum_chunks(const Comm& comm, const CombineArguments& args, uint6
     PeerSet owners;
     list_sources(comm, args, begin, end, stride, meta, counts, owners);
     if (!wait_sums(comm, epoch, chunk, owners)) break;
-    if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch, begin, end);
-    if (args.rows == nullptr) continue;
     const auto source = [&](int i, int j) {
       const int32_t from = meta[i * stride + j];
       return from >= 0 ? args.rows + int64_t{from} * pieces.total
@@ -155,10 +166,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
   if (!already_failed(comm) && meet(comm, Operation::combine, epoch)) {
-    if (PlanView{args.plan, comm.plan_fields}.header().id != 0)
-      sum_chunks<dtype>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-    else
+    if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
+    } else {
+      if (args.rows != nullptr) sum_chunks<dtype>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
+      if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
+    }
   }
   end_operation(comm, epoch);
 }
@@ -187,8 +200,6 @@ cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArgu
   });
 }
 
-cudaError_t prepare_sum(const DeviceShape& shape) {
-  return with_kernel(shape.dtype, PrepareRows{});
-}
+cudaError_t prepare_sum(const DeviceShape& shape) { return with_kernel(shape.dtype, PrepareRows{}); }
 
 }  // namespace moecomm::intranode

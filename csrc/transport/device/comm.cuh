@@ -40,7 +40,7 @@ struct Comm {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
   __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
-    return at<uint32_t>(base, section) + writer * window.shape.max_chunks() + chunk;
+    return at<uint32_t>(base, section) + writer * (window.shape.max_chunks() + 1) + chunk;
   }
 };
 

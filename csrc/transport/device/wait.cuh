@@ -36,7 +36,7 @@ __device__ inline bool already_failed(const Comm& comm) {
   return ptx::load_relaxed_sys(&comm.state().failed) != 0;
 }
 
-/// Polls until read() >= target, where `read` acquires. False if it never will: after the deadline, when the
+/// Polls until read.arrived(), which acquires. False if it never will: after the deadline, when the
 /// host has lost a peer, or after another failure.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
@@ -45,8 +45,10 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
   const uint64_t start = ptx::global_nanoseconds();
   uint64_t look = start + kLookAround;
   while (true) {
-    for (int spin = 0; spin < 16; ++spin)
+    for (int spin = 0; spin < 16; ++spin) {
       if (read.arrived()) return true;
+      __nanosleep(32);
+    }
     const uint64_t now = ptx::global_nanoseconds();
     if (now < look) continue;
     look = now + kLookAround;
@@ -72,7 +74,9 @@ struct EpochFlag {
   const uint32_t* address;
   uint32_t epoch;
   __device__ bool arrived() const {
-    return static_cast<int32_t>(ptx::load_acquire_sys(address) - epoch) >= 0;
+    // Acquiring drops the multiprocessor's cache: only once there is something to acquire.
+    return static_cast<int32_t>(ptx::load_relaxed_sys(address) - epoch) >= 0 &&
+           static_cast<int32_t>(ptx::load_acquire_sys(address) - epoch) >= 0;
   }
   __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
 };
@@ -81,7 +85,9 @@ struct EpochFlag {
 struct RecordEpoch {
   const uint64_t* address;
   uint64_t epoch;
-  __device__ bool arrived() const { return ptx::load_acquire_sys(address) >= epoch; }
+  __device__ bool arrived() const {
+    return ptx::load_relaxed_sys(address) >= epoch && ptx::load_acquire_sys(address) >= epoch;
+  }
   __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
 };
 
