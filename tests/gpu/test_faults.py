@@ -224,18 +224,23 @@ def _absent(rank: int, world_size: int, mode: str) -> dict[str, Any]:
     comm = _communicator(job, 2.0)
     known = Oracle(job, rank, comm.device)
     capacity = max(known.needed)
-    _dropless_step(comm, known)
+
+    def step() -> None:
+        if mode == "dropless":
+            _dropless_step(comm, known)
+        else:
+            _fixed_step(comm, known, capacity)
+
+    step()
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
         time.sleep(4.0)
         dist.barrier()
-        late = catch(lambda: _dropless_step(comm, known))
-        return {"type": late and late.name, "context": _context_works()}
+        # What the others sent before they gave up is there; what they have not sent never comes.
+        return {**_until_it_fails(step), "context": _context_works()}
     begin = time.monotonic()
-    found = _until_it_fails(
-        lambda: _dropless_step(comm, known) if mode == "dropless" else _fixed_step(comm, known, capacity)
-    )
+    found = _until_it_fails(step)
     found["waited"] = time.monotonic() - begin
     found["refusals"] = _refusals(comm, known)
     found["context"] = _context_works()

@@ -126,13 +126,14 @@ def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
         if out.scales.dtype != torch.float32 or tuple(out.scales.shape) != (count, blocks):
             return [f"rank {rank}: scales are {out.scales.dtype} {tuple(out.scales.shape)}"]
         every = [oracle.quantised(each.x_TH) for each in known.all]
-        data_NH, scales_N = (torch.cat(parts) for parts in zip(*every, strict=True))
+        data_NH = torch.cat([data.view(torch.uint8) for data, _ in every])
+        scales_N = torch.cat([scales for _, scales in every])
         if given:
             scales_N = scales_N * (1 + torch.arange(blocks, device=comm.device) % 3)
         token_P = known.mine.token_P[: known.kept]
         real_P = token_P >= 0
         got = out.tokens[: known.kept].view(torch.uint8)
-        want = data_NH.view(torch.uint8)[token_P.clamp_min(0)]
+        want = data_NH[token_P.clamp_min(0)]
         if not torch.equal(got[real_P], want[real_P]):
             problems.append(f"rank {rank}: data differ in {int((got[real_P] != want[real_P]).sum())} places")
         if not torch.equal(out.scales[: known.kept][real_P], scales_N[token_P.clamp_min(0)][real_P]):
@@ -149,6 +150,7 @@ def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
             known.check_combine("combine", comm.combine(known.answer(rows_PH), out.handle))
         # The caller's own (data, scales) also arrive dequantised.
         plain = comm.dispatch(x, known.own.ids_TK, alignment=job.alignment, layout=job.layout)
+        data_NH = data_NH.view(torch.float8_e4m3fn)
         want = oracle.dequantised(data_NH, scales_N, job.torch_dtype)[known.mine.token_P.clamp_min(0)]
         want[known.mine.token_P < 0] = 0
         if not torch.equal(plain.tokens, want):
