@@ -46,6 +46,14 @@ def device() -> torch.device:
     return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
+def sm_counts() -> list[int | None]:
+    """Settings of num_sms that have to give the same bits: few, odd, all, and what moecomm chooses."""
+    if on_cpu():
+        return [2, 3]
+    most = torch.cuda.get_device_properties(device()).multi_processor_count
+    return [2, 5, 24, 64, most, None]
+
+
 def synchronize() -> None:
     if not on_cpu():
         torch.cuda.synchronize()
