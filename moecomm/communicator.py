@@ -586,6 +586,9 @@ class Communicator:
         and backward), wait_seconds (of both, waiting for peers), rows_in (tokens brought), rows_out (rows
         got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
         plans_made, plans_reused.
+
+        On CUDA there are no seconds, as the host does not wait; rows_out and bytes_wire are what the device
+        has reported by now; replays of a graph count in those two alone.
         """
         return self._open().stats()
 

@@ -14,6 +14,8 @@ WIRE_FP8 = torch.float8_e4m3fn
 may be fewer."""
 SCALE_COLUMNS = 128
 
+_MOST_ALIGNMENT = 1 << 20
+
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of routing weights and sums for rows of `dtype`."""
@@ -125,6 +127,8 @@ def check_weights(
 
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
     """That rows may come, or be handed on, as they travel."""
+    if dequantize is True and x_scales is None:
+        return
     if not isinstance(dequantize, bool):
         raise InvalidArgument(f"dequantize is {dequantize!r}, expected a bool")
     if wire == "fp8":
@@ -142,9 +146,14 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, int, int]:
     """(layout, alignment, capacity) of a dispatch, capacity -1 for None."""
+    if layout == "expert" and type(alignment) is int and 1 <= alignment <= _MOST_ALIGNMENT:
+        if capacity is None:
+            return layout, alignment, -1
+        if type(capacity) is int and 0 <= capacity < 2**31:
+            return layout, alignment, capacity
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
-    require_integer("alignment", alignment, 1, 1 << 20)
+    require_integer("alignment", alignment, 1, _MOST_ALIGNMENT)
     if layout == "rank" and alignment != 1:
         raise InvalidArgument(
             f"alignment is {alignment}, expected 1: rows in the rank layout have no expert groups"

@@ -21,7 +21,7 @@ from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupport
 from moecomm.memory import device_shape, plan_device_memory
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import SCALE_COLUMNS, WIRE_FP8, weight_dtype
-from moecomm.types import Layout, Work
+from moecomm.types import Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -35,8 +35,11 @@ class _Begun(NamedTuple):
 
     call: DispatchCall
     x_TH: torch.Tensor
+    x_address: int
     x_scales: torch.Tensor | None
+    scales_address: int
     blob: torch.Tensor
+    blob_address: int
 
 
 class CudaBackend:
@@ -54,6 +57,8 @@ class CudaBackend:
         """`arguments`, `argument_error`: as in `backends.base.meet`. `num_sms`: SMs of one operation; None:
         what the runtime finds best."""
         self.device, self.dtype = device, dtype
+        self._weight_dtype = weight_dtype(dtype)
+        self._layouts = {"expert": _C.RowLayout.expert, "rank": _C.RowLayout.rank}
         self._gpu = CudaDevice(device.index)
         self._lock = threading.RLock()
         self._capturing = False
@@ -64,6 +69,7 @@ class CudaBackend:
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
         self._unfinished: _SideWork[Any] | None = None
+        self._stats_before: dict[str, float] = {}
 
         with self._gpu.current():
             self._meet(meeting, arguments, argument_error)
@@ -89,6 +95,7 @@ class CudaBackend:
             )
             self._check_room(meeting)
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
+            self._nowhere_address = self._nowhere.data_ptr()
             self._native, window = self._connect(meeting, shape, num_sms or 0)
         # Also when the backend is forgotten, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
@@ -270,9 +277,8 @@ class CudaBackend:
     # -- operations ------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Raises if the communicator is closed or broken. A passed capacity is for `check` or the row count
-        of a dropless dispatch: only there do all ranks see the same."""
-        self._native.require_usable()
+        """Nothing to do: the runtime refuses work when it is closed or broken, and a passed capacity is for
+        `check` or the row count of a dropless dispatch, where all ranks see the same."""
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         """Sends the rows and makes the plan, on the device."""
@@ -281,26 +287,33 @@ class CudaBackend:
                 "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
                 "dispatch waits for its row count on the host"
             )
-        x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
-        x_scales, weights_TK = _dense_or_none(call.x_scales), _dense_or_none(call.topk_weights_TK)
+        x_TH, x_address = self._readable(call.x_TH)
+        ids_TK, ids_address = self._readable(call.topk_idx_TK)
+        x_scales, weights_TK = call.x_scales, call.topk_weights_TK
+        scales_address = weights_address = 0
+        if x_scales is not None:
+            x_scales, scales_address = self._readable(x_scales)
+        if weights_TK is not None:
+            weights_TK, weights_address = self._readable(weights_TK)
         try:
             blob = self._empty((self.plan_fields.words,), torch.int32)
         except OutOfMemory as error:
             self.fail(error)
+        blob_address = blob.data_ptr()
         self._native.begin_dispatch(
-            x=self._address(x_TH),
-            x_scales=self._address(x_scales),
-            ids=self._address(ids_TK),
-            wide_ids=ids_TK.dtype == torch.int64,
-            weights=self._address(weights_TK),
+            x=x_address,
+            x_scales=scales_address,
+            ids=ids_address,
+            wide_ids=ids_TK.dtype is torch.int64,
+            weights=weights_address,
             tokens=x_TH.shape[0],
-            layout=_layout(call.layout),
+            layout=self._layouts[call.layout],
             alignment=call.alignment,
             capacity=call.capacity,
-            plan=blob.data_ptr(),
+            plan=blob_address,
             stream=self._raw_stream,
         )
-        return _Begun(call, x_TH, x_scales, blob)
+        return _Begun(call, x_TH, x_address, x_scales, scales_address, blob, blob_address)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
         """Receives the rows into tensors of their own; waits for their number first, if there is no
@@ -316,27 +329,17 @@ class CudaBackend:
                 tokens_PH = self._empty((rows, self.hidden), WIRE_FP8)
                 scales = self._empty((rows, self._scale_columns), torch.float32)
             if call.topk_weights_TK is not None:
-                weights = self._empty((rows, self.top_k) if by_rank else (rows,), weight_dtype(self.dtype))
+                weights = self._empty((rows, self.top_k) if by_rank else (rows,), self._weight_dtype)
             if by_rank:
                 topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
         except OutOfMemory:
-            self._receive(begun, 0, self._nowhere, None, None, None)  # the peers must not wait for this rank
+            # The peers must not wait for this rank, so it receives the rows into nothing.
+            self._receive(begun, 0, self._nowhere, None, None, None)
             raise
         self._receive(begun, rows, tokens_PH, scales, weights, topk_idx_PK)
-        plan = TensorPlan(
-            blob=blob, layout=call.layout, tokens=begun.x_TH.shape[0], rows=rows, stream=self._raw_stream
-        )
         expert_rows_L, offsets, overflow = self.plan_fields.views(blob, call.layout)
-        return RawDispatch(
-            tokens_PH=tokens_PH,
-            weights=weights,
-            topk_idx_PK=topk_idx_PK,
-            tokens_per_expert_L=expert_rows_L,
-            offsets=offsets,
-            overflow=overflow,
-            plan=plan,
-            scales=scales,
-        )
+        plan = TensorPlan(blob, call.layout, begun.x_TH.shape[0], rows, self._raw_stream)
+        return RawDispatch(tokens_PH, weights, topk_idx_PK, expert_rows_L, offsets, overflow, plan, scales)
 
     def _receive(
         self,
@@ -348,14 +351,14 @@ class CudaBackend:
         topk_idx_PK: torch.Tensor | None,
     ) -> None:
         self._native.finish_dispatch(
-            x=self._address(begun.x_TH),
-            x_scales=self._address(begun.x_scales),
-            plan=begun.blob.data_ptr(),
+            x=begun.x_address,
+            x_scales=begun.scales_address,
+            plan=begun.blob_address,
             rows=rows,
             out=self._address(tokens_PH),
-            out_scales=self._address(scales),
-            weights=self._address(weights),
-            ids=self._address(topk_idx_PK),
+            out_scales=0 if scales is None else self._address(scales),
+            weights=0 if weights is None else self._address(weights),
+            ids=0 if topk_idx_PK is None else self._address(topk_idx_PK),
             stream=self._raw_stream,
         )
 
@@ -371,24 +374,29 @@ class CudaBackend:
         other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
-        rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
+        rows_TH, rows_address = self._readable(rows_TH)
+        scales_address = other_address = 0
+        if scales_P is not None:
+            scales_P, scales_address = self._readable(scales_P)
+        if other_PH is not None:
+            other_PH, other_address = self._readable(other_PH)
         dots_P = None
         try:
             out_PH = self._empty((plan.rows, self.hidden), self.dtype)
             if other_PH is not None:
-                dots_P = self._zeros((plan.rows,), weight_dtype(self.dtype))
+                dots_P = self._zeros((plan.rows,), self._weight_dtype)
         except OutOfMemory as error:
             self.fail(error)
         self._native.redispatch(
             plan=self._plan_address(plan),
-            layout=_layout(plan.layout),
-            x=self._address(rows_TH),
+            layout=self._layouts[plan.layout],
+            x=rows_address,
             tokens=plan.tokens,
             rows=plan.rows,
             out=self._address(out_PH),
-            scales=self._address(scales_P),
-            other=self._address(other_PH),
-            dots=self._address(dots_P),
+            scales=scales_address,
+            other=other_address,
+            dots=0 if dots_P is None else self._address(dots_P),
             stream=self._raw_stream,
         )
         return out_PH, dots_P
@@ -402,26 +410,29 @@ class CudaBackend:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
         weight_grads)."""
-        rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
-        weight_grads = _dense_or_none(weight_grads)
         y_TH = grads_TK = None
+        rows_address = weights_address = grads_address = 0
+        if weights_P is not None:
+            weights_P, weights_address = self._readable(weights_P)
         try:
             if rows_PH is not None:
+                rows_PH, rows_address = self._readable(rows_PH)
                 y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
             if weight_grads is not None:
-                grads_TK = self._empty((plan.tokens, self.top_k), weight_dtype(self.dtype))
+                weight_grads, grads_address = self._readable(weight_grads)
+                grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
         except OutOfMemory as error:
             self.fail(error)
         self._native.combine(
             plan=self._plan_address(plan),
-            layout=_layout(plan.layout),
-            rows=self._address(rows_PH),
+            layout=self._layouts[plan.layout],
+            rows=rows_address,
             num_rows=plan.rows,
-            weights=self._address(weights_P),
+            weights=weights_address,
             tokens=plan.tokens,
-            y=self._address(y_TH),
-            weight_grads=self._address(weight_grads),
-            out_weight_grads=self._address(grads_TK),
+            y=0 if y_TH is None else self._address(y_TH),
+            weight_grads=grads_address,
+            out_weight_grads=0 if grads_TK is None else self._address(grads_TK),
             stream=self._raw_stream,
         )
         return y_TH, grads_TK
@@ -451,12 +462,16 @@ class CudaBackend:
             return not self._gpu.capturing() and self._last.query()
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction or the last reset."""
-        return dict(self._native.stats())
+        """Counters since construction or the last reset. Those that the device keeps are never set to zero,
+        so what they were at the last reset is taken off."""
+        before = self._stats_before
+        found = {name: value - before.get(name, 0) for name, value in self._native.stats().items()}
+        return {"plans_reused": 0, **found}
 
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
         self._native.reset_stats()
+        self._stats_before = dict(self._native.stats())
 
     def close(self) -> None:
         """Waits for what is under way, tells the peers, and lets go of the window."""
@@ -488,12 +503,19 @@ class CudaBackend:
             plan.blob.record_stream(self._gpu.stream())
         return plan.blob.data_ptr()
 
-    def _address(self, tensor: torch.Tensor | None) -> int:
+    def _address(self, tensor: torch.Tensor) -> int:
         """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets
         one that is not."""
-        if tensor is None:
-            return 0
-        return tensor.data_ptr() or self._nowhere.data_ptr()
+        return tensor.data_ptr() or self._nowhere_address
+
+    def _readable(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """`tensor` as the kernels read it, row by row and from an address that bulk copies take; and that
+        address."""
+        address = tensor.data_ptr()
+        if address % _ALIGNMENT or not tensor.is_contiguous():
+            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+            address = tensor.data_ptr()
+        return tensor, address or self._nowhere_address
 
 
 class _SideWork(Generic[Result]):
@@ -577,21 +599,6 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 def _slice(field: tuple[int, int]) -> slice:
     first, count = field
     return slice(first, first + count)
-
-
-def _layout(name: Layout) -> _C.RowLayout:
-    return _C.RowLayout.rank if name == "rank" else _C.RowLayout.expert
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as the kernels read it: row by row, from an address that bulk copies take."""
-    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
-        return tensor
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else _dense(tensor)
 
 
 def _out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> OutOfMemory:
