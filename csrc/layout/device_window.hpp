@@ -84,6 +84,16 @@ struct TokenHead {
 };
 static_assert(sizeof(TokenHead) == 8);
 
+/// A peer that signals no more, for waits on it. Written by the host, through a copy: kernels that polled
+/// host memory would fill the path that their own NVLink traffic takes (docs/performance.md).
+struct PeerLoss {
+  uint32_t set;  ///< 1: a wait for this peer whose signal is not there ends
+  int32_t peer;  ///< the one to blame: itself, or who it gave up on
+  Cause cause;
+  int32_t first;  ///< the rank that noticed
+};
+static_assert(sizeof(PeerLoss) == 16);
+
 /// What a rank's kernels keep between operations, in its own window; peers never touch it. Counters are zero
 /// between operations.
 struct DeviceState {
@@ -105,6 +115,7 @@ struct DeviceWindow {
   int64_t stage_tokens;   ///< tokens of one source that the staging section holds; slots are used in turn
   int64_t sources;        ///< SourceLines[ranks]
   int64_t state;          ///< DeviceState
+  int64_t losses;         ///< PeerLoss[ranks], this rank's own
   int64_t route_counts;   ///< int32[kMaxRouteBlocks][counts], this rank's own
   int64_t error_text[2];  ///< char[kErrorText]
   int64_t counts[2];      ///< int32[ranks][counts], by source

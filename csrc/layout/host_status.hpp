@@ -24,15 +24,6 @@ enum class Disagreement : uint32_t {
   carries = 6,
 };
 
-/// One peer that signals no more, for waits of kernels on it. Host to device.
-struct PeerLoss {
-  uint32_t set;  ///< 1: a wait for this peer whose signal is not there ends
-  int32_t peer;  ///< the one to blame: itself, or who it gave up on
-  Cause cause;
-  int32_t first;  ///< the rank that noticed
-};
-static_assert(sizeof(PeerLoss) == 16);
-
 struct HostStatus {
   struct alignas(kLine) Rows {  // the row count of a dropless dispatch
     uint64_t ticket;            ///< number of the dispatch, given by the host

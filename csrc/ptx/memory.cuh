@@ -56,8 +56,7 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* address, uint32_t va
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-/// No order. After a wait for the completion of bulk stores it needs none: they are in place, wherever that
-/// is, and a release would wait for all stores of the multiprocessor, which takes microseconds under load.
+/// No order: nothing this thread wrote is announced by it.
 __device__ __forceinline__ void store_relaxed_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

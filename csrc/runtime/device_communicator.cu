@@ -86,7 +86,8 @@ WindowShape control_shape(int32_t ranks) { return {ranks, 1, 4, 1, DType::float3
 
 struct DeviceCommunicator::Pinned {
   explicit Pinned(int32_t ranks) {
-    const size_t bytes = sizeof(HostStatus) + ranks * sizeof(PeerLoss) + kTexts * kErrorText;
+    const size_t bytes =
+        sizeof(HostStatus) + static_cast<size_t>(ranks) * sizeof(PeerLoss) + kTexts * kErrorText;
     void* memory = nullptr;
     check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
     std::memset(memory, 0, bytes);
@@ -147,6 +148,7 @@ DeviceCommunicator::~DeviceCommunicator() {
   if (fork_ != nullptr) cudaEventDestroy(fork_);
   if (join_ != nullptr) cudaEventDestroy(join_);
   if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
+  if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
   if (bases_ != nullptr) cudaFree(bases_);
 }
 
@@ -193,28 +195,29 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comm.bases = bases_;
     comm.own = own;
     comm.host = pinned_->status;
-    comm.losses = pinned_->losses;
     comm.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
     comm.plan_fields = DevicePlan::make(config_.shape);
     comms_[static_cast<int>(wire)] = std::make_unique<device::Comm>(comm);
   }
+  losses_ = reinterpret_cast<PeerLoss*>(own + window_.losses);
+  check_cuda(cudaStreamCreateWithFlags(&watch_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   watcher_ = std::thread([this] { watch(); });
 }
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
 void DeviceCommunicator::watch() {
+  const DeviceGuard guard(config_.device);
   bool told = false;
   while (!stop_.load(std::memory_order_acquire)) {
     for (int32_t peer = 0; peer < config_.shape.ranks; ++peer) {
-      if (peer == config_.rank) continue;
       PeerLoss& out = pinned_->losses[peer];
-      if (load_acquire(out.set) != 0) continue;
-      if (const auto loss = signals_->loss(peer)) {
-        out.peer = loss->peer;
-        out.cause = loss->cause;
-        out.first = loss->first;
-        store_release(out.set, uint32_t{1});
-      }
+      if (peer == config_.rank || out.set != 0) continue;
+      const auto loss = signals_->loss(peer);
+      if (!loss) continue;
+      out = {1, loss->peer, loss->cause, loss->first};
+      // A copy engine brings it there, also while all of the GPU waits. If even that fails, there are the
+      // deadlines.
+      cudaMemcpyAsync(&losses_[peer], &out, sizeof(out), cudaMemcpyHostToDevice, watch_stream_);
     }
     const HostStatus::Broken& broken = pinned_->status->broken;
     if (!told && load_acquire(broken.set) != 0) {

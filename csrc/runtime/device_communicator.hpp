@@ -133,6 +133,8 @@ class DeviceCommunicator {
   std::vector<shm::Window> control_;
   std::unique_ptr<shm::Signals> signals_;
   std::thread watcher_;
+  cudaStream_t watch_stream_ = nullptr;
+  PeerLoss* losses_ = nullptr;  // in the window
   std::atomic<bool> stop_{false};
 
   std::function<void()> interrupt_;

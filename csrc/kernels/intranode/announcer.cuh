@@ -49,11 +49,8 @@ class Announcer {
   static constexpr int kLag = 4;  ///< groups that are under way at most when a chunk is announced
 
   __device__ void announce() {
-#if !MOECOMM_HAS_BULK
-    ptx::fence_sys();
-#endif
     peers_.for_each([&](int32_t peer) {
-      ptx::store_relaxed_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, comm_.rank, chunk_), epoch_);
+      ptx::store_release_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, comm_.rank, chunk_), epoch_);
     });
     chunk_ = -1;
   }

@@ -414,6 +414,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
       open_for_loads();
     }
     if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
+    // Its rows have been loaded, so nothing has to be ordered before this.
     if (in_turn && lane_id() == 0)
       ptx::store_relaxed_sys(comm.flag(comm.bases[item.source], comm.window.credits, comm.rank, item.chunk),
                              static_cast<uint32_t>(epoch));

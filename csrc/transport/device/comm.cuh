@@ -16,7 +16,6 @@ struct Comm {
   std::byte* const* bases;  ///< [ranks] windows as mapped here, in device memory
   std::byte* own;           ///< bases[rank]
   HostStatus* host;
-  const PeerLoss* losses;  ///< [ranks]
   uint64_t timeout_ns;
   DevicePlan plan_fields;
 

@@ -40,7 +40,7 @@ __device__ inline bool already_failed(const Comm& comm) {
 /// host has lost a peer, or after another failure.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
-  constexpr uint64_t kLookAround = 20'000;  // ns between looks at the host's memory, which take microseconds
+  constexpr uint64_t kLookAround = 20'000;  // ns between looks at what else may end the wait
   if (read.arrived()) return true;
   const uint64_t start = ptx::global_nanoseconds();
   uint64_t look = start + kLookAround;
@@ -55,7 +55,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     if (already_failed(comm) ||
         ptx::load_relaxed_sys(&comm.state().cancelled) == static_cast<uint32_t>(info.expected))
       return false;
-    const PeerLoss& loss = comm.losses[info.peer];
+    const PeerLoss& loss = comm.mine<PeerLoss>(comm.window.losses)[info.peer];
     const bool lost = ptx::load_acquire_sys(&loss.set) != 0;
     // What a peer signalled before it ended counts.
     if (lost && !read.arrived()) {
