@@ -374,6 +374,18 @@ def test_the_device_of_a_tensor() -> None:
         check_dispatch(torch.zeros(5, 8), IDS_TK, None, device=torch.device("cuda", 1), **sizes)
 
 
+@pytest.mark.usefixtures("loopback")
+def test_statistics_begin_again() -> None:
+    """Counters that the device keeps are never set to zero; the difference is shown."""
+    comm, native, _ = _comm()
+    native.stats = lambda: {"dispatch_calls": 2, "rows_out": 30}  # type: ignore[method-assign]
+    assert comm.stats() == {"dispatch_calls": 2, "rows_out": 30, "plans_reused": 0}
+    native.stats = lambda: {"dispatch_calls": 0, "rows_out": 30}  # type: ignore[method-assign]
+    comm.reset_stats()
+    native.stats = lambda: {"dispatch_calls": 1, "rows_out": 37}  # type: ignore[method-assign]
+    assert comm.stats() == {"dispatch_calls": 1, "rows_out": 7, "plans_reused": 0}
+
+
 def test_wire_options() -> None:
     check_wire_options(None, True, None)
     check_wire_options("fp8", False, torch.zeros(1))

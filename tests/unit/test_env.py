@@ -70,7 +70,9 @@ def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MOECOMM_TIMEOUT", "7.5")
 
     def timeout(**arguments: object) -> float:
-        with moecomm.Communicator(num_experts=1, hidden=8, top_k=1, max_tokens=1, **arguments) as comm:
+        with moecomm.Communicator(
+            num_experts=1, hidden=8, top_k=1, max_tokens=1, device="cpu", **arguments
+        ) as comm:
             return comm.timeout
 
     assert timeout() == 7.5

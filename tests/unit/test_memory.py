@@ -14,7 +14,9 @@ PAGE = 4096
 
 def _plan(**changes: Any) -> moecomm.MemoryPlan:
     arguments: dict[str, Any] = {"ranks": 4, "num_experts": 8, "hidden": 64, "top_k": 2, "max_tokens": 100}
-    return moecomm.Communicator.memory_plan(**{**arguments, "dtype": torch.float32, **changes})
+    return moecomm.Communicator.memory_plan(
+        **{**arguments, "dtype": torch.float32, "device": "cpu", **changes}
+    )
 
 
 def _sizes(plan: moecomm.MemoryPlan, name: str) -> list[int]:
@@ -113,5 +115,7 @@ def test_planning_allocates_nothing() -> None:
 
 
 def test_a_communicator_has_the_plan_that_was_announced() -> None:
-    with moecomm.Communicator(num_experts=8, hidden=64, top_k=2, max_tokens=100, dtype=torch.float32) as comm:
+    with moecomm.Communicator(
+        num_experts=8, hidden=64, top_k=2, max_tokens=100, dtype=torch.float32, device="cpu"
+    ) as comm:
         assert comm.memory == _plan(ranks=1)
