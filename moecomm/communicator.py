@@ -315,7 +315,8 @@ class Communicator:
         """Brings every token to the ranks of its experts.
 
         Differentiable in `x_TH` and `topk_weights_TK`. Tensors may be arrays of other libraries that share
-        their memory (DLPack, `__cuda_array_interface__`).
+        their memory (DLPack, `__cuda_array_interface__`). Under torch.compile a call with a capacity stays in
+        the graph; one without, or with async_op, breaks it.
 
         CPU: a call with the same `topk_idx` as an earlier one on all ranks (a forward that is computed again
         for the backward) finds the plan of that one.
@@ -332,7 +333,7 @@ class Communicator:
                 out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch
                 (CUDA: the next one without a capacity).
             dequantize: with wire="fp8", False hands the rows on as they travelled: `tokens` in float8_e4m3fn
-                and `scales`. Nothing is differentiable then. The same on all ranks.
+                and `scales`. Nothing is differentiable then.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
                 on `stream`, after what the caller's current stream holds now.
 
