@@ -82,7 +82,8 @@ class Claims {
 
 /// Writes this lane's `value`, if `keep`, behind those of lower lanes to list[0..]; returns how many were
 /// kept.
-__device__ inline int compact(int32_t* list, int32_t value, bool keep) {
+template <class Value>
+__device__ inline int compact(Value* list, Value value, bool keep) {
   const uint32_t kept = __ballot_sync(0xffffffffu, keep);
   if (keep) list[__popc(kept & ((1u << lane_id()) - 1))] = value;
   return __popc(kept);

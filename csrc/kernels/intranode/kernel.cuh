@@ -32,10 +32,11 @@ __device__ inline Pieces pieces_of(int64_t total, int32_t most) {
   return {(bytes + each - 1) / each, each, bytes};
 }
 
-/// `total` bytes in pieces of kSumPiece, so that no block of columns with one scale lies in two of them.
-__device__ inline Pieces full_pieces(int64_t total) {
+/// `total` bytes in pieces of `each` and a rest, so that no block of columns with one scale lies in two of
+/// them.
+__device__ inline Pieces full_pieces(int64_t total, int32_t each = kSumPiece) {
   const int32_t bytes = static_cast<int32_t>(total);
-  return {(bytes + kSumPiece - 1) / kSumPiece, kSumPiece, bytes};
+  return {(bytes + each - 1) / each, each, bytes};
 }
 
 /// Blocks that share the route of `tokens` tokens.
@@ -101,16 +102,16 @@ cudaError_t prepare_kernel(size_t shared_bytes) {
                               static_cast<int>(shared_bytes));
 }
 
-/// Starts `kernel(comm, arguments)` with kThreads threads a block.
+/// Starts `kernel(comm, arguments)`.
 template <auto kernel, class Arguments>
-cudaError_t launch_kernel(const Launch& launch, size_t shared_bytes, const Comm& comm,
+cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes, const Comm& comm,
                           const Arguments& arguments) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = launch.stream;
   config.attrs = &overlap;
@@ -118,11 +119,12 @@ cudaError_t launch_kernel(const Launch& launch, size_t shared_bytes, const Comm&
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
 
-/// Prepares a kernel that moves rows; to be called as f.operator()<kernel>().
-struct PrepareRows {
+/// Prepares a kernel with this much shared memory; to be called as f.operator()<kernel>().
+struct Prepare {
+  size_t shared_bytes;
   template <auto kernel>
   cudaError_t operator()() const {
-    return prepare_kernel<kernel>(sizeof(BlockMemory));
+    return prepare_kernel<kernel>(shared_bytes);
   }
 };
 

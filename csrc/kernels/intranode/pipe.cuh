@@ -15,11 +15,11 @@ inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kWarpBytes = 16384;                  ///< of shared memory for pieces of rows
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
-inline constexpr int kSumStages = 6, kSumPiece = 2048;    ///< pieces that are computed with
+inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< pieces that are computed with
 inline constexpr int kScaleBuffer = 128;  ///< scales of a row that the caller has quantised, a part
-inline constexpr int kOutStages = 2;      ///< results on their way out
+inline constexpr int kOutStages = 2, kOutPiece = 4096;  ///< results on their way out
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
-static_assert((kSumStages + kOutStages) * kSumPiece == kWarpBytes);
+static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
 
 struct BlockMemory {
   alignas(128) std::byte pieces[kWarps][kWarpBytes];
@@ -140,17 +140,32 @@ __device__ inline void open_for_loads() {
   __syncwarp();
 }
 
-/// Results of sums on their way out: all lanes fill `next()`, then store it.
+/// Results on their way out, several pieces of a row in one store: small stores do not fill a link. All lanes
+/// fill `piece(i)` for each piece i of a row in order; where `complete(i)`, all of `stage()` is to be stored,
+/// and committed.
 class OutRing {
  public:
-  __device__ explicit OutRing(std::byte* memory) : memory_(memory) {}
-  __device__ std::byte* next() {
-    wait_stores_read<kOutStages - 1>();
-    return memory_ + (count_++ % kOutStages) * kSumPiece;
+  /// `pieces` of a row, of `bytes` each when they go out.
+  __device__ OutRing(std::byte* memory, int pieces, int bytes)
+      : memory_(memory), pieces_(pieces), bytes_(bytes), group_(kOutPiece / bytes) {}
+
+  __device__ std::byte* piece(int i) {
+    const int within = i % group_;
+    if (within == 0) {
+      wait_stores_read<kOutStages - 1>();
+      ++count_;
+    }
+    return stage() + within * bytes_;
   }
+  __device__ bool complete(int i) const { return (i + 1) % group_ == 0 || i + 1 == pieces_; }
+  /// The first piece in the stage that piece i is in.
+  __device__ int first(int i) const { return i / group_ * group_; }
+  __device__ std::byte* stage() const { return memory_ + (count_ % kOutStages) * kOutPiece; }
+  __device__ uint32_t number() const { return count_ % kOutStages; }
 
  private:
-  std::byte* memory_;
+  std::byte* const memory_;
+  const int pieces_, bytes_, group_;
   uint32_t count_ = 0;
 };
 
@@ -177,6 +192,10 @@ struct Pieces {
     return piece + 1 < count ? static_cast<uint32_t>(bytes) : static_cast<uint32_t>(total - piece * bytes);
   }
   __device__ int64_t offset(int piece) const { return int64_t{piece} * bytes; }
+  /// Bytes of the pieces from `first` to `last`.
+  __device__ uint32_t through(int first, int last) const {
+    return static_cast<uint32_t>((last - first) * bytes) + size(last);
+  }
 };
 
 }  // namespace moecomm::intranode

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 cudaError_t launch_plan(const Launch& launch, const Comm& comm, const PlanArguments& args) {
-  return launch_kernel<plan_kernel>(launch, 0, comm, args);
+  return launch_kernel<plan_kernel>(launch, kThreads, 0, comm, args);
 }
 
 cudaError_t prepare_plan() { return prepare_kernel<plan_kernel>(0); }

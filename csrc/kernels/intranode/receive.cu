@@ -174,7 +174,8 @@ class CopyOut {
 template <DType dtype>
 class DequantiseOut {
   using E = Element<dtype>;
-  static constexpr int kColumns = kSumPiece / 16 * E::kVector;
+  static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< of a piece, which is one store
+  static_assert(kColumns <= kSumPiece);
 
  public:
   __device__ DequantiseOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
@@ -182,8 +183,8 @@ class DequantiseOut {
         args_(args),
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
-        out_(memory.pieces + kSumStages * kSumPiece),
-        pieces_(full_pieces(comm.window.shape.row_bytes())) {}
+        pieces_(full_pieces(comm.window.shape.row_bytes(), kOutPiece)),
+        out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kOutPiece) {}
 
   __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
     PieceCursor load{tokens}, store{tokens};
@@ -201,16 +202,16 @@ class DequantiseOut {
       const float* const scales =
           reinterpret_cast<const float*>(row_at(store) + comm_.window.shape.wire_data_bytes()) +
           store.piece * (kColumns / kScaleColumns);
-      float scale[kSumPiece / 512];
+      float scale[kSteps];
 #pragma unroll
-      for (int step = 0; step < kSumPiece / 512; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         scale[step] = v < vectors ? __ldcg(&scales[v * E::kVector / kScaleColumns]) : 0.0f;
       }
       const uint32_t* const piece = reinterpret_cast<const uint32_t*>(ring_.wait());
-      std::byte* const out = out_.next();
+      std::byte* const out = out_.piece(store.piece);
 #pragma unroll
-      for (int step = 0; step < kSumPiece / 512; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
         float values[E::kVector];
@@ -230,12 +231,14 @@ class DequantiseOut {
   }
 
  private:
+  static constexpr int kSteps = kOutPiece / 512;
+
   const Comm& comm_;
   const ReceiveArguments& args_;
   const uint64_t epoch_;
   LoadRing<kSumStages, kSumPiece> ring_;
-  OutRing out_;
   const Pieces pieces_;
+  OutRing out_;
 };
 
 /// Walks (token, place, piece), for what is different at each place.
@@ -266,8 +269,8 @@ class ScaleOut {
         args_(args),
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
-        out_(memory.pieces + kSumStages * kSumPiece),
-        pieces_(full_pieces(comm.window.shape.row_bytes())) {}
+        pieces_(full_pieces(comm.window.shape.row_bytes())),
+        out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kSumPiece) {}
 
   __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
     PlaceCursor load{tokens}, store{tokens};
@@ -289,7 +292,7 @@ class ScaleOut {
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
       const Sum factor = args_.scales != nullptr ? reinterpret_cast<const Sum*>(args_.scales)[row] : Sum{1};
       const uint4* const piece = reinterpret_cast<const uint4*>(ring_.wait());
-      std::byte* const out = out_.next();
+      std::byte* const out = out_.piece(store.piece);
       Sum values[kSumPiece / 512][E::kVector];
 #pragma unroll
       for (int step = 0; step < kSumPiece / 512; ++step) {
@@ -302,11 +305,14 @@ class ScaleOut {
           scaled[e] = args_.scales != nullptr ? multiply(values[step][e], factor) : values[step][e];
         reinterpret_cast<uint4*>(out)[v] = E::narrow(scaled);
       }
-      publish_piece();
       ring_.release();
-      store_piece(args_.out + int64_t{row} * pieces_.total + pieces_.offset(store.piece), out,
-                  pieces_.size(store.piece));
-      commit_stores();
+      if (out_.complete(store.piece)) {
+        publish_piece();
+        const int first = out_.first(store.piece);
+        store_piece(args_.out + int64_t{row} * pieces_.total + pieces_.offset(first), out_.stage(),
+                    pieces_.through(first, store.piece));
+        commit_stores();
+      }
       if (dots) {
         const uint4* const other = reinterpret_cast<const uint4*>(ring_.wait());
 #pragma unroll
@@ -335,8 +341,8 @@ class ScaleOut {
   const ReceiveArguments& args_;
   const uint64_t epoch_;
   LoadRing<kSumStages, kSumPiece> ring_;
-  OutRing out_;
   const Pieces pieces_;
+  OutRing out_;
 };
 
 __device__ void zero(void* memory, int64_t bytes) {
@@ -467,12 +473,12 @@ cudaError_t launch_receive(const Launch& launch, const Comm& comm, const Receive
                           : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
                                                                             : Arrival::as_it_is;
   return with_kernel(comm.window.shape.dtype, arrival, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, sizeof(BlockMemory), comm, args);
+    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
   });
 }
 
 cudaError_t prepare_receive(const DeviceShape& shape) {
-  const PrepareRows prepare;
+  const Prepare prepare{sizeof(BlockMemory)};
   for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
     const cudaError_t error = with_kernel(shape.dtype, arrival, prepare);

@@ -1,36 +1,58 @@
 // Combine, owner's side: a token's rows here are summed in the order of k in float32 (times their weights),
 // rounded once, and the sum goes to this rank's slot at the token's home.
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
-//   - rows are loaded piece by piece into shared memory, several ahead, and added up in registers
+//   - a strip of all rows of a token is loaded at once, summed in registers, and stored to the home over the
+//   link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 #include "kernels/intranode/announcer.cuh"
-#include "kernels/intranode/element.cuh"
-#include "kernels/intranode/kernel.cuh"
-#include "kernels/intranode/sum.cuh"
+#include "kernels/intranode/strip.cuh"
 
 namespace moecomm::intranode {
 namespace {
 
-/// Fills meta[i * top_k ...] with the rows of token i and counts[i] with their number; slots[i] is where its
-/// sum goes. Sends the gradients of its weights. Returns the tokens that this rank owns experts of, as bits:
+constexpr int kSteps = 4;
+
+/// Shared memory of a block: what the tokens of each warp's chunk are made of.
+struct ReduceMemory {
+  double weights[kReduceWarps][kMetaWords];
+  int32_t sources[kReduceWarps][kMetaWords];
+  int32_t counts[kReduceWarps][kMaxChunk];
+  int32_t slots[kReduceWarps][kMaxChunk];
+  int32_t shared_word;
+};
+
+/// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
+/// number, and slots[i] with where its sum goes. Returns the tokens that this rank owns experts of, as bits:
 /// their sums go home.
-__device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, uint64_t epoch, int32_t home,
-                              int64_t begin, int64_t end, int32_t* meta, int32_t* counts, int32_t* slots) {
+template <class Sum>
+__device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, int32_t home, int64_t begin,
+                              int tokens, int32_t* sources, Sum* weights, int32_t* counts, int32_t* slots) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
+  const int64_t at = home * comm.window.shape.max_tokens + begin;
+  int32_t slot[kMaxChunk], row[kMaxChunk];
+  Sum weight[kMaxChunk];
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    slot[i] = i < tokens ? plan.at(plan.fields.slots)[at + i] : -1;
+    row[i] = i < tokens && lane < top_k ? plan.at(plan.fields.rows)[(at + i) * top_k + lane] : kRowElsewhere;
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i)
+    weight[i] =
+        args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row[i]] : Sum{1};
   uint32_t owned = 0;
-  for (int64_t token = begin; token < end; ++token) {
-    const int i = static_cast<int>(token - begin);
-    const int64_t at = home * comm.window.shape.max_tokens + token;
-    const int32_t slot = plan.at(plan.fields.slots)[at];
-    if (slot < 0) continue;
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (slot[i] < 0) continue;
     owned |= 1u << i;
-    const int32_t row = lane < top_k ? plan.at(plan.fields.rows)[at * top_k + lane] : kRowElsewhere;
-    const int count = compact(meta + i * top_k, row, counts_in_sum(args.layout, row));
+    const bool keep = counts_in_sum(args.layout, row[i]);
+    compact(weights + i * top_k, weight[i], keep);
+    const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
       counts[i] = count;
-      slots[i] = slot;
+      slots[i] = slot[i];
     }
   }
   __syncwarp();
@@ -46,8 +68,8 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     const int32_t home = (comm.rank + i) % comm.ranks();
     std::byte* const section = comm.bases[home] + comm.window.weight_grads[epoch & 1];
     const int64_t tokens = plan.at(plan.fields.tokens)[home];
-    for (int64_t token = int64_t{blockIdx.x} * kWarps + warp_id(); token < tokens;
-         token += int64_t{gridDim.x} * kWarps) {
+    for (int64_t token = int64_t{blockIdx.x} * kReduceWarps + warp_id(); token < tokens;
+         token += int64_t{gridDim.x} * kReduceWarps) {
       if (lane >= top_k) continue;
       const int32_t row =
           plan.at(plan.fields.rows)[(home * comm.window.shape.max_tokens + token) * top_k + lane];
@@ -62,17 +84,18 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks(); peer += kThreads)
+  for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks(); peer += kReduceThreads)
     ptx::store_release_sys(
         comm.flag(comm.bases[peer], comm.window.arrived, comm.rank, comm.window.shape.max_chunks()),
         static_cast<uint32_t>(epoch));
 }
 
 template <DType dtype>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kReduceThreads, 1)
     reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
+  using Sum = typename Element<dtype>::Sum;
   extern __shared__ __align__(128) std::byte shared[];
-  BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
+  ReduceMemory& block = *reinterpret_cast<ReduceMemory*>(shared);
   ptx::launch_dependents();
   if (already_failed(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
@@ -86,14 +109,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, &block.shared_word);
   if (args.rows == nullptr) return;
 
-  int32_t* const meta = block.meta[warp_id()];
+  const int top_k = comm.top_k();
+  int32_t* const sources = block.sources[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
   int32_t* const slots = block.slots[warp_id()];
-  const WarpMemory memory = warp_memory(block);
-  LoadRing<kSumStages, kSumPiece> ring(memory.pieces, memory.barriers);
-  OutRing out(memory.pieces + kSumStages * kSumPiece);
-  const Pieces pieces = full_pieces(comm.window.shape.row_bytes());
-  Announcer announcer(comm, epoch);
+  Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int vectors = static_cast<int>(row_bytes / 16);
   Claims claims(&comm.state().send_next);
 
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
@@ -107,38 +129,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t tokens = tokens_of[home], size = chunk_tokens(tokens);
     const int64_t begin = chunk * size, end = min(begin + size, tokens);
     if (begin >= end) continue;
-    const uint32_t owned = list_rows(comm, args, epoch, home, begin, end, meta, counts, slots);
+    const uint32_t owned =
+        list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
     if (owned == 0) continue;
-    {
-      std::byte* const section = comm.bases[home] + comm.window.rows[epoch & 1];
-      const auto source = [&](int i, int j) {
-        return args.rows + int64_t{meta[i * comm.top_k() + j]} * pieces.total;
-      };
-      SourceCursor load{owned, counts};
-      load.skip_empty();
-      for (PieceCursor store{owned}; !store.done(); store.advance(pieces.count)) {
-        const int i = store.token();
-        RowSum<dtype> sum;
-        for (int j = 0; j < counts[i]; ++j) {
-          load_ahead(ring, load, pieces, source);
-          sum.add_row(ring.wait(), pieces.size(store.piece), args.weights, meta[i * comm.top_k() + j]);
-          ring.release();
-        }
-        std::byte* const result = out.next();
-        sum.write(result, pieces.size(store.piece));
-        publish_piece();
-        store_piece(section + ((begin + i) * comm.window.shape.slots() + slots[i]) * pieces.total +
-                        pieces.offset(store.piece),
-                    result, pieces.size(store.piece));
-        commit_stores();
-        announcer.group_committed();
-      }
+    std::byte* const section = comm.bases[home] + comm.window.rows[epoch & 1];
+    for (uint32_t left = owned; left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
+      std::byte* const to = section + ((begin + i) * comm.window.shape.slots() + slots[i]) * row_bytes;
+      const int32_t* const rows = sources + i * top_k;
+      const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
+      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+      for (int first = 0; first < vectors; first += kSteps * 32)
+        sum_rows<dtype, kSteps>(count, row, factors, first, vectors).store(to, first, vectors);
     }
-    PeerSet home_only;
-    home_only.insert(home);
-    announcer.chunk_stored(chunk, home_only);
+    __syncwarp();
+    if (lane_id() == 0)
+      ptx::store_release_sys(comm.flag(comm.bases[home], comm.window.arrived, comm.rank, chunk),
+                             static_cast<uint32_t>(epoch));
   }
-  announcer.flush();
 }
 
 /// Calls use.operator()<kernel>() with the kernel for rows of `dtype`.
@@ -161,10 +169,12 @@ cudaError_t with_kernel(DType dtype, const Use& use) {
 
 cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
   return with_kernel(comm.window.shape.dtype, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, sizeof(BlockMemory), comm, args);
+    return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
-cudaError_t prepare_reduce(const DeviceShape& shape) { return with_kernel(shape.dtype, PrepareRows{}); }
+cudaError_t prepare_reduce(const DeviceShape& shape) {
+  return with_kernel(shape.dtype, Prepare{sizeof(ReduceMemory)});
+}
 
 }  // namespace moecomm::intranode

@@ -126,6 +126,7 @@ class QuantiseRows {
   static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
   static constexpr int kBlockLanes = kScaleColumns / E::kVector;
   static_assert(kColumns % kScaleColumns == 0 && kBlockLanes <= 32);
+  static_assert(kOutPiece / kScaleColumns <= kScaleBuffer / kOutStages);
 
  public:
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
@@ -133,8 +134,9 @@ class QuantiseRows {
         args_(args),
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
-        out_(memory.pieces + kSumStages * kSumPiece),
-        pieces_(full_pieces(comm.window.shape.row_bytes())) {}
+        scales_(memory.scales),
+        pieces_(full_pieces(comm.window.shape.row_bytes())),
+        out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kColumns) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
                        Announcer& announcer) {
@@ -149,8 +151,10 @@ class QuantiseRows {
       const int i = store.token(), count = counts[i];
       const int32_t* const owners = meta + i * comm_.top_k();
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
-      std::byte* const out = out_.next();
-      float* const out_scales = reinterpret_cast<float*>(out + kColumns);  // behind the values
+      std::byte* const out = out_.piece(store.piece);
+      const int first = out_.first(store.piece);
+      float* const stage_scales = scales_ + out_.number() * (kScaleBuffer / kOutStages);
+      float* const out_scales = stage_scales + (store.piece - first) * (kColumns / kScaleColumns);
 #pragma unroll
       for (int step = 0; step < kSumPiece / 512; ++step) {
         const int v = step * 32 + lane_id();
@@ -169,15 +173,19 @@ class QuantiseRows {
         for (int e = 0; e < E::kVector; e += 4) to[e / 4] = to_fp8(values + e, inverse);
         if (v % kBlockLanes == 0) out_scales[v / kBlockLanes] = scale;
       }
-      publish_piece();
       ring_.release();
-      const uint32_t columns = static_cast<uint32_t>(vectors * E::kVector);
+      if (!out_.complete(store.piece)) {
+        store.advance(pieces_.count);
+        continue;
+      }
+      publish_piece();
+      const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
       const uint32_t blocks = (columns + kScaleColumns - 1) / kScaleColumns;
       for (int j = 0; j < count; ++j) {
         std::byte* const row = staged_row(comm_, epoch_, owners[j], begin + i);
-        store_piece(row + int64_t{store.piece} * kColumns, out, columns);
-        store_piece(row + comm_.window.shape.wire_data_bytes() + store.piece * (kColumns / kScaleColumns * 4),
-                    reinterpret_cast<const std::byte*>(out_scales), (blocks * 4 + 15) / 16 * 16);
+        store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
+        store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kColumns / kScaleColumns * 4),
+                    reinterpret_cast<const std::byte*>(stage_scales), (blocks * 4 + 15) / 16 * 16);
       }
       commit_stores();
       announcer.group_committed();
@@ -190,8 +198,9 @@ class QuantiseRows {
   const SendArguments& args_;
   const uint64_t epoch_;
   LoadRing<kSumStages, kSumPiece> ring_;
-  OutRing out_;
+  float* const scales_;
   const Pieces pieces_;
+  OutRing out_;
 };
 
 /// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
@@ -207,21 +216,25 @@ __device__ bool all_credits(const Comm& comm, uint64_t epoch, int64_t chunk, con
   return __all_sync(0xffffffffu, all);
 }
 
-/// Waits until the owners have read the chunk whose place this one takes. False if it waits in vain.
+/// Waits until the owners have read all chunks that had this one's place before: not only the last of them,
+/// since an owner that gets nothing of it has not waited for those before. False if it waits in vain.
 __device__ bool wait_for_place(const Comm& comm, const SendArguments& args, uint64_t epoch, int64_t chunk,
                                const PeerSet& peers, Announcer& announcer) {
-  const int64_t before = chunk - comm.window.stage_tokens / chunk_tokens(args.tokens);
-  if (before < 0) return true;
-  bool free = all_credits(comm, epoch, before, peers,
-                          [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); });
-  if (!free) {
-    announcer.flush();  // what comes before must not wait for this chunk
-    free = all_credits(comm, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
-      return device::wait_until(comm, {peer, WaitPhase::credit, args.operation, epoch}, flag);
-    });
+  const int64_t places = comm.window.stage_tokens / chunk_tokens(args.tokens);
+  bool flushed = false;
+  for (int64_t before = chunk - places; before >= 0; before -= places) {
+    if (all_credits(comm, epoch, before, peers,
+                    [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); }))
+      continue;
+    if (!flushed) announcer.flush();  // what comes before must not wait for this chunk
+    flushed = true;
+    if (!all_credits(comm, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
+          return device::wait_until(comm, {peer, WaitPhase::credit, args.operation, epoch}, flag);
+        }))
+      return false;
   }
   open_for_loads();
-  return free;
+  return true;
 }
 
 template <class Rows>
@@ -290,12 +303,12 @@ cudaError_t with_kernel(DType dtype, bool quantise, const Use& use) {
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
   return with_kernel(comm.window.shape.dtype, args.quantise, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, sizeof(BlockMemory), comm, args);
+    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
   });
 }
 
 cudaError_t prepare_send(const DeviceShape& shape) {
-  const PrepareRows prepare;
+  const Prepare prepare{sizeof(BlockMemory)};
   const cudaError_t error = with_kernel(shape.dtype, false, prepare);
   return error != cudaSuccess || shape.wire == WireFormat::same ? error
                                                                 : with_kernel(shape.dtype, true, prepare);

@@ -1,0 +1,124 @@
+// Sums of rows by plain loads: a warp takes a strip of all rows of a token at a time, so that as many loads
+// as possible are under way. Left to right, each product and each sum rounded, as on the CPU. (Bulk loads
+// into shared memory were tried: docs/performance.md.)
+#pragma once
+
+#include "kernels/intranode/element.cuh"
+#include "kernels/intranode/kernel.cuh"
+
+namespace moecomm::intranode {
+
+inline constexpr int kReduceWarps = 12, kReduceThreads = kReduceWarps * 32;
+inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
+inline constexpr int kBatch = 4;  ///< rows whose loads are under way together
+
+/// `steps` times 512 bytes of a row.
+template <int steps>
+struct Strip {
+  uint4 raw[steps];
+
+  __device__ void load(const std::byte* row, int first, int vectors) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int v = first + s * 32 + lane_id();
+      if (v < vectors) raw[s] = __ldcg(reinterpret_cast<const uint4*>(row) + v);
+    }
+  }
+  __device__ void store(std::byte* row, int first, int vectors) const {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int v = first + s * 32 + lane_id();
+      if (v < vectors) __stcg(reinterpret_cast<uint4*>(row) + v, raw[s]);
+    }
+  }
+};
+
+/// The sum of strips.
+template <DType dtype, int steps>
+class StripSum {
+  using E = Element<dtype>;
+
+ public:
+  using Sum = typename E::Sum;
+
+  __device__ void add_strip(const Strip<steps>& strip, bool first) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      Sum values[E::kVector];
+      E::widen(strip.raw[s], values);
+      accumulate(s, values, first);
+    }
+  }
+  __device__ void add_strip(const Strip<steps>& strip, Sum weight, bool first) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      Sum values[E::kVector];
+      E::widen(strip.raw[s], values);
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) values[e] = multiply(values[e], weight);
+      accumulate(s, values, first);
+    }
+  }
+  /// The sum, rounded to the row's type.
+  __device__ Strip<steps> rounded() const {
+    Strip<steps> strip;
+#pragma unroll
+    for (int s = 0; s < steps; ++s) strip.raw[s] = E::narrow(total_[s]);
+    return strip;
+  }
+
+ private:
+  __device__ void accumulate(int s, const Sum* values, bool first) {
+#pragma unroll
+    for (int e = 0; e < E::kVector; ++e) total_[s][e] = first ? values[e] : add(total_[s][e], values[e]);
+  }
+
+  Sum total_[steps][E::kVector];
+};
+
+/// The rounded sum of a strip of rows[0..count), times weights[j] if `weighted`; zero without rows. row(j) is
+/// the address of the j-th.
+template <DType dtype, int steps, class Row>
+__device__ inline Strip<steps> sum_rows(int count, const Row& row,
+                                        const typename Element<dtype>::Sum* weights, int first, int vectors) {
+  if (count == 0) return {};
+  StripSum<dtype, steps> sum;
+  for (int base = 0; base < count; base += kBatch) {
+    Strip<steps> strips[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (base + j < count) strips[j].load(row(base + j), first, vectors);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (base + j >= count) continue;
+      if (weights != nullptr)
+        sum.add_strip(strips[j], weights[base + j], base + j == 0);
+      else
+        sum.add_strip(strips[j], base + j == 0);
+    }
+  }
+  return sum.rounded();
+}
+
+/// Whether a lane's row is a term of the sum here: in the rank layout every k of this rank names the same
+/// row.
+__device__ inline bool counts_in_sum(RowLayout layout, int32_t row) {
+  const bool here = row >= 0;
+  const uint32_t all = __ballot_sync(0xffffffffu, here);
+  return here && (layout == RowLayout::expert || (all & ((1u << lane_id()) - 1)) == 0);
+}
+
+/// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
+__device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
+                                       int64_t token, int32_t row) {
+  const int64_t to = token * comm.top_k() + lane_id();
+  const int64_t from = args.layout == RowLayout::expert ? row : int64_t{row} * comm.top_k() + lane_id();
+  if (comm.window.shape.dtype == DType::float64)
+    reinterpret_cast<double*>(section)[to] =
+        row < 0 ? 0.0 : reinterpret_cast<const double*>(args.weight_grads)[from];
+  else
+    reinterpret_cast<float*>(section)[to] =
+        row < 0 ? 0.0f : reinterpret_cast<const float*>(args.weight_grads)[from];
+}
+
+}  // namespace moecomm::intranode
