@@ -31,7 +31,7 @@ MOECOMM_HD constexpr int64_t scales_per_row(int64_t hidden) {
 /// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
 /// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
 MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) {
-  return tokens <= 512 ? 1 : tokens <= 2048 ? 2 : tokens <= 8192 ? 4 : kMaxChunk;
+  return tokens <= 512 ? 1 : tokens <= 4096 ? 2 : tokens <= 16384 ? 4 : kMaxChunk;
 }
 
 MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
@@ -64,7 +64,7 @@ struct DeviceShape {
 
 MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
   int64_t most = 0;
-  for (int64_t bound : {int64_t{512}, int64_t{2048}, int64_t{8192}, max_tokens}) {
+  for (int64_t bound : {int64_t{512}, int64_t{4096}, int64_t{16384}, max_tokens}) {
     const int64_t tokens = bound < max_tokens ? bound : max_tokens;
     if (chunk_count(tokens) > most) most = chunk_count(tokens);
   }

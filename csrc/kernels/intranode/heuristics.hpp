@@ -12,12 +12,11 @@ namespace moecomm::intranode {
 struct Heuristics {
   int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
   int reduce_blocks, sum_blocks;    ///< of combine
-  int route_blocks;                 ///< of the send blocks, those that first work out where rows go; at most
 
   std::string text() const {
-    return "dispatch on " + std::to_string(send_blocks) + " sending + " + std::to_string(receive_blocks) +
-           " receiving SMs, combine on " + std::to_string(reduce_blocks) + " reducing + " +
-           std::to_string(sum_blocks) + " summing SMs";
+    return std::to_string(send_blocks + receive_blocks) + " SMs: dispatch " + std::to_string(send_blocks) +
+           " sending and " + std::to_string(receive_blocks) + " receiving, combine " +
+           std::to_string(reduce_blocks) + " reducing and " + std::to_string(sum_blocks) + " summing";
   }
 };
 
@@ -25,12 +24,13 @@ struct Heuristics {
 inline Heuristics choose_heuristics(int sms, int budget) {
   const int total = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
-  // A third of the stores of a dispatch go out, two thirds are expert rows here (docs/performance.md).
-  h.send_blocks = std::max(1, total / 3);
+  // Of the stores of a dispatch a quarter goes out and the rest are expert rows here; about thirty SMs fill
+  // the links.
+  h.send_blocks = std::clamp(total / 4, 1, 32);
   h.receive_blocks = total - h.send_blocks;
-  h.reduce_blocks = std::max(1, (total + 1) / 2);
+  // The owners of a combine read most; past what fills the links, SMs are better used at the home.
+  h.reduce_blocks = std::clamp(total * 7 / 12, 1, 26);
   h.sum_blocks = total - h.reduce_blocks;
-  h.route_blocks = 16;
   return h;
 }
 

@@ -65,12 +65,15 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
 __device__ inline bool meet(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
-  if (threadIdx.x == 0) {
-    HostStatus::Verdict verdict{};
-    agreed = device::compare_records(comm, epoch, verdict);
-    if (!agreed && blockIdx.x == 0) {
-      device::report_verdict(comm, verdict, epoch);
-      ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
+  if (threadIdx.x < 32) {
+    HostStatus::Verdict verdict;
+    const bool same = device::compare_records(comm, epoch, verdict);
+    if (threadIdx.x == 0) {
+      agreed = same;
+      if (!same && blockIdx.x == 0) {
+        device::report_verdict(comm, verdict, epoch);
+        ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
+      }
     }
   }
   __syncthreads();

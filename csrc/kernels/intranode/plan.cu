@@ -170,9 +170,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ HostStatus::Verdict verdict;
   __shared__ bool agreed;
   const bool alive = !already_failed(comm) && device::wait_records(comm, Operation::dispatch, epoch);
-  if (threadIdx.x == 0) {
-    verdict = HostStatus::Verdict{};
-    agreed = alive && device::compare_records(comm, epoch, verdict);
+  if (threadIdx.x < 32) {
+    HostStatus::Verdict found;
+    const bool same = alive && device::compare_records(comm, epoch, found);
+    if (threadIdx.x == 0) {
+      agreed = same;
+      verdict = found;
+    }
   }
   __syncthreads();
   if (agreed)
@@ -185,13 +189,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       device::report_verdict(comm, verdict, epoch);
       ptx::store_release_gpu(&state.cancelled, static_cast<uint32_t>(epoch));
     }
+    ptx::store_release_gpu(&state.planned, static_cast<uint32_t>(epoch));
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
       rows.rows = agreed ? plan.header().needed_rows : -1;
       ptx::store_release_sys(&rows.ticket, args.ticket);
     }
-    __threadfence();
-    ptx::store_release_gpu(&state.planned, static_cast<uint32_t>(epoch));
     if (agreed) count_rows(comm, plan.header(), epoch);
     ptx::wait_for_previous_kernel();  // so that who waits for this kernel waits for the sending one as well
   }

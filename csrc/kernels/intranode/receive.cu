@@ -30,61 +30,79 @@ __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments
          (source * w.stage_tokens + token % w.stage_tokens) * w.shape.wire_row_bytes();
 }
 
+/// What the lanes of a warp know about a chunk: lane k holds k of each token.
+struct ChunkRows {
+  int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
+  int32_t code[kMaxChunk];   ///< as it was pushed here
+  int32_t place[kMaxChunk];  ///< rank layout: output row of the token
+};
+
+/// Writes the weights that go with the output rows of a chunk.
 template <class Weight>
-__device__ void place_weights(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, int64_t entry,
-                              int32_t code, int32_t row) {
-  const Weight* const weights = comm.mine<Weight>(comm.window.weights[epoch & 1]);
+__device__ void place_weights(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              const Item& item, const ChunkRows& chunk) {
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  if (lane >= top_k) return;
+  const Weight* const weights = comm.mine<Weight>(comm.window.weights[epoch & 1]) +
+                                (item.source * comm.window.shape.max_tokens + item.begin) * top_k + lane;
   Weight* const out = reinterpret_cast<Weight*>(args.out_weights);
-  if (args.layout == RowLayout::expert)
-    out[row] = weights[entry];
-  else
-    out[int64_t{row} * comm.top_k() + lane_id()] = code >= 0 ? weights[entry] : Weight{0};
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
+    if (args.layout == RowLayout::expert) {
+      if (chunk.row[i] >= 0) out[chunk.row[i]] = weights[i * top_k];
+    } else if (chunk.place[i] >= 0) {
+      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.code[i] >= 0 ? weights[i * top_k] : Weight{0};
+    }
+  }
 }
 
-/// This lane's output row for its k of a token; writes the plan and what goes with a row.
-__device__ int32_t resolve_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, int32_t source,
-                               int64_t token) {
+/// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
+/// into the plan, and what goes with a row to its place. Loads of all tokens are under way together.
+__device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
+                             ChunkRows& chunk) {
   const DeviceWindow& w = comm.window;
   const PlanView plan{args.plan, comm.plan_fields};
-  const int64_t max_tokens = w.shape.max_tokens, at = source * max_tokens + token;
-  const int top_k = comm.top_k(), lane = lane_id();
-  const TokenHead head = comm.mine<TokenHead>(w.heads[epoch & 1])[at];
-  if (lane == 0) plan.at(plan.fields.slots)[at] = head.slot;
-  if (lane >= top_k) return kRowElsewhere;
-  const int64_t entry = at * top_k + lane;
-  const int32_t code = comm.mine<int32_t>(w.codes[epoch & 1])[entry];
-  int32_t row = kRowElsewhere;
-  if (args.layout == RowLayout::expert) {
-    if (code >= 0) {
-      const int32_t expert = code / static_cast<int32_t>(max_tokens);
-      row = plan.at(plan.fields.bases)[source * comm.local_experts + expert] +
-            (code - expert * static_cast<int32_t>(max_tokens));
-      if (row >= args.rows) row = kRowDropped;
-    }
-    plan.at(plan.fields.rows)[entry] = row;
-    if (row < 0 || args.out_weights == nullptr) return row;
-  } else {
-    int32_t place = kRowElsewhere;
-    if (head.place >= 0) {
-      place = plan.at(plan.fields.bases)[source] + head.place;
-      if (place >= args.rows) place = kRowDropped;
-    }
-    row = code >= 0 ? place : kRowElsewhere;
-    plan.at(plan.fields.rows)[entry] = row;
-    if (place < 0) return row;
-    if (args.out_ids != nullptr) args.out_ids[int64_t{place} * top_k + lane] = code;
-    if (args.out_weights == nullptr) return row;
-    if (w.shape.dtype == DType::float64)
-      place_weights<double>(comm, args, epoch, entry, code, place);
-    else
-      place_weights<float>(comm, args, epoch, entry, code, place);
-    return row;
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  const int32_t max_tokens = static_cast<int32_t>(w.shape.max_tokens);
+  const int64_t first = int64_t{item.source} * max_tokens + item.begin;
+  const TokenHead* const heads = comm.mine<TokenHead>(w.heads[epoch & 1]) + first;
+  const int32_t* const codes = comm.mine<int32_t>(w.codes[epoch & 1]) + first * top_k + lane;
+  const int32_t* const bases =
+      plan.at(plan.fields.bases) +
+      (args.layout == RowLayout::expert ? item.source * comm.local_experts : item.source);
+  TokenHead head[kMaxChunk];
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    head[i] = i < tokens ? heads[i] : TokenHead{-1, -1};
+    chunk.code[i] = i < tokens && lane < top_k ? codes[i * top_k] : -1;
   }
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    const int32_t code = chunk.code[i];
+    const auto fitting = [&](int32_t row) { return row < args.rows ? row : kRowDropped; };
+    chunk.row[i] = chunk.place[i] = kRowElsewhere;
+    if (args.layout == RowLayout::expert) {
+      const int32_t expert = code / max_tokens;
+      if (code >= 0) chunk.row[i] = fitting(bases[expert] + (code - expert * max_tokens));
+    } else if (head[i].place >= 0) {
+      chunk.place[i] = fitting(bases[0] + head[i].place);
+      if (code >= 0) chunk.row[i] = chunk.place[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
+    if (lane == 0) plan.at(plan.fields.slots)[first + i] = head[i].slot;
+    if (lane < top_k) plan.at(plan.fields.rows)[(first + i) * top_k + lane] = chunk.row[i];
+    if (lane < top_k && args.out_ids != nullptr && chunk.place[i] >= 0)
+      args.out_ids[int64_t{chunk.place[i]} * top_k + lane] = chunk.code[i];
+  }
+  if (args.out_weights == nullptr) return;
   if (w.shape.dtype == DType::float64)
-    place_weights<double>(comm, args, epoch, entry, code, row);
+    place_weights<double>(comm, args, epoch, item, chunk);
   else
-    place_weights<float>(comm, args, epoch, entry, code, row);
-  return row;
+    place_weights<float>(comm, args, epoch, item, chunk);
 }
 
 struct Wanted {
@@ -96,21 +114,26 @@ struct Wanted {
 __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
                             int32_t* meta, int32_t* counts) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const int top_k = comm.top_k(), lane = lane_id();
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  ChunkRows chunk;
+  if (args.operation == Operation::dispatch) {
+    resolve_rows(comm, args, epoch, item, chunk);
+  } else {
+    const int32_t* const rows =
+        plan.at(plan.fields.rows) + (item.source * comm.window.shape.max_tokens + item.begin) * top_k + lane;
+#pragma unroll
+    for (int i = 0; i < kMaxChunk; ++i)
+      chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
+  }
   Wanted wanted;
-  for (int64_t token = item.begin; token < item.end; ++token) {
-    const int i = static_cast<int>(token - item.begin);
-    int32_t row = kRowElsewhere;
-    if (args.operation == Operation::dispatch)
-      row = resolve_row(comm, args, epoch, item.source, token);
-    else if (lane < top_k)
-      row = plan.at(plan.fields.rows)[(item.source * comm.window.shape.max_tokens + token) * top_k + lane];
-    bool keep = row >= 0;
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
+    const int32_t row = chunk.row[i];
+    const uint32_t here = __ballot_sync(0xffffffffu, row >= 0);
     wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
-    if (args.layout == RowLayout::rank) {
-      const uint32_t all = __ballot_sync(0xffffffffu, keep);
-      keep = keep && (all & ((1u << lane) - 1)) == 0;
-    }
+    // In the rank layout every k of this rank names the same row.
+    const bool keep = row >= 0 && (args.layout == RowLayout::expert || (here & ((1u << lane) - 1)) == 0);
     const int count = compact(meta + i * top_k, row, keep);
     if (lane == 0) counts[i] = count;
     if (count > 0) wanted.tokens |= 1u << i;
@@ -119,7 +142,7 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
   return wanted;
 }
 
-/// Rows as they arrive. With out_scales they stay in the wire format.
+/// Rows as they arrive. With out_scales they stay in the wire format: values and scales.
 class CopyOut {
  public:
   __device__ CopyOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
@@ -127,36 +150,49 @@ class CopyOut {
         args_(args),
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
-        pieces_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)) {}
+        values_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)),
+        scale_bytes_(args.out_scales != nullptr ? 4 * scales_per_row(comm.window.shape.hidden) : 0),
+        // Scales are one more piece, if their rows lie as bulk copies want it.
+        pieces_(values_.count + (scale_bytes_ > 0 && scale_bytes_ % 16 == 0 && scale_bytes_ <= kCopyPiece)) {}
 
   __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
     PieceCursor load{tokens}, store{tokens};
     while (!store.done()) {
       while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
         wait_stores_read<kCopyStages / 2>();
-        ring_.load(arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) +
-                       pieces_.offset(load.piece),
-                   pieces_.size(load.piece));
-        load.advance(pieces_.count);
+        ring_.load(
+            arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) + offset(load.piece),
+            size(load.piece));
+        load.advance(pieces_);
       }
       const std::byte* const piece = ring_.wait();
       const int i = store.token(), count = counts[i];
       const int32_t* const rows = meta + i * comm_.top_k();
-      for (int j = 0; j < count; ++j)
-        store_piece(args_.out + int64_t{rows[j]} * pieces_.total + pieces_.offset(store.piece), piece,
-                    pieces_.size(store.piece));
+      const bool values = store.piece < values_.count;
+      std::byte* const out =
+          values ? args_.out + offset(store.piece) : reinterpret_cast<std::byte*>(args_.out_scales);
+      const int64_t stride = values ? values_.total : scale_bytes_;
+      for (int j = 0; j < count; ++j) store_piece(out + rows[j] * stride, piece, size(store.piece));
       commit_stores();
-      if (args_.out_scales != nullptr && store.piece == 0) hand_on_scales(item, i, rows, count);
+      if (scale_bytes_ > 0 && pieces_ == values_.count && store.piece == 0)
+        hand_on_scales(item, i, rows, count);
       ring_.release();
-      store.advance(pieces_.count);
+      store.advance(pieces_);
     }
   }
 
  private:
+  __device__ int64_t offset(int piece) const {
+    return piece < values_.count ? values_.offset(piece) : values_.total;
+  }
+  __device__ uint32_t size(int piece) const {
+    return piece < values_.count ? values_.size(piece) : static_cast<uint32_t>(scale_bytes_);
+  }
+
   __device__ void hand_on_scales(const Item& item, int i, const int32_t* rows, int count) {
-    const int64_t number = scales_per_row(comm_.window.shape.hidden);
+    const int64_t number = scale_bytes_ / 4;
     const float* const scales = reinterpret_cast<const float*>(
-        arrived_row(comm_, args_, epoch_, item.source, item.begin + i) + pieces_.total);
+        arrived_row(comm_, args_, epoch_, item.source, item.begin + i) + values_.total);
     for (int64_t s = lane_id(); s < number; s += 32) {
       const float scale = __ldcg(&scales[s]);
       for (int j = 0; j < count; ++j) args_.out_scales[rows[j] * number + s] = scale;
@@ -167,7 +203,9 @@ class CopyOut {
   const ReceiveArguments& args_;
   const uint64_t epoch_;
   LoadRing<kCopyStages, kCopyPiece> ring_;
-  const Pieces pieces_;
+  const Pieces values_;
+  const int64_t scale_bytes_;
+  const int pieces_;
 };
 
 /// e4m3 rows with scales, which become rows of `dtype`.

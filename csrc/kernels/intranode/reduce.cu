@@ -11,7 +11,7 @@
 namespace moecomm::intranode {
 namespace {
 
-constexpr int kSteps = 4;
+constexpr int kSteps = 4, kBatch = 2;
 
 /// Shared memory of a block: what the tokens of each warp's chunk are made of.
 struct ReduceMemory {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
       const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
-        sum_rows<dtype, kSteps>(count, row, factors, first, vectors).store(to, first, vectors);
+        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors).store(to, first, vectors);
     }
     __syncwarp();
     if (lane_id() == 0)

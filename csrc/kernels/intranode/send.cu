@@ -25,18 +25,23 @@ struct ChunkOwners {
 __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, int64_t begin, int64_t end,
                                    int32_t* meta, int32_t* counts) {
   ChunkOwners chunk;
-  const int top_k = comm.top_k(), lane = lane_id();
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
   const PlanView plan{args.plan, comm.plan_fields};
   const int32_t* const kept = plan.at(plan.fields.home_ids);
-  for (int64_t token = begin; token < end; ++token) {
-    const int i = static_cast<int>(token - begin);
+  int64_t id[kMaxChunk];
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    const int64_t index = (begin + i) * top_k + lane;
+    id[i] = i >= tokens || lane >= top_k            ? kNoExpert
+            : args.operation == Operation::dispatch ? read_id(args, index)
+                                                    : int64_t{kept[index]};
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
     int32_t owner = -1;
-    if (lane < top_k) {
-      const int64_t index = token * top_k + lane;
-      const int64_t id = args.operation == Operation::dispatch ? read_id(args, index) : int64_t{kept[index]};
-      if (id >= 0 && id < comm.window.shape.num_experts)
-        owner = expert_owner(static_cast<int32_t>(id), comm.local_experts);
-    }
+    if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
+      owner = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
     if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
     const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
     const bool first = owner >= 0 && (same & ((1u << lane) - 1)) == 0;

@@ -8,9 +8,8 @@
 
 namespace moecomm::intranode {
 
-inline constexpr int kReduceWarps = 12, kReduceThreads = kReduceWarps * 32;
+inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
-inline constexpr int kBatch = 4;  ///< rows whose loads are under way together
 
 /// `steps` times 512 bytes of a row.
 template <int steps>
@@ -78,18 +77,18 @@ class StripSum {
 
 /// The rounded sum of a strip of rows[0..count), times weights[j] if `weighted`; zero without rows. row(j) is
 /// the address of the j-th.
-template <DType dtype, int steps, class Row>
+template <DType dtype, int steps, int batch, class Row>
 __device__ inline Strip<steps> sum_rows(int count, const Row& row,
                                         const typename Element<dtype>::Sum* weights, int first, int vectors) {
   if (count == 0) return {};
   StripSum<dtype, steps> sum;
-  for (int base = 0; base < count; base += kBatch) {
-    Strip<steps> strips[kBatch];
+  for (int base = 0; base < count; base += batch) {
+    Strip<steps> strips[batch];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j)
+    for (int j = 0; j < batch; ++j)
       if (base + j < count) strips[j].load(row(base + j), first, vectors);
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < batch; ++j) {
       if (base + j >= count) continue;
       if (weights != nullptr)
         sum.add_strip(strips[j], weights[base + j], base + j == 0);

@@ -11,7 +11,7 @@
 namespace moecomm::intranode {
 namespace {
 
-constexpr int kSteps = 2;
+constexpr int kSteps = 2, kBatch = 4;
 
 /// Shared memory of a block: the own rows of each warp's token and their factors.
 struct SumMemory {
@@ -124,7 +124,7 @@ __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, cons
         strips[s].load(slot(base + s), first, vectors);
     // The own rows are loaded while the slots are on their way.
     if (base <= token.own_slot && token.own_slot < base + kBatch)
-      own = sum_rows<dtype, kSteps>(token.own_rows, row, weights, first, vectors);
+      own = sum_rows<dtype, kSteps, kBatch>(token.own_rows, row, weights, first, vectors);
 #pragma unroll
     for (int s = 0; s < kBatch; ++s) {
       if (base + s == token.own_slot) strips[s] = own;
@@ -143,15 +143,21 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   const int vectors = static_cast<int>(row_bytes / 16);
   const std::byte* const section = comm.own + comm.window.rows[epoch & 1];
   const int64_t size = chunk_tokens(args.tokens);
+  // Few tokens are shared by more warps each, and the last ones do not take long.
+  const int strips = (vectors + kSteps * 32 - 1) / (kSteps * 32);
+  const int parts = min(args.tokens <= 1024 ? 8 : 2, strips),
+            each = (strips + parts - 1) / parts * kSteps * 32;
   Claims claims(&comm.state().receive_next);
-  for (int64_t t = claims.take(); t < args.tokens; t = claims.take()) {
+  for (int64_t claim = claims.take(); claim < args.tokens * parts; claim = claims.take()) {
+    const int64_t t = claim / parts;
+    const int begin = static_cast<int>(claim % parts) * each, end = min(begin + each, vectors);
     PeerSet owners;
     const TokenSum token = list_rows(comm, args, t, rows, weights, owners);
     if (!wait_sums(comm, epoch, t / size, owners)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
     const auto slot = [&](int s) { return section + (t * slots + s) * row_bytes; };
-    for (int first = 0; first < vectors; first += kSteps * 32)
+    for (int first = begin; first < end; first += kSteps * 32)
       sum_token<dtype>(token, slot, row, factors, first, vectors)
           .store(args.y + t * row_bytes, first, vectors);
   }

@@ -34,44 +34,57 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return __syncthreads_and(arrived);
 }
 
-/// Compares the records of `epoch`; every rank looks at the same ones, so every rank comes to the same
-/// verdict. One thread. Fills `verdict` and returns false if they do not agree.
-__device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
-  for (int32_t r = 0; r < comm.ranks(); ++r) {
-    const SignalRecord& record = comm.record(comm.own, r, epoch);
-    if (record.error == 0) continue;
+/// What rank `r` has announced, where it differs from rank 0 or is an error.
+__device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
+                                    HostStatus::Verdict& verdict) {
+  verdict = HostStatus::Verdict{};
+  verdict.rank = r;
+  if (record.error != 0) {
     verdict.kind = record.error;
-    verdict.rank = r;
-    verdict.about = Disagreement::none;
     verdict.index = record.rows_offset;
     verdict.value = record.detail;
     verdict.has_text = record.operation == Operation::none;
     return false;
   }
-  const SignalRecord& first = comm.record(comm.own, 0, epoch);
-  for (int32_t r = 1; r < comm.ranks(); ++r) {
-    const SignalRecord& other = comm.record(comm.own, r, epoch);
-    const auto differ = [&](Disagreement about, int64_t at_first, int64_t here) {
-      if (at_first == here) return false;
-      verdict.kind = 3;  // ErrorKind::mismatched_arguments
-      verdict.rank = r;
-      verdict.about = about;
-      verdict.index = at_first;
-      verdict.value = here;
-      verdict.has_text = 0;
-      return true;
-    };
-    if (differ(Disagreement::operation, static_cast<int64_t>(first.operation),
-               static_cast<int64_t>(other.operation)) ||
-        differ(Disagreement::layout, static_cast<int64_t>(first.layout),
-               static_cast<int64_t>(other.layout)) ||
-        differ(Disagreement::alignment, first.alignment, other.alignment) ||
-        differ(Disagreement::capacity, first.capacity, other.capacity) ||
-        differ(Disagreement::plan, static_cast<int64_t>(first.plan), static_cast<int64_t>(other.plan)) ||
-        differ(Disagreement::carries, first.carries, other.carries))
-      return false;
+  verdict.kind = 3;  // ErrorKind::mismatched_arguments
+  const auto same = [&](Disagreement about, int64_t at_first, int64_t here) {
+    verdict.about = about;
+    verdict.index = at_first;
+    verdict.value = here;
+    return at_first == here;
+  };
+  return same(Disagreement::operation, static_cast<int64_t>(first.operation),
+              static_cast<int64_t>(record.operation)) &&
+         same(Disagreement::layout, static_cast<int64_t>(first.layout),
+              static_cast<int64_t>(record.layout)) &&
+         same(Disagreement::alignment, first.alignment, record.alignment) &&
+         same(Disagreement::capacity, first.capacity, record.capacity) &&
+         same(Disagreement::plan, static_cast<int64_t>(first.plan), static_cast<int64_t>(record.plan)) &&
+         same(Disagreement::carries, first.carries, record.carries);
+}
+
+/// Compares the records of `epoch`; every rank looks at the same ones, so every rank comes to the same
+/// verdict: the first error, else the first that differs from rank 0. One warp; false, and `verdict`, if they
+/// do not agree.
+__device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const SignalRecord first = comm.record(comm.own, 0, epoch);
+  int32_t error = INT32_MAX, different = INT32_MAX;  // ranks
+  for (int32_t r = lane; r < comm.ranks(); r += 32) {
+    const SignalRecord record = comm.record(comm.own, r, epoch);
+    HostStatus::Verdict own;
+    if (judge_record(first, record, r, own)) continue;
+    if (record.error != 0)
+      error = min(error, r);
+    else
+      different = min(different, r);
   }
-  return true;
+  error = __reduce_min_sync(0xffffffffu, error);
+  different = __reduce_min_sync(0xffffffffu, different);
+  const int32_t bad = error != INT32_MAX ? error : different;
+  if (bad == INT32_MAX) return true;
+  judge_record(first, comm.record(comm.own, bad, epoch), bad, verdict);
+  return false;
 }
 
 /// Hands a verdict to the host, unless one is waiting there already. One thread.
