@@ -36,7 +36,7 @@ py::dict plan_fields(const DeviceShape& shape) {
 
 py::dict stats_dict(DeviceCommunicator& self) {
   const DeviceStats& s = self.stats();
-  const HostStatus::Counters counters = self.counters();
+  const DeviceCounters counters = self.counters();
   py::dict out;
   out["dispatch_calls"] = s.dispatch_calls;
   out["combine_calls"] = s.combine_calls;

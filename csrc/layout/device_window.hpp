@@ -106,7 +106,9 @@ struct DeviceState {
   alignas(kLine) uint32_t receive_done;   ///< blocks
   alignas(kLine) uint32_t route_counted;  ///< blocks
   alignas(kLine) uint32_t route_done;     ///< blocks
-  alignas(kLine) uint64_t bad_id;         ///< index of the first bad id, all ones if there is none
+  alignas(kLine) uint64_t rows_out;       ///< statistics since construction
+  uint64_t bytes_wire;
+  alignas(kLine) uint64_t bad_id;  ///< index of the first bad id, all ones if there is none
 };
 
 /// Sections exist twice where their use alternates by epoch.

@@ -52,11 +52,8 @@ struct HostStatus {
     int32_t rank;  ///< the fullest
     int64_t needed, capacity;
   } overflow;
-  struct alignas(kLine) Counters {  // since construction
-    uint64_t rows_out, bytes_wire;
-  } counters;
   char text[kErrorText];  ///< of `verdict`
 };
-static_assert(offsetof(HostStatus, text) == 5 * kLine);
+static_assert(offsetof(HostStatus, text) == 4 * kLine);
 
 }  // namespace moecomm

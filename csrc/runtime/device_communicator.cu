@@ -131,8 +131,8 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   overlaps_ = major >= 9;
   heuristics_ = intranode::choose_heuristics(sms, config_.num_sms);
   for (const cudaError_t error :
-       {intranode::prepare_send(s), intranode::prepare_plan(), intranode::prepare_receive(s),
-        intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
+       {intranode::prepare_send(s), intranode::prepare_receive(s), intranode::prepare_reduce(s),
+        intranode::prepare_sum(s), intranode::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[config_.rank] =
@@ -200,6 +200,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comms_[static_cast<int>(wire)] = std::make_unique<device::Comm>(comm);
   }
   losses_ = reinterpret_cast<PeerLoss*>(own + window_.losses);
+  state_ = reinterpret_cast<DeviceState*>(own + window_.state);
   check_cuda(cudaStreamCreateWithFlags(&watch_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   watcher_ = std::thread([this] { watch(); });
 }
@@ -359,13 +360,12 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send.alignment = d.alignment;
   send.capacity = d.capacity;
   send.layout = d.layout;
+  send.ticket = ++ticket_;
   send.quantise = config_.shape.wire == WireFormat::fp8 && d.x_scales == nullptr;
   check_cuda(
       intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
       "launch of dispatch (sending)");
   pending_ = d;
-  const intranode::PlanArguments plan{d.plan, d.alignment, d.capacity, d.layout, ++ticket_};
-  check_cuda(intranode::launch_plan(launch(stream, 1, true), comm, plan), "launch of dispatch (plan)");
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
   stats_.rows_in += d.tokens;
@@ -471,10 +471,16 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
              "launch of an error's announcement");
 }
 
-HostStatus::Counters DeviceCommunicator::counters() const {
-  HostStatus::Counters out;
-  out.rows_out = load_acquire(pinned_->status->counters.rows_out);
-  out.bytes_wire = load_acquire(pinned_->status->counters.bytes_wire);
+DeviceCounters DeviceCommunicator::counters() {
+  DeviceCounters out;
+  if (closed_ || state_ == nullptr) return out;
+  const DeviceGuard guard(config_.device);
+  DeviceState state;
+  check_cuda(cudaMemcpyAsync(&state, state_, sizeof(state), cudaMemcpyDeviceToHost, watch_stream_),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(watch_stream_), "cudaStreamSynchronize");
+  out.rows_out = state.rows_out;
+  out.bytes_wire = state.bytes_wire;
   return out;
 }
 

@@ -60,6 +60,10 @@ struct DeviceStats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
 };
 
+struct DeviceCounters {
+  uint64_t rows_out = 0, bytes_wire = 0;
+};
+
 class DeviceCommunicator {
  public:
   explicit DeviceCommunicator(const DeviceConfig& config);
@@ -102,7 +106,8 @@ class DeviceCommunicator {
   void close() noexcept;
   bool closed() const { return closed_; }
   DeviceStats& stats() { return stats_; }
-  HostStatus::Counters counters() const;
+  /// What kernels that have ended have counted; waits for a small copy.
+  DeviceCounters counters();
   std::string heuristics_text() const;
 
  private:
@@ -134,7 +139,8 @@ class DeviceCommunicator {
   std::unique_ptr<shm::Signals> signals_;
   std::thread watcher_;
   cudaStream_t watch_stream_ = nullptr;
-  PeerLoss* losses_ = nullptr;  // in the window
+  PeerLoss* losses_ = nullptr;    // in the window
+  DeviceState* state_ = nullptr;  // likewise
   std::atomic<bool> stop_{false};
 
   std::function<void()> interrupt_;

@@ -380,7 +380,7 @@ def quantised(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = torch.full((1,), 448.0, device=x_TH.device)
     scales = (wide.nan_to_num(nan=0.0, posinf=float("inf")).abs().amax(2) / largest).clamp_min(2.0**-126)
     data = (wide * (torch.ones_like(scales) / scales)[:, :, None]).clamp(-448, 448)
-    return data.view(count, -1)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
+    return data.view(count, blocks * 128)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def dequantised(data_TH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

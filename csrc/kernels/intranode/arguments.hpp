@@ -29,15 +29,8 @@ struct SendArguments {
   int64_t alignment;
   int64_t capacity;  ///< -1: as many rows as needed
   RowLayout layout;
-  bool quantise;  ///< x is in the communicator's dtype, the wire is not
-};
-
-struct PlanArguments {
-  int32_t* plan;
-  int64_t alignment;
-  int64_t capacity;
-  RowLayout layout;
   uint64_t ticket;  ///< dropless: number under which the host waits for the row count
+  bool quantise;    ///< x is in the communicator's dtype, the wire is not
 };
 
 /// Where rows arrive.
@@ -74,7 +67,6 @@ cudaError_t prepare_send(const DeviceShape& shape);
 cudaError_t prepare_receive(const DeviceShape& shape);
 cudaError_t prepare_reduce(const DeviceShape& shape);
 cudaError_t prepare_sum(const DeviceShape& shape);
-cudaError_t prepare_plan();
 cudaError_t prepare_announce();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
@@ -85,7 +77,6 @@ struct Launch {
 };
 
 cudaError_t launch_send(const Launch& launch, const device::Comm& comm, const SendArguments& arguments);
-cudaError_t launch_plan(const Launch& launch, const device::Comm& comm, const PlanArguments& arguments);
 cudaError_t launch_receive(const Launch& launch, const device::Comm& comm, const ReceiveArguments& arguments);
 cudaError_t launch_reduce(const Launch& launch, const device::Comm& comm, const CombineArguments& arguments);
 cudaError_t launch_sum(const Launch& launch, const device::Comm& comm, const CombineArguments& arguments);

@@ -26,10 +26,10 @@ inline Heuristics choose_heuristics(int sms, int budget) {
   Heuristics h{};
   // Of the stores of a dispatch a quarter goes out and the rest are expert rows here; about thirty SMs fill
   // the links.
-  h.send_blocks = std::clamp(total / 4, 1, 32);
+  h.send_blocks = std::clamp(total * 3 / 10, 1, 30);
   h.receive_blocks = total - h.send_blocks;
   // The owners of a combine read most; past what fills the links, SMs are better used at the home.
-  h.reduce_blocks = std::clamp(total * 7 / 12, 1, 26);
+  h.reduce_blocks = std::clamp(total * 13 / 24, 1, 26);
   h.sum_blocks = total - h.reduce_blocks;
   return h;
 }

@@ -145,9 +145,13 @@ __device__ inline void open_for_loads() {
 /// and committed.
 class OutRing {
  public:
-  /// `pieces` of a row, of `bytes` each when they go out.
-  __device__ OutRing(std::byte* memory, int pieces, int bytes)
-      : memory_(memory), pieces_(pieces), bytes_(bytes), group_(kOutPiece / bytes) {}
+  /// `pieces` of a row, of `bytes` each when they go out, up to `stage_bytes` in one store.
+  __device__ OutRing(std::byte* memory, int pieces, int bytes, int stage_bytes = kOutPiece)
+      : memory_(memory),
+        pieces_(pieces),
+        bytes_(bytes),
+        stage_bytes_(stage_bytes),
+        group_(stage_bytes / bytes) {}
 
   __device__ std::byte* piece(int i) {
     const int within = i % group_;
@@ -160,12 +164,12 @@ class OutRing {
   __device__ bool complete(int i) const { return (i + 1) % group_ == 0 || i + 1 == pieces_; }
   /// The first piece in the stage that piece i is in.
   __device__ int first(int i) const { return i / group_ * group_; }
-  __device__ std::byte* stage() const { return memory_ + (count_ % kOutStages) * kOutPiece; }
+  __device__ std::byte* stage() const { return memory_ + (count_ % kOutStages) * stage_bytes_; }
   __device__ uint32_t number() const { return count_ % kOutStages; }
 
  private:
   std::byte* const memory_;
-  const int pieces_, bytes_, group_;
+  const int pieces_, bytes_, stage_bytes_, group_;
   uint32_t count_ = 0;
 };
 

@@ -8,9 +8,12 @@
 //   place, as
 //     they are, or out of the wire format, or times the factor of the place
 //   - further items zero the alignment rows of each expert
+#include <type_traits>
+
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/element.cuh"
 #include "kernels/intranode/kernel.cuh"
+#include "kernels/intranode/strip.cuh"
 
 namespace moecomm::intranode {
 namespace {
@@ -213,68 +216,70 @@ template <DType dtype>
 class DequantiseOut {
   using E = Element<dtype>;
   static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< of a piece, which is one store
-  static_assert(kColumns <= kSumPiece);
 
  public:
   __device__ DequantiseOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
         epoch_(epoch),
-        ring_(memory.pieces, memory.barriers),
         pieces_(full_pieces(comm.window.shape.row_bytes(), kOutPiece)),
         out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kOutPiece) {}
 
   __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
     PieceCursor load{tokens}, store{tokens};
-    const auto row_at = [&](const PieceCursor& cursor) {
-      return arrived_row(comm_, args_, epoch_, item.source, item.begin + cursor.token());
-    };
-    while (!store.done()) {
-      while (!load.done() && ring_.in_flight() < kSumStages) {
-        ring_.load(row_at(load) + int64_t{load.piece} * kColumns, pieces_.size(load.piece) / 16 * E::kVector);
-        load.advance(pieces_.count);
-      }
-      const int i = store.token(), count = counts[i];
-      const int32_t* const rows = meta + i * comm_.top_k();
-      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
-      const float* const scales =
-          reinterpret_cast<const float*>(row_at(store) + comm_.window.shape.wire_data_bytes()) +
-          store.piece * (kColumns / kScaleColumns);
-      float scale[kSteps];
+    Fetched now, next;
+    const auto fetch = [&](Fetched& piece) {
+      const std::byte* const row = arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token());
+      const float* const scales = reinterpret_cast<const float*>(row + comm_.window.shape.wire_data_bytes());
+      const int vectors = static_cast<int>(pieces_.size(load.piece) / 16);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
-        scale[step] = v < vectors ? __ldcg(&scales[v * E::kVector / kScaleColumns]) : 0.0f;
+        if (v >= vectors) continue;
+        const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
+        piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column));
+        piece.scales[step] = __ldcg(&scales[column / kScaleColumns]);
       }
-      const uint32_t* const piece = reinterpret_cast<const uint32_t*>(ring_.wait());
+      load.advance(pieces_.count);
+    };
+    fetch(now);
+    while (!store.done()) {
+      if (!load.done()) fetch(next);
+      const int i = store.token(), count = counts[i];
+      const int32_t* const rows = meta + i * comm_.top_k();
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
       std::byte* const out = out_.piece(store.piece);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
+        const uint32_t* const words = reinterpret_cast<const uint32_t*>(&now.values[step]);
         float values[E::kVector];
 #pragma unroll
-        for (int e = 0; e < E::kVector; e += 4)
-          from_fp8(piece[v * (E::kVector / 4) + e / 4], scale[step], values + e);
+        for (int e = 0; e < E::kVector; e += 4) from_fp8(words[e / 4], now.scales[step], values + e);
         reinterpret_cast<uint4*>(out)[v] = E::narrow(values);
       }
       publish_piece();
-      ring_.release();
       for (int j = 0; j < count; ++j)
         store_piece(args_.out + int64_t{rows[j]} * pieces_.total + pieces_.offset(store.piece), out,
                     pieces_.size(store.piece));
       commit_stores();
+      now = next;
       store.advance(pieces_.count);
     }
   }
 
  private:
+  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // e4m3 of a vector
   static constexpr int kSteps = kOutPiece / 512;
+  struct Fetched {
+    Values values[kSteps];
+    float scales[kSteps];
+  };
 
   const Comm& comm_;
   const ReceiveArguments& args_;
   const uint64_t epoch_;
-  LoadRing<kSumStages, kSumPiece> ring_;
   const Pieces pieces_;
   OutRing out_;
 };

@@ -80,7 +80,6 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   if (threadIdx.x == 0) {
     ptx::fence_sys();
     *shared_word = ptx::add_acq_rel_gpu(&comm.state().route_done, 1) + 1 == gridDim.x;
-    ptx::fence_sys();
   }
   __syncthreads();
   if (*shared_word == 0) return;

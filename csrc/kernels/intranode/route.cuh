@@ -222,7 +222,6 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   if (threadIdx.x == 0) {
     ptx::fence_sys();
     *shared_word = ptx::add_acq_rel_gpu(&state.route_done, 1) + 1 == static_cast<uint32_t>(blocks);
-    ptx::fence_sys();
   }
   __syncthreads();
   if (*shared_word == 0) return;

@@ -9,7 +9,9 @@
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/element.cuh"
 #include "kernels/intranode/kernel.cuh"
+#include "kernels/intranode/plan.cuh"
 #include "kernels/intranode/route.cuh"
+#include "kernels/intranode/strip.cuh"
 
 namespace moecomm::intranode {
 namespace {
@@ -128,43 +130,49 @@ class CopyRows {
 template <DType dtype>
 class QuantiseRows {
   using E = Element<dtype>;
+  static constexpr int kSteps = kSumPiece / 512;
   static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
   static constexpr int kBlockLanes = kScaleColumns / E::kVector;
   static_assert(kColumns % kScaleColumns == 0 && kBlockLanes <= 32);
-  static_assert(kOutPiece / kScaleColumns <= kScaleBuffer / kOutStages);
+  static constexpr int kRowStage = kWarpBytes / kOutStages;
+  static_assert(kRowStage / kScaleColumns <= kScaleBuffer / kOutStages);
 
  public:
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
         epoch_(epoch),
-        ring_(memory.pieces, memory.barriers),
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
-        out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kColumns) {}
+        whole_(comm.window.shape.wire_row_bytes() <= kRowStage),
+        out_(memory.pieces, pieces_.count, kColumns, kRowStage) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
                        Announcer& announcer) {
     PieceCursor load{tokens}, store{tokens};
+    Strip<kSteps> now, next;
+    const auto fetch = [&](Strip<kSteps>& strip) {
+      strip.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece), 0,
+                 static_cast<int>(pieces_.size(load.piece) / 16));
+      load.advance(pieces_.count);
+    };
+    fetch(now);
     while (!store.done()) {
-      while (!load.done() && ring_.in_flight() < kSumStages) {
-        ring_.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece),
-                   pieces_.size(load.piece));
-        load.advance(pieces_.count);
-      }
-      const uint4* const piece = reinterpret_cast<const uint4*>(ring_.wait());
+      if (!load.done()) fetch(next);
       const int i = store.token(), count = counts[i];
       const int32_t* const owners = meta + i * comm_.top_k();
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
       std::byte* const out = out_.piece(store.piece);
       const int first = out_.first(store.piece);
-      float* const stage_scales = scales_ + out_.number() * (kScaleBuffer / kOutStages);
+      float* const stage_scales =
+          whole_ ? reinterpret_cast<float*>(out_.stage() + comm_.window.shape.wire_data_bytes())
+                 : scales_ + out_.number() * (kScaleBuffer / kOutStages);
       float* const out_scales = stage_scales + (store.piece - first) * (kColumns / kScaleColumns);
 #pragma unroll
-      for (int step = 0; step < kSumPiece / 512; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         float values[E::kVector] = {};
-        if (v < vectors) E::widen(piece[v], values);
+        if (v < vectors) E::widen(now.raw[step], values);
         float amax = 0;
 #pragma unroll
         for (int e = 0; e < E::kVector; ++e) amax = fmaxf(amax, fabsf(values[e]));
@@ -178,7 +186,7 @@ class QuantiseRows {
         for (int e = 0; e < E::kVector; e += 4) to[e / 4] = to_fp8(values + e, inverse);
         if (v % kBlockLanes == 0) out_scales[v / kBlockLanes] = scale;
       }
-      ring_.release();
+      now = next;
       if (!out_.complete(store.piece)) {
         store.advance(pieces_.count);
         continue;
@@ -188,6 +196,10 @@ class QuantiseRows {
       const uint32_t blocks = (columns + kScaleColumns - 1) / kScaleColumns;
       for (int j = 0; j < count; ++j) {
         std::byte* const row = staged_row(comm_, epoch_, owners[j], begin + i);
+        if (whole_) {
+          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.shape.wire_row_bytes()));
+          continue;
+        }
         store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
         store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kColumns / kScaleColumns * 4),
                     reinterpret_cast<const std::byte*>(stage_scales), (blocks * 4 + 15) / 16 * 16);
@@ -202,9 +214,9 @@ class QuantiseRows {
   const Comm& comm_;
   const SendArguments& args_;
   const uint64_t epoch_;
-  LoadRing<kSumStages, kSumPiece> ring_;
   float* const scales_;
   const Pieces pieces_;
+  const bool whole_;  ///< a row with its scales goes out in one store
   OutRing out_;
 };
 
@@ -248,14 +260,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
   ptx::launch_dependents();
-  if (already_failed(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
+  if (already_failed(comm)) {
+    if (args.operation == Operation::dispatch && blockIdx.x == 0) make_plan(comm, args, epoch);
+    return;
+  }
   bool valid = true;
   if (args.operation == Operation::dispatch) {
     const int blocks = route_blocks(args.tokens, static_cast<int>(gridDim.x));
     if (static_cast<int>(blockIdx.x) < blocks)
       route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
             &block.shared_word);
+    if (blockIdx.x == 0) make_plan(comm, args, epoch);
   } else {
     const PlanHeader& header = PlanView{args.plan, comm.plan_fields}.header();
     valid = header.id != 0;

@@ -143,10 +143,12 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   const int vectors = static_cast<int>(row_bytes / 16);
   const std::byte* const section = comm.own + comm.window.rows[epoch & 1];
   const int64_t size = chunk_tokens(args.tokens);
-  // Few tokens are shared by more warps each, and the last ones do not take long.
+  // Few tokens are shared by more warps each, so that the last ones do not take long.
   const int strips = (vectors + kSteps * 32 - 1) / (kSteps * 32);
-  const int parts = min(args.tokens <= 1024 ? 8 : 2, strips),
-            each = (strips + parts - 1) / parts * kSteps * 32;
+  const int64_t sharing = int64_t{8} * gridDim.x * kSumWarps / max(args.tokens, int64_t{1});
+  const int parts =
+      static_cast<int>(max(min(min(sharing, int64_t{8}), static_cast<int64_t>(strips)), int64_t{1}));
+  const int each = (strips + parts - 1) / parts * kSteps * 32;
   Claims claims(&comm.state().receive_next);
   for (int64_t claim = claims.take(); claim < args.tokens * parts; claim = claims.take()) {
     const int64_t t = claim / parts;

@@ -1,16 +1,17 @@
-// Dispatch, between the two sides: where the rows of each (source, expert) begin, by prefix sum over the
-// counts that all sources have pushed here. One block. Local expert e begins at the aligned end of e - 1;
-// within it, source s begins after the sources below s. Example (docs/routing.md): counts of expert 0 from
-// sources 0, 1 are 2, 1 and of expert 1 are 1, 2, alignment 4: expert 0 begins at row 0 (source 1 at 2) and
-// ends at 3, aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+// Dispatch, between the two sides, by one block of the sending kernel: where the rows of each (source,
+// expert) begin, by prefix sum over the counts that all sources have pushed here. Local expert e begins at
+// the aligned end of e - 1; within it, source s begins after the sources below s. Example (docs/routing.md):
+// counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1 are 1, 2, alignment 4: expert 0 begins at row
+// 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+#pragma once
+
 #include "kernels/intranode/kernel.cuh"
 #include "layout/routing.hpp"
 
 namespace moecomm::intranode {
-namespace {
 
 /// Exclusive prefix sum over the block; `total` is the sum of all. Whole block.
-__device__ int64_t block_scan(int64_t value, int64_t& total) {
+__device__ inline int64_t block_scan(int64_t value, int64_t& total) {
   __shared__ int64_t warp_sums[kWarps];
   int64_t inclusive = value;
   for (int width = 1; width < 32; width *= 2) {
@@ -41,7 +42,8 @@ struct Counts {
 /// Calls begin(i, first, rows, end) for each of `groups` groups, in parallel: the group's first row, its rows
 /// and its aligned end. Returns the end of the last. Whole block.
 template <class Rows, class Begin>
-__device__ int64_t lay_out(int64_t groups, int64_t alignment, const Rows& rows_of, const Begin& begin) {
+__device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows& rows_of,
+                                  const Begin& begin) {
   int64_t base = 0;
   for (int64_t first = 0; first < groups; first += kThreads) {
     const int64_t i = first + threadIdx.x;
@@ -56,7 +58,7 @@ __device__ int64_t lay_out(int64_t groups, int64_t alignment, const Rows& rows_o
 
 /// The rows that the fullest rank needs, to know everywhere whether a capacity was passed anywhere. Whole
 /// block.
-__device__ void report_overflow(const Comm& comm, const PlanArguments& args, const Counts& counts) {
+__device__ inline void report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
   const DeviceShape& s = comm.window.shape;
   int64_t most = -1;
   int32_t fullest = 0;
@@ -85,7 +87,7 @@ __device__ void report_overflow(const Comm& comm, const PlanArguments& args, con
 }
 
 /// Makes the plan one that moves nothing: the dispatch has failed on all ranks alike.
-__device__ void write_empty_plan(const Comm& comm, const PlanView& plan) {
+__device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) {
   const DevicePlan& f = plan.fields;
   for (int64_t i = threadIdx.x; i < comm.local_experts; i += kThreads)
     plan.at(f.expert_rows)[i] = plan.at(f.offsets)[i] = plan.at(f.ends)[i] = 0;
@@ -94,7 +96,7 @@ __device__ void write_empty_plan(const Comm& comm, const PlanView& plan) {
   if (threadIdx.x == 0) plan.header() = PlanHeader{};
 }
 
-__device__ void write_plan(const Comm& comm, const PlanArguments& args, uint64_t epoch) {
+__device__ inline void write_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
   const DeviceShape& s = comm.window.shape;
   const PlanView plan{args.plan, comm.plan_fields};
   const DevicePlan& f = plan.fields;
@@ -140,7 +142,6 @@ __device__ void write_plan(const Comm& comm, const PlanArguments& args, uint64_t
     plan.at(f.tokens)[source] = comm.record(comm.own, static_cast<int32_t>(source), epoch).tokens;
     if (by_expert) plan.at(f.source_ends)[source] = 0;
   }
-  if (args.capacity >= 0) report_overflow(comm, args, counts);
   if (threadIdx.x != 0) return;
   PlanHeader header{};
   header.id = epoch;
@@ -150,23 +151,22 @@ __device__ void write_plan(const Comm& comm, const PlanArguments& args, uint64_t
   plan.header() = header;
 }
 
-/// What this rank gets, for the host's statistics. One thread.
-__device__ void count_rows(const Comm& comm, const PlanHeader& header, uint64_t epoch) {
+/// What this rank gets, for the statistics. One thread.
+__device__ inline void count_rows(const Comm& comm, const PlanHeader& header, uint64_t epoch) {
   const DeviceShape& s = comm.window.shape;
   const Counts counts{comm, epoch};
   int64_t entries = 0;
   for (int32_t source = 0; source < s.ranks; ++source)
     if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
-  comm.host->counters.rows_out += min(header.needed_rows, header.rows);
-  comm.host->counters.bytes_wire += entries * s.wire_row_bytes();
+  comm.state().rows_out += min(header.needed_rows, header.rows);
+  comm.state().bytes_wire += entries * s.wire_row_bytes();
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
-    plan_kernel(const __grid_constant__ Comm comm, const __grid_constant__ PlanArguments args) {
-  ptx::launch_dependents();
+/// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither
+/// the host nor the receiving kernel waits for it in vain.
+__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   DeviceState& state = comm.state();
-  const uint64_t epoch = state.epoch + 1;
   __shared__ HostStatus::Verdict verdict;
   __shared__ bool agreed;
   const bool alive = !already_failed(comm) && device::wait_records(comm, Operation::dispatch, epoch);
@@ -196,16 +196,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::store_release_sys(&rows.ticket, args.ticket);
     }
     if (agreed) count_rows(comm, plan.header(), epoch);
-    ptx::wait_for_previous_kernel();  // so that who waits for this kernel waits for the sending one as well
   }
+  if (agreed && args.capacity >= 0) report_overflow(comm, args, Counts{comm, epoch});
 }
-
-}  // namespace
-
-cudaError_t launch_plan(const Launch& launch, const Comm& comm, const PlanArguments& args) {
-  return launch_kernel<plan_kernel>(launch, kThreads, 0, comm, args);
-}
-
-cudaError_t prepare_plan() { return prepare_kernel<plan_kernel>(0); }
 
 }  // namespace moecomm::intranode
