@@ -36,6 +36,14 @@ __device__ inline bool already_failed(const Comm& comm) {
   return ptx::load_relaxed_sys(&comm.state().failed) != 0;
 }
 
+/// Whom to blame for a wait in vain: the rank that has not even begun the operation, if there is one, since the peer that
+/// is waited for may itself be waiting for that rank.
+__device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
+  for (int32_t r = 0; r < comm.ranks(); ++r)
+    if (ptx::load_relaxed_sys(&comm.record(comm.own, r, info.expected).epoch) < info.expected) return r;
+  return info.peer;
+}
+
 /// Polls until read.arrived(), which acquires. False if it never will: after the deadline, when the
 /// host has lost a peer, or after another failure.
 template <class Read>
@@ -63,7 +71,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
       return false;
     }
     if (now - start > comm.timeout_ns && !read.arrived()) {
-      report_failure(comm, info, read.seen(), info.peer, Cause::no_signal, comm.rank);
+      report_failure(comm, info, read.seen(), missing_rank(comm, info), Cause::no_signal, comm.rank);
       return false;
     }
   }
