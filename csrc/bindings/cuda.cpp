@@ -116,14 +116,14 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
       .def(
           "finish_dispatch",
-          [](DeviceCommunicator& self, uintptr_t, uintptr_t, uintptr_t, int64_t rows, uintptr_t out,
-             uintptr_t out_scales, uintptr_t weights, uintptr_t ids, uintptr_t stream) {
+          [](DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t out_scales, uintptr_t weights,
+             uintptr_t ids, uintptr_t stream) {
             self.finish_dispatch(
                 rows, {pointer(out), pointer<float>(out_scales), pointer(weights), pointer<int32_t>(ids)},
                 stream_of(stream));
           },
-          py::kw_only(), py::arg("x"), py::arg("x_scales"), py::arg("plan"), py::arg("rows"), py::arg("out"),
-          py::arg("out_scales"), py::arg("weights"), py::arg("ids"), py::arg("stream"))
+          py::kw_only(), py::arg("rows"), py::arg("out"), py::arg("out_scales"), py::arg("weights"),
+          py::arg("ids"), py::arg("stream"))
       .def(
           "redispatch",
           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
@@ -136,23 +136,23 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"), py::arg("stream"))
       .def(
           "combine",
-          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, int64_t,
-             uintptr_t weights, int64_t tokens, uintptr_t y, uintptr_t weight_grads,
-             uintptr_t out_weight_grads, uintptr_t stream) {
+          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
+             int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads,
+             uintptr_t stream) {
             self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
                           pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
                          stream_of(stream));
           },
-          py::kw_only(), py::arg("plan"), py::arg("layout"), py::arg("rows"), py::arg("num_rows"),
-          py::arg("weights"), py::arg("tokens"), py::arg("y"), py::arg("weight_grads"),
-          py::arg("out_weight_grads"), py::arg("stream"))
+          py::kw_only(), py::arg("plan"), py::arg("layout"), py::arg("rows"), py::arg("weights"),
+          py::arg("tokens"), py::arg("y"), py::arg("weight_grads"), py::arg("out_weight_grads"),
+          py::arg("stream"))
       .def(
           "fail",
           [](DeviceCommunicator& self, ErrorKind kind, const std::string& text, uintptr_t stream) {
             self.fail(kind, text, stream_of(stream));
           },
           py::arg("kind"), py::arg("text"), py::arg("stream"))
-      .def("check", [](DeviceCommunicator& self, bool) { self.check(); })
+      .def("check", &DeviceCommunicator::check)
       .def("require_usable", &DeviceCommunicator::require_usable)
       .def("close", &DeviceCommunicator::close, Release())
       .def_property_readonly("closed", &DeviceCommunicator::closed)

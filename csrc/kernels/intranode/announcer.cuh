@@ -19,8 +19,7 @@ struct PeerSet {
   }
 };
 
-/// One warp's. Rows of the chunk before go on arriving while the next chunk is under way. All that a flag
-/// announces has to travel by bulk stores, where there are any: it waits for no others.
+/// One warp's. Rows of the chunk before go on arriving while the next chunk is under way.
 class Announcer {
  public:
   __device__ Announcer(const device::Comm& comm, uint64_t epoch)

@@ -131,4 +131,21 @@ struct Prepare {
   }
 };
 
+/// Calls use.operator()<Of<dtype>::kernel>(). An Of without a kernel for a dtype does not serve it.
+template <template <DType> class Of, class Use>
+cudaError_t with_dtype(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::float32:
+      return use.template operator()<Of<DType::float32>::kernel>();
+    case DType::bfloat16:
+      return use.template operator()<Of<DType::bfloat16>::kernel>();
+    case DType::float16:
+      return use.template operator()<Of<DType::float16>::kernel>();
+    case DType::float64:
+      if constexpr (requires { Of<DType::float64>::kernel; })
+        return use.template operator()<Of<DType::float64>::kernel>();
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace moecomm::intranode

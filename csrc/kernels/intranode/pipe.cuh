@@ -25,7 +25,6 @@ struct BlockMemory {
   alignas(128) std::byte pieces[kWarps][kWarpBytes];
   int32_t meta[kWarps][kMetaWords];
   int32_t counts[kWarps][kMaxChunk];  ///< entries of meta for each token of a chunk
-  int32_t slots[kWarps][kMaxChunk];
   uint64_t barriers[kWarps][8];
   alignas(16) float scales[kWarps][kScaleBuffer];
   int32_t shared_word;

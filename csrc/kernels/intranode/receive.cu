@@ -1,12 +1,9 @@
 // Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
 //   - warps take items in order: a chunk of one source's tokens, sources in turn, this rank's own first
-//   - dispatch: the places that the source worked out (route.cuh), plus where its rows begin (plan.cu), are
-//   the output
-//     rows; they are kept in the plan for the combine and the backward. Backward of combine: the plan has
-//     them
-//   - once the chunk has arrived, its rows are loaded piece by piece into shared memory and stored to every
-//   place, as
-//     they are, or out of the wire format, or times the factor of the place
+//   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give the
+//     output rows; they are kept in the plan, where the backward of combine finds them
+//   - once the chunk has arrived, its rows are loaded piece by piece and stored to every place: as they are,
+//     or out of the wire format, or times the factor of the place
 //   - further items zero the alignment rows of each expert
 #include <type_traits>
 
@@ -483,30 +480,23 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 enum class Arrival { as_it_is, dequantised, scaled };
 
-/// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
-template <DType dtype, class Use>
-cudaError_t with_typed_kernel(Arrival arrival, const Use& use) {
-  if (arrival == Arrival::scaled) return use.template operator()<receive_kernel<ScaleOut<dtype>>>();
-  if constexpr (dtype == DType::float64)
-    return cudaErrorInvalidValue;
-  else
-    return use.template operator()<receive_kernel<DequantiseOut<dtype>>>();
-}
+template <DType dtype>
+struct ScalingKernel {
+  static constexpr auto kernel = &receive_kernel<ScaleOut<dtype>>;
+};
+template <DType dtype>
+struct DequantisingKernel {
+  static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype>>;
+};
+template <>
+struct DequantisingKernel<DType::float64> {};
 
+/// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
 cudaError_t with_kernel(DType dtype, Arrival arrival, const Use& use) {
-  if (arrival == Arrival::as_it_is) return use.template operator()<receive_kernel<CopyOut>>();
-  switch (dtype) {
-    case DType::float32:
-      return with_typed_kernel<DType::float32>(arrival, use);
-    case DType::bfloat16:
-      return with_typed_kernel<DType::bfloat16>(arrival, use);
-    case DType::float16:
-      return with_typed_kernel<DType::float16>(arrival, use);
-    case DType::float64:
-      return with_typed_kernel<DType::float64>(arrival, use);
-  }
-  return cudaErrorInvalidValue;
+  if (arrival == Arrival::scaled) return with_dtype<ScalingKernel>(dtype, use);
+  if (arrival == Arrival::dequantised) return with_dtype<DequantisingKernel>(dtype, use);
+  return use.template operator()<&receive_kernel<CopyOut>>();
 }
 
 }  // namespace

@@ -1,8 +1,7 @@
 // Combine, owner's side: a token's rows here are summed in the order of k in float32 (times their weights),
 // rounded once, and the sum goes to this rank's slot at the token's home.
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
-//   - a strip of all rows of a token is loaded at once, summed in registers, and stored to the home over the
-//   link
+//   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 #include "kernels/intranode/announcer.cuh"
@@ -148,32 +147,21 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   }
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows of `dtype`.
-template <class Use>
-cudaError_t with_kernel(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::float32:
-      return use.template operator()<reduce_kernel<DType::float32>>();
-    case DType::bfloat16:
-      return use.template operator()<reduce_kernel<DType::bfloat16>>();
-    case DType::float16:
-      return use.template operator()<reduce_kernel<DType::float16>>();
-    case DType::float64:
-      return use.template operator()<reduce_kernel<DType::float64>>();
-  }
-  return cudaErrorInvalidValue;
-}
+template <DType dtype>
+struct ReduceKernel {
+  static constexpr auto kernel = &reduce_kernel<dtype>;
+};
 
 }  // namespace
 
 cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape.dtype, [&]<auto kernel>() {
+  return with_dtype<ReduceKernel>(comm.window.shape.dtype, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
 cudaError_t prepare_reduce(const DeviceShape& shape) {
-  return with_kernel(shape.dtype, Prepare{sizeof(ReduceMemory)});
+  return with_dtype<ReduceKernel>(shape.dtype, Prepare{sizeof(ReduceMemory)});
 }
 
 }  // namespace moecomm::intranode

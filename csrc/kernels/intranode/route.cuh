@@ -1,12 +1,11 @@
 // Where a source's rows go, worked out by the source: for each (token, k) its number among the source's rows
 // for that expert, so that a receiver only has to add where the source's rows of the expert begin.
-//   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into its own
-//   histogram
+//   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
 //   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
 //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
 //   4. the last block to end signals the records of the dispatch
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
-// experts and 3 of earlier sources for expert 5 puts token 2 into row 40 + 3 + 1.
+// experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
 #pragma once
 
 #include "kernels/intranode/arguments.hpp"
@@ -235,7 +234,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u);
   const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
   if (bad != ~uint64_t{0}) {
-    record.error = 2;  // ErrorKind::invalid_routing
+    record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);
     record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
     record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
   }

@@ -1,10 +1,10 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - some blocks first work out and announce where the rows will go (route.cuh)
-//   - warps take chunks of tokens in order; a row is loaded piece by piece into shared memory (and quantised,
-//   if
-//     asked), and each piece stored to the staging section of every owner, at the place of (source, token)
+//   - some blocks first work out and announce where the rows will go (route.cuh); one then waits for what the
+//     other ranks announce, and makes the plan of what arrives here (plan.cuh)
+//   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
+//     each piece stored to the staging section of every owner, at the place of (source, token)
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
-// The staging section may be smaller than all tokens: then a chunk waits until the owners have read the one
+// The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
 // whose place it takes.
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/element.cuh"
@@ -303,21 +303,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   announcer.flush();
 }
 
+template <DType dtype>
+struct QuantisingKernel {
+  static constexpr auto kernel = &send_kernel<QuantiseRows<dtype>>;
+};
+template <>
+struct QuantisingKernel<DType::float64> {};
+
 /// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
 template <class Use>
 cudaError_t with_kernel(DType dtype, bool quantise, const Use& use) {
-  if (!quantise) return use.template operator()<send_kernel<CopyRows>>();
-  switch (dtype) {
-    case DType::float32:
-      return use.template operator()<send_kernel<QuantiseRows<DType::float32>>>();
-    case DType::bfloat16:
-      return use.template operator()<send_kernel<QuantiseRows<DType::bfloat16>>>();
-    case DType::float16:
-      return use.template operator()<send_kernel<QuantiseRows<DType::float16>>>();
-    case DType::float64:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return quantise ? with_dtype<QuantisingKernel>(dtype, use)
+                  : use.template operator()<&send_kernel<CopyRows>>();
 }
 
 }  // namespace

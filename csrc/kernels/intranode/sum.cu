@@ -1,9 +1,10 @@
 // Combine, home's side: what the owners of a token sent is added by ascending owner rank in float32 and
 // rounded once.
-//   - warps take this rank's tokens in order, and wait until the sums of their owners have arrived
+//   - warps take this rank's tokens in order, or parts of their rows, and wait until the sums of the owners
+//     have arrived
 //   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
-//   their order;
-//     this rank's own share never travels: it is summed here at its turn, and rounded as if it had
+//     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
+//     had
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/strip.cuh"
 #include "layout/routing.hpp"
@@ -181,32 +182,21 @@ __global__ void __launch_bounds__(kSumThreads, 1)
   end_operation(comm, epoch);
 }
 
-/// Calls use.operator()<kernel>() with the kernel for rows of `dtype`.
-template <class Use>
-cudaError_t with_kernel(DType dtype, const Use& use) {
-  switch (dtype) {
-    case DType::float32:
-      return use.template operator()<sum_kernel<DType::float32>>();
-    case DType::bfloat16:
-      return use.template operator()<sum_kernel<DType::bfloat16>>();
-    case DType::float16:
-      return use.template operator()<sum_kernel<DType::float16>>();
-    case DType::float64:
-      return use.template operator()<sum_kernel<DType::float64>>();
-  }
-  return cudaErrorInvalidValue;
-}
+template <DType dtype>
+struct SumKernel {
+  static constexpr auto kernel = &sum_kernel<dtype>;
+};
 
 }  // namespace
 
 cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape.dtype, [&]<auto kernel>() {
+  return with_dtype<SumKernel>(comm.window.shape.dtype, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
 cudaError_t prepare_sum(const DeviceShape& shape) {
-  return with_kernel(shape.dtype, Prepare{sizeof(SumMemory)});
+  return with_dtype<SumKernel>(shape.dtype, Prepare{sizeof(SumMemory)});
 }
 
 }  // namespace moecomm::intranode

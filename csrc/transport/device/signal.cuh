@@ -2,6 +2,7 @@
 // kernels.
 #pragma once
 
+#include "common/error.hpp"
 #include "transport/device/wait.cuh"
 
 namespace moecomm::device {
@@ -46,7 +47,7 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
     verdict.has_text = record.operation == Operation::none;
     return false;
   }
-  verdict.kind = 3;  // ErrorKind::mismatched_arguments
+  verdict.kind = static_cast<uint32_t>(ErrorKind::mismatched_arguments);
   const auto same = [&](Disagreement about, int64_t at_first, int64_t here) {
     verdict.about = about;
     verdict.index = at_first;

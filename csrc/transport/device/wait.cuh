@@ -36,8 +36,8 @@ __device__ inline bool already_failed(const Comm& comm) {
   return ptx::load_relaxed_sys(&comm.state().failed) != 0;
 }
 
-/// Whom to blame for a wait in vain: the rank that has not even begun the operation, if there is one, since the peer that
-/// is waited for may itself be waiting for that rank.
+/// Whom to blame for a wait in vain: the rank that has not even begun the operation, if there is one, since
+/// the peer that is waited for may itself be waiting for that rank.
 __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   for (int32_t r = 0; r < comm.ranks(); ++r)
     if (ptx::load_relaxed_sys(&comm.record(comm.own, r, info.expected).epoch) < info.expected) return r;
