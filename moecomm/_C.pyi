@@ -126,17 +126,7 @@ class DeviceCommunicator:
     ) -> None: ...
     def wait_rows(self) -> int: ...
     def finish_dispatch(
-        self,
-        *,
-        x: int,
-        x_scales: int,
-        plan: int,
-        rows: int,
-        out: int,
-        out_scales: int,
-        weights: int,
-        ids: int,
-        stream: int,
+        self, *, rows: int, out: int, out_scales: int, weights: int, ids: int, stream: int
     ) -> None: ...
     def redispatch(
         self,
@@ -158,7 +148,6 @@ class DeviceCommunicator:
         plan: int,
         layout: RowLayout,
         rows: int,
-        num_rows: int,
         weights: int,
         tokens: int,
         y: int,
@@ -167,7 +156,7 @@ class DeviceCommunicator:
         stream: int,
     ) -> None: ...
     def fail(self, kind: ErrorKind, text: str, stream: int) -> None: ...
-    def check(self, synchronized: bool) -> None: ...
+    def check(self) -> None: ...
     def require_usable(self) -> None: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, float]: ...

@@ -588,8 +588,9 @@ class Communicator:
         got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
         plans_made, plans_reused.
 
-        On CUDA there are no seconds, as the host does not wait; rows_out and bytes_wire are what the device
-        has reported by now; replays of a graph count in those two alone.
+        On CUDA the seconds are left out, as the host waits for no transfer. There rows_out and bytes_wire are
+        counted by the device, also in replays of a graph, which count in those two alone: the call waits for
+        a small copy of them on a stream of its own, and they hold what kernels that have ended have counted.
         """
         return self._open().stats()
 

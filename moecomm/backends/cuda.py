@@ -31,15 +31,12 @@ _ALIGNMENT = 16
 
 
 class _Begun(NamedTuple):
-    """A dispatch between its halves, with what has to live until the second."""
+    """A dispatch between its halves. Kernels of the first read `inputs` while those of the second write, so
+    that memory is not given to an output."""
 
     call: DispatchCall
-    x_TH: torch.Tensor
-    x_address: int
-    x_scales: torch.Tensor | None
-    scales_address: int
+    inputs: tuple[torch.Tensor | None, ...]
     blob: torch.Tensor
-    blob_address: int
 
 
 class CudaBackend:
@@ -299,7 +296,6 @@ class CudaBackend:
             blob = self._empty((self.plan_fields.words,), torch.int32)
         except OutOfMemory as error:
             self.fail(error)
-        blob_address = blob.data_ptr()
         self._native.begin_dispatch(
             x=x_address,
             x_scales=scales_address,
@@ -310,10 +306,10 @@ class CudaBackend:
             layout=self._layouts[call.layout],
             alignment=call.alignment,
             capacity=call.capacity,
-            plan=blob_address,
+            plan=blob.data_ptr(),
             stream=self._raw_stream,
         )
-        return _Begun(call, x_TH, x_address, x_scales, scales_address, blob, blob_address)
+        return _Begun(call, (x_TH, x_scales, ids_TK, weights_TK), blob)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
         """Receives the rows into tensors of their own; waits for their number first, if there is no
@@ -334,16 +330,15 @@ class CudaBackend:
                 topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
         except OutOfMemory:
             # The peers must not wait for this rank, so it receives the rows into nothing.
-            self._receive(begun, 0, self._nowhere, None, None, None)
+            self._receive(0, self._nowhere, None, None, None)
             raise
-        self._receive(begun, rows, tokens_PH, scales, weights, topk_idx_PK)
+        self._receive(rows, tokens_PH, scales, weights, topk_idx_PK)
         expert_rows_L, offsets, overflow = self.plan_fields.views(blob, call.layout)
-        plan = TensorPlan(blob, call.layout, begun.x_TH.shape[0], rows, self._raw_stream)
+        plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
         return RawDispatch(tokens_PH, weights, topk_idx_PK, expert_rows_L, offsets, overflow, plan, scales)
 
     def _receive(
         self,
-        begun: _Begun,
         rows: int,
         tokens_PH: torch.Tensor,
         scales: torch.Tensor | None,
@@ -351,9 +346,6 @@ class CudaBackend:
         topk_idx_PK: torch.Tensor | None,
     ) -> None:
         self._native.finish_dispatch(
-            x=begun.x_address,
-            x_scales=begun.scales_address,
-            plan=begun.blob_address,
             rows=rows,
             out=self._address(tokens_PH),
             out_scales=0 if scales is None else self._address(scales),
@@ -427,7 +419,6 @@ class CudaBackend:
             plan=self._plan_address(plan),
             layout=self._layouts[plan.layout],
             rows=rows_address,
-            num_rows=plan.rows,
             weights=weights_address,
             tokens=plan.tokens,
             y=0 if y_TH is None else self._address(y_TH),
@@ -452,26 +443,21 @@ class CudaBackend:
     def check(self) -> None:
         """Raises what the device has reported by now."""
         with self._lock:
-            self._native.check(self._idle())
-
-    def _idle(self) -> bool:
-        """True if the device has done all operations that no graph holds."""
-        if self._last is None:
-            return True
-        with self._gpu.current():
-            return not self._gpu.capturing() and self._last.query()
+            self._native.check()
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction or the last reset. Those that the device keeps are never set to zero,
-        so what they were at the last reset is taken off."""
-        before = self._stats_before
-        found = {name: value - before.get(name, 0) for name, value in self._native.stats().items()}
+        """Counters since construction or the last reset. Those that the device keeps are copied from it, and
+        never set to zero: what they were at the last reset is taken off."""
+        with self._lock:
+            before = self._stats_before
+            found = {name: value - before.get(name, 0) for name, value in self._native.stats().items()}
         return {"plans_reused": 0, **found}
 
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
-        self._native.reset_stats()
-        self._stats_before = dict(self._native.stats())
+        with self._lock:
+            self._native.reset_stats()
+            self._stats_before = dict(self._native.stats())
 
     def close(self) -> None:
         """Waits for what is under way, tells the peers, and lets go of the window."""

@@ -42,6 +42,7 @@ def device_plan_fields(shape: Any) -> dict[str, tuple[int, int]]:
         "expert_rows": experts,
         "offsets": experts,
         "source_ends": shape.ranks,
+        "rows": 1,
         "places": shape.max_tokens * shape.top_k,
     }
     fields, end = {}, 0
@@ -72,7 +73,6 @@ class LoopbackNative:
         self.calls: list[str] = []
         self.failed: tuple[str, str] | None = None
         self.closed = False
-        self.checked: list[bool] = []
         self.pending: Exception | None = None
         self.dtype = DTYPES[shape.dtype]
         self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -94,8 +94,7 @@ class LoopbackNative:
         if self.closed:
             raise moecomm.CommunicatorClosed("closed")
 
-    def check(self, synchronized: bool) -> None:
-        self.checked.append(synchronized)
+    def check(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:
             raise pending
@@ -164,32 +163,25 @@ class LoopbackNative:
         fields["needed_rows"][:] = needed
         fields["overflow"][:] = needed if needed > limit else 0
         self.ids, self.ids_shape = ids, (tokens, top_k)
-        self.begun = {"layout": layout, "wide_ids": wide_ids, "weights": weights}
+        self.begun = {"x": x, "x_scales": x_scales, "weights": weights, "plan": plan}
+        self.begun |= {"layout": layout, "wide_ids": wide_ids}
 
     def wait_rows(self) -> int:
         self.calls.append("wait_rows")
         return self.rows
 
     def finish_dispatch(
-        self,
-        *,
-        x: int,
-        x_scales: int,
-        plan: int,
-        rows: int,
-        out: int,
-        out_scales: int,
-        weights: int,
-        ids: int,
-        stream: int,
+        self, *, rows: int, out: int, out_scales: int, weights: int, ids: int, stream: int
     ) -> None:
         self.calls.append(f"finish_dispatch@{stream}")
         tokens, top_k = self.ids_shape
         hidden, columns = self.shape.hidden, -(-self.shape.hidden // 128)
-        fields, begun = self._plan(plan), self.begun
+        begun = self.begun
+        x_scales, fields = begun["x_scales"], self._plan(begun["plan"])
+        fields["rows"][:] = rows
         by_rank = begun["layout"] == _C.RowLayout.rank
         places = fields["places"][: tokens * top_k].view(tokens, top_k)
-        source_TH = memory(x, (tokens, hidden), WIRE_FP8 if x_scales else self.dtype)
+        source_TH = memory(begun["x"], (tokens, hidden), WIRE_FP8 if x_scales else self.dtype)
         source_scales = memory(x_scales, (tokens, columns), torch.float32)
         handed_on = out_scales != NOT_THERE
         rows_PH = memory(out, (rows, hidden), WIRE_FP8 if handed_on else self.dtype)
@@ -263,7 +255,6 @@ class LoopbackNative:
         plan: int,
         layout: Any,
         rows: int,
-        num_rows: int,
         weights: int,
         tokens: int,
         y: int,
@@ -273,7 +264,7 @@ class LoopbackNative:
     ) -> None:
         self.calls.append(f"combine@{stream}")
         hidden, top_k = self.shape.hidden, self.shape.top_k
-        by_rank = layout == _C.RowLayout.rank
+        by_rank, num_rows = layout == _C.RowLayout.rank, int(self._plan(plan)["rows"])
         rows_PH, y_TH = memory(rows, (num_rows, hidden), self.dtype), memory(y, (tokens, hidden), self.dtype)
         factors_P = memory(weights, (num_rows,), self.weight)
         if rows_PH is not None and y_TH is not None:

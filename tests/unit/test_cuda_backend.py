@@ -120,6 +120,17 @@ class TestOperations:
             assert torch.equal(out.tokens, x_TH[[1, 3, 0, 2, 3, 0, 2]])
             torch.testing.assert_close(comm.combine(out.tokens.t().contiguous().t(), out.handle)[1], x_TH[1])
 
+    def test_copied_inputs_live_until_the_rows_are_received(self) -> None:
+        comm, native, _ = _comm()
+        inputs = [each.t().contiguous().t() for each in _inputs()]
+        work = comm.dispatch(inputs[0], inputs[1], inputs[2], async_op=True)
+        assert native.calls[-1] == "begin_dispatch@101"
+        begun = comm._open()._unfinished._begun  # type: ignore[attr-defined]
+        kept = {each.data_ptr() for each in begun.inputs if each is not None}
+        assert {native.begun["x"], native.begun["weights"], native.ids} == kept
+        assert kept.isdisjoint(each.data_ptr() for each in inputs)
+        assert torch.equal(work.wait().tokens, inputs[0][[1, 3, 0, 2, 3, 0, 2]])
+
     def test_no_tokens(self) -> None:
         comm, _, _ = _comm()
         out = comm.dispatch(torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
@@ -237,17 +248,17 @@ class TestStreams:
         gpu.device_is_current = True
         assert out.tokens.shape == (7, 8)
 
-    def test_check_says_whether_the_device_is_idle(self) -> None:
+    def test_check_waits_for_nothing(self) -> None:
         comm, native, gpu = _comm()
-        comm.check()
         comm.dispatch(*_inputs())
-        comm.check()
         gpu.streams[0].done = False
-        comm.check()
-        gpu.streams[0].done = True
         gpu.captures.add(100)
+        log = list(gpu.log)
+        native.pending = moecomm.InvalidRouting("bad id")
+        with pytest.raises(moecomm.InvalidRouting):
+            comm.check()
         comm.check()
-        assert native.checked == [True, True, False, False]
+        assert gpu.log == log
 
 
 @pytest.mark.usefixtures("loopback")
