@@ -588,9 +588,10 @@ class Communicator:
         got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
         plans_made, plans_reused.
 
-        On CUDA the seconds are left out, as the host waits for no transfer. There rows_out and bytes_wire are
-        counted by the device, also in replays of a graph, which count in those two alone: the call waits for
-        a small copy of them on a stream of its own, and they hold what kernels that have ended have counted.
+        On CUDA the seconds are those of the kernels, by the GPU's clock (wait_seconds: until all ranks had
+        begun the operation), and host_wait_seconds is what the host waited for row counts. The device counts
+        seconds, rows_out and bytes_wire, also in replays of a graph; asking waits for a small copy from it,
+        on a stream of its own, and finds what has ended.
         """
         return self._open().stats()
 

@@ -103,7 +103,7 @@ def _path(comm: moecomm.Communicator, case: Case, **given: Any) -> Path:
         name=NAME,
         sms=_sms(comm, case),
         blocks=blocks,
-        waited=lambda: comm.stats().get("wait_seconds", 0.0),
+        waited=lambda: comm.stats().get("host_wait_seconds", 0.0),
         **given,
     )
 

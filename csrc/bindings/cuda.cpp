@@ -39,7 +39,11 @@ py::dict stats_dict(DeviceCommunicator& self) {
   const DeviceCounters counters = self.counters();
   py::dict out;
   out["dispatch_calls"] = s.dispatch_calls;
+  out["dispatch_seconds"] = counters.dispatch_seconds;
   out["combine_calls"] = s.combine_calls;
+  out["combine_seconds"] = counters.combine_seconds;
+  out["wait_seconds"] = counters.wait_seconds;
+  out["host_wait_seconds"] = s.host_wait_seconds;
   out["plans_made"] = s.plans_made;
   out["rows_in"] = s.rows_in;
   out["rows_out"] = counters.rows_out;

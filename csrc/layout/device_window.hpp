@@ -106,9 +106,11 @@ struct DeviceState {
   alignas(kLine) uint32_t receive_done;   ///< blocks
   alignas(kLine) uint32_t route_counted;  ///< blocks
   alignas(kLine) uint32_t route_done;     ///< blocks
-  alignas(kLine) uint64_t rows_out;       ///< statistics since construction
-  uint64_t bytes_wire;
-  alignas(kLine) uint64_t bad_id;  ///< index of the first bad id, all ones if there is none
+  alignas(kLine) uint64_t started_ns;     ///< the operation under way, by the clock of this GPU
+  uint64_t dispatch_ns, combine_ns;       ///< statistics since construction: time of operations,
+  uint64_t wait_ns;                       ///< of it waiting for other ranks to begin theirs,
+  uint64_t rows_out, bytes_wire;          ///< and what arrived
+  alignas(kLine) uint64_t bad_id;         ///< index of the first bad id, all ones if there is none
 };
 
 /// Sections exist twice where their use alternates by epoch.

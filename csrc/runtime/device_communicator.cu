@@ -372,6 +372,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
 }
 
 int64_t DeviceCommunicator::wait_rows() {
+  ScopedSeconds waiting(stats_.host_wait_seconds);
   const HostStatus::Rows& rows = pinned_->status->rows;
   // Kernels before this one in the stream may take as long as they like. The waits of this one have
   // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
@@ -481,6 +482,9 @@ DeviceCounters DeviceCommunicator::counters() {
   check_cuda(cudaStreamSynchronize(watch_stream_), "cudaStreamSynchronize");
   out.rows_out = state.rows_out;
   out.bytes_wire = state.bytes_wire;
+  out.dispatch_seconds = static_cast<double>(state.dispatch_ns) * 1e-9;
+  out.combine_seconds = static_cast<double>(state.combine_ns) * 1e-9;
+  out.wait_seconds = static_cast<double>(state.wait_ns) * 1e-9;
   return out;
 }
 

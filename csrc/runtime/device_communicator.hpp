@@ -58,10 +58,12 @@ struct DeviceOutput {
 
 struct DeviceStats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
+  double host_wait_seconds = 0;  ///< of the host, for row counts
 };
 
 struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
+  double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
 };
 
 class DeviceCommunicator {

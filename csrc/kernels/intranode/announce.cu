@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Its own error is raised on the host; another rank's of the same operation gives way to it.
     device::wait_records(comm, Operation::none, epoch);
   }
-  end_operation(comm, epoch);
+  end_operation(comm, epoch, nullptr);
 }
 
 struct NoArguments {};
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   // Nobody reads what arrives here, so nobody must wait for room.
   if (threadIdx.x == 0) ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
-  end_operation(comm, epoch);
+  end_operation(comm, epoch, nullptr);
 }
 
 }  // namespace

@@ -80,8 +80,14 @@ __device__ inline bool meet(const Comm& comm, Operation operation, uint64_t epoc
   return agreed;
 }
 
-/// The end of an operation: the last block of its last kernel gets the counters ready for the next one.
-__device__ inline void end_operation(const Comm& comm, uint64_t epoch) {
+/// Starts the clock of an operation. Whole grid.
+__device__ inline void start_clock(const Comm& comm) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
+}
+
+/// The end of an operation: the last block of its last kernel gets the counters ready for the next one, and
+/// adds the time that it took to `total`, if there is one.
+__device__ inline void end_operation(const Comm& comm, uint64_t epoch, uint64_t* total) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   ptx::wait_for_previous_kernel();  // its blocks use the counters too
@@ -94,6 +100,7 @@ __device__ inline void end_operation(const Comm& comm, uint64_t epoch) {
   state.route_counted = 0;
   state.route_done = 0;
   state.bad_id = ~uint64_t{0};
+  if (total != nullptr) *total += ptx::global_nanoseconds() - state.started_ns;
   state.epoch = epoch;
 }
 

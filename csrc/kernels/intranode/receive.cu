@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   if (start(comm, args, epoch))
     receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-  end_operation(comm, epoch);
+  end_operation(comm, epoch, &comm.state().dispatch_ns);
 }
 
 enum class Arrival { as_it_is, dequantised, scaled };

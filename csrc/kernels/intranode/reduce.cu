@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   ReduceMemory& block = *reinterpret_cast<ReduceMemory*>(shared);
   ptx::launch_dependents();
+  start_clock(comm);
   if (already_failed(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
   const PlanView plan{args.plan, comm.plan_fields};

@@ -260,6 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
   ptx::launch_dependents();
+  start_clock(comm);
   const uint64_t epoch = comm.state().epoch + 1;
   if (already_failed(comm)) {
     if (args.operation == Operation::dispatch && blockIdx.x == 0) make_plan(comm, args, epoch);

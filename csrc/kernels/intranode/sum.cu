@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
-  end_operation(comm, epoch);
+  end_operation(comm, epoch, &comm.state().combine_ns);
 }
 
 template <DType dtype>

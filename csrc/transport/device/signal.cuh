@@ -28,11 +28,15 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
 
 /// Waits for every rank's record of `epoch`. Whole block; false for all threads if one of them waits in vain.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
+  const bool clock = blockIdx.x == 0 && threadIdx.x == 0;
+  const uint64_t start = clock ? ptx::global_nanoseconds() : 0;
   bool arrived = true;
   for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x)
     arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
                          RecordEpoch{&comm.record(comm.own, peer, epoch).epoch, epoch});
-  return __syncthreads_and(arrived);
+  arrived = __syncthreads_and(arrived);
+  if (clock) comm.state().wait_ns += ptx::global_nanoseconds() - start;
+  return arrived;
 }
 
 /// What rank `r` has announced, where it differs from rank 0 or is an error.
