@@ -1,0 +1,208 @@
+// The window and the plan of a CUDA communicator: pure arithmetic, so no GPU is needed. The sizes are
+// computed here a second time, from the documented formula.
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.hpp"
+#include "layout/device_plan.hpp"
+#include "layout/device_window.hpp"
+
+using namespace moecomm;
+
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kFewestStaged = 64;  // tokens
+constexpr WireFormat kWires[] = {WireFormat::same, WireFormat::fp8};
+
+int64_t rounded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+bool can_travel(DType dtype, WireFormat wire) { return wire == WireFormat::same || dtype != DType::float64; }
+
+/// Calls body(shape) for many sizes that a communicator can have.
+template <class Body>
+void for_each_shape(const Body& body) {
+  for (const int32_t ranks : {1, 2, 3, 4, 8, 72})
+    for (const int32_t top_k : {1, 2, 8, 32})
+      for (const int64_t hidden : {16, 272, 7168})
+        for (const int64_t tokens : {1, 63, 64, 65, 513, 4096, 4100, 16385, 70001})
+          for (const DType dtype : {DType::float32, DType::bfloat16, DType::float64})
+            for (const WireFormat wire : kWires)
+              if (can_travel(dtype, wire))
+                body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, dtype, wire});
+}
+
+void test_chunks() {
+  int64_t most = 0;
+  for (int64_t tokens = 1; tokens <= 70000; ++tokens) {
+    const int64_t size = chunk_tokens(tokens), count = chunk_count(tokens);
+    CHECK(size >= 1 && size <= kMaxChunk && kMaxChunk % size == 0);
+    CHECK((count - 1) * size < tokens && tokens <= count * size);
+    most = std::max(most, count);
+    // A rank with room for so many tokens may bring fewer, and with smaller chunks have more of them.
+    const DeviceShape shape{2, 2, 4, 16, tokens, DType::bfloat16, WireFormat::same};
+    CHECK(shape.max_chunks() == most);
+  }
+  CHECK(chunk_count(0) == 0);
+}
+
+void test_rows_on_the_wire() {
+  for_each_shape([](const DeviceShape& s) {
+    const int64_t scales = s.wire == WireFormat::fp8 ? (s.hidden + 127) / 128 * 4 : 0;
+    CHECK(s.wire_row_bytes() % 16 == 0 && s.wire_row_bytes() >= s.wire_data_bytes() + scales);
+    CHECK(s.wire_row_bytes() < s.wire_data_bytes() + scales + 16);
+    CHECK(s.wire_row_bytes() <= s.row_bytes());
+  });
+  const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::fp8};
+  CHECK(shape.wire_data_bytes() == 7168 && shape.wire_row_bytes() == 7168 + 56 * 4);
+}
+
+void test_sections() {
+  for_each_shape([](const DeviceShape& shape) {
+    const DeviceWindow w = DeviceWindow::make(shape);
+    const std::vector<Section> sections = device_window_sections(shape);
+    int64_t end = 0;
+    for (const Section& section : sections) {
+      CHECK(section.offset == end && section.offset % kPage == 0 && section.bytes > 0);
+      end += section.bytes;
+    }
+    CHECK(end == w.total_bytes);
+    std::vector<int64_t> fields{w.sources, w.state, w.losses, w.route_counts};
+    for (const auto* pair : {w.error_text, w.counts, w.codes, w.heads, w.weights, w.weight_grads})
+      fields.insert(fields.end(), pair, pair + 2);
+    fields.insert(fields.end(), {w.arrived, w.credits, w.rows[0], w.rows[1]});
+    CHECK(fields.size() == sections.size());
+    for (size_t i = 0; i < std::min(fields.size(), sections.size()); ++i)
+      CHECK(fields[i] == sections[i].offset);
+  });
+}
+
+void check_stage(const DeviceWindow& w, int64_t room) {
+  const DeviceShape& s = w.shape;
+  CHECK(s.ranks * w.stage_tokens * s.wire_row_bytes() <= room);
+  CHECK(w.stage_tokens <= s.max_tokens);
+  CHECK(w.stage_tokens >= std::min(s.max_tokens, kFewestStaged));
+  if (s.ranks <= s.top_k) CHECK(w.stage_tokens == s.max_tokens);
+  if (w.stage_tokens == s.max_tokens) return;
+  // Sources take turns: all chunks of a rank have places of their own, however many tokens it brings.
+  CHECK(w.stage_tokens % kMaxChunk == 0);
+  CHECK(s.ranks * (w.stage_tokens + kMaxChunk) * s.wire_row_bytes() > room - kPage);
+  for (const int64_t tokens : {w.stage_tokens + 1, int64_t{512}, int64_t{513}, int64_t{4096}, int64_t{4097},
+                               int64_t{16384}, int64_t{16385}, s.max_tokens})
+    if (tokens > w.stage_tokens && tokens <= s.max_tokens) CHECK(w.stage_tokens % chunk_tokens(tokens) == 0);
+}
+
+void test_stage() {
+  bool turns = false;
+  for_each_shape([&](const DeviceShape& shape) {
+    const DeviceWindow w = DeviceWindow::make(shape);
+    const int64_t room = w.rows[1] - w.rows[0];
+    CHECK(room == w.total_bytes - w.rows[1]);
+    for (const WireFormat wire : kWires) {
+      if (!can_travel(shape.dtype, wire)) continue;
+      const DeviceWindow other = w.with_wire(wire);
+      CHECK(other.shape.wire == wire && other.total_bytes == w.total_bytes && other.rows[1] == w.rows[1]);
+      CHECK(other.with_wire(shape.wire).stage_tokens == w.stage_tokens);
+      check_stage(other, room);
+      turns = turns || other.stage_tokens < shape.max_tokens;
+    }
+    check_stage(w, room);
+  });
+  CHECK(turns);
+}
+
+/// What the comments of DeviceWindow say, without its code.
+int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
+  const int64_t R = s.ranks, K = s.top_k, E = s.num_experts, M = s.max_tokens;
+  const int64_t element = s.dtype == DType::float64 ? 8 : s.dtype == DType::float32 ? 4 : 2;
+  const int64_t weight = s.dtype == DType::float64 ? 8 : 4;
+  const int64_t row = s.hidden * element;
+  const int64_t wire = s.wire == WireFormat::fp8 ? rounded(s.hidden + (s.hidden + 127) / 128 * 4, 16) : row;
+  const int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
+  int64_t total = kPage;  // kernel state
+  for (const int64_t once : {128 * R, 16 * R, 16 * (E + R) * 4, R * (chunks + 1) * 4, R * (chunks + 1) * 4})
+    total += rounded(once, kPage);
+  for (const int64_t twice :
+       {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 8, R * M * K * weight, M * K * weight, rows})
+    total += 2 * rounded(twice, kPage);
+  return total;
+}
+
+void test_formula() {
+  static_assert(sizeof(DeviceState) <= kPage);
+  std::vector<int64_t> most_chunks(70002);  // by max_tokens
+  for (int64_t tokens = 1; tokens < static_cast<int64_t>(most_chunks.size()); ++tokens)
+    most_chunks[tokens] = std::max(most_chunks[tokens - 1], chunk_count(tokens));
+  for_each_shape([&](const DeviceShape& shape) {
+    CHECK(DeviceWindow::make(shape).total_bytes == window_bytes(shape, most_chunks[shape.max_tokens]));
+  });
+}
+
+void test_worked_example() {
+  // 4 ranks, 4096 tokens of 7168 bfloat16, top-8 of 64 experts: a row has 14336 bytes, a token 4 slots.
+  const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::same};
+  const DeviceWindow w = DeviceWindow::make(shape);
+  int64_t total = 3 * 4096;                          // signals, kernel state, lost peers
+  total += 8192;                                     // 16 blocks' counts for 64 experts and 4 ranks
+  total += 2 * (4096 + 4096);                        // error texts, counts
+  total += 2 * (524288 + 131072 + 524288 + 131072);  // places, heads, weights, gradients of weights
+  total += 2 * 36864;      // arrivals and credits of 2048 chunks of 4 ranks, and one more each
+  total += 2 * 234881024;  // 4096 * 4 rows
+  CHECK(w.total_bytes == total && total == 472494080);
+  CHECK(w.stage_tokens == 4096);
+}
+
+void test_monotone() {
+  const DeviceShape least{2, 2, 288, 64, 100, DType::bfloat16, WireFormat::same};
+  const auto grows = [&](auto DeviceShape::* member, auto values) {
+    int64_t before = 0;
+    for (const auto value : values) {
+      DeviceShape shape = least;
+      shape.*member = value;
+      const int64_t bytes = DeviceWindow::make(shape).total_bytes, words = DevicePlan::make(shape).total;
+      CHECK(bytes >= before && words > 0);
+      before = bytes;
+    }
+    CHECK(before > DeviceWindow::make(least).total_bytes);
+  };
+  grows(&DeviceShape::ranks, std::vector<int32_t>{2, 4, 8, 72});
+  grows(&DeviceShape::top_k, std::vector<int32_t>{2, 3, 8, 32});
+  grows(&DeviceShape::num_experts, std::vector<int64_t>{288, 576, 28800});
+  grows(&DeviceShape::hidden, std::vector<int64_t>{64, 72, 2880, 7168});
+  grows(&DeviceShape::max_tokens, std::vector<int64_t>{100, 512, 513, 4096, 4097, 16384, 16385, 70000});
+}
+
+void test_plan_fields() {
+  for_each_shape([](const DeviceShape& s) {
+    const DevicePlan p = DevicePlan::make(s);
+    const int64_t R = s.ranks, L = s.num_experts / R, M = s.max_tokens, K = s.top_k;
+    std::vector<std::pair<int64_t, int64_t>> fields{{p.header, 16},     {p.expert_rows, L},  {p.offsets, L},
+                                                    {p.source_ends, R}, {p.ends, L},         {p.tokens, R},
+                                                    {p.bases, R * L},   {p.home_ids, M * K}, {p.home, M},
+                                                    {p.slots, R * M},   {p.rows, R * M * K}};
+    std::sort(fields.begin(), fields.end());
+    int64_t end = 0, words = 0;
+    for (const auto& [offset, count] : fields) {
+      CHECK(offset % 64 == 0 && offset >= end);
+      end = offset + count;
+      words += rounded(count, 64);
+    }
+    CHECK(p.header == 0 && end <= p.total && p.total == words);
+  });
+}
+
+}  // namespace
+
+int main() {
+  test_chunks();
+  test_rows_on_the_wire();
+  test_sections();
+  test_stage();
+  test_formula();
+  test_worked_example();
+  test_monotone();
+  test_plan_fields();
+  return test::finish();
+}
