@@ -47,7 +47,9 @@ def test_readme_example_runs(tmp_path: Path) -> None:
 
 def test_memory_page_has_the_numbers_of_the_plan() -> None:
     page = (ROOT / "docs" / "memory.md").read_text()
-    plan = moecomm.Communicator.memory_plan(ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096)
+    plan = moecomm.Communicator.memory_plan(
+        ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, device="cpu"
+    )
     for number in (plan.committed_bytes, plan.total_bytes):
         assert f"**{number:,}**".replace(",", " ") in page
     for name, _, _ in plan.sections:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moecomm
+from moecomm import _C
 
 PAGE = 4096
 
@@ -119,3 +120,86 @@ def test_a_communicator_has_the_plan_that_was_announced() -> None:
         num_experts=8, hidden=64, top_k=2, max_tokens=100, dtype=torch.float32, device="cpu"
     ) as comm:
         assert comm.memory == _plan(ranks=1)
+
+
+# -- device memory: needs the CUDA part of the extension, and no GPU -----------------------------------------
+
+needs_cuda_part = pytest.mark.skipif(
+    _C.cuda_version is None, reason="the extension is built without its CUDA part"
+)
+
+
+def _device_plan(**changes: Any) -> moecomm.MemoryPlan:
+    return _plan(**{"device": "cuda", **changes})
+
+
+@needs_cuda_part
+def test_worked_example_on_cuda() -> None:
+    """4 ranks, 4096 tokens of 7168 bfloat16, top-8 of 64 experts: 14336 bytes a row, 4 slots a token, 2048
+    chunks of 2 tokens."""
+    plan = _device_plan(
+        ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, dtype=torch.bfloat16, device="cuda:3"
+    )
+    assert _sizes(plan, "rows") == [4096 * 4 * 14336] * 2
+    assert _sizes(plan, "expert places") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
+    assert _sizes(plan, "token heads") == [4 * 4096 * 8] * 2
+    assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
+    assert _sizes(plan, "arrival flags") == _sizes(plan, "credit flags") == [9 * PAGE]
+    assert plan.total_bytes == plan.committed_bytes == 472_494_080
+    text = str(plan)
+    assert "window of one rank (4 ranks a node)" in text
+    assert text.splitlines()[-3:] == [
+        f"{'total':<18} {'':>14} {472494080:>14}",
+        f"{'taken at once':<18} {'':>14} {472494080:>14}",
+        f"{'all ranks at once':<18} {'':>14} {1889976320:>14}",
+    ]
+
+
+@needs_cuda_part
+@pytest.mark.parametrize(("dtype", "wire"), [(torch.bfloat16, "fp8"), (torch.float64, None)])
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 72])
+def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str | None) -> None:
+    tokens, hidden, experts = 1000, 160, 8 * ranks
+    plan = _device_plan(
+        ranks=ranks,
+        num_experts=experts,
+        top_k=top_k,
+        max_tokens=tokens,
+        hidden=hidden,
+        dtype=dtype,
+        wire=wire,
+    )
+
+    def pages(size: int) -> list[int]:
+        return [-(-size // PAGE) * PAGE] * 2
+
+    row = hidden * dtype.itemsize
+    weight = 8 if dtype == torch.float64 else 4
+    # Slots of a combine; with more ranks than these hold, room for 64 tokens of each rank.
+    assert _sizes(plan, "rows") == pages(max(tokens * min(ranks, top_k), ranks * 64) * row)
+    assert _sizes(plan, "expert places") == pages(ranks * tokens * top_k * 4)
+    assert _sizes(plan, "routing weights") == pages(ranks * tokens * top_k * weight)
+    assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
+    assert _sizes(plan, "token heads") == pages(ranks * tokens * 8)
+    assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks) * 4)
+    # 512 chunks of a token, or 500 of two.
+    assert _sizes(plan, "arrival flags") + _sizes(plan, "credit flags") == pages(ranks * (512 + 1) * 4)
+    assert plan.ranks == ranks and plan.total_bytes == plan.committed_bytes
+    end = 0
+    for _, offset, size in plan.sections:
+        assert offset == end and offset % PAGE == 0 and size > 0
+        end += size
+    assert end == plan.total_bytes
+
+
+@needs_cuda_part
+def test_sizes_that_no_window_on_cuda_can_have() -> None:
+    with pytest.raises(moecomm.InvalidArgument, match="hidden is 8, expected a multiple of 16"):
+        _device_plan(hidden=8, wire="fp8")
+    with pytest.raises(moecomm.InvalidArgument, match=r"hidden is 6: a row of torch\.float32"):
+        _device_plan(hidden=6)
+    with pytest.raises(moecomm.Unsupported, match=r"wire is 'fp8' for rows of torch\.float64"):
+        _device_plan(dtype=torch.float64, wire="fp8")
+    with pytest.raises(moecomm.Unsupported, match="wire is 'int4'"):
+        _device_plan(wire="int4")
