@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import moecomm
+from moecomm import _C
+from moecomm.backends import why_no_cuda
+from moecomm.memory import device_shape
+from tests import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+EXAMPLE: dict[str, Any] = {"hidden": 7168, "top_k": 8, "max_tokens": 4096}  # of the memory page
+
+needs_cuda_part = pytest.mark.skipif(
+    not hasattr(_C, "DeviceShape"), reason="the extension was built without its CUDA part"
+)
 
 
 def readme_example() -> tuple[int, str]:
@@ -25,15 +37,40 @@ def readme_example() -> tuple[int, str]:
     return int(found[1]), found[2]
 
 
+def readme_example_on_gpus() -> str:
+    """The same program with the head that the README has for GPUs."""
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- example: head on GPUs -->\n((?:    .*\n|\n)+)", text)
+    assert found, "README.md has no head for GPUs"
+    head = "".join(line[4:] or "\n" for line in found[1].splitlines(keepends=True))
+    _, program = readme_example()
+    return head + program[program.index("out = ") :]
+
+
 def test_readme_example_runs(tmp_path: Path) -> None:
     ranks, program = readme_example()
     assert len(program.splitlines()) <= 20
-    path = tmp_path / "example.py"
+    run_example(tmp_path / "example.py", program, ranks, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_readme_example_on_gpus_is_the_same_program() -> None:
+    program = readme_example_on_gpus()
+    compile(program, "README.md", "exec")
+    names = re.compile(r"^(?:\w+, )?\w+(?= = )", re.MULTILINE)
+    assert names.findall(program) == names.findall(readme_example()[1])
+
+
+@pytest.mark.skipif(why_no_cuda() is not None or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_readme_example_runs_on_gpus(tmp_path: Path) -> None:
+    run_example(tmp_path / "example.py", readme_example_on_gpus(), 2, {})
+
+
+def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> None:
     path.write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*torchrun, str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env},
         capture_output=True,
         text=True,
         timeout=120,
@@ -56,6 +93,83 @@ def test_memory_page_has_the_numbers_of_the_plan() -> None:
         assert f"| {name} |" in page
 
 
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of every line of a table."""
+    lines = (line.strip() for line in text.splitlines())
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def part(page: str, title: str) -> str:
+    """What stands below a title, up to the next of any level."""
+    text = (ROOT / "docs" / page).read_text()
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert found, f"{page} has no part {title!r}"
+    return found[1]
+
+
+def number(cell: str) -> int:
+    return int(cell.strip("* ").replace(" ", ""))
+
+
+@needs_cuda_part
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_memory_page_has_the_numbers_of_the_plan_on_cuda(wire: str | None) -> None:
+    plan = moecomm.Communicator.memory_plan(ranks=4, num_experts=256, **EXAMPLE, wire=wire, device="cuda")
+    taken: dict[str, int] = {}
+    for name, _, size in plan.sections:
+        taken[name] = taken.get(name, 0) + size
+    *sections, total = table_rows(part("memory.md", "A worked example on CUDA"))[1:]
+    assert {name: number(all_copies) for name, _, all_copies in sections} == taken
+    assert number(total[2]) == plan.total_bytes == plan.committed_bytes
+    copies = {row[0]: int(row[1]) for row in table_rows(part("memory.md", "On CUDA"))[1:]}
+    for name, one_copy, all_copies in sections:
+        formula, _, result = one_copy.rpartition(" = ")
+        if formula:
+            assert eval(re.sub(r"(?<=\d) (?=\d)", "", formula), {"min": min}) == number(result)
+        assert -(-number(result) // 4096) * 4096 * copies[name] == number(all_copies), name
+
+
+@needs_cuda_part
+def test_memory_page_has_the_windows_of_more_ranks() -> None:
+    mib = 2**20
+    rows = table_rows(part("memory.md", "How it grows"))[1:]
+    assert len(rows) >= 4
+    for ranks, experts, window, plan, staged in (map(float, row) for row in rows):
+        sizes: dict[str, Any] = {"ranks": int(ranks), "num_experts": int(experts), **EXAMPLE}
+        assert round(moecomm.Communicator.memory_plan(**sizes, device="cuda").total_bytes / mib, 1) == window
+        shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None)
+        assert round(_C.device_plan_fields(shape)["total"][1] * 4 / mib, 1) == plan
+        assert staged == (4096 if ranks <= 8 else 4096 * 8 // int(ranks) // 8 * 8)
+
+
+def test_memory_page_has_the_times_of_its_formula() -> None:
+    """Fixed cost plus remote bytes at 347 GB/s, for the traffic of uniform routing."""
+    text = part("memory.md", "How time grows")
+    top_k, tokens, row = EXAMPLE["top_k"], EXAMPLE["max_tokens"], 2 * EXAMPLE["hidden"]
+    rows = [cells for cells in table_rows(text) if cells[0].isdigit()]
+    assert [int(cells[0]) for cells in rows] == [2, 3, 4, 8]
+    for ranks, experts, others, remote, time in rows:
+        size, elsewhere = int(ranks), int(experts) - int(experts) // int(ranks)
+        needing = (size - 1) * (1 - math.comb(elsewhere, top_k) / math.comb(int(experts), top_k))
+        assert f"{needing:.2f}" == others
+        assert f"{needing * tokens * row / 1e6:.0f} MB" == remote
+        assert time.startswith(f"{50 + needing * tokens * row / 347e3:.0f} us")
+
+
+def test_formats_page_has_the_values_of_the_reference() -> None:
+    rows = table_rows(part("data_formats.md", "Example"))[1:]
+    x, _, data, bits, back = zip(*rows, strict=True)
+    values = np.array([[float(cell) for cell in x]])
+    quantised, scales = reference.quantised(values)
+    assert scales.tolist() == [[2.0**-6]]
+    np.testing.assert_array_equal(quantised[0], [float(cell) for cell in data])
+    stored = torch.from_numpy(quantised[0]).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert stored.tolist() == [int(cell, 16) for cell in bits]
+    arrived = reference.through_fp8(values, "float32")[0]
+    np.testing.assert_array_equal(arrived, [float(cell) for cell in back])
+    assert (abs(arrived - values[0]) <= reference.fp8_error_bound(values, "float32")[0]).all()
+
+
 def test_routing_page_has_the_rows_of_a_dispatch() -> None:
     """The worked example on one rank that has all experts: the rows of the page's two ranks, joined."""
     page = (ROOT / "docs" / "routing.md").read_text()
@@ -71,16 +185,11 @@ def test_routing_page_has_the_rows_of_a_dispatch() -> None:
     assert ["-abcde"[int(value)] for value in out.tokens[:, 0]] == shown
 
 
-def test_readme_speed_table_is_from_the_results_page() -> None:
-    def rows(text: str) -> list[list[str]]:
-        lines = (line.strip() for line in text.splitlines())
-        return [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
-
-    found = re.search(
-        r"<!-- results -->\n(.*?)<!-- /results -->", (ROOT / "README.md").read_text(), re.DOTALL
-    )
-    assert found, "README.md has no marked table of results"
-    shown, measured = rows(found[1]), rows((ROOT / "docs" / "results.md").read_text())
+@pytest.mark.parametrize("mark", ["results", "results on GPUs"])
+def test_readme_speed_tables_are_from_the_results_page(mark: str) -> None:
+    found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- /{mark} -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found, f"README.md has no table marked {mark!r}"
+    shown, measured = table_rows(found[1]), table_rows((ROOT / "docs" / "results.md").read_text())
     assert len(shown) >= 3, "a title, dispatch and combine"
     for row in shown:
         assert row in measured, f"docs/results.md has no line {row}"
