@@ -207,7 +207,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
 void DeviceCommunicator::watch() {
-  const DeviceGuard guard(config_.device);
+  cudaSetDevice(config_.device);  // of this thread
   bool told = false;
   while (!stop_.load(std::memory_order_acquire)) {
     for (int32_t peer = 0; peer < config_.shape.ranks; ++peer) {
@@ -335,18 +335,18 @@ void DeviceCommunicator::check() {
 }
 
 /// Ends a dispatch that was begun and will not be received.
-void DeviceCommunicator::abandon(cudaStream_t stream) {
+void DeviceCommunicator::abandon() {
   if (!pending_) return;
   pending_.reset();
-  check_cuda(intranode::launch_abandon(launch(stream, 1, true), *comm(config_.shape.wire)),
+  check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, true), *comm(config_.shape.wire)),
              "launch of abandon");
-  end_sending(stream);
+  end_sending(pending_stream_);
 }
 
 void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
-  abandon(stream);
+  abandon();
   const device::Comm& comm = *this->comm(config_.shape.wire);
   intranode::SendArguments send{};
   send.operation = Operation::dispatch;
@@ -366,27 +366,33 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
       intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
       "launch of dispatch (sending)");
   pending_ = d;
+  pending_stream_ = stream;
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
   stats_.rows_in += d.tokens;
 }
 
 int64_t DeviceCommunicator::wait_rows() {
+  const DeviceGuard guard(config_.device);
   ScopedSeconds waiting(stats_.host_wait_seconds);
   const HostStatus::Rows& rows = pinned_->status->rows;
-  // Kernels before this one in the stream may take as long as they like. The waits of this one have
-  // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
-  // then.
-  Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
-  while (load_acquire(rows.ticket) != ticket_) {
-    if (Clock::now() < look) continue;
-    look = Clock::now() + std::chrono::milliseconds(5);
-    const cudaError_t error = cudaPeekAtLastError();
-    if (error != cudaSuccess) check_cuda(error, "waiting for the row count of a dispatch");
-    if (interrupt_) interrupt_();
+  try {
+    // Kernels before this one in the stream may take as long as they like. The waits of this one have
+    // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
+    // then.
+    Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
+    while (load_acquire(rows.ticket) != ticket_) {
+      if (Clock::now() < look) continue;
+      look = Clock::now() + std::chrono::milliseconds(5);
+      const cudaError_t error = cudaStreamQuery(watch_stream_);
+      if (error != cudaErrorNotReady) check_cuda(error, "waiting for the row count of a dispatch");
+      if (interrupt_) interrupt_();
+    }
+    check();
+  } catch (...) {
+    abandon();  // at once: peers may wait for what is sent here to be read
+    throw;
   }
-  require_usable();
-  check();
   assert(rows.rows >= 0);
   return rows.rows;
 }
@@ -418,7 +424,7 @@ void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::
                                     const std::byte* other, std::byte* dots, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
-  abandon(stream);
+  abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
   intranode::SendArguments send{};
   send.operation = Operation::redispatch;
@@ -448,7 +454,7 @@ void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::
 void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
-  abandon(stream);
+  abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
   check_cuda(intranode::launch_reduce(launch(start_sending(stream), heuristics_.reduce_blocks, false), comm,
                                       arguments),
@@ -462,7 +468,7 @@ void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, c
 void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
-  abandon(stream);
+  abandon();
   char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
   const size_t length = std::min(text.size(), size_t{kErrorText - 1});
   std::memcpy(target, text.data(), length);

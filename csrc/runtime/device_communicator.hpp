@@ -84,7 +84,8 @@ class DeviceCommunicator {
 
   /// Starts to send and to plan. finish_dispatch has to follow, or the next operation abandons it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
-  /// Waits until the row count of a dispatch without capacity is known. Throws what ranks disagree on.
+  /// Waits until the row count of a dispatch without capacity is known. If it throws, what ranks disagree on
+  /// for example, that dispatch is over.
   int64_t wait_rows();
   /// Starts to receive into `output` of `rows` rows.
   void finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream);
@@ -118,7 +119,7 @@ class DeviceCommunicator {
   intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
   cudaStream_t start_sending(cudaStream_t stream);
   void end_sending(cudaStream_t stream);
-  void abandon(cudaStream_t stream);
+  void abandon();
   void watch();
   void note_broken();
   [[noreturn]] void throw_verdict();
@@ -150,7 +151,8 @@ class DeviceCommunicator {
   std::optional<Error> broken_;
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
-  std::optional<DeviceDispatch> pending_;
+  std::optional<DeviceDispatch> pending_;  ///< begun, not finished
+  cudaStream_t pending_stream_ = nullptr;
   DeviceStats stats_;
 };
 
