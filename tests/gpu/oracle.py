@@ -15,54 +15,22 @@ from typing import Any
 
 import torch
 
+from tests.sizes import Sizes
+
 CHUNK = 8192  # tokens or rows that are checked at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    tokens: tuple[int, ...]
-    """Tokens of each rank; its length is the world size."""
-    num_experts: int
-    hidden: int
-    top_k: int
+class Job(Sizes):
     dtype: str = "bfloat16"
-    layout: str = "expert"
-    alignment: int = 1
-    slack: int | None = None
-    """None: dropless. Else the capacity is the largest need of any rank plus this (negative: overflow)."""
     routing: str = "uniform"
     """uniform: distinct random experts; skewed: some much more often; holes: some -1; one-rank: all to the
     last rank; one-expert: all to expert 0; empty: all -1."""
-    weights: bool = True
-    wide_ids: bool = False
-    wire: str | None = None
-    num_sms: int | None = None
-    seed: int = 0
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
 
     @property
     def accumulate(self) -> torch.dtype:
         """The type of sums and of weights."""
         return torch.float64 if self.dtype == "float64" else torch.float32
-
-    @property
-    def communicator(self) -> dict[str, Any]:
-        return {
-            "num_experts": self.num_experts,
-            "hidden": self.hidden,
-            "top_k": self.top_k,
-            "max_tokens": max(*self.tokens, 1),
-            "dtype": self.torch_dtype,
-            "num_sms": self.num_sms,
-            "wire": self.wire,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from tests import reference
 from tests.gpu import harness, oracle
 from tests.gpu.conftest import Pools
 from tests.gpu.oracle import Job, Oracle
+from tests.gpu.test_sizes import _play as play
 from tests.gpu.test_small_cases import _check as check_small
 from tests.multirank import cases
 from tests.multirank.cases import Case
@@ -58,15 +59,6 @@ def test_special_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> 
     check_small(pool(size), [base])
 
 
-def _play(rank: int, world_size: int, some: list[Job]) -> list[str]:
-    problems = []
-    for job in some:
-        with harness.communicator(**job.communicator) as comm:
-            harness.poison()
-            problems += oracle.play(comm, job, rank)
-    return problems
-
-
 @pytest.mark.parametrize("hidden", [1024, 2880, 3600, 4096, 7168])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_real_sizes(pool: Pools, size: int, hidden: int, seed: int) -> None:
@@ -79,13 +71,13 @@ def test_real_sizes(pool: Pools, size: int, hidden: int, seed: int) -> None:
         seed=seed,
     )
     some = [job, replace(job, layout="rank"), replace(job, alignment=128, slack=100)]
-    harness.assert_none(pool(size)(_play, some))
+    harness.assert_none(pool(size)(play, some))
 
 
 def _on_each_count_of_sms(rank: int, world_size: int, job: Job) -> list[str]:
     problems = []
     for count in harness.sm_counts():
-        problems += _play(rank, world_size, [replace(job, num_sms=count)])
+        problems += play(rank, world_size, [replace(job, num_sms=count)])
     return problems
 
 

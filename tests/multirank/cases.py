@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tests import reference
+from tests.sizes import Sizes
 
 Arrays = dict[str, Any]
 
@@ -25,57 +26,27 @@ def _extremes(dtype: str) -> list[float]:
     return [0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.min, info.max / 2, info.tiny, tiny, -3 * tiny]
 
 
+HIDDEN = {"float32": 20, "bfloat16": 40, "float16": 24, "float64": 6}
+"""Of small rows: multiples of 16 bytes that fill no vector register."""
+
 EXTREMES = {dtype: _extremes(dtype) for dtype in reference.DTYPES}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    tokens: tuple[int, ...]
-    """Tokens of each rank; its length is the world size."""
-    num_experts: int
-    hidden: int
-    top_k: int
+class Case(Sizes):
     dtype: str = "float32"
-    layout: str = "expert"
-    alignment: int = 1
-    slack: int | None = None
-    """None: dropless. Else the capacity is the largest need of any rank plus this (negative: overflow)."""
     routing: str = "uniform"
     """uniform: distinct random experts; holes: some -1; one-rank: all to the last rank; empty: all -1."""
-    weights: bool = True
-    wide_ids: bool = False
     input_in_window: bool = False
-    num_sms: int | None = None
     device: str = "cpu"
-    wire: str | None = None
-    seed: int = 0
     extremes: bool = False
     """Mix in infinities, NaN, subnormals and the largest numbers."""
     id_seeds: tuple[int, ...] = ()
     """A seed for the ids of each rank, so that some ranks repeat earlier ids and others do not."""
 
     @property
-    def size(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
     def communicator(self) -> dict[str, Any]:
-        """Arguments of a communicator for this case."""
-        return {
-            "num_experts": self.num_experts,
-            "hidden": self.hidden,
-            "top_k": self.top_k,
-            "max_tokens": max(*self.tokens, 1),
-            "dtype": self.torch_dtype,
-            "num_sms": self.num_sms,
-            "device": self.device,
-            "wire": self.wire,
-            "timeout": 30.0,
-        }
+        return {**super().communicator, "device": self.device, "timeout": 30.0}
 
     @property
     def capacity(self) -> int | None:
@@ -145,6 +116,81 @@ class Case:
         if self.extremes:
             x = np.where(rng.random(shape) < 0.4, rng.choice(EXTREMES[self.dtype], shape), x)
         return reference.rounded(x.astype(reference.wide(self.dtype)), self.dtype)
+
+
+def unequal_tokens(size: int, most: int, seed: int) -> tuple[int, ...]:
+    """Unequal counts with a zero among them, where there is more than one rank."""
+    counts = np.random.default_rng(seed).integers(1, most + 1, size)
+    if size > 1:
+        counts[seed % size] = 0
+    return tuple(int(count) for count in counts)
+
+
+def layouts_alignments_and_capacities(size: int, dtype: str, seed: int) -> list[Case]:
+    base = Case(
+        tokens=unequal_tokens(size, 13, seed),
+        num_experts=4 * size,
+        hidden=HIDDEN[dtype],
+        top_k=4,
+        dtype=dtype,
+        seed=seed,
+    )
+    shapes = [
+        ("expert", 1, None, "uniform"),
+        ("expert", 8, None, "holes"),
+        ("expert", 5, 0, "uniform"),
+        ("expert", 16, 7, "holes"),
+        ("expert", 4, -5, "uniform"),
+        ("expert", 128, None, "uniform"),
+        ("rank", 1, None, "uniform"),
+        ("rank", 1, None, "holes"),
+        ("rank", 1, 3, "uniform"),
+        ("rank", 1, -2, "holes"),
+    ]
+    return [
+        replace(
+            base,
+            seed=seed + i,
+            layout=layout,
+            alignment=alignment,
+            slack=slack,
+            routing=routing,
+            weights=i % 3 > 0,
+            wide_ids=i % 2 > 0,
+        )
+        for i, (layout, alignment, slack, routing) in enumerate(shapes)
+    ]
+
+
+def all_tokens_to_one_rank(size: int, seed: int) -> list[Case]:
+    base = Case(tokens=(11,) * size, num_experts=3 * size, hidden=12, top_k=3, routing="one-rank", seed=seed)
+    return [base, replace(base, layout="rank"), replace(base, slack=-1), replace(base, alignment=64)]
+
+
+def nothing_to_do(size: int, seed: int) -> list[Case]:
+    base = Case(tokens=(0,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+    none = replace(base, tokens=(5,) * size, routing="empty")
+    some = [base, replace(base, layout="rank"), replace(base, slack=4), none, replace(none, layout="rank")]
+    return [*some, replace(none, slack=0), replace(base, alignment=4)]
+
+
+def many_steps(size: int, seed: int) -> list[Case]:
+    """For one communicator: ids, counts, layouts and the place of the input change at each step."""
+    rng = np.random.default_rng(seed)
+    base = Case(tokens=(12,) * size, num_experts=2 * size, hidden=32, top_k=2)
+    return [
+        replace(
+            base,
+            tokens=(12, *(int(count) for count in rng.integers(0, 13, size - 1))),
+            seed=seed + step // 2,
+            layout=("expert", "rank")[step % 3 == 2],
+            slack=(None, 2, -3)[step % 3],
+            routing=("uniform", "holes", "one-rank")[step // 4 % 3],
+            weights=step % 4 > 0,
+            input_in_window=step % 5 > 2,
+        )
+        for step in range(30)
+    ]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,6 @@ from tests.multirank.harness import RankPool
 from tests.reference import DTYPES
 
 SIZES = [1, 2, 3, 4, 7]
-HIDDEN = {"float32": 20, "bfloat16": 40, "float16": 24, "float64": 6}
 Pools = Callable[[int], RankPool]
 
 
@@ -41,56 +40,18 @@ def _check(pool: RankPool, some: list[Case]) -> None:
         cases.verify(case, results)
 
 
-def _tokens(size: int, most: int, seed: int) -> tuple[int, ...]:
-    """Unequal counts with a zero among them, where there is more than one rank."""
-    counts = np.random.default_rng(seed).integers(1, most + 1, size)
-    if size > 1:
-        counts[seed % size] = 0
-    return tuple(int(count) for count in counts)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_layouts_alignments_and_capacities(pool: Pools, size: int, dtype: str, seed: int) -> None:
-    base = Case(
-        tokens=_tokens(size, 13, seed),
-        num_experts=4 * size,
-        hidden=HIDDEN[dtype],
-        top_k=4,
-        dtype=dtype,
-        seed=seed,
-    )
-    some = [
-        replace(
-            base,
-            seed=seed + i,
-            layout=layout,
-            alignment=alignment,
-            slack=slack,
-            routing=routing,
-            weights=i % 3 > 0,
-        )
-        for i, (layout, alignment, slack, routing) in enumerate(
-            [
-                ("expert", 1, None, "uniform"),
-                ("expert", 8, None, "holes"),
-                ("expert", 5, 0, "uniform"),
-                ("expert", 16, 7, "holes"),
-                ("expert", 4, -5, "uniform"),
-                ("rank", 1, None, "uniform"),
-                ("rank", 1, None, "holes"),
-                ("rank", 1, 3, "uniform"),
-                ("rank", 1, -2, "holes"),
-            ]
-        )
-    ]
-    _check(pool(size), some)
+    _check(pool(size), cases.layouts_alignments_and_capacities(size, dtype, seed))
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("top_k", [1, 2, 8, 22])
 def test_top_k(pool: Pools, size: int, top_k: int, seed: int) -> None:
-    base = Case(tokens=_tokens(size, 9, seed), num_experts=28 * size, hidden=4, top_k=top_k, seed=seed)
+    base = Case(
+        tokens=cases.unequal_tokens(size, 9, seed), num_experts=28 * size, hidden=4, top_k=top_k, seed=seed
+    )
     _check(
         pool(size),
         [base, replace(base, layout="rank", dtype="bfloat16", hidden=8), replace(base, routing="holes")],
@@ -99,18 +60,12 @@ def test_top_k(pool: Pools, size: int, top_k: int, seed: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_tokens_to_one_rank(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=(11,) * size, num_experts=3 * size, hidden=12, top_k=3, routing="one-rank", seed=seed)
-    _check(
-        pool(size), [base, replace(base, layout="rank"), replace(base, slack=-1), replace(base, alignment=64)]
-    )
+    _check(pool(size), cases.all_tokens_to_one_rank(size, seed))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_to_do(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=(0,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
-    none = replace(base, tokens=(5,) * size, routing="empty")
-    some = [base, replace(base, layout="rank"), replace(base, slack=4), none, replace(none, layout="rank")]
-    _check(pool(size), [*some, replace(none, slack=0), replace(base, alignment=4)])
+    _check(pool(size), cases.nothing_to_do(size, seed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +99,9 @@ def test_thread_counts_give_the_same_bits(pool: Pools, size: int, seed: int) -> 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_id_types_and_input_in_the_window(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=_tokens(size, 20, seed), num_experts=2 * size, hidden=16, top_k=2, seed=seed)
+    base = Case(
+        tokens=cases.unequal_tokens(size, 20, seed), num_experts=2 * size, hidden=16, top_k=2, seed=seed
+    )
     some = [
         replace(base, wide_ids=wide, input_in_window=inside)
         for wide in (False, True)
@@ -162,22 +119,8 @@ def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arra
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
-    """Ids, counts, layouts and the place of the input change at each step; nothing of before shows."""
-    rng = np.random.default_rng(seed)
-    base = Case(tokens=(12,) * size, num_experts=2 * size, hidden=32, top_k=2)
-    some = [
-        replace(
-            base,
-            tokens=(12, *(int(count) for count in rng.integers(0, 13, size - 1))),
-            seed=seed + step // 2,
-            layout=("expert", "rank")[step % 3 == 2],
-            slack=(None, 2, -3)[step % 3],
-            routing=("uniform", "holes", "one-rank")[step // 4 % 3],
-            input_in_window=step % 5 > 2,
-            weights=step % 4 > 0,
-        )
-        for step in range(30)
-    ]
+    """Nothing of an earlier step shows."""
+    some = cases.many_steps(size, seed)
     for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
         cases.verify(case, results)
 
@@ -354,7 +297,14 @@ def test_several_communicators_at_once(pool: Pools, size: int, seed: int) -> Non
             layout="rank",
             seed=seed,
         ),
-        Case(tokens=_tokens(size, 7, seed), num_experts=size, hidden=2, top_k=1, dtype="float64", seed=seed),
+        Case(
+            tokens=cases.unequal_tokens(size, 7, seed),
+            num_experts=size,
+            hidden=2,
+            top_k=1,
+            dtype="float64",
+            seed=seed,
+        ),
     ]
     for case, results in zip(some, zip(*pool(size)(_interleaved, some), strict=True), strict=True):
         cases.verify(case, results)
