@@ -17,6 +17,13 @@ Result = TypeVar("Result")
 Finished = TypeVar("Finished")
 
 
+class _Native(Protocol):
+    def close(self) -> None: ...
+
+
+Native = TypeVar("Native", bound=_Native)
+
+
 class RawDispatch(NamedTuple):
     """The tensors of a DispatchOutput before autograd has seen them, and the plan behind its handle."""
 
@@ -208,3 +215,46 @@ def meet(
                 "not have"
             )
     return messages
+
+
+def introduce(
+    meeting: Rendezvous,
+    create: Callable[[], Native],
+    link: Callable[[Native], str],
+    connect: Callable[[Native, list[str], list[int]], None],
+    unlink: Callable[[Native], None],
+) -> Native:
+    """The last steps of a construction: this rank's native communicator, with those of the others open.
+
+    Args:
+        create: makes it, with its shared memory.
+        link: names that memory.
+        connect: opens all ranks' by name and process id.
+        unlink: takes the name away again.
+    """
+    made: list[Native] = []
+
+    def make() -> dict[str, Any]:
+        made.append(create())
+        return {}
+
+    def name() -> dict[str, Any]:
+        return {"memory": link(made[0]), "pid": os.getpid()}
+
+    def join() -> dict[str, Any]:
+        connect(made[0], [str(p["memory"]) for p in peers], [int(p["pid"]) for p in peers])
+        return {}
+
+    try:
+        meeting.step("construction: communicators", make)
+        # Names exist from here until all have mapped: not while memory is taken, which can last.
+        peers = meeting.step("construction: names", name)
+        meeting.step("construction: mapping", join)
+    except BaseException:
+        if made:
+            made[0].close()
+        raise
+    finally:
+        if made:
+            unlink(made[0])
+    return made[0]

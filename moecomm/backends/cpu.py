@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, meet
+from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, introduce, meet
 from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, kind_of
 from moecomm.memory import plan_memory, window_shape
@@ -94,8 +94,18 @@ class CpuBackend:
         self._plan_keys = itertools.count()
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
         self._check_room(meeting)
-        self._native = self._connect(
-            meeting, shape, arguments["num_experts"], threads or default_threads(meeting.size)
+        self._native = introduce(
+            meeting,
+            lambda: _C.Communicator(
+                shape=shape,
+                rank=meeting.rank,
+                num_experts=arguments["num_experts"],
+                threads=threads or default_threads(meeting.size),
+                timeout=meeting.timeout,
+            ),
+            link=lambda native: native.link_window(),
+            connect=lambda native, names, pids: native.connect(names, pids),
+            unlink=lambda native: native.unlink_window(),
         )
 
     def _check_room(self, meeting: Rendezvous) -> None:
@@ -109,41 +119,6 @@ class CpuBackend:
                 needed=needed,
                 available=available,
             )
-
-    @staticmethod
-    def _connect(
-        meeting: Rendezvous, shape: _C.WindowShape, num_experts: int, threads: int
-    ) -> _C.Communicator:
-        native: list[_C.Communicator] = []
-
-        def create() -> dict[str, Any]:
-            native.append(
-                _C.Communicator(
-                    shape=shape,
-                    rank=meeting.rank,
-                    num_experts=num_experts,
-                    threads=threads,
-                    timeout=meeting.timeout,
-                )
-            )
-            return {}
-
-        def link() -> dict[str, Any]:
-            return {"window": native[0].link_window(), "pid": os.getpid()}
-
-        def connect() -> dict[str, Any]:
-            native[0].connect([str(p["window"]) for p in peers], [int(p["pid"]) for p in peers])
-            return {}
-
-        try:
-            meeting.step("construction: windows", create)
-            # Names exist from here until all have mapped: not while memory is taken, which can last.
-            peers = meeting.step("construction: names", link)
-            meeting.step("construction: mapping", connect)
-        finally:
-            if native:
-                native[0].unlink_window()
-        return native[0]
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = 1

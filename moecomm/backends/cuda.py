@@ -6,7 +6,6 @@ when that one was on another stream. The host waits in one place, for the row co
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, meet
+from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, introduce, meet
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.memory import device_shape, plan_device_memory
@@ -132,45 +131,26 @@ class CudaBackend:
     ) -> tuple[_C.DeviceCommunicator, Any]:
         from moecomm.symmetric import SymmetricMemory
 
-        native: list[_C.DeviceCommunicator] = []
-
-        def create() -> dict[str, Any]:
-            native.append(
-                _C.DeviceCommunicator(
+        # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
+        window = SymmetricMemory(meeting, self.memory.total_bytes, self._gpu.index)
+        try:
+            native = introduce(
+                meeting,
+                lambda: _C.DeviceCommunicator(
                     shape=shape,
                     rank=meeting.rank,
                     timeout=meeting.timeout,
                     num_sms=num_sms,
                     device=self._gpu.index,
-                )
+                ),
+                link=lambda native: native.link_control(),
+                connect=lambda native, names, pids: native.connect(list(window.bases), names, pids),
+                unlink=lambda native: native.unlink_control(),
             )
-            return {}
-
-        def link() -> dict[str, Any]:
-            return {"control": native[0].link_control(), "pid": os.getpid()}
-
-        def connect() -> dict[str, Any]:
-            native[0].connect(
-                list(window.bases), [str(p["control"]) for p in peers], [int(p["pid"]) for p in peers]
-            )
-            return {}
-
-        # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
-        window = SymmetricMemory(meeting, self.memory.total_bytes, self._gpu.index)
-        try:
-            meeting.step("construction: communicators", create)
-            # Names exist from here until all have mapped: not while memory is taken, which can last.
-            peers = meeting.step("construction: names", link)
-            meeting.step("construction: mapping", connect)
         except BaseException:
-            if native:
-                native[0].close()
             window.close()
             raise
-        finally:
-            if native:
-                native[0].unlink_control()
-        return native[0], window
+        return native, window
 
     # -- order -----------------------------------------------------------------------------------------
 
@@ -376,7 +356,7 @@ class CudaBackend:
         try:
             out_PH = self._empty((plan.rows, self.hidden), self.dtype)
             if other_PH is not None:
-                dots_P = self._zeros((plan.rows,), self._weight_dtype)
+                dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
         except OutOfMemory as error:
             self.fail(error)
         self._native.redispatch(
@@ -474,12 +454,6 @@ class CudaBackend:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        except torch.OutOfMemoryError as error:
-            raise _out_of_memory(shape, dtype, error) from error
-
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(shape, dtype, error) from error
 
