@@ -65,7 +65,9 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   py::class_<DeviceShape>(m, "DeviceShape")
       .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
                        DType dtype, WireFormat wire) {
-             return DeviceShape{ranks, top_k, num_experts, hidden, max_tokens, dtype, wire};
+             const DeviceShape shape{ranks, top_k, num_experts, hidden, max_tokens, dtype, wire};
+             check_shape(shape);
+             return shape;
            }),
            py::kw_only(), py::arg("ranks"), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden"),
            py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"));

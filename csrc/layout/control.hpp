@@ -12,6 +12,20 @@ inline constexpr int kLine = 64;  ///< bytes of a cache line
 /// What a rank is doing in an epoch; compared between ranks, so that a mismatch is an error and not a hang.
 enum class Operation : uint32_t { none = 0, dispatch = 1, redispatch = 2, combine = 3 };
 
+inline const char* operation_name(Operation operation) {
+  switch (operation) {
+    case Operation::dispatch:
+      return "dispatch";
+    case Operation::redispatch:
+      return "backward of combine";
+    case Operation::combine:
+      return "combine";
+    case Operation::none:
+      break;
+  }
+  return "an operation with bad arguments";
+}
+
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
 /// One rank's announcement to one peer for one epoch. Everything but `epoch` is written before it; `epoch` is

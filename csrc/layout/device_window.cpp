@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/error.hpp"
 #include "layout/routing.hpp"
 
 namespace moecomm {
@@ -61,7 +62,29 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
 
 }  // namespace
 
+void check_shape(const DeviceShape& s) {
+  // A warp holds the ids of a token, and a set of ranks as 32 bits a lane; a block counts rows for every
+  // expert in its shared memory; a place of a row is one 32-bit number (codes).
+  constexpr int32_t kMostRanks = 1024;
+  constexpr int64_t kMostCounts = 46000;
+  const auto refuse = [](const std::string& text) { throw Error(ErrorKind::unsupported, text); };
+  if (s.top_k > kMaxTopK)
+    refuse("top_k is " + std::to_string(s.top_k) + ", on CUDA it is at most " + std::to_string(kMaxTopK));
+  if (s.ranks > kMostRanks)
+    refuse("the group has " + std::to_string(s.ranks) + " ranks, on CUDA at most " +
+           std::to_string(kMostRanks));
+  if (s.counts() > kMostCounts)
+    refuse("num_experts is " + std::to_string(s.num_experts) +
+           ", on CUDA experts and ranks together are at most " + std::to_string(kMostCounts));
+  if (s.local_experts() * s.max_tokens >= int64_t{1} << 31)
+    refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.local_experts()) +
+           " experts a rank, on CUDA their product is below 2^31");
+  if (s.wire == WireFormat::fp8 && s.dtype == DType::float64)
+    refuse("wire is fp8, which takes float32, bfloat16 and float16 rows");
+}
+
 DeviceWindow DeviceWindow::make(const DeviceShape& shape) {
+  check_shape(shape);
   return walk(shape, [](const char*, int64_t, int64_t) {});
 }
 

@@ -38,6 +38,10 @@ MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
   return (tokens + chunk_tokens(tokens) - 1) / chunk_tokens(tokens);
 }
 
+struct DeviceShape;
+/// Throws Error(unsupported) for a shape that the kernels can't serve.
+void check_shape(const DeviceShape& shape);
+
 struct DeviceShape {
   int32_t ranks;
   int32_t top_k;

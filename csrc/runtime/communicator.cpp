@@ -15,20 +15,6 @@ namespace {
 // Plans kept alive after their handles are gone, so that a recomputed forward can find its plan again.
 constexpr size_t kRecentPlans = 16;
 
-const char* name(Operation operation) {
-  switch (operation) {
-    case Operation::dispatch:
-      return "dispatch";
-    case Operation::redispatch:
-      return "backward of combine";
-    case Operation::combine:
-      return "combine";
-    case Operation::none:
-      break;
-  }
-  return "an operation with bad arguments";
-}
-
 const char* name(RowLayout layout) { return layout == RowLayout::expert ? "expert" : "rank"; }
 
 /// Copies ids to int32 and checks them. Returns what is wrong with the first bad one, or an empty text.
@@ -178,7 +164,7 @@ void Communicator::compare_records(uint64_t epoch) {
       if (at_first != here) differ(what, std::to_string(at_first), std::to_string(here));
     };
     if (first.operation != other.operation)
-      differ("the operation", name(first.operation), name(other.operation));
+      differ("the operation", operation_name(first.operation), operation_name(other.operation));
     if (first.layout != other.layout) differ("layout", name(first.layout), name(other.layout));
     compare("alignment", first.alignment, other.alignment);
     compare("capacity (-1: none)", first.capacity, other.capacity);

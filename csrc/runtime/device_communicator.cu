@@ -41,6 +41,19 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+/// Lets this thread call the driver while another one captures a graph: what is called has nothing to do with
+/// it.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 template <class T>
 T load_acquire(const T& value) {
   return std::atomic_ref<T>(const_cast<T&>(value)).load(std::memory_order_acquire);
@@ -51,22 +64,8 @@ void store_release(T& value, T to) {
   std::atomic_ref<T>(value).store(to, std::memory_order_release);
 }
 
-const char* name(Operation operation) {
-  switch (operation) {
-    case Operation::dispatch:
-      return "dispatch";
-    case Operation::redispatch:
-      return "backward of combine";
-    case Operation::combine:
-      return "combine";
-    case Operation::none:
-      break;
-  }
-  return "an operation with bad arguments";
-}
-
 std::string phase_text(const HostStatus::Broken& broken) {
-  const std::string operation = name(broken.operation);
+  const std::string operation = operation_name(broken.operation);
   switch (broken.phase) {
     case WaitPhase::records:
       return operation;
@@ -108,19 +107,6 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
       control_layout_(WindowLayout::make(control_shape(config.shape.ranks))),
       control_(static_cast<size_t>(config.shape.ranks)) {
   const DeviceShape& s = config_.shape;
-  if (s.top_k > kMaxTopK)
-    throw Error(ErrorKind::unsupported,
-                "top_k is " + std::to_string(s.top_k) + ", a GPU serves up to " + std::to_string(kMaxTopK));
-  if (s.ranks > 1024) throw Error(ErrorKind::unsupported, "a communicator of GPUs has at most 1024 ranks");
-  if (s.local_experts() * s.max_tokens >= int64_t{1} << 31)
-    throw Error(ErrorKind::unsupported, "max_tokens is " + std::to_string(s.max_tokens) + " for " +
-                                            std::to_string(s.local_experts()) +
-                                            " experts a rank, expected a product below 2^31");
-  if (s.counts() * 4 > 180 * 1024)
-    throw Error(ErrorKind::unsupported, "num_experts is " + std::to_string(s.num_experts) +
-                                            ", a GPU serves up to 45000 experts and ranks");
-  if (s.wire == WireFormat::fp8 && s.dtype == DType::float64)
-    throw Error(ErrorKind::unsupported, "wire is fp8, which takes float32, bfloat16 and float16 rows");
   const DeviceGuard guard(config_.device);
   int sms = 0, major = 0;
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, config_.device),
@@ -207,6 +193,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
 void DeviceCommunicator::watch() {
+  const BesideCaptures beside;
   cudaSetDevice(config_.device);  // of this thread
   bool told = false;
   while (!stop_.load(std::memory_order_acquire)) {
@@ -284,8 +271,8 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
   switch (v.about) {
     case Disagreement::operation:
       what = "the operation";
-      first = name(static_cast<Operation>(v.index));
-      here = name(static_cast<Operation>(v.value));
+      first = operation_name(static_cast<Operation>(v.index));
+      here = operation_name(static_cast<Operation>(v.value));
       break;
     case Disagreement::layout:
       what = "layout";
@@ -374,6 +361,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
 
 int64_t DeviceCommunicator::wait_rows() {
   const DeviceGuard guard(config_.device);
+  const BesideCaptures beside;
   ScopedSeconds waiting(stats_.host_wait_seconds);
   const HostStatus::Rows& rows = pinned_->status->rows;
   try {
@@ -482,6 +470,7 @@ DeviceCounters DeviceCommunicator::counters() {
   DeviceCounters out;
   if (closed_ || state_ == nullptr) return out;
   const DeviceGuard guard(config_.device);
+  const BesideCaptures beside;
   DeviceState state;
   check_cuda(cudaMemcpyAsync(&state, state_, sizeof(state), cudaMemcpyDeviceToHost, watch_stream_),
              "cudaMemcpyAsync");
