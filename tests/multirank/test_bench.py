@@ -291,17 +291,27 @@ def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, st
     ]
     shared_before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in its background with interrupts ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if "#wrong" in line:  # the header is out: ranks are up
-                break
-        time.sleep(0.5)
-        started = children(running.pid)
-        assert len(started) >= 2
-        running.send_signal(number)
-        assert running.wait(timeout=30) == status
+        try:
+            assert running.stdout is not None
+            for line in running.stdout:
+                if "#wrong" in line:  # the header is out: ranks are up
+                    break
+            time.sleep(0.5)
+            started = children(running.pid)
+            assert len(started) >= 2
+            running.send_signal(number)
+            assert running.wait(timeout=30) == status
+        finally:
+            running.kill()
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
         time.sleep(0.05)
