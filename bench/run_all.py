@@ -169,7 +169,6 @@ def _options(run: Run, target: Path, commit: str | None) -> Options:
 
 def _read(run: Run, target: Path) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(target.read_text())
-    record["options"]["json"] = None
     record["about"] = run.about
     return record
 

@@ -118,7 +118,7 @@ def document(
         "seed": options.seed,
         "ranks": options.ranks,
         "threads": options.threads,
-        "options": options.as_dict(),
+        "options": {**options.as_dict(), "json": None},  # not the place of this record
         "rows": [asdict(row) for row in rows],
         "missing": [asdict(each) for each in missing],
         "stats": stats,
