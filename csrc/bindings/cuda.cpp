@@ -51,13 +51,6 @@ py::dict stats_dict(DeviceCommunicator& self) {
   return out;
 }
 
-int device_sms(int device) {
-  int sms = 0;
-  if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
-    throw Error(ErrorKind::unsupported, "no CUDA device " + std::to_string(device));
-  return sms;
-}
-
 }  // namespace
 
 void bind_cuda(py::module_& m, void (*interrupt)()) {
@@ -80,13 +73,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   m.def("device_window_bytes",
         [](const DeviceShape& shape) { return DeviceWindow::make(shape).total_bytes; });
   m.def("device_plan_fields", &plan_fields);
-  m.def("device_sms", &device_sms, py::arg("device"));
-  m.def(
-      "device_heuristics",
-      [](int num_sms, int device) {
-        return intranode::choose_heuristics(device_sms(device), num_sms).text();
-      },
-      py::arg("num_sms"), py::arg("device"));
 
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
@@ -159,7 +145,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           },
           py::arg("kind"), py::arg("text"), py::arg("stream"))
       .def("check", &DeviceCommunicator::check)
-      .def("require_usable", &DeviceCommunicator::require_usable)
       .def("close", &DeviceCommunicator::close, Release())
       .def_property_readonly("closed", &DeviceCommunicator::closed)
       .def("stats", &stats_dict)

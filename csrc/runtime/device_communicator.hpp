@@ -102,8 +102,6 @@ class DeviceCommunicator {
   /// Throws, once, what the device has reported: arguments that ranks disagree on, bad ids, a passed
   /// capacity; and what broke the communicator, each time.
   void check();
-  /// Throws if the communicator is closed or broken.
-  void require_usable();
 
   /// Tells the peers. Kernels under way must have ended before the window goes.
   void close() noexcept;
@@ -121,6 +119,7 @@ class DeviceCommunicator {
   void end_sending(cudaStream_t stream);
   void abandon();
   void watch();
+  void require_usable();  // throws if the communicator is closed or broken
   void note_broken();
   [[noreturn]] void throw_verdict();
   std::string describe(const HostStatus::Verdict& verdict) const;

@@ -88,4 +88,12 @@ __device__ inline int compact(Value* list, Value value, bool keep) {
   return __popc(kept);
 }
 
+/// Whether a lane's row is here and to be taken: in the rank layout every k of this rank names the same row,
+/// which counts once.
+__device__ inline bool counts_once(RowLayout layout, int32_t row) {
+  const bool here = row >= 0;
+  const uint32_t all = __ballot_sync(0xffffffffu, here);
+  return here && (layout == RowLayout::expert || (all & ((1u << lane_id()) - 1)) == 0);
+}
+
 }  // namespace moecomm::intranode

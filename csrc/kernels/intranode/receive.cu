@@ -21,13 +21,11 @@ struct Item {
   int64_t chunk, begin, end;  ///< tokens
 };
 
-/// The row of a token as it lies here, and what a piece of it is.
+/// The row of a token as it lies here.
 __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                         int32_t source, int64_t token) {
-  const DeviceWindow& w = comm.window;
-  if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * w.shape.row_bytes();
-  return comm.own + w.rows[epoch & 1] +
-         (source * w.stage_tokens + token % w.stage_tokens) * w.shape.wire_row_bytes();
+  if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
+  return comm.staged_row(comm.own, epoch, source, token);
 }
 
 /// What the lanes of a warp know about a chunk: lane k holds k of each token.
@@ -130,11 +128,8 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
     const int32_t row = chunk.row[i];
-    const uint32_t here = __ballot_sync(0xffffffffu, row >= 0);
     wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
-    // In the rank layout every k of this rank names the same row.
-    const bool keep = row >= 0 && (args.layout == RowLayout::expert || (here & ((1u << lane) - 1)) == 0);
-    const int count = compact(meta + i * top_k, row, keep);
+    const int count = compact(meta + i * top_k, row, counts_once(args.layout, row));
     if (lane == 0) counts[i] = count;
     if (count > 0) wanted.tokens |= 1u << i;
   }

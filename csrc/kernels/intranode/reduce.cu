@@ -46,7 +46,7 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
   for (int i = 0; i < kMaxChunk; ++i) {
     if (slot[i] < 0) continue;
     owned |= 1u << i;
-    const bool keep = counts_in_sum(args.layout, row[i]);
+    const bool keep = counts_once(args.layout, row[i]);
     compact(weights + i * top_k, weight[i], keep);
     const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
@@ -59,6 +59,7 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
 }
 
 /// Sends the gradients of the weights of all other ranks' tokens. Whole block.
+template <class Sum>
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -72,7 +73,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
       if (lane >= top_k) continue;
       const int32_t row =
           plan.at(plan.fields.rows)[(home * comm.window.shape.max_tokens + token) * top_k + lane];
-      if (row != kRowElsewhere) put_weight_grad(comm, args, section, token, row);
+      if (row != kRowElsewhere) put_weight_grad<Sum>(comm, args, section, token, row);
     }
   }
   __syncthreads();
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
         comm, Operation::combine, epoch, id, args.layout, args.tokens,
         (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u));
   if (id == 0 || comm.ranks() == 1) return;
-  if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, &block.shared_word);
+  if (args.weight_grads != nullptr) send_weight_grads<Sum>(comm, args, epoch, &block.shared_word);
   if (args.rows == nullptr) return;
 
   const int top_k = comm.top_k();
@@ -131,10 +132,9 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     const uint32_t owned =
         list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
     if (owned == 0) continue;
-    std::byte* const section = comm.bases[home] + comm.window.rows[epoch & 1];
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
-      std::byte* const to = section + ((begin + i) * comm.window.shape.slots() + slots[i]) * row_bytes;
+      std::byte* const to = comm.slot_row(comm.bases[home], epoch, begin + i, slots[i]);
       const int32_t* const rows = sources + i * top_k;
       const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };

@@ -58,11 +58,9 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   return chunk;
 }
 
-/// Where a token's row lies in the staging section of `peer`.
+/// Where this rank's token goes in the staging section of `peer`.
 __device__ std::byte* staged_row(const Comm& comm, uint64_t epoch, int32_t peer, int64_t token) {
-  const DeviceWindow& w = comm.window;
-  return comm.bases[peer] + w.rows[epoch & 1] +
-         (comm.rank * w.stage_tokens + token % w.stage_tokens) * w.shape.wire_row_bytes();
+  return comm.staged_row(comm.bases[peer], epoch, comm.rank, token);
 }
 
 /// Rows as they are.

@@ -75,8 +75,8 @@ class StripSum {
   Sum total_[steps][E::kVector];
 };
 
-/// The rounded sum of a strip of rows[0..count), times weights[j] if `weighted`; zero without rows. row(j) is
-/// the address of the j-th.
+/// The rounded sum of a strip of rows[0..count), times weights[j] if there are weights; zero without rows.
+/// row(j) is the address of the j-th.
 template <DType dtype, int steps, int batch, class Row>
 __device__ inline Strip<steps> sum_rows(int count, const Row& row,
                                         const typename Element<dtype>::Sum* weights, int first, int vectors) {
@@ -99,25 +99,14 @@ __device__ inline Strip<steps> sum_rows(int count, const Row& row,
   return sum.rounded();
 }
 
-/// Whether a lane's row is a term of the sum here: in the rank layout every k of this rank names the same
-/// row.
-__device__ inline bool counts_in_sum(RowLayout layout, int32_t row) {
-  const bool here = row >= 0;
-  const uint32_t all = __ballot_sync(0xffffffffu, here);
-  return here && (layout == RowLayout::expert || (all & ((1u << lane_id()) - 1)) == 0);
-}
-
 /// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
+template <class Weight>
 __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
                                        int64_t token, int32_t row) {
   const int64_t to = token * comm.top_k() + lane_id();
   const int64_t from = args.layout == RowLayout::expert ? row : int64_t{row} * comm.top_k() + lane_id();
-  if (comm.window.shape.dtype == DType::float64)
-    reinterpret_cast<double*>(section)[to] =
-        row < 0 ? 0.0 : reinterpret_cast<const double*>(args.weight_grads)[from];
-  else
-    reinterpret_cast<float*>(section)[to] =
-        row < 0 ? 0.0f : reinterpret_cast<const float*>(args.weight_grads)[from];
+  reinterpret_cast<Weight*>(section)[to] =
+      row < 0 ? Weight{0} : reinterpret_cast<const Weight*>(args.weight_grads)[from];
 }
 
 }  // namespace moecomm::intranode

@@ -44,7 +44,7 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
   for (uint32_t left = __ballot_sync(0xffffffffu, owner >= 0 && owner != comm.rank); left != 0;
        left &= left - 1)
     owners.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1));
-  const bool keep = counts_in_sum(args.layout, row);
+  const bool keep = counts_once(args.layout, row);
   __syncwarp();  // of the token before
   compact(weights, weight, keep);
   const int count = compact(sources, row, keep);
@@ -66,6 +66,7 @@ __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const
 
 /// Gradients of the weights: those of experts here, those that owners sent, and zero where a token names no
 /// expert. Whole block.
+template <class Weight>
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;
@@ -76,7 +77,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
           device::EpochFlag{comm.flag(comm.own, comm.window.arrived, peer, comm.window.shape.max_chunks()),
                             static_cast<uint32_t>(epoch)});
   if (!__syncthreads_and(here)) return;
-  const std::byte* const section = comm.own + comm.window.weight_grads[epoch & 1];
+  const Weight* const section = comm.mine<Weight>(comm.window.weight_grads[epoch & 1]);
   const int top_k = comm.top_k(), lane = lane_id();
   for (int64_t token = int64_t{blockIdx.x} * kSumWarps + warp_id(); token < args.tokens;
        token += int64_t{gridDim.x} * kSumWarps) {
@@ -84,15 +85,11 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
     const int64_t i = token * top_k + lane;
     const int32_t id = plan.at(plan.fields.home_ids)[i];
     if (id >= 0 && id / comm.local_experts == comm.rank)
-      put_weight_grad(
+      put_weight_grad<Weight>(
           comm, args, args.out_weight_grads, token,
           plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane]);
-    else if (comm.window.shape.dtype == DType::float64)
-      reinterpret_cast<double*>(args.out_weight_grads)[i] =
-          id < 0 ? 0.0 : __ldcg(reinterpret_cast<const double*>(section) + i);
     else
-      reinterpret_cast<float*>(args.out_weight_grads)[i] =
-          id < 0 ? 0.0f : __ldcg(reinterpret_cast<const float*>(section) + i);
+      reinterpret_cast<Weight*>(args.out_weight_grads)[i] = id < 0 ? Weight{0} : __ldcg(section + i);
   }
 }
 
@@ -140,9 +137,8 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   using Sum = typename Element<dtype>::Sum;
   int32_t* const rows = block.sources[warp_id()];
   Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
-  const int64_t row_bytes = comm.window.shape.row_bytes(), slots = comm.window.shape.slots();
+  const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
-  const std::byte* const section = comm.own + comm.window.rows[epoch & 1];
   const int64_t size = chunk_tokens(args.tokens);
   // Few tokens are shared by more warps each, so that the last ones do not take long.
   const int strips = (vectors + kSteps * 32 - 1) / (kSteps * 32);
@@ -159,7 +155,7 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     if (!wait_sums(comm, epoch, t / size, owners)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
-    const auto slot = [&](int s) { return section + (t * slots + s) * row_bytes; };
+    const auto slot = [&](int s) { return comm.slot_row(comm.own, epoch, t, s); };
     for (int first = begin; first < end; first += kSteps * 32)
       sum_token<dtype>(token, slot, row, factors, first, vectors)
           .store(args.y + t * row_bytes, first, vectors);
@@ -176,7 +172,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
       write_nothing(comm, args);
     } else {
       if (args.rows != nullptr) sum_tokens<dtype>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
-      if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
+      if (args.weight_grads != nullptr) collect_weight_grads<typename Element<dtype>::Sum>(comm, args, epoch);
     }
   }
   end_operation(comm, epoch, &comm.state().combine_ns);

@@ -38,6 +38,15 @@ struct Comm {
   __device__ SignalRecord& record(std::byte* base, int32_t writer, uint64_t epoch) const {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
+  /// Dispatch: where the row of `source`'s token lies in the staging section of the window at `base`.
+  __device__ std::byte* staged_row(std::byte* base, uint64_t epoch, int32_t source, int64_t token) const {
+    return base + window.rows[epoch & 1] +
+           (source * window.stage_tokens + token % window.stage_tokens) * window.shape.wire_row_bytes();
+  }
+  /// Combine: slot `slot` of a token in its home's window at `base`.
+  __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
+    return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
+  }
   __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
     return at<uint32_t>(base, section) + writer * (window.shape.max_chunks() + 1) + chunk;
   }
