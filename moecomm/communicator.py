@@ -16,13 +16,19 @@ from moecomm.backends import (
     DispatchCall,
     RawDispatch,
     TensorPlan,
-    available_devices,
     make_backend,
-    why_no_cuda,
 )
 from moecomm.backends.arrays import shared_tensor
-from moecomm.env import read_env
-from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError, Unsupported
+from moecomm.construction import (
+    DEFAULT_TIMEOUT,
+    check_nodes,
+    check_num_sms,
+    check_sizes,
+    check_wire,
+    choose_device,
+    timeout_seconds,
+)
+from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import (
@@ -36,101 +42,13 @@ from moecomm.routing import (
 from moecomm.types import DispatchOutput, Group, Handle, Layout, Work
 from moecomm.version import __version__
 
-_DEFAULT_TIMEOUT = 60.0
 Array = Any
 """A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
-
-
-def _seconds(timeout: float | timedelta | None) -> float:
-    if timeout is None:
-        return read_env().timeout or _DEFAULT_TIMEOUT
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
-        raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0 or a timedelta")
-    return float(seconds)
-
-
-def _check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_tokens: Any, dtype: Any) -> None:
-    """Raises InvalidArgument for sizes that no communicator of `size` ranks can have."""
-    window_shape(ranks=size, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
-    require_integer("num_experts", num_experts, 1)
-    if num_experts % size != 0:
-        raise InvalidArgument(
-            f"num_experts is {num_experts}, expected a multiple of the {size} ranks of the group"
-        )
-    if top_k > num_experts:
-        raise InvalidArgument(f"top_k is {top_k}, expected at most num_experts = {num_experts}")
-    rows = size * max_tokens * min(top_k, num_experts // size)
-    if rows >= 2**31:
-        raise InvalidArgument(
-            f"max_tokens is {max_tokens}: a rank could get {rows} rows, expected fewer than {2**31}; "
-            "lower max_tokens"
-        )
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
     """(rows, None), or (data, scales) of a pair."""
     return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-
-
-def _choose_device(device: Any) -> torch.device:
-    """The device that a Communicator serves; Unsupported if this build and machine can't."""
-    types = available_devices()
-    try:
-        chosen = torch.device(types[0] if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device is {device!r}, expected a torch.device or its name") from error
-    if chosen.type not in types:
-        reason = why_no_cuda() if chosen.type == "cuda" else None
-        raise Unsupported(
-            f"device is {device}, this version serves {', '.join(types)} here"
-            + (f": {reason}" if reason else "")
-        )
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    index = torch.cuda.current_device() if chosen.index is None else chosen.index
-    count = torch.cuda.device_count()
-    if not 0 <= index < count:
-        raise InvalidArgument(f"device is {device}, expected an index below the {count} GPUs of this process")
-    return torch.device("cuda", index)
-
-
-def _check_wire(wire: Any, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
-    if wire is None:
-        return
-    if device.type != "cuda":
-        raise Unsupported(
-            f"wire is {wire!r}: on the {device.type} rows travel in their own dtype; pass wire=None"
-        )
-    if wire != "fp8":
-        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
-    if dtype == torch.float64:
-        raise Unsupported(f"wire is {wire!r} for rows of {dtype}, expected float32, bfloat16 or float16")
-    if hidden % 16 != 0:
-        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
-
-
-def _check_nodes(size: int, ranks_per_node: Any) -> None:
-    if ranks_per_node is None:
-        ranks_per_node = read_env().ranks_per_node
-    if ranks_per_node is None:
-        return
-    require_integer("ranks_per_node", ranks_per_node, 1)
-    if ranks_per_node < size:
-        raise Unsupported(
-            f"ranks_per_node is {ranks_per_node} for {size} ranks: nodes reach each other over a fabric "
-            "transport, which this version does not have"
-        )
-
-
-def _check_num_sms(num_sms: Any, device: torch.device) -> int | None:
-    """What an operation may use, None for what the backend finds best."""
-    if device.type == "cpu":
-        return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
-    if num_sms is None:
-        return None
-    most = torch.cuda.get_device_properties(device).multi_processor_count
-    return require_integer("num_sms", num_sms, 2, most)
 
 
 class Communicator:
@@ -191,15 +109,15 @@ class Communicator:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error: MoecommError | None = None
-        seconds, place = _DEFAULT_TIMEOUT, torch.device("cpu")
+        seconds, place = DEFAULT_TIMEOUT, torch.device("cpu")
         try:
-            seconds = _seconds(timeout)
+            seconds = timeout_seconds(timeout)
             size = 1 if group is None else dist.get_world_size(group)
-            _check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
-            place = _choose_device(device)
-            _check_nodes(size, ranks_per_node)
-            num_sms = _check_num_sms(num_sms, place)
-            _check_wire(wire, place, hidden, dtype)
+            check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
+            place = choose_device(device)
+            check_nodes(size, ranks_per_node)
+            num_sms = check_num_sms(num_sms, place)
+            check_wire(wire, place, hidden, dtype)
         except MoecommError as failed:
             error = failed
         meeting = Rendezvous(group, seconds)
@@ -248,14 +166,14 @@ class Communicator:
         The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
         part. Raises InvalidArgument and Unsupported as the constructor does.
         """
-        _check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
-        _check_nodes(ranks, ranks_per_node)
+        check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
+        check_nodes(ranks, ranks_per_node)
         can_plan_cuda = device is not None and hasattr(_C, "device_window_sections")
         if can_plan_cuda and str(device).partition(":")[0] == "cuda":
             place = torch.device("cuda")
         else:
-            place = _choose_device(device)
-        _check_wire(wire, place, hidden, dtype)
+            place = choose_device(device)
+        check_wire(wire, place, hidden, dtype)
         if place.type == "cuda":
             sizes = device_shape(
                 ranks=ranks,

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import moecomm
 from moecomm import _C
 from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.cuda import CudaBackend
@@ -89,10 +88,6 @@ class LoopbackNative:
     def connect(self, bases: list[int], names: list[str], pids: list[int]) -> None:
         assert len(bases) == len(names) == len(pids) == self.shape.ranks == 1
         self.calls.append("connect")
-
-    def require_usable(self) -> None:
-        if self.closed:
-            raise moecomm.CommunicatorClosed("closed")
 
     def check(self) -> None:
         pending, self.pending = self.pending, None
@@ -398,4 +393,4 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         return CudaBackend(torch.device("cpu"), meeting, arguments, error, dtype, num_sms)
 
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
-    monkeypatch.setattr("moecomm.communicator._check_wire", lambda *arguments: None)
+    monkeypatch.setattr("moecomm.communicator.check_wire", lambda *arguments: None)

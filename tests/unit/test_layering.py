@@ -19,6 +19,7 @@ PYTHON_LAYERS = [
     {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric"},
     {"backends"},
     {"ops", "operators"},
+    {"construction"},
     {"communicator"},
     {"nn", "discovery"},
     {"__main__"},

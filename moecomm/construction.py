@@ -1,0 +1,110 @@
+"""Checks of a Communicator's own arguments, and what it takes where the caller leaves them out.
+
+The arguments of its calls are checked in routing.py.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from moecomm.backends import available_devices, why_no_cuda
+from moecomm.env import read_env
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.memory import window_shape
+from moecomm.routing import require_integer
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds."""
+
+
+def timeout_seconds(timeout: float | timedelta | None) -> float:
+    """How long one wait for peers may take."""
+    if timeout is None:
+        return read_env().timeout or DEFAULT_TIMEOUT
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+        raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0 or a timedelta")
+    return float(seconds)
+
+
+def check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_tokens: Any, dtype: Any) -> None:
+    """Raises InvalidArgument for sizes that no communicator of `size` ranks can have."""
+    window_shape(ranks=size, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
+    require_integer("num_experts", num_experts, 1)
+    if num_experts % size != 0:
+        raise InvalidArgument(
+            f"num_experts is {num_experts}, expected a multiple of the {size} ranks of the group"
+        )
+    if top_k > num_experts:
+        raise InvalidArgument(f"top_k is {top_k}, expected at most num_experts = {num_experts}")
+    rows = size * max_tokens * min(top_k, num_experts // size)
+    if rows >= 2**31:
+        raise InvalidArgument(
+            f"max_tokens is {max_tokens}: a rank could get {rows} rows, expected fewer than {2**31}; "
+            "lower max_tokens"
+        )
+
+
+def choose_device(device: Any) -> torch.device:
+    """The device that a Communicator serves; Unsupported if this build and machine can't."""
+    types = available_devices()
+    try:
+        chosen = torch.device(types[0] if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device is {device!r}, expected a torch.device or its name") from error
+    if chosen.type not in types:
+        reason = why_no_cuda() if chosen.type == "cuda" else None
+        raise Unsupported(
+            f"device is {device}, this version serves {', '.join(types)} here"
+            + (f": {reason}" if reason else "")
+        )
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InvalidArgument(f"device is {device}, expected an index below the {count} GPUs of this process")
+    return torch.device("cuda", index)
+
+
+def check_wire(wire: Any, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
+    """Raises Unsupported or InvalidArgument for a format in which these rows can't travel."""
+    if wire is None:
+        return
+    if device.type != "cuda":
+        raise Unsupported(
+            f"wire is {wire!r}: on the {device.type} rows travel in their own dtype; pass wire=None"
+        )
+    if wire != "fp8":
+        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
+    if dtype == torch.float64:
+        raise Unsupported(f"wire is {wire!r} for rows of {dtype}, expected float32, bfloat16 or float16")
+    if hidden % 16 != 0:
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
+
+
+def check_nodes(size: int, ranks_per_node: Any) -> None:
+    """Raises Unsupported for ranks on several nodes."""
+    if ranks_per_node is None:
+        ranks_per_node = read_env().ranks_per_node
+    if ranks_per_node is None:
+        return
+    require_integer("ranks_per_node", ranks_per_node, 1)
+    if ranks_per_node < size:
+        raise Unsupported(
+            f"ranks_per_node is {ranks_per_node} for {size} ranks: nodes reach each other over a fabric "
+            "transport, which this version does not have"
+        )
+
+
+def check_num_sms(num_sms: Any, device: torch.device) -> int | None:
+    """What an operation may use, None for what the backend finds best."""
+    if device.type == "cpu":
+        return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
+    if num_sms is None:
+        return None
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    return require_integer("num_sms", num_sms, 2, most)
