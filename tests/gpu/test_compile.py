@@ -13,7 +13,8 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.oracle import Job, Oracle
 
-pytestmark = pytest.mark.usefixtures("cuda_only")
+TOLERANCE = 3e-2
+"""Of Inductor's results, relative to a value and to the largest one: a few roundings to bfloat16."""
 
 
 def _compiled(rank: int, world_size: int, job: Job, backend: str) -> list[str]:
@@ -30,7 +31,9 @@ def _compiled(rank: int, world_size: int, job: Job, backend: str) -> list[str]:
             out = comm.dispatch(
                 x_TH, ids_TK, weights_TK, layout=job.layout, alignment=job.alignment, capacity=capacity
             )
-            rows_PH = out.tokens * scale_H
+            # Rows past the last are unspecified, and so are their gradients: both ways they count as zero.
+            past_P1 = torch.arange(capacity, device=x_TH.device).unsqueeze(1) >= out.offsets[-1]
+            rows_PH = (out.tokens.masked_fill(past_P1, 0) * scale_H).masked_fill(past_P1, 0)
             if job.layout == "rank":
                 y_TH = comm.combine(rows_PH, out.handle)
             else:
@@ -65,13 +68,22 @@ def _compare(text: str, want: dict[str, Any], got: dict[str, Any], exact: bool) 
     for name, left in want.items():
         right = got[name]
         if left is None or right is None:
-            good = left is right
-        elif exact or left.dtype == torch.int32:
-            good = torch.equal(left, right)
-        else:  # inductor fuses, and then rounds less often
-            good = torch.allclose(left, right, rtol=3e-2, atol=3e-2 * float(left.abs().max()))
-        if not good:
-            problems.append(f"{text}: {name} differs")
+            if left is not right:
+                problems.append(f"{text}: {name} is {right}, expected {left}")
+            continue
+        if exact or not left.is_floating_point():
+            right_ones = left == right
+        else:
+            # Inductor fuses, and then rounds less often: each product that eager sums, to bfloat16.
+            allowed = TOLERANCE * (left.float().abs() + left.float().abs().max())
+            right_ones = (left.float() - right.float()).abs() <= allowed
+        wrong = (~right_ones).nonzero()  # NaN is never right
+        if len(wrong):
+            first = tuple(wrong[0].tolist())
+            problems.append(
+                f"{text}: {name}: {len(wrong)} of {left.numel()} differ, first {list(first)}: "
+                f"{right[first].item()!r}, expected {left[first].item()!r}"
+            )
     return problems
 
 
