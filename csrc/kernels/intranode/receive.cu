@@ -124,6 +124,7 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
       chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
   }
   Wanted wanted;
+  __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;

@@ -42,6 +42,7 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
     weight[i] =
         args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row[i]] : Sum{1};
   uint32_t owned = 0;
+  __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (slot[i] < 0) continue;

@@ -31,6 +31,7 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   const PlanView plan{args.plan, comm.plan_fields};
   const int32_t* const kept = plan.at(plan.fields.home_ids);
   int64_t id[kMaxChunk];
+  __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     const int64_t index = (begin + i) * top_k + lane;
