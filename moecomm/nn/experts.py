@@ -11,7 +11,7 @@ from torch.nn import functional
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.grouped import grouped_matmul
-from moecomm.nn.parameters import init_expert_weights, mark_expert_parameter
+from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
 
 
 def activate(inner: Tensor, activation: str) -> Tensor:
@@ -60,7 +60,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
             std = self.config.init_std
             init_expert_weights(weight, seed=seed, name=name, first_expert=self.first_expert, std=std)
@@ -129,8 +129,8 @@ class SharedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.w_in, std=self.config.init_std)
-        nn.init.normal_(self.w_out, std=self.config.init_std)
+        init_shared_weight(self.w_in, self.config.init_std)
+        init_shared_weight(self.w_out, self.config.init_std)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """(T, H) of the weights' dtype -> (T, H)."""

@@ -21,14 +21,23 @@ def is_expert_parameter(parameter: Tensor) -> bool:
     return getattr(parameter, _MARK, False)
 
 
+@torch.no_grad()
+def init_shared_weight(weight: Tensor, std: float) -> None:
+    """Fills a weight that all ranks have with normal numbers from torch's default generator.
+
+    That of the CPU, wherever the weight is: a model starts the same on every device.
+    """
+    weight.copy_(nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu"), std=std))
+
+
 def init_expert_weights(weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float) -> None:
     """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone.
 
     So a model starts the same at every EP size. Drawn in float32 on the CPU, so that neither dtype nor device
     matters beyond rounding.
     """
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     for local, weight_AB in enumerate(weight_LAB.detach()):
         key = f"{seed}:{name}:{first_expert + local}".encode()
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
-        weight_AB.copy_(torch.normal(0.0, std, weight_AB.shape, generator=generator))
+        weight_AB.copy_(torch.normal(0.0, std, weight_AB.shape, generator=generator, device="cpu"))

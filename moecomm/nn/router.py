@@ -13,6 +13,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.capacity import kept_choices, tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import load_balancing_loss, z_loss
+from moecomm.nn.parameters import init_shared_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.config.init_std)
+        init_shared_weight(self.weight, self.config.init_std)
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
         """x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moecomm import InvalidArgument
-from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, is_expert_parameter
+from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter, is_expert_parameter
 from moecomm.nn.grouped import grouped_matmul
 from tests.moe_reference import feed_forward
 
@@ -208,6 +208,18 @@ def test_shared_experts_match_one_row_at_a_time(activation: str, seed: int) -> N
     x = torch.randn(4, 16, dtype=torch.float64)
     want = torch.stack([feed_forward(row, shared.w_in, shared.w_out, activation) for row in x])
     assert_close(shared(x), want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_default_device_has_no_say_in_where_weights_start(seed: int) -> None:
+    config = MoEConfig(hidden=16, ffn_hidden=8, num_experts=4, top_k=2, num_shared_experts=1)
+    made = []
+    for default in ("cpu", "meta"):  # a draw on "meta" would give no numbers
+        with torch.device(default):
+            torch.manual_seed(seed)
+            layers = [kind(config, device="cpu") for kind in (TopKRouter, GroupedExperts, SharedExperts)]
+        made.append([parameter for layer in layers for parameter in layer.parameters()])
+    for want, got in zip(*made, strict=True):
+        assert torch.equal(want, got)
 
 
 def test_autocast_changes_nothing(seed: int) -> None:
