@@ -48,7 +48,7 @@ endef
 .PHONY: help train test bench lint format build venv cpptest sanitize clean distclean FORCE
 
 help:
-	@echo 'make train      train a mixture-of-experts language model on text found on this machine'
+	@echo 'make train      train a mixture-of-experts language model on text found on this machine, on all GPUs if any'
 	@echo 'make test       C++ tests, sanitizer builds, then pytest; ARGS="-k router" runs pytest alone, narrowed'
 	@echo 'make bench      dispatch and combine against memcpy and gloo, in one run'
 	@echo 'make lint       ruff, mypy, clang-format; changes nothing (make format does)'
@@ -118,7 +118,7 @@ endef
 
 $(TOOLS_DONE): $(TORCH_DONE) pyproject.toml
 	$(call quiet,"build tools and libraries",tools,\
-	  $(REQUIREMENTS) build run train >$(VENV)/requirements.txt && \
+	  $(REQUIREMENTS) build run train $(if $(wildcard /dev/nvidiactl),cuda) >$(VENV)/requirements.txt && \
 	  $(PIP) install -r $(VENV)/requirements.txt cmake ninja)
 	@touch $@
 

@@ -1,17 +1,20 @@
 """Train a mixture-of-experts language model on real text, every token routed by moecomm.
 
-    python examples/train_lm.py                                   # starts two ranks; about three minutes
+    python examples/train_lm.py                                   # a rank on each GPU, else two on the CPU
     python examples/train_lm.py --data ~/notes '~/src/**/*.md'    # other text: files, folders, globs
     python examples/train_lm.py --resume --steps 800              # go on; also with another --ranks or --ep
     torchrun --nproc-per-node 4 examples/train_lm.py --ep 2       # 2 data parallel x 2 expert parallel
+
+On GPUs the model is a larger one than on the CPU, and its arithmetic bfloat16; `--preset` chooses, and every
+size has a flag.
 
 Reads text files (default: Python's own standard library), holds some of them out, trains a decoder-only
 transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, checkpoints/, and sample.txt if
 --sample asks for it. The last line is the result. Ctrl-C ends the run after the current step, with a
 checkpoint.
 
-The pieces are in `lm/`, each short: options, ranks (processes), data, model, trainer (the loop), metrics,
-checkpoint.
+The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, precision,
+trainer (the loop), metrics, checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ from lm.stop import StopRequest
 
 def main() -> int:
     try:
-        options = command_line.parse()
         if "LOCAL_RANK" not in os.environ:
-            return start_ranks(options)
+            return start_ranks(command_line.parse())
         stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
-        run_rank(options, stop)
+        run_rank(command_line.parse(), stop)
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train_lm.py: error: {error}", file=sys.stderr, flush=True)
@@ -44,7 +46,7 @@ def start_ranks(options: command_line.Options) -> int:
 
     from lm import checkpoint, data, ranks, tokenizer
 
-    count = ranks.default_ranks(options.device) if options.ranks is None else options.ranks
+    count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
     command_line.check_ranks(options, count)
     data.find_files(options.data)
     tokenizer.make_tokenizer(options.tokenizer)

@@ -15,7 +15,7 @@ FINAL_LR_SHARE = 0.1
 
 
 def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Transformer:
-    """The same weights on every rank and at every EP size, from torch's default generator.
+    """The same float32 weights on every rank, device, and at every EP size, from torch's default generator.
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent.
@@ -31,12 +31,13 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
         bias_update_rate=options.bias_rate,
         aux_loss="sequence" if options.aux_coef else "none",
         aux_loss_coef=options.aux_coef,
+        dtype=comm.dtype,
         init_std=std,
     )
     config = ModelConfig(
         vocab=vocab, dim=options.dim, layers=options.layers, heads=options.heads, max_seq=options.seq
     )
-    model = Transformer(config, lambda: MoELayer(moe, comm))
+    model = Transformer(config, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
     with torch.no_grad():
         torch.nn.init.normal_(model.embedding.weight, std=std)
         for module in model.modules():

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
-from lm import data
+from lm import data, precision
 from lm.model import Transformer
 from lm.ranks import Ranks
 
@@ -17,12 +16,20 @@ TEMPERATURE = 0.8
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, tokens_N: np.ndarray, *, windows: int, batch: int, seq: int, ranks: Ranks
+    model: Transformer,
+    tokens_N: np.ndarray,
+    *,
+    windows: int,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype,
+    ranks: Ranks,
 ) -> float:
     """Mean nats per token over the same windows of held-out text each time, whatever the number of ranks.
 
     `batch` windows a rank at a time. Every rank makes the same number of calls, because experts answer all
-    ranks of their group; at the end of the text some ranks may bring fewer windows, or none.
+    ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those bring the
+    first one once more, uncounted: attention kernels of GPUs refuse an empty batch.
     """
     model.eval()
     starts_B = data.validation_windows(tokens_N, count=windows, seq=seq)
@@ -30,13 +37,15 @@ def validation_loss(
     for begin in range(0, len(starts_B), batch * ranks.world):
         mine_B = starts_B[begin + ranks.rank * batch :][:batch]
         mine_B = mine_B[: max(0, len(starts_B) - begin - ranks.rank * batch)]
-        tokens_BS = data.validation_batch(tokens_N, mine_B, seq=seq).to(ranks.device)
-        logits_BSV = model(tokens_BS[:, :-1])
-        nats += (
-            F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="sum")
-            .double()
-            .cpu()
-        )
+        brought_B = mine_B if len(mine_B) else starts_B[:1]
+        tokens_BS = data.validation_batch(tokens_N, brought_B, seq=seq).to(ranks.device)
+        logits_BSV = precision.logits(model, tokens_BS[:, :-1], dtype)
+        if len(mine_B):
+            nats += (
+                F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="sum")
+                .double()
+                .cpu()
+            )
     dist.all_reduce(nats)
     model.train()
     return nats.item() / (len(starts_B) * seq)
@@ -44,7 +53,13 @@ def validation_loss(
 
 @torch.no_grad()
 def sample(
-    model: Transformer, prompt: list[int], *, count: int, seed: int, device: torch.device
+    model: Transformer,
+    prompt: list[int],
+    *,
+    count: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[int]:
     """`prompt` and `count` tokens after it. All ranks call it: each has its share of the experts."""
     model.eval()
@@ -52,7 +67,7 @@ def sample(
     tokens = list(prompt)
     for _ in range(count):
         context_BS = torch.tensor([tokens[-model.config.max_seq :]], device=device)
-        logits_V: Tensor = model(context_BS)[0, -1].float().cpu()
+        logits_V = precision.logits(model, context_BS, dtype)[0, -1].cpu()
         probabilities_V = (logits_V / TEMPERATURE).softmax(dim=-1)
         tokens.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
     model.train()

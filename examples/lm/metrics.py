@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moecomm.nn import MoELayer
 
 Record = dict[str, Any]
+WARM_UP = 2  # first steps of a call, slower than the rest: libraries are loaded, memory is taken
 
 
 class MetricsFile:
@@ -88,17 +89,21 @@ def reduce_step(
 
 @dataclass
 class Totals:
-    """Time and tokens of this call's training steps; validation and checkpoints do not count.
+    """Time and tokens of this call's training steps; validation, checkpoints and first steps do not count.
 
     A share is taken of the ranks' own times: while one rank writes metrics, another may already wait for it.
     """
 
+    steps: int = 0
     tokens: int = 0
     wall_seconds: float = 0.0
     rank_seconds: float = 0.0
     comm_seconds: float = 0.0
 
     def add(self, step: StepTotals, *, tokens: int, wall_seconds: float) -> None:
+        self.steps += 1
+        if self.steps == WARM_UP + 1:
+            self.tokens, self.wall_seconds, self.rank_seconds, self.comm_seconds = 0, 0.0, 0.0, 0.0
         self.tokens += tokens
         self.wall_seconds += wall_seconds
         self.rank_seconds += step.seconds

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lm import presets
 from lm.errors import UsageError
 
 FILE_NAME = "options.json"
@@ -19,7 +20,7 @@ FILE_NAME = "options.json"
 # A checkpoint is bound to these: another value would be another model or another stream of batches.
 FIXED = ("data", "tokenizer", "seed", "batch", "seq", "dim", "layers", "heads", "ffn", "experts", "top_k")
 # These belong to one call and not to the run.
-PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device")
+PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Options:
     ranks: int | None
     ep: int | None
     device: str
+    preset: str
+    dtype: str
     seed: int
     steps: int
     batch: int
@@ -65,20 +68,21 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options, checked as far as they can be without knowing the number of ranks. Raises UsageError."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
+    parser.set_defaults(**presets.choose(values["preset"], values["device"]))
     if values["resume"]:
         # What the run was started with takes the place of the defaults, so that `--resume` alone goes on
         # with it.
         saved = _load_saved(Path(values["out"]))
         parser.set_defaults(**saved)
-        values = vars(parser.parse_args(arguments))
-        _absolute_paths(values)
+    values = vars(parser.parse_args(arguments))
+    _absolute_paths(values)
+    if values["resume"]:
         for name in FIXED:
             if name in saved and values[name] != saved[name]:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(
                     f"--resume: this run has {flag} {saved[name]}, which cannot become {values[name]}"
                 )
-    _absolute_paths(values)
     options = Options(**values)
     _check(options)
     return options
@@ -156,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="train_lm.py",
         description="Train a mixture-of-experts language model on text; every token is routed by moecomm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=f"--preset large, the default on GPUs, stands for {presets.describe('large')}",
     )
+    parser.set_defaults(**presets.SMALL)
     add = parser.add_argument_group("text").add_argument
     add(
         "--data",
@@ -165,23 +171,34 @@ def _parser() -> argparse.ArgumentParser:
         help="files, folders or globs (default: Python's own standard library)",
     )
     add("--tokenizer", metavar="FILE", help="a tokenizer.json of the tokenizers library (default: bytes)")
-    add("--seq", type=_count, default=128, help="tokens of one training window")
+    add("--seq", type=_count, help="tokens of one training window")
 
     add = parser.add_argument_group("model").add_argument
-    add("--dim", type=_count, default=160, help="width of a token")
-    add("--layers", type=_count, default=4, help="transformer blocks")
-    add("--heads", type=_count, default=5, help="attention heads")
-    add("--experts", type=_count, default=8, help="experts of a layer, over all ranks")
-    add("--top-k", type=_count, default=2, help="experts a token is sent to")
-    add("--ffn", type=_count, default=320, help="inner width of one expert")
+    add(
+        "--preset",
+        choices=("auto", *presets.PRESETS),
+        default="auto",
+        help="defaults of all flags that say no other; auto: large on GPUs, else small, which is shown here",
+    )
+    add("--dim", type=_count, help="width of a token")
+    add("--layers", type=_count, help="transformer blocks")
+    add("--heads", type=_count, help="attention heads")
+    add("--experts", type=_count, help="experts of a layer, over all ranks")
+    add("--top-k", type=_count, help="experts a token is sent to")
+    add("--ffn", type=_count, help="inner width of one expert")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the arithmetic, and of rows between ranks; weights and optimizer are float32 with either",
+    )
     add("--bias-rate", type=_amount, default=0.01, help="step of the balancing biases of the router")
     add("--aux-coef", type=_amount, default=0.01, help="weight of the balancing loss, taken per sequence")
 
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=_count, default=320, help="optimizer steps, from the first one on")
-    add("--batch", type=_count, default=32, help="windows of one step, over all ranks")
-    add("--lr", type=_amount, default=4e-3, help="highest learning rate")
-    add("--warmup", type=_count, default=20, help="steps in which the learning rate rises")
+    add("--steps", type=_count, help="optimizer steps, from the first one on")
+    add("--batch", type=_count, help="windows of one step, over all ranks")
+    add("--lr", type=_amount, help="highest learning rate")
+    add("--warmup", type=_count, help="steps in which the learning rate rises")
     add("--weight-decay", type=_amount, default=0.1, help="of matrices, not of norms")
     add("--clip", type=_amount, default=1.0, help="largest norm of the gradient")
     add("--seed", type=int, default=0, help="of the weights and the batches")
@@ -208,13 +225,8 @@ def _parser() -> argparse.ArgumentParser:
         help="write N tokens at the end",
     )
     add("--prompt", default="def ", help="what the sample starts from")
-    add("--eval-every", type=_count, default=40, help="steps between validations")
-    add("--eval-windows", type=_count, default=256, help="windows of held-out text in one validation")
-    add("--save-every", type=_count, default=100, help="steps between checkpoints")
-    add(
-        "--log-every",
-        type=_count,
-        default=10,
-        help="steps between lines, and between expert loads in the metrics",
-    )
+    add("--eval-every", type=_count, help="steps between validations")
+    add("--eval-windows", type=_count, help="windows of held-out text in one validation")
+    add("--save-every", type=_count, help="steps between checkpoints")
+    add("--log-every", type=_count, help="steps between lines, and between expert loads in the metrics")
     return parser

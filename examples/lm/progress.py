@@ -7,10 +7,9 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lm.metrics import Record
+from lm.metrics import WARM_UP, Record
 
-ESTIMATE_AFTER = 10  # steps, of which the first two are left out: they are slower than the rest
-WARM_UP = 2
+ESTIMATE_AFTER = 10  # steps
 
 
 class StepProgress:

@@ -34,12 +34,15 @@ SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
 PR_SET_PDEATHSIG = 1
 
 
-def default_ranks(device: str) -> int:
-    """One rank a GPU; two without, so that tokens do travel between processes on the smallest machine.
+def default_ranks(device: str, batch: int) -> int:
+    """One rank a GPU, on as many as can share the batch evenly; two ranks without GPUs, so that tokens do
+    travel between processes on the smallest machine.
 
     Raises UsageError if the device that was asked for is not there.
     """
-    return torch.cuda.device_count() if _uses_cuda(device) else 2
+    if not uses_cuda(device):
+        return 2
+    return max(count for count in range(1, torch.cuda.device_count() + 1) if batch % count == 0)
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
@@ -97,7 +100,7 @@ class Ranks:
 def join(ep: int, device: str) -> Ranks:
     """Joins the ranks that torchrun (or `launch`) started. `ep` must divide their number."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    if _uses_cuda(device):
+    if uses_cuda(device):
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
         torch.set_float32_matmul_precision("high")
@@ -116,7 +119,8 @@ def follow_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _uses_cuda(device: str) -> bool:
+def uses_cuda(device: str) -> bool:
+    """Do the ranks compute on GPUs? Raises UsageError if `device` wants them and there are none."""
     available = "cuda" in moecomm.available_devices()
     if device == "cuda" and not available:
         raise UsageError(

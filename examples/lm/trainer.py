@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import moecomm
-from lm import checkpoint, data, evaluate, plots
+from lm import checkpoint, data, evaluate, plots, precision
 from lm.build import build_model, build_optimizer, count_parameters, learning_rate
 from lm.corpus import Corpus
 from lm.metrics import MetricsFile, Record, StepTotals, Totals, reduce_step
@@ -28,13 +28,14 @@ class Trainer:
         self.out = Path(options.out)
         self.corpus = Corpus(options)
         self.local_batch = options.batch // ranks.world
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.comm = moecomm.Communicator(
             ranks.ep_group,
             num_experts=options.experts,
             hidden=options.dim,
             top_k=options.top_k,
             max_tokens=self.local_batch * options.seq,
-            dtype=torch.float32,
+            dtype=self.dtype,
             device=ranks.device,
         )
         torch.manual_seed(options.seed)
@@ -96,7 +97,7 @@ class Trainer:
             seq=options.seq,
             part=mine,
         ).to(self.ranks.device)
-        logits_BSV = self.model(tokens_BS[:, :-1])
+        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
         loss.backward()
         sync_gradients(self.model, expert_group=self.ranks.same_experts_group)
@@ -146,6 +147,7 @@ class Trainer:
             windows=self.options.eval_windows,
             batch=self.local_batch,
             seq=self.options.seq,
+            dtype=self.dtype,
             ranks=self.ranks,
         )
         step = self.run_state.step
@@ -161,7 +163,12 @@ class Trainer:
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode(self.options.prompt.encode()).tolist() or [tokenizer.end_of_text]
         tokens = evaluate.sample(
-            self.model, prompt, count=self.options.sample, seed=self.options.seed, device=self.ranks.device
+            self.model,
+            prompt,
+            count=self.options.sample,
+            seed=self.options.seed,
+            dtype=self.dtype,
+            device=self.ranks.device,
         )
         text = tokenizer.decode(tokens)
         if self.ranks.first:
@@ -188,7 +195,12 @@ class Trainer:
         self._say(self.corpus.describe())
         self._say(
             f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
-            f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}"
+            f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}, "
+            f"width {self.options.dim}, {self.options.dtype}"
+        )
+        self._say(
+            f"training: {self.options.steps} steps of {self.options.batch} windows of {self.options.seq} "
+            f"tokens, {self.options.steps * self.options.batch * self.options.seq:,} in all"
         )
         self._say(
             f"ranks: {world} = {world // ep} data parallel x {ep} expert parallel, "

@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import checkpoint, data, options, plots  # isort: skip
+from lm import checkpoint, data, options, plots, presets, ranks  # isort: skip
 from lm.build import learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
-from lm.metrics import MetricsFile, read_metrics  # isort: skip
+from lm.metrics import MetricsFile, StepTotals, Totals, read_metrics  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
@@ -77,9 +77,9 @@ def test_batches_are_slices_of_one_global_batch() -> None:
     whole = draw(5, slice(0, 12))
     assert whole.shape == (12, 9) and whole.dtype == torch.int64
     assert torch.equal(whole[:, 1:], whole[:, :-1] + 1)
-    for ranks in (2, 3, 4):
-        size = 12 // ranks
-        parts = [draw(5, slice(rank * size, (rank + 1) * size)) for rank in range(ranks)]
+    for world in (2, 3, 4):
+        size = 12 // world
+        parts = [draw(5, slice(rank * size, (rank + 1) * size)) for rank in range(world)]
         assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(draw(6, slice(0, 12)), whole)
 
@@ -154,6 +154,59 @@ def test_model_knows_the_order_of_the_past(seed: int) -> None:
     model = small_model()
     forward, backward = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 2, 1, 4]])
     assert (model(forward)[0, -1] - model(backward)[0, -1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_presets_give_what_no_flag_says(preset: str, tmp_path: Path) -> None:
+    chosen = options.parse(["--preset", preset, "--ffn", "48", "--out", str(tmp_path)])
+    assert chosen.ffn == 48
+    for name, value in presets.PRESETS[preset].items():
+        assert name == "ffn" or getattr(chosen, name) == value
+    assert presets.PRESETS["small"].keys() == presets.PRESETS["large"].keys()
+
+
+def test_the_large_preset_is_for_gpus_and_divides_over_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defaults(on_gpus: bool, *flags: str) -> options.Options:
+        monkeypatch.setattr(presets, "_on_gpus", lambda: on_gpus)
+        return options.parse(["--out", str(tmp_path), *flags])
+
+    assert defaults(False).dim == defaults(True, "--device", "cpu").dim == presets.SMALL["dim"]
+    large = defaults(True)
+    assert (large.dim, large.dtype) == (presets.LARGE["dim"], "bfloat16")
+    for world in (1, 2, 3, 4, 6, 8):  # every GPU has experts of its own, and an even share of all batches
+        assert options.check_ranks(large, world) == world
+        assert large.eval_windows % large.batch == 0
+    monkeypatch.setattr(ranks, "uses_cuda", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert ranks.default_ranks("auto", large.batch) == 4
+
+
+def test_a_resumed_run_keeps_its_sizes_on_another_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = options.parse(["--preset", "small", "--layers", "2", "--out", str(tmp_path)])
+    started.save(tmp_path)
+    monkeypatch.setattr(presets, "_on_gpus", lambda: True)
+    again = options.parse(["--resume", "--steps", "900", "--out", str(tmp_path)])
+    assert (again.dim, again.layers, again.dtype, again.steps) == (started.dim, 2, "float32", 900)
+
+
+def test_first_steps_do_not_count_as_speed() -> None:
+    totals = Totals()
+    for seconds, speed in ((60.0, 100 / 60), (40.0, 200 / 100), (2.0, 50.0), (2.0, 50.0)):
+        found = StepTotals(
+            loss=1.0,
+            seconds=seconds,
+            comm_seconds=seconds / 4,
+            wait_seconds=0.0,
+            load_AE=torch.ones(1, 1),
+            stop=False,
+        )
+        totals.add(found, tokens=100, wall_seconds=seconds)
+        assert totals.tokens_per_second == pytest.approx(speed)
+    assert totals.comm_share == 0.25
 
 
 def test_learning_rate_rises_and_falls() -> None:

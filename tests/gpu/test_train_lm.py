@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_only")]
 
 STEPS = 40
 RUN = [
+    "--preset=small",
     *SMALL_MODEL,
     f"--steps={STEPS}",
     "--warmup=5",
@@ -27,6 +28,7 @@ RUN = [
 # The GPU multiplies float32 matrices in TF32, ten bits; over forty steps of training the curves drift apart
 # by less than what one step of learning moves them.
 FIRST, LATER = 2e-3, 3e-2
+BFLOAT16 = 0.1
 
 
 def _losses(folder: Path) -> list[float]:
@@ -65,3 +67,15 @@ def test_the_loss_curve_is_that_of_the_cpu(
     assert difference[:5].max() < FIRST
     assert difference.max() < LATER
     assert losses[-1] < losses[0] - 0.2, "it learns"
+
+
+def test_in_bfloat16(
+    require_gpus: Callable[[int], None], cpu_losses: list[float], text_folder: Path, tmp_path: Path
+) -> None:
+    require_gpus(2)
+    arguments = [*RUN, "--dtype=bfloat16", "--device", "cuda", "--ranks", "2", "--data", text_folder]
+    done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", "--sample", "5", gpus=True)
+    assert done.code == 0, done.err
+    difference = (torch.tensor(_losses(tmp_path / "run")) - torch.tensor(cpu_losses)).abs()
+    print(f"largest difference: {difference.max():.2e}")
+    assert difference.max() < BFLOAT16
