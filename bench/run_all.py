@@ -32,6 +32,7 @@ from bench.harness.options import Options, find_device, parse
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 _NO_LIMIT = 1e9
+_SWEEP_ITERS, _SWEEP_WARMUP = 10, 3  # most iterations of a point of a sweep on GPUs
 _MOST_FAILURES = 3  # in a row, after which it is not the run that is at fault
 
 
@@ -69,73 +70,122 @@ def cpu_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
 
 
 def cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
-    """4096 tokens, hidden 7168, top-8 of 256 in every form, then sweeps around it."""
-    steady = ("--device", "cuda", "-g", str(ranks), "-n", str(iters), "-w", str(warmup), "--timeout", "60")
+    """4096 tokens, hidden 7168, top-8 of 256 in every form, then what is around it, by importance."""
     shape = ("--hidden", "7168", "-d", "bfloat16")
-    point = ("-b", "4096", *shape, "--experts", "256", "--topk", "8")
-    tokens = ("-b", "1", "-e", "32768", "-f", "2", *shape, "--experts", "256", "--topk", "8")
-    fp8, handed_on = ("--wire", "fp8"), ("--wire", "fp8", "--no-dequantize")
-    fixed, graph = ("--capacity", "auto"), ("--capacity", "auto", "--graph")
-    everything = ("--baselines",)
-    links, usual = ("--baselines", "sm-push"), ("--baselines", "sm-push,nccl")
-    sms = ("--num-sms", "8,16,24,32,64,132")
-
-    def run(name: str, flags: Sequence[str], about: str, **more: bool) -> Run:
-        operation = name.split("-")[0]
-        program = "dispatch" if operation == "backward" else operation
-        return Run(f"cuda-{name}", program, (*flags, *steady), about, **more)
-
-    experts = ("-b", "4096", *shape, "--experts", "32,256,896", "--topk", "8")
-    topk = ("-b", "4096", *shape, "--experts", "256", "--topk", "1,2,4,8,16")
+    total = _shared_experts(256, ranks)
+    usual_experts = ("--experts", total, "--topk", "8")
+    point = ("-b", "4096", *shape, *usual_experts)
+    few = ("-b", "512", *shape, *usual_experts)
+    tokens = ("-b", "1", "-e", "16384", "-f", "4", *shape, *usual_experts)
+    all_experts = ",".join(_shared_experts(each, ranks) for each in (32, 256, 896))
+    experts = ("-b", "4096", *shape, "--experts", all_experts, "--topk", "8")
+    topk = ("-b", "4096", *shape, "--experts", total, "--topk", "1,2,4,8,16")
     zipf = (*point, "--routing", "zipf", "--zipf", "0.5,1,1.5")
     one_hot = (*point, "--routing", "one-hot")
+    sms = ("--num-sms", "8,24,48,132")
+    fp8, handed_on = ("--wire", "fp8"), ("--wire", "fp8", "--no-dequantize")
+    fixed, graph = ("--capacity", "auto"), ("--capacity", "auto", "--graph")
+    everything, links = ("--baselines",), ("--baselines", "sm-push")
+    usual, beside_nccl = ("--baselines", "sm-push,nccl"), ("--baselines", "sm-push,nccl,nccl-tuned")
     symmetric = ("--baselines", "torch-symm")
+
+    def run(
+        name: str,
+        flags: Sequence[str],
+        about: str,
+        *,
+        gpus: int = ranks,
+        most_iters: int = iters,
+        most_warmup: int = warmup,
+        **more: bool,
+    ) -> Run:
+        operation = name.split("-")[0]
+        program = "dispatch" if operation == "backward" else operation
+        times = ("-n", str(min(iters, most_iters)), "-w", str(min(warmup, most_warmup)))
+        steady = ("--device", "cuda", "-g", str(gpus), *times, "--timeout", "60")
+        return Run(f"cuda-{name}", program, (*flags, *steady), about, **more)
+
+    sweep = partial(run, most_iters=_SWEEP_ITERS, most_warmup=_SWEEP_WARMUP)
+
+    def on_gpus(gpus: int) -> list[Run]:
+        """What the model of how time grows is held against: a call that is nearly all fixed cost, and one
+        that is nearly all transfer."""
+        experts = _shared_experts(256, gpus)
+        flags = ("-b", "8", "-e", "4096", "-f", "512", *shape, "--experts", experts, "--topk", "8", *fixed)
+        about = f"on {gpus} GPUs" if experts == "256" else f"on {gpus} GPUs, which cannot share 256 experts"
+        return [
+            run(f"{operation}-on-{gpus}", (*flags, *links), about, gpus=gpus)
+            for operation in ("dispatch", "combine")
+        ]
+
     return [
         run("dispatch", (*point, *everything), "dispatch to expert-major, exact sizes", quick=True),
         run("dispatch-fp8", (*point, *fp8, *usual), "rows travel in fp8, arrive in bf16", quick=True),
         run("dispatch-fp8-on", (*point, *handed_on, *usual), "fp8 rows and scales handed on", quick=True),
         run("combine", (*point, *everything), "combine from expert-major with weights", quick=True),
-        run("backward", (*point, "--kept-handle", *links), "dispatch along a kept handle", quick=True),
+        run("backward", (*point, "--kept-handle", "plain", *links), "along a kept handle", quick=True),
+        run(
+            "backward-weighted",
+            (*point, "--kept-handle", "weighted", *links),
+            "along a kept handle, times weights and with their gradients",
+            quick=True,
+        ),
         run(
             "dispatch-fixed",
             (*point, *fixed, *links),
             "fixed capacity: the host waits for nothing",
             quick=True,
         ),
-        run("dispatch-graph", (*point, *graph, *links), "the same, replayed from a graph"),
+        run("dispatch-512", (*few, *beside_nccl), "fewer tokens"),
+        run("combine-512", (*few, *beside_nccl), "fewer tokens"),
+        sweep("dispatch-sms", (*point, *sms, *links), "sweep over SMs"),
+        sweep("combine-sms", (*point, *sms, *links), "sweep over SMs"),
+        sweep("dispatch-experts", (*experts, *usual), "sweep over experts"),
+        sweep("combine-experts", (*experts, *usual), "sweep over experts"),
+        *(each for gpus in dict.fromkeys((ranks, 2, 3, 4)) if 1 < gpus <= ranks for each in on_gpus(gpus)),
+        run("dispatch-graph", (*point, *graph, *links), "fixed capacity, replayed from a graph"),
         run("dispatch-fp8-graph", (*point, *fp8, *graph, *links), "fp8, replayed from a graph"),
         run("combine-graph", (*point, *graph, *links), "combine, replayed from a graph"),
-        run("dispatch-tokens", (*tokens, *usual), "sweep over tokens"),
-        run("dispatch-graph-tokens", (*tokens, *graph, *links), "sweep over tokens in a graph"),
-        run("combine-tokens", (*tokens, *usual), "sweep over tokens"),
-        run("dispatch-sms", (*point, *sms, *links), "sweep over SMs"),
-        run("dispatch-fp8-sms", (*point, *fp8, *sms, *links), "sweep over SMs"),
-        run("combine-sms", (*point, *sms, *links), "sweep over SMs"),
-        run("dispatch-experts", (*experts, *usual), "sweep over experts"),
-        run("combine-experts", (*experts, *usual), "sweep over experts"),
-        run("dispatch-topk", (*topk, *usual), "sweep over top-k"),
-        run("combine-topk", (*topk, *usual), "sweep over top-k"),
-        run("dispatch-skew", (*zipf, *usual), "sweep over skew"),
-        run("combine-skew", (*zipf, *usual), "sweep over skew"),
+        sweep("dispatch-graph-tokens", (*tokens, *graph, *links), "sweep over tokens in a graph"),
+        sweep("combine-graph-tokens", (*tokens, *graph, *links), "sweep over tokens in a graph"),
+        sweep("dispatch-tokens", (*tokens, *usual), "sweep over tokens"),
+        sweep("combine-tokens", (*tokens, *usual), "sweep over tokens"),
+        sweep("dispatch-topk", (*topk, *usual), "sweep over top-k"),
+        sweep("combine-topk", (*topk, *usual), "sweep over top-k"),
+        sweep("dispatch-skew", (*zipf, *usual), "sweep over skew"),
+        sweep("combine-skew", (*zipf, *usual), "sweep over skew"),
         run("dispatch-one-hot", (*one_hot, *usual), "everything to one rank"),
+        sweep("dispatch-fp8-sms", (*point, *fp8, *sms, *links), "sweep over SMs"),
         run("alltoall", ("-b", "4096", *shape, *everything), "raw exchange"),
         run("dispatch-symm", (*point, *symmetric), "beside torch's symmetric memory", alone=True),
         run("combine-symm", (*point, *symmetric), "beside torch's symmetric memory", alone=True),
     ]
 
 
+def _shared_experts(experts: int, ranks: int) -> str:
+    """The most experts up to `experts` that the ranks can share evenly: 255 of 256 for three."""
+    return str(experts // ranks * ranks)
+
+
+def _same_ranks(first: Run, second: Run) -> bool:
+    """Can one set of ranks do both?"""
+    if first.alone or second.alone:
+        return False
+    return parse(first.program, first.flags).ranks == parse(second.program, second.flags).ranks
+
+
 def execute(runs: Sequence[Run], folder: Path, limit: float, commit: str | None) -> dict[str, dict[str, Any]]:
     """The records of the runs, those that came to their end within `limit` seconds.
 
-    Runs share their ranks, which saves starting them for each. When a run fails, the ranks are ended and
-    started again for those behind it.
+    Runs of equally many ranks share them, which saves starting them for each. When a run fails, the ranks are
+    ended and started again for those behind it.
     """
     begun = time.monotonic()
     waiting, records = list(runs), {}
     failures = 0
     while waiting:
         batch = [waiting.pop(0)]
-        while waiting and not batch[0].alone and not waiting[0].alone:
+        while waiting and _same_ranks(batch[0], waiting[0]):
             batch.append(waiting.pop(0))
         while batch:
             targets = {run.name: folder / f"{run.name}.json" for run in batch}
@@ -206,6 +256,11 @@ def _write_page(plan: Sequence[Run], device: str, command: str) -> None:
     print(f"written: docs/results.md of {len(records)} records in docs/results/")
 
 
+def _recorded_ranks() -> int:
+    """How many ranks the largest runs had whose records are in docs/results/."""
+    return max((json.loads(path.read_text())["ranks"] for path in RESULTS.glob("*.json")), default=2)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="run_all.py", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
@@ -230,7 +285,7 @@ def main() -> int:
     device = find_device(given.device)
     on_gpus = device == "cuda"
     plan = (cuda_plan if on_gpus else cpu_plan)(
-        given.ranks or (parse("dispatch", ["--device", device]).ranks if not given.page else 2),
+        given.ranks or (_recorded_ranks() if given.page else parse("dispatch", ["--device", device]).ranks),
         given.iters or (20 if on_gpus else 15),
         given.warmup if given.warmup is not None else (5 if on_gpus else 3),
     )

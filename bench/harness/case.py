@@ -125,6 +125,16 @@ class Case:
         """Checks a dispatch result against `layout` and this round's data."""
         return verify.wrong_dispatch(got, layout, self.key, self.options.topk, capacity, wire)
 
+    def wrong_backward(
+        self, grad_PH: torch.Tensor, grad_weights_P: torch.Tensor, rows_PH: torch.Tensor, made: DataKey
+    ) -> int:
+        """Checks the backward of a weighted combine of `rows_PH`, with the weights of `made`, when the
+        gradient of its result are this round's rows.
+        """
+        return verify.wrong_backward(
+            grad_PH, grad_weights_P, rows_PH, self.layout, self.key, made, self.options.topk
+        )
+
     def wrong_combine(self, got_TH: torch.Tensor) -> int:
         """Checks a combined result against this round's data."""
         return verify.wrong_combine(

@@ -14,7 +14,7 @@ from .ceilings import bare_rows_path, copy_engine_path, sm_push_path
 from .memcpy import memcpy_path
 from .paths import NotRun, Path
 from .permute import bare_alltoall_path, permuted_combine_path, permuted_dispatch_path
-from .product import combine_path, dispatch_path, kept_handle_path
+from .product import combine_path, dispatch_path, kept_handle_path, weighted_kept_handle_path
 from .timing import Clock
 from .vdev import vdev_combine_path, vdev_dispatch_path
 
@@ -41,7 +41,9 @@ _OF_ALL: dict[str, Baseline] = {
 
 def product_path(comm: moecomm.Communicator, case: Case) -> Path:
     """moecomm's way of doing the operation."""
-    if case.options.kept_handle:
+    if case.options.kept_handle == "weighted":
+        return weighted_kept_handle_path(comm, case)
+    if case.options.kept_handle == "plain":
         return kept_handle_path(comm, case)
     return (combine_path if case.options.operation == "combine" else dispatch_path)(comm, case)
 

@@ -24,6 +24,8 @@ BASELINES = {
 # environment for the rest; gloo-rows is there to try on a CPU what nccl-rows does on GPUs.
 ON_REQUEST = ("torch-symm", "gloo-rows")
 
+KEPT_HANDLE = ("plain", "weighted")
+
 BANDWIDTH_TEXT = """\
 sizes:
   A bare number counts tokens per rank: -b 2048. A number with a suffix B, K, M or G (powers of 1024) is bytes
@@ -144,8 +146,11 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
     if operation == "dispatch":
         add(
             "--kept-handle",
-            action="store_true",
-            help="the dispatch along the handle of an earlier one: combine's backward",
+            nargs="?",
+            const="plain",
+            choices=KEPT_HANDLE,
+            help="the dispatch along the handle of an earlier one: combine's backward; weighted: of a "
+            "combine with weights, which multiplies rows and makes the weights' gradients (plain)",
         )
     add("--num-sms", metavar="N", help="SMs of one operation (GPUs), or a list N,N (moecomm's own choice)")
     add("--graph", action="store_true", help="replay the call from a CUDA graph; needs --capacity (GPUs)")

@@ -68,7 +68,7 @@ class Options:
     trace: str | None
     wire: str | None  # None: rows travel in their type; fp8
     dequantize: bool
-    kept_handle: bool
+    kept_handle: str | None  # None | plain | weighted
     graph: bool
     host_calls: int
     input: str  # tensor | window
@@ -276,7 +276,7 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         trace=None,
         wire=None,
         dequantize=True,
-        kept_handle=False,
+        kept_handle=None,
         graph=given.graph,
         host_calls=_at_least(given.host_calls, 0, "--host-calls"),
         input=given.input,
@@ -328,6 +328,9 @@ def _with_routing(options: Options, given: argparse.Namespace) -> Options:
                 raise ValueError(f"--topk has to be between 1 and --experts ({experts}), got {topk}")
     if given.layout == "rank" and given.alignment != 1:
         raise ValueError("--alignment is for --layout expert: rank-major rows have no expert groups to align")
+    kept_handle = getattr(given, "kept_handle", None)
+    if kept_handle == "weighted" and given.layout == "rank":
+        raise ValueError("--kept-handle weighted is for --layout expert: others are combined without weights")
     if given.no_dequantize and given.wire is None:
         raise ValueError("--no-dequantize is for --wire fp8: other rows arrive in their type")
     if given.wire is not None and options.device == "cpu":
@@ -354,5 +357,5 @@ def _with_routing(options: Options, given: argparse.Namespace) -> Options:
         trace=trace,
         wire=given.wire,
         dequantize=not given.no_dequantize,
-        kept_handle=getattr(given, "kept_handle", False),
+        kept_handle=kept_handle,
     )

@@ -195,8 +195,8 @@ def combine_path(comm: moecomm.Communicator, case: Case) -> Path:
 def kept_handle_path(comm: moecomm.Communicator, case: Case) -> Path:
     """The dispatch along a kept handle: the backward of combine, through torch.autograd.grad.
 
-    The gradient of y = combine(rows) without weights is, for each row, the row of its token in dy: a
-    dispatch of dy, checked as one.
+    The gradient of y = combine(rows) is, for each row, the row of its token in dy: a dispatch of dy, checked
+    as one.
     """
     inputs = _Inputs(comm, case)
     made = _dispatch(comm, case, inputs)
@@ -217,6 +217,38 @@ def kept_handle_path(comm: moecomm.Communicator, case: Case) -> Path:
         case.maybe_corrupt(grad_PH)
         wrong = case.wrong_dispatch(Received(tokens=grad_PH), case.layout, case.capacity)
         poison(grad_PH)
+        return wrong
+
+    return _path(comm, case, call=call, check=check)
+
+
+def weighted_kept_handle_path(comm: moecomm.Communicator, case: Case) -> Path:
+    """The backward of y = combine(rows, weights): the rows of dy, times the weights where they arrive, and
+    there the product of two rows as each weight's gradient.
+
+    Rows and weights are those of round 0 for good, dy is each round's.
+    """
+    inputs = _Inputs(comm, case)
+    made, made_of = _dispatch(comm, case, inputs), case.key
+    assert made.weights is not None
+    rows_PH = case.answers(case.layout, made.tokens.shape[0]).requires_grad_()
+    weights_P = made.weights.detach().requires_grad_()
+    with torch.enable_grad():
+        y_TH = comm.combine(rows_PH, made.handle, weights=weights_P)
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(y_TH, (rows_PH, weights_P), inputs.x_TH, retain_graph=True)
+
+    call = _call(case, grads)
+
+    def check(round: int) -> int:
+        inputs.load(round)
+        poison(_scratch(case))
+        grad_PH, grad_weights_P = call()
+        _settle(comm, case)
+        case.maybe_corrupt(grad_PH)
+        wrong = case.wrong_backward(grad_PH, grad_weights_P, rows_PH.detach(), made_of)
+        poison(grad_PH, grad_weights_P)
         return wrong
 
     return _path(comm, case, call=call, check=check)

@@ -50,7 +50,8 @@ def header(options: Options, flush_bytes: int, calibrations: Sequence[str] = ())
             f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links or '?'}, "
             f"driver {gpus.driver}"
             f"  wire {options.wire or 'as it is'}{'' if options.dequantize else ', handed on'}"
-            f"{'  kept handle' if options.kept_handle else ''}{'  graph' if options.graph else ''}"
+            f"{f'  kept handle {options.kept_handle}' if options.kept_handle else ''}"
+            f"{'  graph' if options.graph else ''}"
         )
     if options.baselines and (options.alignment != 1 or options.capacity is not None):
         lines.append("# the baselines run with alignment 1 and exact sizes")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import scaling
 from .report import ceiling_of
 
 Record = dict[str, Any]
@@ -108,10 +109,16 @@ def case_of(options: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     elif options["capacity"] is not None:
         words.append("fixed")
     if options["kept_handle"]:
-        words.append("kept handle")
+        words.append("kept handle" + (" weighted" if options["kept_handle"] == "weighted" else ""))
     if row["num_sms"] is not None:
         words.append(f"{row['num_sms']} SMs")
     return ", ".join(words)
+
+
+def _where(record: Record) -> str:
+    """How many GPUs a run had, where these were not all that the machine has."""
+    gpus = record["options"]["ranks"]
+    return "" if gpus == len(record["gpus"]["names"]) else f", {gpus} GPUs"
 
 
 def gpu_lines(records: Records) -> list[list[str]]:
@@ -128,7 +135,7 @@ def gpu_lines(records: Records) -> list[list[str]]:
                 [
                     name,
                     str(own["tokens"]),
-                    case_of(record["options"], own),
+                    case_of(record["options"], own) + _where(record),
                     f"{own['time_s'] * 1e6:.1f}",
                     f"{own['busbw_GBps']:.1f}",
                     f"{100 * ceiling['time_s'] / own['time_s']:.1f}%" if ceiling else "-",
@@ -243,8 +250,11 @@ def gpu_part(records: Records, command: str, pictures: Mapping[str, str]) -> str
         f"{len(gpus['names'])} x {model}, links {gpus['links'] or 'unknown'}, "
         f"driver {gpus['driver'] or 'unknown'}, {hardware['cores']} cores"
     )
-    single = {name: record for name, record in records.items() if len(points(record)) == 1}
-    sweeps = {name: record for name, record in records.items() if name not in single}
+    growth = {name: record for name, record in records.items() if scaling.is_one(name)}
+    single = {
+        name: record for name, record in records.items() if name not in growth and len(points(record)) == 1
+    }
+    sweeps = {name: record for name, record in records.items() if name not in growth and name not in single}
     parts = [
         f"""## GPUs
 
@@ -264,6 +274,12 @@ number of SMs that is fastest. *nccl* is `all_to_all_single` between torch permu
         parts.append(table(_GPU_TITLES, gpu_lines(single)))
         parts.append("Every path of these runs:")
         parts.append(table(_PATH_TITLES, path_lines(single)))
+    if growth:
+        parts.append("### Several numbers of GPUs")
+        parts.append(table(_GPU_TITLES, gpu_lines(growth)))
+        if modelled := scaling.lines(growth):
+            parts.append(_model_text(growth))
+            parts.append(table(scaling.TITLES, modelled))
     for name, record in sweeps.items():
         parts.append(f"### {name}")
         parts.append(table(_GPU_TITLES, gpu_lines({name: record})))
@@ -273,6 +289,17 @@ number of SMs that is fastest. *nccl* is `all_to_all_single` between torch permu
         parts.append("Not run:\n\n" + "\n".join(missing(records)))
     parts.append(_commands(records))
     return "\n\n".join(parts)
+
+
+def _model_text(records: Records) -> str:
+    """The model of how time grows, before its table."""
+    return f"""The model beside the measurement: time = fixed cost + remote bytes of a rank / link rate, where
+a rank sends T (R - 1) (1 - C(E - E/R, K) / C(E, K)) rows ([memory](memory.md#how-time-grows)). The link rate
+is that of `sm-push` at the most tokens, the fixed cost what is left of the time at the fewest:
+
+{chr(10).join(f"- {each}" for each in scaling.constants(records))}
+
+So what it says of fewer GPUs is a prediction."""
 
 
 _HEAD = """# Measured results

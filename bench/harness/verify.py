@@ -201,6 +201,39 @@ def wrong_dispatch(
     return wrong.total + int(got.overflow != 0)
 
 
+def wrong_backward(
+    grad_PH: torch.Tensor,
+    grad_weights_P: torch.Tensor,
+    rows_PH: torch.Tensor,
+    layout: Layout,
+    given: DataKey,
+    made: DataKey,
+    topk: int,
+) -> int:
+    """Values of the backward of a weighted combine that are wrong.
+
+    With y = combine(rows, w) and dy, the rows of `given`: the gradient of a row is w dy, bit for bit, and
+    that of its weight <row, dy>, within what rounding a sum can explain. The weights are those of `made`.
+    """
+    if grad_PH.shape != rows_PH.shape or grad_weights_P.shape != rows_PH.shape[:1]:
+        return max(layout.num_rows * given.hidden, 1)
+    device, wide = grad_PH.device, data.wide(given.torch_dtype)
+    allowed = given.hidden * (_ROUNDOFF["float64"] if wide == torch.float64 else _ROUNDOFF["float32"])
+    wrong = _Count(device)
+    for source in np.unique(layout.source_N):
+        dy_TH = data.rows(given, int(source), device)
+        w_TK = data.weights(made, int(source), topk, device).to(wide)
+        for block in _blocks(np.nonzero(layout.source_N == source)[0]):
+            row, token = _on(device, layout.row_N[block]), _on(device, layout.token_N[block])
+            weight = w_TK[token, _on(device, layout.slot_N[block])]
+            dy_NH = dy_TH[token].to(wide)
+            wrong.differing(grad_PH[row], (weight[:, None] * dy_NH).to(grad_PH.dtype))
+            terms = rows_PH[row].to(torch.float64) * dy_NH
+            error = (grad_weights_P[row].to(torch.float64) - terms.sum(1)).abs_()
+            wrong.add(~(error <= terms.abs_().sum(1) * allowed))  # negated, so that NaN counts as wrong
+    return wrong.total
+
+
 def _compare_rows(
     wrong: _Count, got: Received, row: torch.Tensor, x_NH: torch.Tensor, wire: str | None
 ) -> None:

@@ -183,11 +183,14 @@ def test_the_bare_exchange_of_the_rows_that_cross_is_verified(name: str) -> None
     assert "# wrong values: 0 OK" in done.stdout
 
 
-def test_a_dispatch_along_a_kept_handle_is_verified() -> None:
-    flags = ("--kept-handle", "--alignment", "4", "--capacity", "auto", "--inject-error")
-    done = program("dispatch", *flags[:-1])
+@pytest.mark.parametrize("kind", ["plain", "weighted"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_dispatch_along_a_kept_handle_is_verified(kind: str, dtype: str) -> None:
+    flags = ("--kept-handle", kind, "-d", dtype, "-c", "2", "--alignment", "4", "--capacity", "auto")
+    done = program("dispatch", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row[-1] for row in table(program("dispatch", *flags).stdout)] == ["2"]
+    # One value on each of the two ranks, in each of the two rounds.
+    assert [row[-1] for row in table(program("dispatch", *flags, "--inject-error").stdout)] == ["4"]
 
 
 def test_a_sweep_over_experts_and_topk_is_one_run(tmp_path: Path) -> None:
