@@ -1,6 +1,7 @@
 #include "layout/device_window.hpp"
 
 #include <algorithm>
+#include <bit>
 
 #include "common/error.hpp"
 #include "layout/routing.hpp"
@@ -22,9 +23,8 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("route counts", w.route_counts, kMaxRouteBlocks * s.counts() * 4);
   for (auto& offset : w.error_text) visit("error text", offset, kErrorText);
   for (auto& offset : w.counts) visit("row counts", offset, s.ranks * s.counts() * 4);
-  for (auto& offset : w.codes) visit("expert places", offset, s.ranks * entries * 4);
-  for (auto& offset : w.heads)
-    visit("token heads", offset, s.ranks * s.max_tokens * int64_t{sizeof(TokenHead)});
+  for (auto& offset : w.codes) visit("expert codes", offset, s.ranks * entries * 4);
+  for (auto& offset : w.places) visit("token places", offset, s.ranks * s.max_tokens * 4);
   for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
   visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * 4);
@@ -44,10 +44,15 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
+int32_t code_bits(const DeviceShape& s) {
+  return static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(s.max_tokens - 1)));
+}
+
 template <class Visit>
 DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   DeviceWindow window{};
   window.shape = shape;
+  window.code_bits = code_bits(shape);
   const int64_t rows = rows_bytes(shape);
   window.stage_tokens = fitting_tokens(shape, rows);
   int64_t end = 0;
@@ -64,7 +69,7 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
 
 void check_shape(const DeviceShape& s) {
   // A warp holds the ids of a token, and a set of ranks as 32 bits a lane; a block counts rows for every
-  // expert in its shared memory; a place of a row is one 32-bit number (codes).
+  // expert in its shared memory; an expert and the number of a row are one 32-bit number (codes).
   constexpr int32_t kMostRanks = 1024;
   constexpr int64_t kMostCounts = 46000;
   const auto refuse = [](const std::string& text) { throw Error(ErrorKind::unsupported, text); };
@@ -76,9 +81,9 @@ void check_shape(const DeviceShape& s) {
   if (s.counts() > kMostCounts)
     refuse("num_experts is " + std::to_string(s.num_experts) +
            ", on CUDA experts and ranks together are at most " + std::to_string(kMostCounts));
-  if (s.local_experts() * s.max_tokens >= int64_t{1} << 31)
-    refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.local_experts()) +
-           " experts a rank, on CUDA their product is below 2^31");
+  if (s.num_experts << code_bits(s) > int64_t{1} << 31)
+    refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.num_experts) +
+           " experts, on CUDA the product of experts and tokens (as a power of two) is at most 2^31");
   if (s.wire == WireFormat::fp8 && s.dtype == DType::float64)
     refuse("wire is fp8, which takes float32, bfloat16 and float16 rows");
 }

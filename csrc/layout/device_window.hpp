@@ -56,7 +56,10 @@ struct DeviceShape {
   /// Bytes of the values of a row on the wire; the scales follow.
   MOECOMM_HD int64_t wire_data_bytes() const { return wire == WireFormat::fp8 ? hidden : row_bytes(); }
   MOECOMM_HD int64_t wire_row_bytes() const {
-    return wire == WireFormat::fp8 ? (hidden + 4 * scales_per_row(hidden) + 15) / 16 * 16 : row_bytes();
+    if (wire == WireFormat::same) return row_bytes();
+    const int64_t bytes = hidden + 4 * scales_per_row(hidden);
+    const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
+    return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
   /// Most ranks that one token can have as owners.
   MOECOMM_HD int32_t slots() const { return ranks < top_k ? ranks : top_k; }
@@ -80,13 +83,6 @@ struct SourceLines {
   SignalRecord record[2];
 };
 static_assert(sizeof(SourceLines) == 2 * kLine);
-
-/// About one token for one of its owners.
-struct TokenHead {
-  int32_t slot;   ///< the owner's combine slot at the token's home; -1: not an owner
-  int32_t place;  ///< number of the token among those that its source sends to this owner
-};
-static_assert(sizeof(TokenHead) == 8);
 
 /// A peer that signals no more, for waits on it. Written by the host, through a copy: kernels that polled
 /// host memory would fill the path that their own NVLink traffic takes (docs/performance.md).
@@ -120,6 +116,7 @@ struct DeviceState {
 /// Sections exist twice where their use alternates by epoch.
 struct DeviceWindow {
   DeviceShape shape;
+  int32_t code_bits;      ///< bits of a number below max_tokens
   int64_t stage_tokens;   ///< tokens of one source that the staging section holds; slots are used in turn
   int64_t sources;        ///< SourceLines[ranks]
   int64_t state;          ///< DeviceState
@@ -127,10 +124,11 @@ struct DeviceWindow {
   int64_t route_counts;   ///< int32[kMaxRouteBlocks][counts], this rank's own
   int64_t error_text[2];  ///< char[kErrorText]
   int64_t counts[2];      ///< int32[ranks][counts], by source
-  int64_t codes[2];       ///< int32[ranks][max_tokens][top_k]; expert layout: local expert * max_tokens +
-                          ///< number among the source's rows for it; rank layout: local expert; -1: elsewhere
-  int64_t heads[2];       ///< TokenHead[ranks][max_tokens]
-  int64_t weights[2];     ///< weight type [ranks][max_tokens][top_k]
+  int64_t codes[2];    ///< int32[ranks][max_tokens][top_k]: expert << code_bits | number among the source's
+                       ///< rows for it (rank layout: 0); -1: none
+  int64_t places[2];   ///< int32[ranks][max_tokens], rank layout: number of the token among those that its
+                       ///< source sends here, where it sends it here
+  int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
   int64_t arrived;  ///< uint32[ranks][max_chunks + 1]: epoch in which a chunk of this writer has arrived;
                     ///< the last: its gradients of weights

@@ -348,6 +348,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send.capacity = d.capacity;
   send.layout = d.layout;
   send.ticket = ++ticket_;
+  send.warps = heuristics_.send_warps;
   send.quantise = config_.shape.wire == WireFormat::fp8 && d.x_scales == nullptr;
   check_cuda(
       intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
@@ -420,6 +421,7 @@ void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::
   send.plan = plan;
   send.tokens = tokens;
   send.layout = layout;
+  send.warps = heuristics_.send_warps;
   check_cuda(
       intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
       "launch of the backward of combine (sending)");

@@ -52,11 +52,12 @@ void test_rows_on_the_wire() {
   for_each_shape([](const DeviceShape& s) {
     const int64_t scales = s.wire == WireFormat::fp8 ? (s.hidden + 127) / 128 * 4 : 0;
     CHECK(s.wire_row_bytes() % 16 == 0 && s.wire_row_bytes() >= s.wire_data_bytes() + scales);
-    CHECK(s.wire_row_bytes() < s.wire_data_bytes() + scales + 16);
+    CHECK(s.wire_row_bytes() < s.wire_data_bytes() + scales + (s.wire == WireFormat::fp8 ? 128 : 16));
     CHECK(s.wire_row_bytes() <= s.row_bytes());
   });
   const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::fp8};
-  CHECK(shape.wire_data_bytes() == 7168 && shape.wire_row_bytes() == 7168 + 56 * 4);
+  CHECK(shape.wire_data_bytes() == 7168 && shape.wire_row_bytes() == 7424)  // 7168 + 56 * 4 in whole lines
+  ;
 }
 
 void test_sections() {
@@ -70,7 +71,7 @@ void test_sections() {
     }
     CHECK(end == w.total_bytes);
     std::vector<int64_t> fields{w.sources, w.state, w.losses, w.route_counts};
-    for (const auto* pair : {w.error_text, w.counts, w.codes, w.heads, w.weights, w.weight_grads})
+    for (const auto* pair : {w.error_text, w.counts, w.codes, w.places, w.weights, w.weight_grads})
       fields.insert(fields.end(), pair, pair + 2);
     fields.insert(fields.end(), {w.arrived, w.credits, w.rows[0], w.rows[1]});
     CHECK(fields.size() == sections.size());
@@ -119,13 +120,16 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t element = s.dtype == DType::float64 ? 8 : s.dtype == DType::float32 ? 4 : 2;
   const int64_t weight = s.dtype == DType::float64 ? 8 : 4;
   const int64_t row = s.hidden * element;
-  const int64_t wire = s.wire == WireFormat::fp8 ? rounded(s.hidden + (s.hidden + 127) / 128 * 4, 16) : row;
+  const int64_t values = s.hidden + (s.hidden + 127) / 128 * 4;
+  const int64_t lines = rounded(values, 128), wire = s.wire == WireFormat::same ? row
+                                                     : lines <= row             ? lines
+                                                                                : rounded(values, 16);
   const int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
   int64_t total = kPage;  // kernel state
   for (const int64_t once : {128 * R, 16 * R, 16 * (E + R) * 4, R * (chunks + 1) * 4, R * (chunks + 1) * 4})
     total += rounded(once, kPage);
   for (const int64_t twice :
-       {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 8, R * M * K * weight, M * K * weight, rows})
+       {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
     total += 2 * rounded(twice, kPage);
   return total;
 }
@@ -144,13 +148,13 @@ void test_worked_example() {
   // 4 ranks, 4096 tokens of 7168 bfloat16, top-8 of 64 experts: a row has 14336 bytes, a token 4 slots.
   const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::same};
   const DeviceWindow w = DeviceWindow::make(shape);
-  int64_t total = 3 * 4096;                          // signals, kernel state, lost peers
-  total += 8192;                                     // 16 blocks' counts for 64 experts and 4 ranks
-  total += 2 * (4096 + 4096);                        // error texts, counts
-  total += 2 * (524288 + 131072 + 524288 + 131072);  // places, heads, weights, gradients of weights
+  int64_t total = 3 * 4096;                         // signals, kernel state, lost peers
+  total += 8192;                                    // 16 blocks' counts for 64 experts and 4 ranks
+  total += 2 * (4096 + 4096);                       // error texts, counts
+  total += 2 * (524288 + 65536 + 524288 + 131072);  // codes, places, weights, gradients of weights
   total += 2 * 36864;      // arrivals and credits of 2048 chunks of 4 ranks, and one more each
   total += 2 * 234881024;  // 4096 * 4 rows
-  CHECK(w.total_bytes == total && total == 472494080);
+  CHECK(w.total_bytes == total && total == 472363008);
   CHECK(w.stage_tokens == 4096);
 }
 

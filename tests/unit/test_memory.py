@@ -141,17 +141,17 @@ def test_worked_example_on_cuda() -> None:
         ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, dtype=torch.bfloat16, device="cuda:3"
     )
     assert _sizes(plan, "rows") == [4096 * 4 * 14336] * 2
-    assert _sizes(plan, "expert places") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
-    assert _sizes(plan, "token heads") == [4 * 4096 * 8] * 2
+    assert _sizes(plan, "expert codes") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
+    assert _sizes(plan, "token places") == [4 * 4096 * 4] * 2
     assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
     assert _sizes(plan, "arrival flags") == _sizes(plan, "credit flags") == [9 * PAGE]
-    assert plan.total_bytes == plan.committed_bytes == 472_494_080
+    assert plan.total_bytes == plan.committed_bytes == 472_363_008
     text = str(plan)
     assert "window of one rank (4 ranks a node)" in text
     assert text.splitlines()[-3:] == [
-        f"{'total':<18} {'':>14} {472494080:>14}",
-        f"{'taken at once':<18} {'':>14} {472494080:>14}",
-        f"{'all ranks at once':<18} {'':>14} {1889976320:>14}",
+        f"{'total':<18} {'':>14} {472363008:>14}",
+        f"{'taken at once':<18} {'':>14} {472363008:>14}",
+        f"{'all ranks at once':<18} {'':>14} {1889452032:>14}",
     ]
 
 
@@ -178,10 +178,10 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     weight = 8 if dtype == torch.float64 else 4
     # Slots of a combine; with more ranks than these hold, room for 64 tokens of each rank.
     assert _sizes(plan, "rows") == pages(max(tokens * min(ranks, top_k), ranks * 64) * row)
-    assert _sizes(plan, "expert places") == pages(ranks * tokens * top_k * 4)
+    assert _sizes(plan, "expert codes") == pages(ranks * tokens * top_k * 4)
     assert _sizes(plan, "routing weights") == pages(ranks * tokens * top_k * weight)
     assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
-    assert _sizes(plan, "token heads") == pages(ranks * tokens * 8)
+    assert _sizes(plan, "token places") == pages(ranks * tokens * 4)
     assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks) * 4)
     # 512 chunks of a token, or 500 of two.
     assert _sizes(plan, "arrival flags") + _sizes(plan, "credit flags") == pages(ranks * (512 + 1) * 4)

@@ -30,6 +30,7 @@ struct SendArguments {
   int64_t capacity;  ///< -1: as many rows as needed
   RowLayout layout;
   uint64_t ticket;  ///< dropless: number under which the host waits for the row count
+  int32_t warps;    ///< of a block that move rows, at most
   bool quantise;    ///< x is in the communicator's dtype, the wire is not
 };
 

@@ -28,7 +28,25 @@ struct Element<DType::float32> {
   __device__ static uint4 narrow(const Sum* in) {
     return {__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3])};
   }
+  /// The largest magnitude, of numbers: NaN counts as zero.
+  __device__ static float largest(const uint4& raw) {
+    float values[kVector], most = 0;
+    widen(raw, values);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) most = fmaxf(most, fabsf(values[i]));
+    return most;
+  }
 };
+
+/// The largest magnitude in a vector of pairs, of numbers: NaN counts as zero.
+template <class Pair>
+__device__ inline Pair largest_pair(const uint4& raw) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  Pair most{};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = __hmax2(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
+  return most;
+}
 
 template <>
 struct Element<DType::bfloat16> {
@@ -50,6 +68,10 @@ struct Element<DType::bfloat16> {
       words[i] = reinterpret_cast<const uint32_t&>(pair);
     }
     return {words[0], words[1], words[2], words[3]};
+  }
+  __device__ static float largest(const uint4& raw) {
+    const float2 most = __bfloat1622float2(largest_pair<__nv_bfloat162>(raw));
+    return fmaxf(most.x, most.y);
   }
 };
 
@@ -74,6 +96,10 @@ struct Element<DType::float16> {
       words[i] = reinterpret_cast<const uint32_t&>(pair);
     }
     return {words[0], words[1], words[2], words[3]};
+  }
+  __device__ static float largest(const uint4& raw) {
+    const float2 most = __half22float2(largest_pair<__half2>(raw));
+    return fmaxf(most.x, most.y);
   }
 };
 

@@ -11,12 +11,14 @@ namespace moecomm::intranode {
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
   int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
+  int send_warps;                   ///< of a block that move rows, at most
   int reduce_blocks, sum_blocks;    ///< of combine
 
   std::string text() const {
     return std::to_string(send_blocks + receive_blocks) + " SMs: dispatch " + std::to_string(send_blocks) +
-           " sending and " + std::to_string(receive_blocks) + " receiving, combine " +
-           std::to_string(reduce_blocks) + " reducing and " + std::to_string(sum_blocks) + " summing";
+           " sending (at most " + std::to_string(send_warps) + " warps each) and " +
+           std::to_string(receive_blocks) + " receiving, combine " + std::to_string(reduce_blocks) +
+           " reducing and " + std::to_string(sum_blocks) + " summing";
   }
 };
 
@@ -28,6 +30,8 @@ inline Heuristics choose_heuristics(int sms, int budget) {
   // the links.
   h.send_blocks = std::clamp(total * 3 / 10, 1, 30);
   h.receive_blocks = total - h.send_blocks;
+  // Rows under way in more warps than these only wait for each other, and arrive later.
+  h.send_warps = std::max(4, 240 / h.send_blocks);
   // The owners of a combine read most; past what fills the links, SMs are better used at the home.
   h.reduce_blocks = std::clamp(total * 13 / 24, 1, 26);
   h.sum_blocks = total - h.reduce_blocks;

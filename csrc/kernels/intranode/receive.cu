@@ -11,6 +11,7 @@
 #include "kernels/intranode/element.cuh"
 #include "kernels/intranode/kernel.cuh"
 #include "kernels/intranode/strip.cuh"
+#include "layout/routing.hpp"
 
 namespace moecomm::intranode {
 namespace {
@@ -31,7 +32,7 @@ __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments
 /// What the lanes of a warp know about a chunk: lane k holds k of each token.
 struct ChunkRows {
   int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
-  int32_t code[kMaxChunk];   ///< as it was pushed here
+  int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
   int32_t place[kMaxChunk];  ///< rank layout: output row of the token
 };
 
@@ -50,7 +51,7 @@ __device__ void place_weights(const Comm& comm, const ReceiveArguments& args, ui
     if (args.layout == RowLayout::expert) {
       if (chunk.row[i] >= 0) out[chunk.row[i]] = weights[i * top_k];
     } else if (chunk.place[i] >= 0) {
-      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.code[i] >= 0 ? weights[i * top_k] : Weight{0};
+      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i] >= 0 ? weights[i * top_k] : Weight{0};
     }
   }
 }
@@ -62,39 +63,44 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
   const DeviceWindow& w = comm.window;
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
-  const int32_t max_tokens = static_cast<int32_t>(w.shape.max_tokens);
-  const int64_t first = int64_t{item.source} * max_tokens + item.begin;
-  const TokenHead* const heads = comm.mine<TokenHead>(w.heads[epoch & 1]) + first;
+  const bool by_expert = args.layout == RowLayout::expert;
+  const int64_t first = item.source * w.shape.max_tokens + item.begin;
   const int32_t* const codes = comm.mine<int32_t>(w.codes[epoch & 1]) + first * top_k + lane;
+  const int32_t* const places = comm.mine<int32_t>(w.places[epoch & 1]) + first;
   const int32_t* const bases =
-      plan.at(plan.fields.bases) +
-      (args.layout == RowLayout::expert ? item.source * comm.local_experts : item.source);
-  TokenHead head[kMaxChunk];
+      plan.at(plan.fields.bases) + (by_expert ? item.source * comm.local_experts : item.source);
+  int32_t code[kMaxChunk], place[kMaxChunk];
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    head[i] = i < tokens ? heads[i] : TokenHead{-1, -1};
-    chunk.code[i] = i < tokens && lane < top_k ? codes[i * top_k] : -1;
+    code[i] = i < tokens && lane < top_k ? codes[i * top_k] : -1;
+    place[i] = i < tokens && !by_expert ? places[i] : 0;  // means something where a row comes here
   }
+  const auto fitting = [&](int32_t row) { return row < args.rows ? row : kRowDropped; };
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    const int32_t code = chunk.code[i];
-    const auto fitting = [&](int32_t row) { return row < args.rows ? row : kRowDropped; };
     chunk.row[i] = chunk.place[i] = kRowElsewhere;
-    if (args.layout == RowLayout::expert) {
-      const int32_t expert = code / max_tokens;
-      if (code >= 0) chunk.row[i] = fitting(bases[expert] + (code - expert * max_tokens));
-    } else if (head[i].place >= 0) {
-      chunk.place[i] = fitting(bases[0] + head[i].place);
-      if (code >= 0) chunk.row[i] = chunk.place[i];
-    }
+    chunk.local[i] = -1;
+    if (i >= tokens) continue;
+    const int32_t expert = code[i] >= 0 ? code[i] >> w.code_bits : kNoExpert;
+    const int32_t owner = expert_owner(expert, comm.local_experts);
+    const bool mine = owner == comm.rank;
+    const bool here = __any_sync(0xffffffffu, mine);
+    const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
+    const bool leads = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
+    const int slot = __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank));
+    if (mine) chunk.local[i] = expert - comm.rank * comm.local_experts;
+    if (!by_expert && here) chunk.place[i] = fitting(bases[0] + place[i]);
+    if (mine)
+      chunk.row[i] =
+          by_expert ? fitting(bases[chunk.local[i]] + (code[i] & ((1 << w.code_bits) - 1))) : chunk.place[i];
+    if (lane == 0) plan.at(plan.fields.slots)[first + i] = here ? slot : -1;
   }
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    if (i >= tokens) continue;
-    if (lane == 0) plan.at(plan.fields.slots)[first + i] = head[i].slot;
-    if (lane < top_k) plan.at(plan.fields.rows)[(first + i) * top_k + lane] = chunk.row[i];
-    if (lane < top_k && args.out_ids != nullptr && chunk.place[i] >= 0)
-      args.out_ids[int64_t{chunk.place[i]} * top_k + lane] = chunk.code[i];
+    if (i >= tokens || lane >= top_k) continue;
+    plan.at(plan.fields.rows)[(first + i) * top_k + lane] = chunk.row[i];
+    if (args.out_ids != nullptr && chunk.place[i] >= 0)
+      args.out_ids[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i];
   }
   if (args.out_weights == nullptr) return;
   if (w.shape.dtype == DType::float64)

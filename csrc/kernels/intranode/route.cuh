@@ -23,6 +23,13 @@ __device__ inline int64_t read_id(const SendArguments& args, int64_t index) {
                        : static_cast<const int32_t*>(args.ids)[index];
 }
 
+/// Remembers the first bad id: at `index`, which repeats the one at `repeats` - 1 of its token if that is not
+/// 0.
+__device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeats) {
+  atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id),
+            static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));
+}
+
 /// What a lane knows about its (token, k) in a step of a warp over whole tokens.
 struct RouteStep {
   int64_t token;
@@ -33,32 +40,54 @@ struct RouteStep {
   bool first;            ///< the first of the token's ids with this owner
 };
 
+/// A warp's tokens [begin, end), as many as fit a step at a time.
 class RouteWalk {
  public:
   __device__ RouteWalk(const Comm& comm, int64_t begin, int64_t end)
-      : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), next_(begin), end_(end) {}
+      : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
 
-  /// The next tokens; false after the last. read(index) gives a lane's checked id.
-  template <class Read>
-  __device__ bool step(RouteStep& s, const Read& read) {
-    if (next_ >= end_) return false;
-    const int lane = lane_id(), within = lane / top_k_;
-    s.k = lane - within * top_k_;
-    s.token = next_ + within;
-    s.active = within < tokens_ && s.token < end_;
-    s.token_lanes = ((top_k_ == 32 ? 0u : 1u << top_k_) - 1) << (within * top_k_ & 31);
-    next_ += tokens_;
-    s.id = s.active ? read(s, s.token * top_k_ + s.k) : kNoExpert;
-    s.owner = expert_owner(s.id, comm_.local_experts);
-    const uint32_t same = __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane) & s.token_lanes;
-    s.first = s.owner >= 0 && (same & ((1u << lane) - 1)) == 0;
-    return true;
+  /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
+  /// expert. Loads of several steps are under way together.
+  template <class Load, class Id, class Use>
+  __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
+    constexpr int kAhead = 4;
+    using Value = decltype(load(int64_t{}));
+    for (int64_t next = begin_; next < end_; next += kAhead * tokens_) {
+      Value values[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const RouteStep s = place(next + i * tokens_);
+        values[i] = s.active ? load(s.token * top_k_ + s.k) : Value{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        RouteStep s = place(next + i * tokens_);
+        if (next + i * tokens_ >= end_) break;
+        s.id = s.active ? id(s, values[i]) : kNoExpert;
+        s.owner = expert_owner(s.id, comm_.local_experts);
+        const uint32_t same =
+            __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id()) & s.token_lanes;
+        s.first = s.owner >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+        use(s, values[i]);
+      }
+    }
   }
 
  private:
+  /// This lane's part of the step that begins with token `first`, but for what the id tells.
+  __device__ RouteStep place(int64_t first) const {
+    const int within = lane_id() / top_k_;
+    RouteStep s;
+    s.k = lane_id() - within * top_k_;
+    s.token = first + within;
+    s.active = within < tokens_ && s.token < end_;
+    s.token_lanes = ((top_k_ == 32 ? 0u : 1u << top_k_) - 1) << (within * top_k_ & 31);
+    return s;
+  }
+
   const Comm& comm_;
   const int top_k_, tokens_;
-  int64_t next_, end_;
+  const int64_t begin_, end_;
 };
 
 /// Number of a lane among those of lower lanes with the same `bin`, counted on from histogram[bin]. -1: no
@@ -74,53 +103,53 @@ __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   return number;
 }
 
-/// Pushes one step's tokens to every rank.
-__device__ inline void push_step(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 const RouteStep& s, int32_t number, int32_t place) {
-  const DeviceWindow& w = comm.window;
-  const int top_k = comm.top_k(), lane = lane_id();
-  const int64_t max_tokens = w.shape.max_tokens;
-  int32_t slot = 0;  // owners below this lane's
-  for (int j = 0; j < top_k; ++j) {
-    const int from = (lane / top_k * top_k + j) & 31;
-    const int32_t owner = __shfl_sync(0xffffffffu, s.first ? s.owner : -1, from);
-    slot += owner >= 0 && owner < s.owner;
-  }
-  const uint32_t firsts = __ballot_sync(0xffffffffu, s.first) & s.token_lanes;
-  const uint32_t own = __ballot_sync(0xffffffffu, s.first && s.owner == comm.rank) & s.token_lanes;
-  const int32_t own_slot = __shfl_sync(0xffffffffu, slot, own ? __ffs(static_cast<int>(own)) - 1 : lane);
+/// Writes what a token's home has to know: its number of owners, and which of them in ascending order this
+/// rank is.
+__device__ inline void note_home(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
+  const uint32_t owners = __ballot_sync(0xffffffffu, s.first) & s.token_lanes;
+  const uint32_t below = __ballot_sync(0xffffffffu, s.first && s.owner < comm.rank) & s.token_lanes;
+  const uint32_t own = __ballot_sync(0xffffffffu, s.owner == comm.rank) & s.token_lanes;
   if (s.active && s.k == 0)
-    plan.at(plan.fields.home)[s.token] = __popc(firsts) | (own ? own_slot : kNoOwnSlot) << 16;
+    plan.at(plan.fields.home)[s.token] = __popc(owners) | (own != 0 ? __popc(below) : kNoOwnSlot) << 16;
+}
 
-  const int64_t entry = (comm.rank * max_tokens + s.token) * top_k + s.k;
-  for (int32_t i = 0; i < comm.ranks(); ++i) {
-    const int32_t peer = (comm.rank + i) % comm.ranks();
-    std::byte* const base = comm.bases[peer];
-    const bool goes = s.owner == peer;
-    const uint32_t there = __ballot_sync(0xffffffffu, s.first && goes) & s.token_lanes;
-    const int from = there ? __ffs(static_cast<int>(there)) - 1 : lane;
-    const int32_t there_slot = __shfl_sync(0xffffffffu, slot, from);
-    const int32_t there_place = __shfl_sync(0xffffffffu, place, from);
-    if (!s.active) continue;
-    const int32_t local = s.id - peer * comm.local_experts;
-    comm.at<int32_t>(base, w.codes[epoch & 1])[entry] =
-        !goes                              ? -1
-        : args.layout == RowLayout::expert ? static_cast<int32_t>(local * max_tokens) + number
-                                           : local;
-    if (s.k == 0)
-      comm.at<TokenHead>(base, w.heads[epoch & 1])[comm.rank * max_tokens + s.token] =
-          there ? TokenHead{there_slot, there_place} : TokenHead{-1, -1};
-    if (args.weights != nullptr && goes) {
-      const int64_t home = s.token * top_k + s.k;
-      if (w.shape.dtype == DType::float64)
-        comm.at<double>(base, w.weights[epoch & 1])[entry] =
-            reinterpret_cast<const double*>(args.weights)[home];
-      else
-        comm.at<float>(base, w.weights[epoch & 1])[entry] =
-            reinterpret_cast<const float*>(args.weights)[home];
-    }
-  }
+/// A (token, k) as it is loaded for the second walk.
+template <class Weight>
+struct RoutedId {
+  int32_t id = kNoExpert;
+  Weight weight = 0;
+};
+
+/// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank. Each rank
+/// gets them all, and finds out by itself what concerns it.
+template <class Weight>
+__device__ inline void push_codes(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                  const RouteWalk& walk, const int32_t* home_ids, int32_t* histogram) {
+  using Routed = RoutedId<Weight>;
+  const DeviceWindow& w = comm.window;
+  const bool by_expert = args.layout == RowLayout::expert;
+  const int64_t first = comm.rank * w.shape.max_tokens;
+  const Weight* const weights = reinterpret_cast<const Weight*>(args.weights);
+  walk.for_each([&](int64_t i) { return Routed{home_ids[i], weights != nullptr ? weights[i] : Weight{0}}; },
+                [](const RouteStep&, const Routed& routed) { return routed.id; },
+                [&](const RouteStep& s, const Routed& routed) {
+                  note_home(comm, args, s);
+                  const int32_t number = by_expert ? take_number(histogram, s.id) : 0;
+                  const int32_t code = s.id < 0 ? -1 : s.id << w.code_bits | number;
+                  const int64_t entry = (first + s.token) * comm.top_k() + s.k;
+                  for (int32_t i = 0; i < comm.ranks(); ++i) {
+                    std::byte* const base = comm.bases[(comm.rank + i) % comm.ranks()];
+                    if (!s.active) continue;
+                    comm.at<int32_t>(base, w.codes[epoch & 1])[entry] = code;
+                    if (weights != nullptr)
+                      comm.at<Weight>(base, w.weights[epoch & 1])[entry] = routed.weight;
+                  }
+                  if (by_expert) return;
+                  const int32_t place = take_number(histogram + w.shape.num_experts, s.first ? s.owner : -1);
+                  if (s.first)
+                    comm.at<int32_t>(comm.bases[s.owner], w.places[epoch & 1])[first + s.token] = place;
+                });
 }
 
 /// Run by blocks [0, blocks) of the send kernel. `histogram`: shared memory, overwritten.
@@ -143,34 +172,28 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   const int64_t end = block_begin + span * min(warp + 1, warps) / warps;
   int32_t* const own = histogram + min(warp, warps - 1) * bins;
 
-  {  // 1
-    RouteWalk walk(comm, begin, end);
-    RouteStep s;
-    const auto read = [&](const RouteStep& step, int64_t index) {
-      const int64_t id = read_id(args, index);
-      const bool good = id >= -1 && id < experts;
-      if (!good)
-        atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id), static_cast<unsigned long long>(index)
-                                                                            << 8);
-      (void)step;
-      return good ? static_cast<int32_t>(id) : kNoExpert;
-    };
-    while (walk.step(s, read)) {
-      const int lane = lane_id();
-      const uint32_t same = __match_any_sync(0xffffffffu, s.id >= 0 ? s.id : -1 - lane) & s.token_lanes;
-      const uint32_t below = same & ((1u << lane) - 1);
-      if (s.id >= 0 && below != 0) {  // one expert twice in a token
-        const int k = (__ffs(static_cast<int>(below)) - 1) % top_k;
-        atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id),
-                  static_cast<unsigned long long>(s.token * top_k + s.k) << 8 | (k + 1));
-        s.id = kNoExpert;
-        s.first = false;
-      }
-      if (s.active) home_ids[s.token * top_k + s.k] = s.id;
-      if (s.id >= 0) atomicAdd(&own[s.id], 1);
-      if (s.first) atomicAdd(&own[experts + s.owner], 1);
-    }
-  }
+  const RouteWalk walk(comm, begin, end);
+  // 1
+  walk.for_each([&](int64_t index) { return read_id(args, index); },
+                [&](const RouteStep& s, int64_t id) {
+                  if (id >= -1 && id < experts) return static_cast<int32_t>(id);
+                  note_bad_id(state, s.token * top_k + s.k, 0);
+                  return kNoExpert;
+                },
+                [&](RouteStep s, int64_t) {
+                  const uint32_t same =
+                      __match_any_sync(0xffffffffu, s.id >= 0 ? s.id : -1 - lane_id()) & s.token_lanes;
+                  const uint32_t below = same & ((1u << lane_id()) - 1);
+                  if (s.id >= 0 && below != 0) {  // one expert twice in a token
+                    note_bad_id(state, s.token * top_k + s.k,
+                                (__ffs(static_cast<int>(below)) - 1) % top_k + 1);
+                    s.id = kNoExpert;
+                    s.first = false;
+                  }
+                  if (s.active) home_ids[s.token * top_k + s.k] = s.id;
+                  if (s.id >= 0) atomicAdd(&own[s.id], 1);
+                  if (s.first) atomicAdd(&own[experts + s.owner], 1);
+                });
   __syncthreads();
 
   // 2
@@ -205,16 +228,11 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   }
   __syncthreads();
 
-  {  // 3
-    RouteWalk walk(comm, begin, end);
-    RouteStep s;
-    const auto read = [&](const RouteStep&, int64_t index) { return home_ids[index]; };
-    while (walk.step(s, read)) {
-      const int32_t number = args.layout == RowLayout::expert ? take_number(own, s.id) : 0;
-      const int32_t place = take_number(own, s.first ? experts + s.owner : -1);
-      push_step(comm, args, epoch, s, number, place);
-    }
-  }
+  // 3
+  if (w.shape.dtype == DType::float64)
+    push_codes<double>(comm, args, epoch, walk, home_ids, own);
+  else
+    push_codes<float>(comm, args, epoch, walk, home_ids, own);
 
   // 4
   __syncthreads();

@@ -136,6 +136,45 @@ class QuantiseRows {
   static constexpr int kRowStage = kWarpBytes / kOutStages;
   static_assert(kRowStage / kScaleColumns <= kScaleBuffer / kOutStages);
 
+  /// The scales of a piece's blocks, one block a lane: of a step's lanes [0, kBlockLanes) a quarter each
+  /// knows about step 0, 1, 2 and 3.
+  struct BlockScales {
+    static constexpr int kHalf = kBlockLanes / 2, kQuarter = kBlockLanes / 4;
+    float scale, inverse;
+
+    __device__ float inverse_of(int step) const {
+      const int from = (lane_id() & ~(kBlockLanes - 1)) | (step & 2 ? kHalf : 0) | (step & 1 ? kQuarter : 0);
+      return __shfl_sync(0xffffffffu, inverse, from);
+    }
+    __device__ void store(float* to, int vectors) const {
+      const int lane = lane_id(), step = (lane & kHalf ? 2 : 0) | (lane & kQuarter ? 1 : 0);
+      const int v = step * 32 + (lane & ~(kBlockLanes - 1));  // the block's first
+      if ((lane & (kQuarter - 1)) == 0 && v < vectors) to[v / kBlockLanes] = scale;
+    }
+  };
+
+  /// Lanes reduce the four steps of their blocks together: each exchange halves the steps that a lane goes on
+  /// with, so that one division a lane does for all blocks.
+  __device__ static BlockScales scale_blocks(const Strip<kSteps>& strip, int vectors) {
+    static_assert(kSteps == 4);
+    constexpr int kHalf = BlockScales::kHalf, kQuarter = BlockScales::kQuarter;
+    float amax[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      amax[step] = step * 32 + lane_id() < vectors ? E::largest(strip.raw[step]) : 0.0f;
+    const auto exchange = [](float keep, float give, int width) {
+      return fmaxf(keep, __shfl_xor_sync(0xffffffffu, give, width));
+    };
+    const bool late = lane_id() & kHalf, odd = lane_id() & kQuarter;
+    const float even_step = exchange(late ? amax[2] : amax[0], late ? amax[0] : amax[2], kHalf);
+    const float odd_step = exchange(late ? amax[3] : amax[1], late ? amax[1] : amax[3], kHalf);
+    float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
+#pragma unroll
+    for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
+    const float scale = fp8_scale(largest);
+    return {scale, __fdiv_rn(1.0f, scale)};
+  }
+
  public:
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
@@ -167,24 +206,19 @@ class QuantiseRows {
           whole_ ? reinterpret_cast<float*>(out_.stage() + comm_.window.shape.wire_data_bytes())
                  : scales_ + out_.number() * (kScaleBuffer / kOutStages);
       float* const out_scales = stage_scales + (store.piece - first) * (kColumns / kScaleColumns);
+      const BlockScales blocks = scale_blocks(now, vectors);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
-        float values[E::kVector] = {};
-        if (v < vectors) E::widen(now.raw[step], values);
-        float amax = 0;
-#pragma unroll
-        for (int e = 0; e < E::kVector; ++e) amax = fmaxf(amax, fabsf(values[e]));
-#pragma unroll
-        for (int width = kBlockLanes / 2; width > 0; width /= 2)
-          amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, width));
-        const float scale = fp8_scale(amax), inverse = __fdiv_rn(1.0f, scale);
+        const float inverse = blocks.inverse_of(step);
         if (v >= vectors) continue;
+        float values[E::kVector];
+        E::widen(now.raw[step], values);
         uint32_t* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
 #pragma unroll
         for (int e = 0; e < E::kVector; e += 4) to[e / 4] = to_fp8(values + e, inverse);
-        if (v % kBlockLanes == 0) out_scales[v / kBlockLanes] = scale;
       }
+      blocks.store(out_scales, vectors);
       now = next;
       if (!out_.complete(store.piece)) {
         store.advance(pieces_.count);
@@ -192,7 +226,7 @@ class QuantiseRows {
       }
       publish_piece();
       const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
-      const uint32_t blocks = (columns + kScaleColumns - 1) / kScaleColumns;
+      const uint32_t scales = (columns + kScaleColumns - 1) / kScaleColumns;
       for (int j = 0; j < count; ++j) {
         std::byte* const row = staged_row(comm_, epoch_, owners[j], begin + i);
         if (whole_) {
@@ -201,7 +235,7 @@ class QuantiseRows {
         }
         store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
         store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kColumns / kScaleColumns * 4),
-                    reinterpret_cast<const std::byte*>(stage_scales), (blocks * 4 + 15) / 16 * 16);
+                    reinterpret_cast<const std::byte*>(stage_scales), (scales * 4 + 15) / 16 * 16);
       }
       commit_stores();
       announcer.group_committed();
@@ -284,6 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (!valid) return;
 
+  if (warp_id() >= args.warps) return;
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
   Rows rows(comm, args, epoch, warp_memory(block));
