@@ -19,6 +19,7 @@ from .peers import PeerMemory, peer_memory
 from .timing import Clock, fastest, sum_over_ranks
 
 SM_COUNTS = (9, 16, 24, 32, 64, 96, 132)  # tried for the push kernel, and all that the GPU has
+LINE = 128  # bytes of a line of memory
 
 
 class Blocks:
@@ -37,7 +38,7 @@ class Blocks:
             raise ValueError("no row crosses between ranks")
         self.send_splits = [rows * self.row_bytes for rows in self.rows[self.rank]]
         self.receive_splits = [self.rows[source][self.rank] * self.row_bytes for source in range(self.ranks)]
-        self.segment = max(map(max, self.rows)) * self.row_bytes
+        self.segment = -(-max(map(max, self.rows)) * self.row_bytes // LINE) * LINE
         self.starts = [sum(self.send_splits[:peer]) for peer in range(self.ranks)]
         self.sent = torch.empty(sum(self.send_splits), dtype=torch.uint8, device=self.device)
         self.fill(0)
@@ -117,13 +118,24 @@ def copy_engine_path(case: Case) -> Path:
     return Path(name="copy-engine", call=call, check=blocks.checker(call, memory.own, spread=True), sms=0)
 
 
-def push_order(blocks: Blocks) -> list[tuple[int, int]]:
-    """(peer, row within its block) of every row sent, peers taking turns, so that no link waits for another.
+def push_pieces(blocks: Blocks) -> tuple[int, list[tuple[int, int]]]:
+    """The bytes of a piece, and (peer, offset in its block) of every piece sent, peers taking turns, so that
+    no link waits for another.
 
-    Example: rank 0 of 3 sends 2 rows to rank 1 and 3 to rank 2: (1, 0), (2, 0), (1, 1), (2, 1), (2, 2).
+    A piece is a row in whole lines of 128 bytes, which links carry faster than rows that share lines. The
+    last piece of a block covers its end and a part of the piece before. Example: rank 0 of 3 sends 2 rows of
+    160 bytes to rank 1 and 3 to rank 2: 256 and (1, 0), (2, 0), (1, 64), (2, 224).
     """
-    rows = blocks.rows[blocks.rank]
-    return [(peer, row) for row in range(max(rows)) for peer in blocks.peers if row < rows[peer]]
+    piece = -(-blocks.row_bytes // LINE) * LINE
+    if any(0 < size < piece for size in blocks.send_splits):
+        piece = blocks.row_bytes
+    counts = {peer: -(-blocks.send_splits[peer] // piece) for peer in blocks.peers}
+    return piece, [
+        (peer, min(i * piece, blocks.send_splits[peer] - piece))
+        for i in range(max(counts.values()))
+        for peer in blocks.peers
+        if i < counts[peer]
+    ]
 
 
 def sm_push_path(case: Case, clock: Clock) -> Path:
@@ -131,15 +143,17 @@ def sm_push_path(case: Case, clock: Clock) -> Path:
     blocks = Blocks(case)
     memory = _memory(blocks)
     kernel = push_kernel(blocks.device)
-    ring(blocks.row_bytes, kernel.shared_bytes)  # raises for rows that cannot be pushed
-    order = torch.tensor(push_order(blocks), dtype=torch.int64).reshape(-1, 2)
+    piece, pieces = push_pieces(blocks)
+    for size in (blocks.row_bytes, piece):
+        ring(size, kernel.shared_bytes)  # raises for rows that cannot be pushed
+    order = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 2)
     starts = torch.tensor(blocks.starts)[order[:, 0]]
     targets = torch.tensor(memory.pointers)[order[:, 0]] + blocks.rank * blocks.segment
-    from_N = (blocks.sent.data_ptr() + starts + order[:, 1] * blocks.row_bytes).to(blocks.device)
-    to_N = (targets + order[:, 1] * blocks.row_bytes).to(blocks.device)
+    from_N = (blocks.sent.data_ptr() + starts + order[:, 1]).to(blocks.device)
+    to_N = (targets + order[:, 1]).to(blocks.device)
 
     def on(sms: int) -> Callable[[], None]:
-        return lambda: kernel.push(from_N, to_N, blocks.row_bytes, sms)
+        return lambda: kernel.push(from_N, to_N, piece, sms)
 
     there = torch.cuda.get_device_properties(blocks.device).multi_processor_count
     ways = {str(sms): on(sms) for sms in sorted({*SM_COUNTS, there}) if sms <= there}

@@ -139,11 +139,16 @@ def test_shared_memory_is_divided_into_lanes_and_slots() -> None:
         bulk.ring(284, 227 << 10)
 
 
-def test_pushed_rows_take_turns_over_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushed_pieces_take_turns_over_the_peers() -> None:
     flags = "--device cpu -g 3 -b 3 --experts 3 --topk 2 --hidden 16"
     blocks = ceilings.Blocks(case.Case(options.parse("dispatch", flags.split()), 0, 3, "float32"))
-    blocks.rows = [[0, 2, 3], [0, 0, 0], [0, 0, 0]]
-    assert ceilings.push_order(blocks) == [(1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
+    blocks.row_bytes = 160
+    blocks.send_splits = [0, 320, 480]
+    assert ceilings.push_pieces(blocks) == (256, [(1, 0), (2, 0), (1, 64), (2, 224)])
+    blocks.send_splits = [0, 160, 480]  # a block of one row is no whole piece
+    assert ceilings.push_pieces(blocks) == (160, [(1, 0), (2, 0), (2, 160), (2, 320)])
+    blocks.send_splits = [0, 0, 512]
+    assert ceilings.push_pieces(blocks) == (256, [(2, 0), (2, 256)])
     blocks.rank = 2
     assert blocks.peers == [0, 1]
 
