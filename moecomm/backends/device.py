@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 
 class CudaDevice:
-    """One GPU. Current streams are those of this GPU, whichever is the current device."""
+    """One GPU. Current streams are those of this GPU, whichever is the current device.
+
+    What every operation asks goes to the functions of torch._C that torch.cuda wraps: the wrappers take
+    longer than what they wrap. torch has set CUDA up by then, as the communicator has memory there.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.device = torch.device("cuda", index)
-        # What torch.cuda.current_stream(index).cuda_stream returns, without making an object of it.
-        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._current_device = torch._C._cuda_getDevice
+        self.raw_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
+        """The current stream as the CUDA runtime knows it."""
+        self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        """True if the current stream is recording a CUDA graph. This has to be the current device."""
+        self.push_range: Callable[[str], int] = torch._C._nvtx.rangePushA
+        """Opens an NVTX range: a few tens of nanoseconds when no profiler listens."""
+        self.pop_range: Callable[[], int] = torch._C._nvtx.rangePop
+        """Closes the last NVTX range of this thread."""
 
     def is_current(self) -> bool:
         """True if a call that names no device means this one."""
-        return torch.cuda.current_device() == self.index
+        return self._current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Makes this the current device for a block."""
         return torch.cuda.device(self.index)
-
-    def raw_stream(self) -> int:
-        """The current stream as the CUDA runtime knows it."""
-        return self._raw_stream(self.index)
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream."""
@@ -40,10 +49,6 @@ class CudaDevice:
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Makes `stream`, and its device, current for a block."""
         return torch.cuda.stream(stream)
-
-    def capturing(self) -> bool:
-        """True if the current stream is recording a CUDA graph. This has to be the current device."""
-        return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
         """Waits for all work of this process on this GPU."""
@@ -60,11 +65,3 @@ class CudaDevice:
     def uuid(self) -> str:
         """Names the GPU on this host, whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.index).uuid)
-
-    def push_range(self, name: str) -> None:
-        """Opens an NVTX range: a few tens of nanoseconds when no profiler listens."""
-        torch.cuda.nvtx.range_push(name)
-
-    def pop_range(self) -> None:
-        """Closes the last NVTX range of this thread."""
-        torch.cuda.nvtx.range_pop()
