@@ -107,9 +107,28 @@ class DeviceCommunicator:
     def link_control(self) -> str: ...
     def unlink_control(self) -> None: ...
     def connect(self, bases: list[int], names: list[str], pids: list[int]) -> None: ...
+    def dispatch(
+        self,
+        x: int,
+        x_scales: int,
+        ids: int,
+        wide_ids: bool,
+        weights: int,
+        tokens: int,
+        layout: RowLayout,
+        alignment: int,
+        capacity: int,
+        plan: int,
+        rows: int,
+        out: int,
+        out_scales: int,
+        out_weights: int,
+        out_ids: int,
+        stream: int,
+        /,
+    ) -> None: ...
     def begin_dispatch(
         self,
-        *,
         x: int,
         x_scales: int,
         ids: int,
@@ -121,14 +140,14 @@ class DeviceCommunicator:
         capacity: int,
         plan: int,
         stream: int,
+        /,
     ) -> None: ...
     def wait_rows(self) -> int: ...
     def finish_dispatch(
-        self, *, rows: int, out: int, out_scales: int, weights: int, ids: int, stream: int
+        self, rows: int, out: int, out_scales: int, out_weights: int, out_ids: int, stream: int, /
     ) -> None: ...
     def redispatch(
         self,
-        *,
         plan: int,
         layout: RowLayout,
         x: int,
@@ -139,10 +158,10 @@ class DeviceCommunicator:
         other: int,
         dots: int,
         stream: int,
+        /,
     ) -> None: ...
     def combine(
         self,
-        *,
         plan: int,
         layout: RowLayout,
         rows: int,
@@ -152,6 +171,7 @@ class DeviceCommunicator:
         weight_grads: int,
         out_weight_grads: int,
         stream: int,
+        /,
     ) -> None: ...
     def fail(self, kind: ErrorKind, text: str, stream: int) -> None: ...
     def check(self) -> None: ...

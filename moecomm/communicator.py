@@ -37,9 +37,11 @@ from moecomm.routing import (
     check_rows,
     check_weights,
     check_wire_options,
+    fits_dispatch,
     require_integer,
+    weight_dtype,
 )
-from moecomm.types import DispatchOutput, Group, Handle, Layout, Work
+from moecomm.types import DispatchOutput, Group, Handle, Layout, Work, build
 from moecomm.version import __version__
 
 Array = Any
@@ -143,6 +145,7 @@ class Communicator:
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""
         self.timeout = seconds
+        self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
         self._backend = backend
@@ -264,9 +267,11 @@ class Communicator:
             OutOfMemory: no memory for the output; on the caller.
             CommunicatorClosed: after `close()`.
         """
-        arguments = (x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
         if not torch.compiler.is_compiling():
-            return self._dispatch(*arguments, async_op)
+            return self._dispatch(
+                x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize, async_op
+            )
+        arguments = (x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
         if capacity is None or async_op:
             return self._dispatch_outside_graph(*arguments, async_op)
         return self._dispatch_in_graph(*arguments)
@@ -335,45 +340,55 @@ class Communicator:
         async_op: bool,
     ) -> DispatchOutput | Work[DispatchOutput]:
         backend = self._open()
-        x, x_scales = _parts(x_TH)
-        if x_scales is not None:
-            x_scales = shared_tensor(x_scales, self.device)
-        x, ids = shared_tensor(x, self.device), shared_tensor(topk_idx_TK, self.device)
-        weights = None if topk_weights_TK is None else shared_tensor(topk_weights_TK, self.device)
+        x, x_scales, ids, weights = x_TH, None, topk_idx_TK, topk_weights_TK
+        fits = dequantize is True and fits_dispatch(x, ids, weights, *self._expected)
+        if not fits:
+            x, x_scales = _parts(x_TH)
+            x, x_scales = shared_tensor(x, self.device), shared_tensor(x_scales, self.device)
+            ids, weights = shared_tensor(ids, self.device), shared_tensor(weights, self.device)
 
-        def begin() -> Any:
+        def checked() -> DispatchCall:
             backend.ready()  # before the arguments: what ends the communicator comes first
             try:
-                checked = check_options(layout, alignment, capacity)
-                self._check_dispatch(x, x_scales, ids, weights, dequantize)
+                options = check_options(layout, alignment, capacity)
+                if not fits:
+                    self._check_dispatch(x, x_scales, ids, weights, dequantize)
             except MoecommError as error:
                 backend.fail(error)
-            return backend.begin_dispatch(DispatchCall(x, x_scales, ids, weights, *checked, dequantize))
+            return DispatchCall(x, x_scales, ids, weights, *options, dequantize)
 
         def finish(raw: RawDispatch) -> DispatchOutput:
             tokens_PH, weights_out = raw.tokens_PH, raw.weights
             if dequantize:
                 tokens_PH, weights_out = ops.dispatch(x if x_scales is None else None, weights, raw, backend)
             plan = raw.plan
-            return DispatchOutput(
+            handle = build(
+                Handle,
+                plan=plan,
+                owner=self._id,
+                layout=layout,
+                num_tokens=plan.tokens,
+                num_rows=plan.rows,
+            )
+            return build(
+                DispatchOutput,
                 tokens=tokens_PH,
                 weights=weights_out,
                 topk_idx=raw.topk_idx_PK,
-                tokens_per_expert=raw.tokens_per_expert_L,
-                offsets=raw.offsets,
-                overflow=raw.overflow,
-                handle=Handle(
-                    plan=plan, owner=self._id, layout=layout, num_tokens=plan.tokens, num_rows=plan.rows
-                ),
+                handle=handle,
                 scales=raw.scales,
+                _plan_views=raw.plan_views,
             )
 
-        if async_op:
-            inputs = (x, x_scales, ids, weights)
-            return backend.launch(
-                "moecomm dispatch", begin, backend.finish_dispatch, finish, inputs, capacity is None
-            )
-        return finish(backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begin())))
+        name = "moecomm dispatch"
+        if not async_op:
+            return finish(backend.run(name, lambda: backend.dispatch(checked())))
+        inputs = (x, x_scales, ids, weights)
+        if capacity is not None:
+            return backend.launch(name, lambda: backend.dispatch(checked()), None, finish, inputs)
+        return backend.launch(
+            name, lambda: backend.begin_dispatch(checked()), backend.finish_dispatch, finish, inputs
+        )
 
     _dispatch_outside_graph = _disable_dynamo(_dispatch)
 
@@ -462,9 +477,7 @@ class Communicator:
             return ops.combine(rows, factors, y_TH, handle.plan, backend)
 
         if async_op:
-            return backend.launch(
-                "moecomm combine", execute, lambda y_TH: y_TH, finish, (rows, factors), False
-            )
+            return backend.launch("moecomm combine", execute, None, finish, (rows, factors))
         return finish(backend.run("moecomm combine", execute))
 
     _combine_outside_graph = _disable_dynamo(_combine)

@@ -72,7 +72,7 @@ def _dispatch(
 
     def operation() -> Tensors:
         backend.ready()
-        raw = backend.finish_dispatch(backend.begin_dispatch(call))
+        raw = backend.dispatch(call)
         found = (raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, backend.tensor_plan(raw.plan).blob)
         return _all_there(x_TH, *found)
 

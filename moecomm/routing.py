@@ -22,10 +22,11 @@ def weight_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _is(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """True for a dense tensor of that type and place: the quick way to find nothing wrong."""
+def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """True for a dense tensor of that shape, type and place: the quick way to find nothing wrong."""
     return (
         isinstance(value, torch.Tensor)
+        and value.shape == shape
         and value.dtype is dtype
         and value.device == device
         and value.layout is torch.strided
@@ -66,10 +67,8 @@ def check_rows(
     name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """`rows_XH` is (count, hidden) of dtype on device; count None: any."""
-    if _is(rows_XH, dtype, device):
-        shape = rows_XH.shape
-        if len(shape) == 2 and shape[1] == hidden and (count is None or shape[0] == count):
-            return
+    if _is(rows_XH, (count, hidden), dtype, device):
+        return
     _require_tensor(name, rows_XH, device)
     if rows_XH.dim() != 2 or rows_XH.shape[1] != hidden or count not in (None, rows_XH.shape[0]):
         raise InvalidArgument(
@@ -79,6 +78,31 @@ def check_rows(
     if rows_XH.dtype != dtype:
         whose = "the wire's" if dtype == WIRE_FP8 else "the communicator's dtype"
         raise InvalidArgument(f"{name} is {rows_XH.dtype}, expected {whose} {dtype}")
+
+
+def fits_dispatch(
+    x_TH: Any,
+    topk_idx_TK: Any,
+    topk_weights_TK: Any,
+    hidden: int,
+    top_k: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """True for tensors in which `check_dispatch` (without scales) finds nothing wrong: one quick look, as
+    this is on the way of every call. False only means that it has to look."""
+    if not isinstance(x_TH, torch.Tensor) or x_TH.dim() != 2:
+        return False
+    tokens = x_TH.shape[0]
+    shape = (tokens, top_k)
+    return (
+        tokens <= max_tokens
+        and _is(x_TH, (tokens, hidden), dtype, device)
+        and (_is(topk_idx_TK, shape, torch.int64, device) or _is(topk_idx_TK, shape, torch.int32, device))
+        and (topk_weights_TK is None or _is(topk_weights_TK, shape, weights_dtype, device))
+    )
 
 
 def check_dispatch(
@@ -104,12 +128,10 @@ def check_dispatch(
     tokens = x_TH.shape[0]
     if tokens > max_tokens:
         raise InvalidArgument(f"x has {tokens} tokens, expected at most max_tokens = {max_tokens}")
-    kind = torch.int32 if getattr(topk_idx_TK, "dtype", None) is torch.int32 else torch.int64
-    if not (_is(topk_idx_TK, kind, device) and topk_idx_TK.shape == (tokens, top_k)):
-        _require_tensor("topk_idx", topk_idx_TK, device)
-        if topk_idx_TK.dtype not in (torch.int32, torch.int64):
-            raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
-        _require_shape("topk_idx", topk_idx_TK, (tokens, top_k), "(T, K)")
+    _require_tensor("topk_idx", topk_idx_TK, device)
+    if topk_idx_TK.dtype not in (torch.int32, torch.int64):
+        raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
+    _require_shape("topk_idx", topk_idx_TK, (tokens, top_k), "(T, K)")
     if topk_weights_TK is not None:
         check_weights("topk_weights", topk_weights_TK, (tokens, top_k), "(T, K)", dtype, device)
 
@@ -118,7 +140,7 @@ def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """`weights` has the shape and the weight type of `dtype`."""
-    if _is(weights, weight_dtype(dtype), device) and weights.shape == shape:
+    if _is(weights, shape, weight_dtype(dtype), device):
         return
     _require_tensor(name, weights, device)
     _require_dtype(name, weights, weight_dtype(dtype))

@@ -92,52 +92,54 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
             self.set_interrupt(interrupt);
           },
           py::arg("bases"), py::arg("names"), py::arg("pids"), Release())
-      .def(
-          "begin_dispatch",
-          [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
-             uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-             uintptr_t plan, uintptr_t stream) {
-            self.begin_dispatch(
-                {pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights), tokens,
-                 layout, alignment, capacity, pointer<int32_t>(plan)},
-                stream_of(stream));
-          },
-          py::kw_only(), py::arg("x"), py::arg("x_scales"), py::arg("ids"), py::arg("wide_ids"),
-          py::arg("weights"), py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"),
-          py::arg("plan"), py::arg("stream"))
+      // Operations take their arguments by position, which costs the caller a third of what names cost.
+      .def("dispatch",
+           [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
+              uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+              uintptr_t plan, int64_t rows, uintptr_t out, uintptr_t out_scales, uintptr_t out_weights,
+              uintptr_t out_ids, uintptr_t stream) {
+             self.begin_dispatch(
+                 {pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
+                  tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
+                 stream_of(stream));
+             self.finish_dispatch(
+                 rows,
+                 {pointer(out), pointer<float>(out_scales), pointer(out_weights), pointer<int32_t>(out_ids)},
+                 stream_of(stream));
+           })
+      .def("begin_dispatch",
+           [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
+              uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+              uintptr_t plan, uintptr_t stream) {
+             self.begin_dispatch(
+                 {pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
+                  tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
+                 stream_of(stream));
+           })
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
-      .def(
-          "finish_dispatch",
-          [](DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t out_scales, uintptr_t weights,
-             uintptr_t ids, uintptr_t stream) {
-            self.finish_dispatch(
-                rows, {pointer(out), pointer<float>(out_scales), pointer(weights), pointer<int32_t>(ids)},
-                stream_of(stream));
-          },
-          py::kw_only(), py::arg("rows"), py::arg("out"), py::arg("out_scales"), py::arg("weights"),
-          py::arg("ids"), py::arg("stream"))
-      .def(
-          "redispatch",
-          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
-             int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,
-             uintptr_t stream) {
-            self.redispatch(pointer<int32_t>(plan), layout, pointer(x), tokens, rows, pointer(out),
-                            pointer(scales), pointer(other), pointer(dots), stream_of(stream));
-          },
-          py::kw_only(), py::arg("plan"), py::arg("layout"), py::arg("x"), py::arg("tokens"), py::arg("rows"),
-          py::arg("out"), py::arg("scales"), py::arg("other"), py::arg("dots"), py::arg("stream"))
-      .def(
-          "combine",
-          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
-             int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads,
-             uintptr_t stream) {
-            self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
-                          pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
-                         stream_of(stream));
-          },
-          py::kw_only(), py::arg("plan"), py::arg("layout"), py::arg("rows"), py::arg("weights"),
-          py::arg("tokens"), py::arg("y"), py::arg("weight_grads"), py::arg("out_weight_grads"),
-          py::arg("stream"))
+      .def("finish_dispatch",
+           [](DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t out_scales,
+              uintptr_t out_weights, uintptr_t out_ids, uintptr_t stream) {
+             self.finish_dispatch(
+                 rows,
+                 {pointer(out), pointer<float>(out_scales), pointer(out_weights), pointer<int32_t>(out_ids)},
+                 stream_of(stream));
+           })
+      .def("redispatch",
+           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
+              int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,
+              uintptr_t stream) {
+             self.redispatch(pointer<int32_t>(plan), layout, pointer(x), tokens, rows, pointer(out),
+                             pointer(scales), pointer(other), pointer(dots), stream_of(stream));
+           })
+      .def("combine",
+           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
+              int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads,
+              uintptr_t stream) {
+             self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
+                           pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
+                          stream_of(stream));
+           })
       .def(
           "fail",
           [](DeviceCommunicator& self, ErrorKind kind, const std::string& text, uintptr_t stream) {

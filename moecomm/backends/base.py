@@ -11,7 +11,7 @@ import torch
 from moecomm.errors import MismatchedArguments, MoecommError, Unsupported
 from moecomm.memory import MemoryPlan
 from moecomm.rendezvous import Rendezvous
-from moecomm.types import Layout, Work
+from moecomm.types import Layout, PlanViews, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -30,9 +30,8 @@ class RawDispatch(NamedTuple):
     tokens_PH: torch.Tensor
     weights: torch.Tensor | None
     topk_idx_PK: torch.Tensor | None
-    tokens_per_expert_L: torch.Tensor
-    offsets: torch.Tensor
-    overflow: torch.Tensor
+    plan_views: Callable[[], PlanViews]
+    """Makes them; called when one is first asked for, if ever."""
     plan: Any
     """The backend's own: it has `tokens` and `rows`. Redispatch and combine take it, or a TensorPlan."""
     scales: torch.Tensor | None = None
@@ -63,8 +62,8 @@ class PlanFields(NamedTuple):
     source_ends: slice
     """Rank layout."""
 
-    def views(self, blob: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(tokens_per_expert_L, offsets, overflow) in `blob`."""
+    def views(self, blob: torch.Tensor, layout: Layout) -> PlanViews:
+        """Those of the plan in `blob`."""
         ends = self.source_ends if layout == "rank" else self.offsets
         return blob[self.expert_rows], blob[ends], blob[self.overflow]
 
@@ -87,8 +86,8 @@ class DispatchCall(NamedTuple):
 class Backend(Protocol):
     """Turns tensors into pointers for one kind of memory.
 
-    `begin_dispatch`, `finish_dispatch`, `redispatch`, `combine`, `empty_input`, `ready` and `fail` are called
-    within `run` or `launch` only, which put the operations of all threads into one order.
+    `dispatch` and its halves, `redispatch`, `combine`, `empty_input`, `ready` and `fail` are called within
+    `run` or `launch` only, which put the operations of all threads into one order.
     """
 
     device: torch.device
@@ -110,25 +109,29 @@ class Backend(Protocol):
         self,
         name: str,
         begin: Callable[[], Any],
-        complete: Callable[[Any], Result],
+        complete: Callable[[Any], Result] | None,
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
-        host_waits: bool,
     ) -> Work[Finished]:
-        """Starts an operation beside the caller: `complete(begin())`, after all before it.
+        """Starts an operation beside the caller, after all before it: `complete(begin())`, where `complete`
+        keeps the host waiting for peers, or `begin()` alone.
 
         `finish` is for the caller's thread, in `wait`. `inputs`: tensors that the operation reads (what is no
-        tensor is left alone). `host_waits`: `complete` keeps the host waiting for peers.
+        tensor is left alone).
         """
 
     def ready(self) -> None:
         """Raises what must keep the next dispatch from running; on all ranks alike."""
 
+    def dispatch(self, call: DispatchCall) -> RawDispatch:
+        """Sends rows and receives those that arrive."""
+
     def begin_dispatch(self, call: DispatchCall) -> Any:
-        """Brings the rows on their way; what it returns goes to `finish_dispatch`."""
+        """The first half of one without capacity: brings the rows on their way. What it returns goes to
+        `finish_dispatch`."""
 
     def finish_dispatch(self, begun: Any) -> RawDispatch:
-        """The rows that arrive."""
+        """The second half: the rows that arrive."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
         """The plan of a RawDispatch as a tensor; it lives as long as the blob's memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -18,7 +19,7 @@ from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, kind_of
 from moecomm.memory import plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import weight_dtype
-from moecomm.types import Layout, Work
+from moecomm.types import Layout, PlanViews, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -56,6 +57,17 @@ def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
         offsets=slice(ends, ends + local_experts),
         source_ends=slice(ends, ends + ranks),
     )
+
+
+def _overflow(plan: _C.Plan) -> int:
+    return plan.needed_rows if plan.needed_rows > plan.rows else 0
+
+
+def _plan_views(plan: _C.Plan) -> PlanViews:
+    expert_rows_L, offsets, overflow = (
+        torch.tensor(each, dtype=torch.int32) for each in (plan.expert_rows, plan.offsets, _overflow(plan))
+    )
+    return expert_rows_L, offsets, overflow
 
 
 class CpuBackend:
@@ -137,18 +149,21 @@ class CpuBackend:
         self,
         name: str,
         begin: Callable[[], Any],
-        complete: Callable[[Any], Result],
+        complete: Callable[[Any], Result] | None,
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
-        host_waits: bool,
     ) -> Work[Finished]:
         """Runs an operation in the communicator's own thread, after all before it."""
-        future = self._order.submit(lambda: complete(begin()))
+        future = self._order.submit(begin if complete is None else lambda: complete(begin()))
         return Work(lambda: finish(future.result()), future.done)
 
     def ready(self) -> None:
         """Raises what is pending: every rank sees a passed capacity, and none may go on."""
         self._native.check()
+
+    def dispatch(self, call: DispatchCall) -> RawDispatch:
+        """Sends rows and receives those that arrive."""
+        return self.finish_dispatch(self.begin_dispatch(call))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         """Publishes the rows and makes the plan."""
@@ -181,9 +196,7 @@ class CpuBackend:
             tokens_PH=tokens_PH,
             weights=weights,
             topk_idx_PK=topk_idx_PK,
-            tokens_per_expert_L=torch.tensor(plan.expert_rows, dtype=torch.int32),
-            offsets=torch.tensor(plan.offsets, dtype=torch.int32),
-            overflow=torch.tensor(plan.needed_rows if plan.needed_rows > plan.rows else 0, dtype=torch.int32),
+            plan_views=partial(_plan_views, plan),
             plan=plan,
         )
 
@@ -193,7 +206,7 @@ class CpuBackend:
         words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
         words.plan = plan
         words[0] = next(self._plan_keys)
-        words[fields.overflow] = plan.needed_rows if plan.needed_rows > plan.rows else 0
+        words[fields.overflow] = _overflow(plan)
         words[fields.expert_rows] = plan.expert_rows
         words[fields.source_ends if layout == "rank" else fields.offsets] = plan.offsets
         self._plans[int(words[0])] = words

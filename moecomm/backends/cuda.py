@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -28,14 +29,16 @@ Finished = TypeVar("Finished")
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
 
+_Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int]
+_Inputs = tuple[torch.Tensor | None, ...]
+
 
 class _Begun(NamedTuple):
-    """A dispatch between its halves. Kernels of the first read `inputs` while those of the second write, so
-    that memory is not given to an output."""
+    """A dispatch between its halves."""
 
     call: DispatchCall
-    inputs: tuple[torch.Tensor | None, ...]
     blob: torch.Tensor
+    inputs: _Inputs
 
 
 class CudaBackend:
@@ -210,10 +213,9 @@ class CudaBackend:
         self,
         name: str,
         begin: Callable[[], Any],
-        complete: Callable[[Any], Result],
+        complete: Callable[[Any], Result] | None,
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
-        host_waits: bool,
     ) -> Work[Finished]:
         """Puts an operation on `stream`, after what the caller's current stream holds now.
 
@@ -229,10 +231,8 @@ class CudaBackend:
             if self._unfinished is not None:
                 self._unfinished.complete()
             work.begin()
-            if host_waits:
+            if complete is not None:
                 self._unfinished = work
-            else:
-                work.complete()
 
         def wait() -> Finished:
             result = work.wait()
@@ -257,13 +257,32 @@ class CudaBackend:
         """Nothing to do: the runtime refuses work when it is closed or broken, and a passed capacity is for
         `check` or the row count of a dropless dispatch, where all ranks see the same."""
 
+    def dispatch(self, call: DispatchCall) -> RawDispatch:
+        """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
+        if call.capacity < 0:
+            return self.finish_dispatch(self.begin_dispatch(call))
+        sending, blob, _inputs = self._sending(call)
+        return self._receive(call, blob, call.capacity, self._native.dispatch, sending)
+
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
-        """Sends the rows and makes the plan, on the device."""
-        if call.capacity < 0 and self._capturing:
+        """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
+        if self._capturing:
             raise InvalidArgument(
                 "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
                 "dispatch waits for its row count on the host"
             )
+        sending, blob, inputs = self._sending(call)
+        self._native.begin_dispatch(*sending, self._raw_stream)
+        return _Begun(call, blob, inputs)
+
+    def finish_dispatch(self, begun: _Begun) -> RawDispatch:
+        """Waits for the number of rows, and receives them."""
+        rows = self._native.wait_rows()
+        return self._receive(begun.call, begun.blob, rows, self._native.finish_dispatch)
+
+    def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
+        """What the runtime's `begin_dispatch` takes but for the stream, the plan's memory, and what the
+        kernels read. (They do so while those that receive write: an output must not get that memory.)"""
         x_TH, x_address = self._readable(call.x_TH)
         ids_TK, ids_address = self._readable(call.topk_idx_TK)
         x_scales, weights_TK = call.x_scales, call.topk_weights_TK
@@ -276,26 +295,30 @@ class CudaBackend:
             blob = self._empty((self.plan_fields.words,), torch.int32)
         except OutOfMemory as error:
             self.fail(error)
-        self._native.begin_dispatch(
-            x=x_address,
-            x_scales=scales_address,
-            ids=ids_address,
-            wide_ids=ids_TK.dtype is torch.int64,
-            weights=weights_address,
-            tokens=x_TH.shape[0],
-            layout=self._layouts[call.layout],
-            alignment=call.alignment,
-            capacity=call.capacity,
-            plan=blob.data_ptr(),
-            stream=self._raw_stream,
+        sending = (
+            x_address,
+            scales_address,
+            ids_address,
+            ids_TK.dtype is torch.int64,
+            weights_address,
+            x_TH.shape[0],
+            self._layouts[call.layout],
+            call.alignment,
+            call.capacity,
+            blob.data_ptr(),
         )
-        return _Begun(call, (x_TH, x_scales, ids_TK, weights_TK), blob)
+        return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)
 
-    def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Receives the rows into tensors of their own; waits for their number first, if there is no
-        capacity."""
-        call, blob = begun.call, begun.blob
-        rows = call.capacity if call.capacity >= 0 else self._native.wait_rows()
+    def _receive(
+        self,
+        call: DispatchCall,
+        blob: torch.Tensor,
+        rows: int,
+        receive: Callable[..., None],
+        sending: _Sending | tuple[()] = (),
+    ) -> RawDispatch:
+        """Receives into tensors of their own, by a call of the runtime that takes `sending`, their number and
+        addresses, and the stream."""
         by_rank = call.layout == "rank"
         weights = topk_idx_PK = scales = None
         try:
@@ -310,29 +333,20 @@ class CudaBackend:
                 topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
         except OutOfMemory:
             # The peers must not wait for this rank, so it receives the rows into nothing.
-            self._receive(0, self._nowhere, None, None, None)
+            receive(*sending, 0, self._nowhere_address, 0, 0, 0, self._raw_stream)
             raise
-        self._receive(rows, tokens_PH, scales, weights, topk_idx_PK)
-        expert_rows_L, offsets, overflow = self.plan_fields.views(blob, call.layout)
-        plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
-        return RawDispatch(tokens_PH, weights, topk_idx_PK, expert_rows_L, offsets, overflow, plan, scales)
-
-    def _receive(
-        self,
-        rows: int,
-        tokens_PH: torch.Tensor,
-        scales: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        topk_idx_PK: torch.Tensor | None,
-    ) -> None:
-        self._native.finish_dispatch(
-            rows=rows,
-            out=self._address(tokens_PH),
-            out_scales=0 if scales is None else self._address(scales),
-            weights=0 if weights is None else self._address(weights),
-            ids=0 if topk_idx_PK is None else self._address(topk_idx_PK),
-            stream=self._raw_stream,
+        receive(
+            *sending,
+            rows,
+            self._address(tokens_PH),
+            0 if scales is None else self._address(scales),
+            0 if weights is None else self._address(weights),
+            0 if topk_idx_PK is None else self._address(topk_idx_PK),
+            self._raw_stream,
         )
+        views = partial(self.plan_fields.views, blob, call.layout)
+        plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
+        return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales)
 
     def tensor_plan(self, plan: TensorPlan) -> TensorPlan:
         """`plan` itself."""
@@ -360,16 +374,16 @@ class CudaBackend:
         except OutOfMemory as error:
             self.fail(error)
         self._native.redispatch(
-            plan=self._plan_address(plan),
-            layout=self._layouts[plan.layout],
-            x=rows_address,
-            tokens=plan.tokens,
-            rows=plan.rows,
-            out=self._address(out_PH),
-            scales=scales_address,
-            other=other_address,
-            dots=0 if dots_P is None else self._address(dots_P),
-            stream=self._raw_stream,
+            self._plan_address(plan),
+            self._layouts[plan.layout],
+            rows_address,
+            plan.tokens,
+            plan.rows,
+            self._address(out_PH),
+            scales_address,
+            other_address,
+            0 if dots_P is None else self._address(dots_P),
+            self._raw_stream,
         )
         return out_PH, dots_P
 
@@ -396,15 +410,15 @@ class CudaBackend:
         except OutOfMemory as error:
             self.fail(error)
         self._native.combine(
-            plan=self._plan_address(plan),
-            layout=self._layouts[plan.layout],
-            rows=rows_address,
-            weights=weights_address,
-            tokens=plan.tokens,
-            y=0 if y_TH is None else self._address(y_TH),
-            weight_grads=grads_address,
-            out_weight_grads=0 if grads_TK is None else self._address(grads_TK),
-            stream=self._raw_stream,
+            self._plan_address(plan),
+            self._layouts[plan.layout],
+            rows_address,
+            weights_address,
+            plan.tokens,
+            0 if y_TH is None else self._address(y_TH),
+            grads_address,
+            0 if grads_TK is None else self._address(grads_TK),
+            self._raw_stream,
         )
         return y_TH, grads_TK
 
@@ -452,8 +466,10 @@ class CudaBackend:
     # -- tensors ---------------------------------------------------------------------------------------
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As torch.empty, which takes half as long again."""
+        strides = (shape[1], 1) if len(shape) == 2 else (1,)
         try:
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(shape, dtype, error) from error
 
@@ -487,7 +503,7 @@ class _SideWork(Generic[Result]):
         backend: CudaBackend,
         name: str,
         begin: Callable[[], Any],
-        complete: Callable[[Any], Result],
+        complete: Callable[[Any], Result] | None,
         side: torch.cuda.Stream,
     ) -> None:
         self._backend, self._name, self._side = backend, name, side
@@ -499,10 +515,9 @@ class _SideWork(Generic[Result]):
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """The first half; an error is kept for `wait`."""
-        self._step(self._begin, "_begun")
-        if self._error is not None:
-            self._done = True
+        """The first half, or all if there is one only; an error is kept for `wait`."""
+        self._step(self._begin, "_result" if self._complete is None else "_begun")
+        self._done = self._complete is None or self._error is not None
 
     def complete(self) -> None:
         """The second half, once."""
@@ -510,7 +525,8 @@ class _SideWork(Generic[Result]):
         if not self._done:
             self._done = True
             begun, self._begun = self._begun, None
-            self._step(lambda: self._complete(begun), "_result")
+            assert self._complete is not None
+            self._step(partial(self._complete, begun), "_result")
 
     def _step(self, operation: Callable[[], Any], target: str) -> None:
         with self._backend._gpu.on(self._side):

@@ -113,9 +113,22 @@ class LoopbackNative:
         assert blob is not None
         return {name: blob[first : first + count] for name, (first, count) in self.fields.items()}
 
-    def begin_dispatch(
+    def dispatch(self, *arguments: Any) -> None:
+        sending, receiving, stream = arguments[:10], arguments[10:15], arguments[15]
+        self.calls.append(f"dispatch@{stream}")
+        self._send(*sending)
+        self._receive(*receiving)
+
+    def begin_dispatch(self, *arguments: Any) -> None:
+        self.calls.append(f"begin_dispatch@{arguments[-1]}")
+        self._send(*arguments[:-1])
+
+    def finish_dispatch(self, *arguments: Any) -> None:
+        self.calls.append(f"finish_dispatch@{arguments[-1]}")
+        self._receive(*arguments[:-1])
+
+    def _send(
         self,
-        *,
         x: int,
         x_scales: int,
         ids: int,
@@ -126,9 +139,7 @@ class LoopbackNative:
         alignment: int,
         capacity: int,
         plan: int,
-        stream: int,
     ) -> None:
-        self.calls.append(f"begin_dispatch@{stream}")
         top_k, experts = self.shape.top_k, self.shape.num_experts
         chosen = memory(ids, (tokens, top_k), torch.int64 if wide_ids else torch.int32)
         assert chosen is not None and x != NOT_THERE
@@ -165,10 +176,8 @@ class LoopbackNative:
         self.calls.append("wait_rows")
         return self.rows
 
-    def finish_dispatch(
-        self, *, rows: int, out: int, out_scales: int, weights: int, ids: int, stream: int
-    ) -> None:
-        self.calls.append(f"finish_dispatch@{stream}")
+    def _receive(self, rows: int, out: int, out_scales: int, weights: int, ids: int) -> None:
+        self.received = rows
         tokens, top_k = self.ids_shape
         hidden, columns = self.shape.hidden, -(-self.shape.hidden // 128)
         begun = self.begun
@@ -220,7 +229,6 @@ class LoopbackNative:
 
     def redispatch(
         self,
-        *,
         plan: int,
         layout: Any,
         x: int,
@@ -246,7 +254,6 @@ class LoopbackNative:
 
     def combine(
         self,
-        *,
         plan: int,
         layout: Any,
         rows: int,

@@ -13,6 +13,7 @@ from moecomm.routing import (
     check_options,
     check_rows,
     check_weights,
+    fits_dispatch,
     require_integer,
     weight_dtype,
 )
@@ -27,7 +28,14 @@ def _check(**changes: Any) -> None:
         "topk_weights_TK": torch.zeros(3, 2),
     }
     sizes: dict[str, Any] = {"hidden": 8, "top_k": 2, "max_tokens": 3, "dtype": torch.float32, "device": CPU}
-    check_dispatch(**{**arguments, **sizes, **changes})
+    given = {**arguments, **sizes, **changes}
+    fits = fits_dispatch(**given, weights_dtype=weight_dtype(given["dtype"]))
+    try:
+        check_dispatch(**given)
+    except InvalidArgument:
+        assert not fits
+        raise
+    assert fits, "the quick look should have been enough"
 
 
 def test_good_arguments() -> None:
@@ -49,6 +57,9 @@ def test_good_arguments() -> None:
         ({"x_TH": torch.zeros(3, 8, 1)}, InvalidArgument, ["x has shape (3, 8, 1)"]),
         ({"x_TH": torch.zeros(3, 8).half()}, InvalidArgument, ["x is torch.float16", "torch.float32"]),
         ({"x_TH": None}, InvalidArgument, ["x is NoneType"]),
+        ({"x_TH": torch.zeros(3, 8).to_sparse()}, InvalidArgument, ["x has layout torch.sparse_coo"]),
+        ({"topk_idx_TK": [[0, 1]] * 3}, InvalidArgument, ["topk_idx is list"]),
+        ({"topk_weights_TK": 1.0}, InvalidArgument, ["topk_weights is float"]),
         (
             {"topk_idx_TK": torch.zeros(3, 3, dtype=torch.int32)},
             InvalidArgument,

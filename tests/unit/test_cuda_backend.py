@@ -54,8 +54,8 @@ class TestOperations:
         comm, native, gpu = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
-        calls = ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]
-        assert native.calls[3:] == [call for call in calls if capacity is None or call != "wait_rows"]
+        halves = ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]
+        assert native.calls[3:] == (halves if capacity is None else ["dispatch@100"])
         assert out.tokens.shape == (7 if capacity is None else 9, 8)
         assert out.offsets.tolist() == [2, 4, 5, 7] and out.tokens_per_expert.tolist() == [2, 2, 1, 2]
         assert out.overflow.shape == () and int(out.overflow) == 0 and out.overflow.dtype == torch.int32
@@ -186,18 +186,20 @@ class TestErrors:
         comm, native, _ = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK)
-        real = torch.empty
+        real = torch.empty_strided
 
-        def empty(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
-            if "device" in options and options["dtype"] == torch.float32:
+        def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], **options: Any) -> torch.Tensor:
+            if options["dtype"] == torch.float32:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return real(shape, **options)
+            return real(shape, strides, **options)
 
-        monkeypatch.setattr(cuda_backend.torch, "empty", empty)
-        with pytest.raises(moecomm.OutOfMemory) as caught:
-            comm.dispatch(x_TH, ids_TK, weights_TK)
-        # The peers' rows are received all the same, into nothing.
-        assert caught.value.needed == 7 * 8 * 4 and native.calls[-1] == "finish_dispatch@100"
+        monkeypatch.setattr(cuda_backend.torch, "empty_strided", empty_strided)
+        for capacity, last in ((None, "finish_dispatch@100"), (9, "dispatch@100")):
+            with pytest.raises(moecomm.OutOfMemory) as caught:
+                comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
+            # The peers' rows are received all the same, into nothing.
+            assert caught.value.needed == (capacity or 7) * 8 * 4 and native.calls[-1] == last
+            assert native.received == 0
         with pytest.raises(moecomm.OutOfMemory):
             comm.combine(out.tokens, out.handle)
         assert native.calls[-1] == "fail@100" and native.failed is not None
@@ -268,7 +270,7 @@ class TestWork:
         x_TH, ids_TK, weights_TK = _inputs()
         work = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8, async_op=True)
         assert comm.stream is gpu.streams[1]
-        assert native.calls[-2:] == ["begin_dispatch@101", "finish_dispatch@101"]
+        assert native.calls[-1] == "dispatch@101"
         assert gpu.log[:2] == ["record 100", "101 waits for 100"]
         gpu.streams[1].done = False
         assert not work.is_completed()

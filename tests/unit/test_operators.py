@@ -166,6 +166,25 @@ def test_without_a_capacity_the_graph_breaks() -> None:
             torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH, ids_TK)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_views_of_a_plan_are_first_read_in_a_graph(device: str, request: pytest.FixtureRequest) -> None:
+    if device == "cuda":
+        request.getfixturevalue("loopback")
+
+    def share(out: moecomm.DispatchOutput) -> torch.Tensor:
+        rows = out.tokens[: out.tokens_per_expert.shape[0]].sum() * out.offsets[-1]
+        return rows + out.overflow
+
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        x_TH, ids_TK, _ = _inputs()
+        expected = share(comm.dispatch(x_TH, ids_TK))
+        assert torch.equal(
+            torch.compile(share, backend="eager", fullgraph=True)(comm.dispatch(x_TH, ids_TK)), expected
+        )
+        broken = torch.compile(lambda: share(comm.dispatch(x_TH, ids_TK)) + 1, backend="eager")
+        assert torch.equal(broken(), expected + 1)
+
+
 def test_a_layer_is_one_graph() -> None:
     from moecomm.nn import MoEConfig, MoELayer
 

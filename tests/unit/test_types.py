@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +54,29 @@ def test_the_output_names_the_fields_of_the_design() -> None:
         handle=_handle(),
     )
     assert out.topk_idx is None
+
+
+def _views(first: int) -> types.PlanViews:
+    return torch.tensor([first]), torch.tensor([first + 1]), torch.tensor(first + 2)
+
+
+def test_views_of_the_plan_are_made_when_asked_for() -> None:
+    def out() -> moecomm.DispatchOutput:
+        return types.build(
+            moecomm.DispatchOutput,
+            tokens=torch.zeros(0, 4),
+            weights=None,
+            handle=_handle(),
+            _plan_views=functools.partial(_views, 7),
+        )
+
+    for each in (out(), copy.copy(out()), pickle.loads(pickle.dumps(out())), dataclasses.replace(out())):
+        assert [int(getattr(each, name)) for name in types.PLAN_VIEWS] == [7, 8, 9]
+        assert each.offsets is each.offsets and each.topk_idx is None
+    assert "offsets=tensor([8])" in repr(out())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        out().offsets = torch.zeros(1)  # type: ignore[misc]
+    assert not hasattr(out(), "offset") and not hasattr(types.build(moecomm.DispatchOutput), "offsets")
 
 
 def test_work_waits_once() -> None:
