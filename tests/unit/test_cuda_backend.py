@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.arrays import shared_tensor
 from moecomm.routing import WIRE_FP8, check_dispatch, check_wire_options
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
@@ -186,14 +185,14 @@ class TestErrors:
         comm, native, _ = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK)
-        real = torch.empty_strided
+        real = torch.Tensor.new_empty_strided
 
-        def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], **options: Any) -> torch.Tensor:
-            if options["dtype"] == torch.float32:
+        def new_empty(like: torch.Tensor, *sizes: Any) -> torch.Tensor:
+            if like.dtype == torch.float32:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return real(shape, strides, **options)
+            return real(like, *sizes)
 
-        monkeypatch.setattr(cuda_backend.torch, "empty_strided", empty_strided)
+        monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
         for capacity, last in ((None, "finish_dispatch@100"), (9, "dispatch@100")):
             with pytest.raises(moecomm.OutOfMemory) as caught:
                 comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
