@@ -71,7 +71,7 @@ void check_shape(const DeviceShape& s) {
   // A warp holds the ids of a token, and a set of ranks as 32 bits a lane; a block counts rows for every
   // expert in its shared memory; an expert and the number of a row are one 32-bit number (codes).
   constexpr int32_t kMostRanks = 1024;
-  constexpr int64_t kMostCounts = 46000;
+  constexpr int64_t kMostCounts = 32000;
   const auto refuse = [](const std::string& text) { throw Error(ErrorKind::unsupported, text); };
   if (s.top_k > kMaxTopK)
     refuse("top_k is " + std::to_string(s.top_k) + ", on CUDA it is at most " + std::to_string(kMaxTopK));

@@ -117,8 +117,8 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   overlaps_ = major >= 9;
   heuristics_ = intranode::choose_heuristics(sms, config_.num_sms);
   for (const cudaError_t error :
-       {intranode::prepare_send(s), intranode::prepare_receive(s), intranode::prepare_reduce(s),
-        intranode::prepare_sum(s), intranode::prepare_announce()})
+       {intranode::prepare_send(s, overlaps_), intranode::prepare_receive(s, overlaps_),
+        intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[config_.rank] =
@@ -219,7 +219,7 @@ void DeviceCommunicator::watch() {
 device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
 
 intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
-  return {stream, blocks, overlapped && overlaps_};
+  return {stream, blocks, overlaps_, overlapped && overlaps_};
 }
 
 /// The stream for the kernel that sends, beside which the receiving one has to run.

@@ -127,7 +127,7 @@ class DeviceCommunicator {
   DeviceConfig config_;
   DeviceWindow window_;
   intranode::Heuristics heuristics_;
-  bool overlaps_ = false;  ///< kernels of one stream can overlap (programmatic dependent launch)
+  bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
 
   std::unique_ptr<Pinned> pinned_;

@@ -45,11 +45,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 cudaError_t launch_abandon(const Launch& launch, const Comm& comm) {
-  return launch_kernel<abandon_kernel>(launch, kThreads, 0, comm, NoArguments{});
+  return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm, NoArguments{});
 }
 
 cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {
-  return launch_kernel<announce_kernel>(launch, kThreads, 0, comm, AnnounceArguments{error, text});
+  return launch_kernel<announce_kernel>(launch, block_threads(launch.bulk), 0, comm,
+                                        AnnounceArguments{error, text});
 }
 
 cudaError_t prepare_announce() {

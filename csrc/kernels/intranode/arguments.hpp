@@ -64,8 +64,8 @@ struct CombineArguments {
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.
-cudaError_t prepare_send(const DeviceShape& shape);
-cudaError_t prepare_receive(const DeviceShape& shape);
+cudaError_t prepare_send(const DeviceShape& shape, bool bulk);
+cudaError_t prepare_receive(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_reduce(const DeviceShape& shape);
 cudaError_t prepare_sum(const DeviceShape& shape);
 cudaError_t prepare_announce();
@@ -74,6 +74,7 @@ cudaError_t prepare_announce();
 struct Launch {
   cudaStream_t stream;
   int blocks;
+  bool bulk;  ///< the GPU has bulk copies
   bool overlapped;
 };
 

@@ -10,8 +10,10 @@
 
 namespace moecomm::intranode {
 
-inline constexpr int kWarps = 12;  ///< a block
-inline constexpr int kThreads = kWarps * 32;
+/// Warps of a block that moves rows: as many as the shared memory of its GPU holds pieces for. The host asks
+/// for those of the GPU, kernels use those that they are compiled for.
+constexpr int block_warps(bool bulk) { return bulk ? 12 : 8; }
+constexpr int block_threads(bool bulk) { return block_warps(bulk) * 32; }
 inline constexpr int kWarpBytes = 16384;                  ///< of shared memory for pieces of rows
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
@@ -21,14 +23,24 @@ inline constexpr int kOutStages = 2, kOutPiece = 4096;  ///< results on their wa
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
 static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
 
-struct BlockMemory {
-  alignas(128) std::byte pieces[kWarps][kWarpBytes];
-  int32_t meta[kWarps][kMetaWords];
-  int32_t counts[kWarps][kMaxChunk];  ///< entries of meta for each token of a chunk
-  uint64_t barriers[kWarps][8];
-  alignas(16) float scales[kWarps][kScaleBuffer];
+template <int warps>
+struct MemoryOfWarps {
+  alignas(128) std::byte pieces[warps][kWarpBytes];
+  int32_t meta[warps][kMetaWords];
+  int32_t counts[warps][kMaxChunk];  ///< entries of meta for each token of a chunk
+  uint64_t barriers[warps][8];
+  alignas(16) float scales[warps][kScaleBuffer];
   int32_t shared_word;
 };
+
+constexpr size_t block_bytes(bool bulk) {
+  return bulk ? sizeof(MemoryOfWarps<block_warps(true)>) : sizeof(MemoryOfWarps<block_warps(false)>);
+}
+// What a block can have on sm_90 and on sm_80, less a kilobyte for static variables.
+static_assert(block_bytes(true) <= (227 - 1) * 1024 && block_bytes(false) <= (163 - 1) * 1024);
+
+inline constexpr int kWarps = block_warps(MOECOMM_HAS_BULK), kThreads = kWarps * 32;  // in kernels
+using BlockMemory = MemoryOfWarps<kWarps>;
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }

@@ -508,12 +508,12 @@ cudaError_t launch_receive(const Launch& launch, const Comm& comm, const Receive
                           : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
                                                                             : Arrival::as_it_is;
   return with_kernel(comm.window.shape.dtype, arrival, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
+    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
-cudaError_t prepare_receive(const DeviceShape& shape) {
-  const Prepare prepare{sizeof(BlockMemory)};
+cudaError_t prepare_receive(const DeviceShape& shape, bool bulk) {
+  const Prepare prepare{block_bytes(bulk)};
   for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
     const cudaError_t error = with_kernel(shape.dtype, arrival, prepare);

@@ -356,12 +356,12 @@ cudaError_t with_kernel(DType dtype, bool quantise, const Use& use) {
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
   return with_kernel(comm.window.shape.dtype, args.quantise, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kThreads, sizeof(BlockMemory), comm, args);
+    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
-cudaError_t prepare_send(const DeviceShape& shape) {
-  const Prepare prepare{sizeof(BlockMemory)};
+cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
+  const Prepare prepare{block_bytes(bulk)};
   const cudaError_t error = with_kernel(shape.dtype, false, prepare);
   return error != cudaSuccess || shape.wire == WireFormat::same ? error
                                                                 : with_kernel(shape.dtype, true, prepare);
