@@ -18,7 +18,8 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
     """The same float32 weights on every rank, device, and at every EP size, from torch's default generator.
 
     Weights start small in proportion to the square root of the width, and those that write into the
-    residual stream smaller still, by the number of layers that do so. Routers start close to indifferent.
+    residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, an
+    output matrix of its own at zero.
     """
     std = options.dim**-0.5
     moe = MoEConfig(
@@ -35,7 +36,12 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
         init_std=std,
     )
     config = ModelConfig(
-        vocab=vocab, dim=options.dim, layers=options.layers, heads=options.heads, max_seq=options.seq
+        vocab=vocab,
+        dim=options.dim,
+        layers=options.layers,
+        heads=options.heads,
+        max_seq=options.seq,
+        tied=options.tied,
     )
     model = Transformer(config, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
     with torch.no_grad():
@@ -43,6 +49,8 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=std)
+        if model.output is not None:
+            model.output.weight.zero_()
         for name, parameter in model.named_parameters():
             if name.endswith(("out.weight", "w_out")):
                 parameter.div_(math.sqrt(2 * options.layers))

@@ -2,8 +2,8 @@
 
 Shape letters, beside those of moecomm: B sequences, S positions, N heads, D width of one head, V vocabulary.
 The pieces are the common ones: pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv
-2104.09864), causal scaled-dot-product attention, and one embedding matrix shared by the input and the
-output.
+2104.09864), causal scaled-dot-product attention, and, if `tied`, one embedding matrix shared by the input and
+the output.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class ModelConfig:
     layers: int
     heads: int
     max_seq: int
+    tied: bool = True
     rope_base: float = 10_000.0
 
 
@@ -81,6 +82,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab, config.dim)
         self.blocks = nn.ModuleList(Block(config, make_ffn()) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.output = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
         cos_SD, sin_SD = rope_table(config.dim // config.heads, config.max_seq, config.rope_base)
         self.register_buffer("cos_SD", cos_SD, persistent=False)
         self.register_buffer("sin_SD", sin_SD, persistent=False)
@@ -89,9 +91,10 @@ class Transformer(nn.Module):
         """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`."""
         length = tokens_BS.shape[1]
         cos_SD, sin_SD = self.cos_SD[:length], self.sin_SD[:length]
-        # The embedding serves as output matrix too and is small for that; here it is scaled back to unit
+        # The embedding may serve as output matrix too and is small for that; here it is scaled back to unit
         # size.
         x_BSH = self.embedding(tokens_BS) * math.sqrt(self.config.dim)
         for block in self.blocks:
             x_BSH = block(x_BSH, cos_SD, sin_SD)
-        return F.linear(self.norm(x_BSH), self.embedding.weight)
+        output = self.embedding if self.output is None else self.output
+        return F.linear(self.norm(x_BSH), output.weight)

@@ -18,7 +18,20 @@ from lm.errors import UsageError
 FILE_NAME = "options.json"
 
 # A checkpoint is bound to these: another value would be another model or another stream of batches.
-FIXED = ("data", "tokenizer", "seed", "batch", "seq", "dim", "layers", "heads", "ffn", "experts", "top_k")
+FIXED = (
+    "data",
+    "tokenizer",
+    "seed",
+    "batch",
+    "seq",
+    "dim",
+    "layers",
+    "heads",
+    "ffn",
+    "experts",
+    "top_k",
+    "tied",
+)
 # These belong to one call and not to the run.
 PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset")
 
@@ -49,6 +62,7 @@ class Options:
     dim: int
     layers: int
     heads: int
+    tied: bool
     ffn: int
     experts: int
     top_k: int
@@ -183,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dim", type=_count, help="width of a token")
     add("--layers", type=_count, help="transformer blocks")
     add("--heads", type=_count, help="attention heads")
+    add("--tied", action=argparse.BooleanOptionalAction, help="one matrix for the embedding and the output")
     add("--experts", type=_count, help="experts of a layer, over all ranks")
     add("--top-k", type=_count, help="experts a token is sent to")
     add("--ffn", type=_count, help="inner width of one expert")

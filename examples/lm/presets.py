@@ -9,6 +9,7 @@ SMALL: dict[str, Any] = {
     "dim": 160,
     "layers": 4,
     "heads": 5,
+    "tied": True,
     "experts": 8,
     "top_k": 2,
     "ffn": 320,
@@ -29,6 +30,9 @@ LARGE: dict[str, Any] = {
     "dim": 1024,
     "layers": 8,
     "heads": 16,
+    # A tied output starts out sure, by a logit of sqrt(dim), that every token repeats; while a wide model
+    # unlearns this, all tokens go to the same experts.
+    "tied": False,
     "experts": 48,  # as the batch a multiple of 1, 2, 3, 4, 6 and 8 ranks
     "top_k": 4,
     "ffn": 512,
@@ -65,4 +69,8 @@ def _on_gpus() -> bool:
 
 def describe(preset: str) -> str:
     """The flags that a preset stands for."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in PRESETS[preset].items())
+    flags = []
+    for name, value in PRESETS[preset].items():
+        flag = name.replace("_", "-")
+        flags.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
+    return " ".join(flags)

@@ -163,6 +163,8 @@ def test_presets_give_what_no_flag_says(preset: str, tmp_path: Path) -> None:
     for name, value in presets.PRESETS[preset].items():
         assert name == "ffn" or getattr(chosen, name) == value
     assert presets.PRESETS["small"].keys() == presets.PRESETS["large"].keys()
+    said = options.parse([*presets.describe(preset).split(), "--out", str(tmp_path)])
+    assert {name: getattr(said, name) for name in presets.PRESETS[preset]} == presets.PRESETS[preset]
 
 
 def test_the_large_preset_is_for_gpus_and_divides_over_them(

@@ -118,6 +118,19 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, text_folder: Path, t
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
 
 
+def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
+    base_run: BaseRun, text_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    arguments = [*SMALL_RUN, "--no-tied", "--steps", "30", "--data", text_folder, "--out", folder]
+    done = run_example("train_lm.py", *arguments)
+    assert done.code == 0, done.err
+    assert losses(folder)[1] == pytest.approx(math.log(257), abs=1e-5)
+    assert losses(folder)[30] < losses(base_run.folder)[1]
+    done = run_example("train_lm.py", "--resume", "--tied", "--out", folder)
+    assert done.code == 2 and "this run has --tied False, which cannot become True" in done.err
+
+
 def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(base_run.folder, folder)
