@@ -133,9 +133,10 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     const uint32_t owned =
         list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
     if (owned == 0) continue;
+    std::byte* const first_slot = comm.slot_row(comm.bases[home], epoch, begin, 0);
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
-      std::byte* const to = comm.slot_row(comm.bases[home], epoch, begin + i, slots[i]);
+      std::byte* const to = first_slot + (i * comm.window.shape.slots() + slots[i]) * row_bytes;
       const int32_t* const rows = sources + i * top_k;
       const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };

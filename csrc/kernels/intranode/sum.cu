@@ -155,7 +155,8 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     if (!wait_sums(comm, epoch, t / size, owners)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
-    const auto slot = [&](int s) { return comm.slot_row(comm.own, epoch, t, s); };
+    const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
+    const auto slot = [&](int s) { return slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
       sum_token<dtype>(token, slot, row, factors, first, vectors)
           .store(args.y + t * row_bytes, first, vectors);
