@@ -143,17 +143,21 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
 
 
 def test_memory_page_has_the_times_of_its_formula() -> None:
-    """Fixed cost plus remote bytes at 347 GB/s, for the traffic of uniform routing."""
+    """Fixed cost plus remote bytes at the links' rate, for the traffic of uniform routing; in a combine at
+    least what its reducing blocks read and store."""
     text = part("memory.md", "How time grows")
     top_k, tokens, row = EXAMPLE["top_k"], EXAMPLE["max_tokens"], 2 * EXAMPLE["hidden"]
     rows = [cells for cells in table_rows(text) if cells[0].isdigit()]
     assert [int(cells[0]) for cells in rows] == [2, 3, 4, 8]
-    for ranks, experts, others, remote, time in rows:
+    for ranks, experts, others, remote, dispatch, _, combine, _ in rows:
         size, elsewhere = int(ranks), int(experts) - int(experts) // int(ranks)
         needing = (size - 1) * (1 - math.comb(elsewhere, top_k) / math.comb(int(experts), top_k))
         assert f"{needing:.2f}" == others
-        assert f"{needing * tokens * row / 1e6:.0f} MB" == remote
-        assert time.startswith(f"{50 + needing * tokens * row / 347e3:.0f} us")
+        sent = needing * tokens * row
+        read = tokens * top_k * (size - 1) / size * row
+        assert f"{sent / 1e6:.0f} MB" == remote
+        assert f"{46.9 + sent / 348.7e3:.0f} us" == dispatch
+        assert f"{36.0 + max(sent / 348.7e3, (read + sent) / 26 / 42e3):.0f} us" == combine
 
 
 def test_formats_page_has_the_values_of_the_reference() -> None:
