@@ -52,6 +52,7 @@ template <class Visit>
 DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   DeviceWindow window{};
   window.shape = shape;
+  window.wire_bytes = shape.wire_row_bytes();
   window.code_bits = code_bits(shape);
   const int64_t rows = rows_bytes(shape);
   window.stage_tokens = fitting_tokens(shape, rows);
@@ -84,7 +85,7 @@ void check_shape(const DeviceShape& s) {
   if (s.num_experts << code_bits(s) > int64_t{1} << 31)
     refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.num_experts) +
            " experts, on CUDA the product of experts and tokens (as a power of two) is at most 2^31");
-  if (s.wire == WireFormat::fp8 && s.dtype == DType::float64)
+  if (s.dtype == DType::float64 && !wire_entry(s.wire).takes_float64)
     refuse("wire is fp8, which takes float32, bfloat16 and float16 rows");
 }
 
@@ -96,6 +97,7 @@ DeviceWindow DeviceWindow::make(const DeviceShape& shape) {
 DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
   DeviceWindow window = *this;
   window.shape.wire = wire;
+  window.wire_bytes = window.shape.wire_row_bytes();
   window.stage_tokens = fitting_tokens(window.shape, rows_bytes(shape));
   return window;
 }

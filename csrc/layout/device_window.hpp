@@ -10,23 +10,13 @@
 #include "common/macros.hpp"
 #include "layout/control.hpp"
 #include "layout/window.hpp"
+#include "layout/wire_format.hpp"
 
 namespace moecomm {
 
-/// How a row of a dispatch travels.
-enum class WireFormat : int32_t {
-  same = 0,  ///< in its dtype
-  fp8 = 1,   ///< e4m3 with one float32 scale for each 128 columns
-};
-
-inline constexpr int32_t kScaleColumns = 128;  ///< columns that share a scale
-inline constexpr int32_t kMaxTopK = 32;        ///< a warp holds the ids of a token
-inline constexpr int32_t kMaxChunk = 8;        ///< tokens
+inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
+inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 16;
-
-MOECOMM_HD constexpr int64_t scales_per_row(int64_t hidden) {
-  return (hidden + kScaleColumns - 1) / kScaleColumns;
-}
 
 /// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
 /// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
@@ -54,10 +44,18 @@ struct DeviceShape {
   MOECOMM_HD int32_t local_experts() const { return static_cast<int32_t>(num_experts / ranks); }
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
   /// Bytes of the values of a row on the wire; the scales follow.
-  MOECOMM_HD int64_t wire_data_bytes() const { return wire == WireFormat::fp8 ? hidden : row_bytes(); }
+  MOECOMM_HD int64_t wire_data_bytes() const {
+    const int32_t value = wire_entry(wire).value_bytes;
+    return value == 0 ? row_bytes() : hidden * value;
+  }
+  /// Scales of a row on the wire.
+  MOECOMM_HD int64_t wire_scales() const {
+    const int32_t columns = wire_entry(wire).scale_columns;
+    return columns == 0 ? 0 : (hidden + columns - 1) / columns;
+  }
   MOECOMM_HD int64_t wire_row_bytes() const {
     if (wire == WireFormat::same) return row_bytes();
-    const int64_t bytes = hidden + 4 * scales_per_row(hidden);
+    const int64_t bytes = wire_data_bytes() + 4 * wire_scales();
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
@@ -116,6 +114,7 @@ struct DeviceState {
 /// Sections exist twice where their use alternates by epoch.
 struct DeviceWindow {
   DeviceShape shape;
+  int64_t wire_bytes;     ///< shape.wire_row_bytes(), which kernels want often
   int32_t code_bits;      ///< bits of a number below max_tokens
   int64_t stage_tokens;   ///< tokens of one source that the staging section holds; slots are used in turn
   int64_t sources;        ///< SourceLines[ranks]

@@ -349,7 +349,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send.layout = d.layout;
   send.ticket = ++ticket_;
   send.warps = heuristics_.send_warps;
-  send.quantise = config_.shape.wire == WireFormat::fp8 && d.x_scales == nullptr;
+  send.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
   check_cuda(
       intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
       "launch of dispatch (sending)");
@@ -400,7 +400,7 @@ void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& outpu
   receive.out_weights = output.out_weights;
   receive.out_ids = output.out_ids;
   receive.layout = d.layout;
-  receive.dequantise = config_.shape.wire == WireFormat::fp8 && output.out_scales == nullptr;
+  receive.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
   check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, true),
                                        *comm(config_.shape.wire), receive),
              "launch of dispatch (receiving)");

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/dtype.hpp"
+#include "layout/wire_format.hpp"
 
 namespace moecomm::intranode {
 
@@ -122,33 +123,41 @@ __device__ inline double multiply(double a, double b) { return __dmul_rn(a, b); 
 __device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline double add(double a, double b) { return __dadd_rn(a, b); }
 
-/// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
-__device__ inline float fp8_scale(float amax) {
-  constexpr float kLargest = 448.0f, kLeast = 1.17549435e-38f;  // of e4m3; of the normal floats
-  return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
-}
+/// The verbs of a format in which values travel with scales (layout/wire_format.hpp), four values at a time.
+template <WireFormat wire>
+struct Wire;
 
-/// Four values times `inverse` as e4m3, to nearest even, saturating.
-__device__ inline uint32_t to_fp8(const float* in, float inverse) {
-  uint32_t out = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 pair = {__fmul_rn(in[2 * i], inverse), __fmul_rn(in[2 * i + 1], inverse)};
-    out |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
-  }
-  return out;
-}
+template <>
+struct Wire<WireFormat::fp8> {
+  static constexpr int kScaleColumns = wire_entry(WireFormat::fp8).scale_columns;
+  static_assert(wire_entry(WireFormat::fp8).value_bytes == 1);
 
-/// Four e4m3 values times `scale`.
-__device__ inline void from_fp8(uint32_t in, float scale, float* out) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const __half2_raw raw =
-        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(in >> (16 * i)), __NV_E4M3);
-    const float2 pair = __half22float2(static_cast<__half2>(raw));
-    out[2 * i] = __fmul_rn(pair.x, scale);
-    out[2 * i + 1] = __fmul_rn(pair.y, scale);
+  /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
+  __device__ static float scale(float amax) {
+    constexpr float kLargest = 448.0f, kLeast = 1.17549435e-38f;  // of e4m3; of the normal floats
+    return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
   }
-}
+  /// Values times `inverse` as e4m3, to nearest even, saturating.
+  __device__ static uint32_t write(const float* in, float inverse) {
+    uint32_t out = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 pair = {__fmul_rn(in[2 * i], inverse), __fmul_rn(in[2 * i + 1], inverse)};
+      out |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
+    }
+    return out;
+  }
+  /// e4m3 values times `scale`.
+  __device__ static void read(uint32_t in, float scale, float* out) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const __half2_raw raw =
+          __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(in >> (16 * i)), __NV_E4M3);
+      const float2 pair = __half22float2(static_cast<__half2>(raw));
+      out[2 * i] = __fmul_rn(pair.x, scale);
+      out[2 * i + 1] = __fmul_rn(pair.y, scale);
+    }
+  }
+};
 
 }  // namespace moecomm::intranode

@@ -138,6 +138,18 @@ struct Prepare {
   }
 };
 
+/// Calls use.operator()<wire>() for a format that is not that of the rows.
+template <class Use>
+cudaError_t with_wire(WireFormat wire, const Use& use) {
+  switch (wire) {
+    case WireFormat::fp8:
+      return use.template operator()<WireFormat::fp8>();
+    case WireFormat::same:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
 /// Calls use.operator()<Of<dtype>::kernel>(). An Of without a kernel for a dtype does not serve it.
 template <template <DType> class Of, class Use>
 cudaError_t with_dtype(DType dtype, const Use& use) {

@@ -159,7 +159,7 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, ui
   for (int32_t source = 0; source < s.ranks; ++source)
     if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
   comm.state().rows_out += min(header.needed_rows, header.rows);
-  comm.state().bytes_wire += entries * s.wire_row_bytes();
+  comm.state().bytes_wire += entries * comm.window.wire_bytes;
 }
 
 /// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither

@@ -153,7 +153,7 @@ class CopyOut {
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
         values_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)),
-        scale_bytes_(args.out_scales != nullptr ? 4 * scales_per_row(comm.window.shape.hidden) : 0),
+        scale_bytes_(args.out_scales != nullptr ? 4 * comm.window.shape.wire_scales() : 0),
         // Scales are one more piece, if their rows lie as bulk copies want it.
         pieces_(values_.count + (scale_bytes_ > 0 && scale_bytes_ % 16 == 0 && scale_bytes_ <= kCopyPiece)) {}
 
@@ -210,10 +210,11 @@ class CopyOut {
   const int pieces_;
 };
 
-/// e4m3 rows with scales, which become rows of `dtype`.
-template <DType dtype>
+/// Rows in another format, with scales, which become rows of `dtype`.
+template <DType dtype, WireFormat wire>
 class DequantiseOut {
   using E = Element<dtype>;
+  using W = Wire<wire>;
   static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< of a piece, which is one store
 
  public:
@@ -237,7 +238,7 @@ class DequantiseOut {
         if (v >= vectors) continue;
         const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
         piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column));
-        piece.scales[step] = __ldcg(&scales[column / kScaleColumns]);
+        piece.scales[step] = __ldcg(&scales[column / W::kScaleColumns]);
       }
       load.advance(pieces_.count);
     };
@@ -255,7 +256,7 @@ class DequantiseOut {
         const uint32_t* const words = reinterpret_cast<const uint32_t*>(&now.values[step]);
         float values[E::kVector];
 #pragma unroll
-        for (int e = 0; e < E::kVector; e += 4) from_fp8(words[e / 4], now.scales[step], values + e);
+        for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], now.scales[step], values + e);
         reinterpret_cast<uint4*>(out)[v] = E::narrow(values);
       }
       publish_piece();
@@ -269,7 +270,7 @@ class DequantiseOut {
   }
 
  private:
-  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // e4m3 of a vector
+  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // a vector's, of one byte each
   static constexpr int kSteps = kOutPiece / 512;
   struct Fetched {
     Values values[kSteps];
@@ -401,7 +402,7 @@ __device__ void zero_padding(const Comm& comm, const ReceiveArguments& args, int
   const int64_t row_bytes = wire ? s.wire_data_bytes() : s.row_bytes(), weight = weight_bytes(s.dtype);
   uint4* const out = reinterpret_cast<uint4*>(args.out + first * row_bytes);
   for (int64_t i = lane_id(); i < rows * row_bytes / 16; i += 32) out[i] = {};
-  if (wire) zero(args.out_scales + first * scales_per_row(s.hidden), rows * scales_per_row(s.hidden) * 4);
+  if (wire) zero(args.out_scales + first * s.wire_scales(), rows * s.wire_scales() * 4);
   if (args.out_weights != nullptr) zero(args.out_weights + first * weight, rows * weight);
   if (args.dots != nullptr) zero(args.dots + first * weight, rows * weight);
 }
@@ -486,19 +487,25 @@ template <DType dtype>
 struct ScalingKernel {
   static constexpr auto kernel = &receive_kernel<ScaleOut<dtype>>;
 };
-template <DType dtype>
-struct DequantisingKernel {
-  static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype>>;
+template <WireFormat wire>
+struct Dequantising {
+  template <DType dtype>
+  struct Kernel {
+    static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype, wire>>;
+  };
+  template <DType dtype>
+    requires(dtype == DType::float64 && !wire_entry(wire).takes_float64)
+  struct Kernel<dtype> {};
 };
-template <>
-struct DequantisingKernel<DType::float64> {};
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
-cudaError_t with_kernel(DType dtype, Arrival arrival, const Use& use) {
-  if (arrival == Arrival::scaled) return with_dtype<ScalingKernel>(dtype, use);
-  if (arrival == Arrival::dequantised) return with_dtype<DequantisingKernel>(dtype, use);
-  return use.template operator()<&receive_kernel<CopyOut>>();
+cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
+  if (arrival == Arrival::as_it_is) return use.template operator()<&receive_kernel<CopyOut>>();
+  if (arrival == Arrival::scaled) return with_dtype<ScalingKernel>(shape.dtype, use);
+  return with_wire(shape.wire, [&]<WireFormat wire>() {
+    return with_dtype<Dequantising<wire>::template Kernel>(shape.dtype, use);
+  });
 }
 
 }  // namespace
@@ -507,7 +514,7 @@ cudaError_t launch_receive(const Launch& launch, const Comm& comm, const Receive
   const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
                           : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
                                                                             : Arrival::as_it_is;
-  return with_kernel(comm.window.shape.dtype, arrival, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, arrival, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
@@ -516,7 +523,7 @@ cudaError_t prepare_receive(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
   for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
-    const cudaError_t error = with_kernel(shape.dtype, arrival, prepare);
+    const cudaError_t error = with_kernel(shape, arrival, prepare);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

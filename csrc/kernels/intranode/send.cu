@@ -103,7 +103,7 @@ class CopyRows {
  private:
   /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
   __device__ void send_scales(int64_t token, const int32_t* owners, int count) {
-    const int64_t number = scales_per_row(comm_.window.shape.hidden);
+    const int64_t number = comm_.window.shape.wire_scales();
     const float* const from = args_.x_scales + token * number;
     for (int64_t first = 0; first < number; first += kScaleBuffer) {
       wait_stores_read<0>();
@@ -125,10 +125,12 @@ class CopyRows {
   const Pieces pieces_;
 };
 
-/// Rows of `dtype`, which go out as e4m3 with scales.
-template <DType dtype>
+/// Rows of `dtype`, which go out in another format, with scales.
+template <DType dtype, WireFormat wire>
 class QuantiseRows {
   using E = Element<dtype>;
+  using W = Wire<wire>;
+  static constexpr int kScaleColumns = W::kScaleColumns;
   static constexpr int kSteps = kSumPiece / 512;
   static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
   static constexpr int kBlockLanes = kScaleColumns / E::kVector;
@@ -171,7 +173,7 @@ class QuantiseRows {
     float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
 #pragma unroll
     for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
-    const float scale = fp8_scale(largest);
+    const float scale = W::scale(largest);
     return {scale, __fdiv_rn(1.0f, scale)};
   }
 
@@ -182,7 +184,7 @@ class QuantiseRows {
         epoch_(epoch),
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
-        whole_(comm.window.shape.wire_row_bytes() <= kRowStage),
+        whole_(comm.window.wire_bytes <= kRowStage),
         out_(memory.pieces, pieces_.count, kColumns, kRowStage) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
@@ -216,7 +218,7 @@ class QuantiseRows {
         E::widen(now.raw[step], values);
         uint32_t* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
 #pragma unroll
-        for (int e = 0; e < E::kVector; e += 4) to[e / 4] = to_fp8(values + e, inverse);
+        for (int e = 0; e < E::kVector; e += 4) to[e / 4] = W::write(values + e, inverse);
       }
       blocks.store(out_scales, vectors);
       now = next;
@@ -230,7 +232,7 @@ class QuantiseRows {
       for (int j = 0; j < count; ++j) {
         std::byte* const row = staged_row(comm_, epoch_, owners[j], begin + i);
         if (whole_) {
-          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.shape.wire_row_bytes()));
+          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.wire_bytes));
           continue;
         }
         store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
@@ -338,33 +340,38 @@ __global__ void __launch_bounds__(kThreads, 1)
   announcer.flush();
 }
 
-template <DType dtype>
-struct QuantisingKernel {
-  static constexpr auto kernel = &send_kernel<QuantiseRows<dtype>>;
+template <WireFormat wire>
+struct Quantising {
+  template <DType dtype>
+  struct Kernel {
+    static constexpr auto kernel = &send_kernel<QuantiseRows<dtype, wire>>;
+  };
+  template <DType dtype>
+    requires(dtype == DType::float64 && !wire_entry(wire).takes_float64)
+  struct Kernel<dtype> {};
 };
-template <>
-struct QuantisingKernel<DType::float64> {};
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
 template <class Use>
-cudaError_t with_kernel(DType dtype, bool quantise, const Use& use) {
-  return quantise ? with_dtype<QuantisingKernel>(dtype, use)
-                  : use.template operator()<&send_kernel<CopyRows>>();
+cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
+  if (!quantise) return use.template operator()<&send_kernel<CopyRows>>();
+  return with_wire(shape.wire, [&]<WireFormat wire>() {
+    return with_dtype<Quantising<wire>::template Kernel>(shape.dtype, use);
+  });
 }
 
 }  // namespace
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return with_kernel(comm.window.shape.dtype, args.quantise, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, args.quantise, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
-  const cudaError_t error = with_kernel(shape.dtype, false, prepare);
-  return error != cudaSuccess || shape.wire == WireFormat::same ? error
-                                                                : with_kernel(shape.dtype, true, prepare);
+  const cudaError_t error = with_kernel(shape, false, prepare);
+  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_kernel(shape, true, prepare);
 }
 
 }  // namespace moecomm::intranode

@@ -41,7 +41,7 @@ struct Comm {
   /// Dispatch: where the row of `source`'s token lies in the staging section of the window at `base`.
   __device__ std::byte* staged_row(std::byte* base, uint64_t epoch, int32_t source, int64_t token) const {
     return base + window.rows[epoch & 1] +
-           (source * window.stage_tokens + token % window.stage_tokens) * window.shape.wire_row_bytes();
+           (source * window.stage_tokens + token % window.stage_tokens) * window.wire_bytes;
   }
   /// Combine: slot `slot` of a token in its home's window at `base`.
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
