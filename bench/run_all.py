@@ -76,7 +76,7 @@ def cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
     usual_experts = ("--experts", total, "--topk", "8")
     point = ("-b", "4096", *shape, *usual_experts)
     few = ("-b", "512", *shape, *usual_experts)
-    tokens = ("-b", "1", "-e", "16384", "-f", "4", *shape, *usual_experts)
+    tokens = ("-b", "1", "-e", "32768", "-f", "8", *shape, *usual_experts)
     all_experts = ",".join(_shared_experts(each, ranks) for each in (32, 256, 896))
     experts = ("-b", "4096", *shape, "--experts", all_experts, "--topk", "8")
     topk = ("-b", "4096", *shape, "--experts", total, "--topk", "1,2,4,8,16")
@@ -87,7 +87,9 @@ def cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
     fixed, graph = ("--capacity", "auto"), ("--capacity", "auto", "--graph")
     everything, links = ("--baselines",), ("--baselines", "sm-push")
     usual, beside_nccl = ("--baselines", "sm-push,nccl"), ("--baselines", "sm-push,nccl,nccl-tuned")
-    symmetric = ("--baselines", "torch-symm")
+    # torch's all_to_all_vdev_2d takes at most 16 experts a rank.
+    few_experts = ("-b", "4096", *shape, "--experts", str(16 * ranks), "--topk", "8")
+    symmetric = (*few_experts, "--baselines", "sm-push,torch-symm")
 
     def run(
         name: str,
@@ -157,8 +159,8 @@ def cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
         run("dispatch-one-hot", (*one_hot, *usual), "everything to one rank"),
         sweep("dispatch-fp8-sms", (*point, *fp8, *sms, *links), "sweep over SMs"),
         run("alltoall", ("-b", "4096", *shape, *everything), "raw exchange"),
-        run("dispatch-symm", (*point, *symmetric), "beside torch's symmetric memory", alone=True),
-        run("combine-symm", (*point, *symmetric), "beside torch's symmetric memory", alone=True),
+        run("dispatch-symm", symmetric, "beside torch's symmetric memory", alone=True),
+        run("combine-symm", symmetric, "beside torch's symmetric memory", alone=True),
     ]
 
 
