@@ -51,6 +51,21 @@ py::dict stats_dict(DeviceCommunicator& self) {
   return out;
 }
 
+void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
+                    uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+                    uintptr_t plan, uintptr_t stream) {
+  self.begin_dispatch({pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
+                       tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
+                      stream_of(stream));
+}
+
+void finish_dispatch(DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t out_scales,
+                     uintptr_t out_weights, uintptr_t out_ids, uintptr_t stream) {
+  self.finish_dispatch(
+      rows, {pointer(out), pointer<float>(out_scales), pointer(out_weights), pointer<int32_t>(out_ids)},
+      stream_of(stream));
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m, void (*interrupt)()) {
@@ -98,33 +113,13 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
               uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
               uintptr_t plan, int64_t rows, uintptr_t out, uintptr_t out_scales, uintptr_t out_weights,
               uintptr_t out_ids, uintptr_t stream) {
-             self.begin_dispatch(
-                 {pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
-                  tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
-                 stream_of(stream));
-             self.finish_dispatch(
-                 rows,
-                 {pointer(out), pointer<float>(out_scales), pointer(out_weights), pointer<int32_t>(out_ids)},
-                 stream_of(stream));
+             begin_dispatch(self, x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity,
+                            plan, stream);
+             finish_dispatch(self, rows, out, out_scales, out_weights, out_ids, stream);
            })
-      .def("begin_dispatch",
-           [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
-              uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-              uintptr_t plan, uintptr_t stream) {
-             self.begin_dispatch(
-                 {pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
-                  tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
-                 stream_of(stream));
-           })
+      .def("begin_dispatch", &begin_dispatch)
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
-      .def("finish_dispatch",
-           [](DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t out_scales,
-              uintptr_t out_weights, uintptr_t out_ids, uintptr_t stream) {
-             self.finish_dispatch(
-                 rows,
-                 {pointer(out), pointer<float>(out_scales), pointer(out_weights), pointer<int32_t>(out_ids)},
-                 stream_of(stream));
-           })
+      .def("finish_dispatch", &finish_dispatch)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
               int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,

@@ -138,18 +138,6 @@ struct Prepare {
   }
 };
 
-/// Calls use.operator()<wire>() for a format that is not that of the rows.
-template <class Use>
-cudaError_t with_wire(WireFormat wire, const Use& use) {
-  switch (wire) {
-    case WireFormat::fp8:
-      return use.template operator()<WireFormat::fp8>();
-    case WireFormat::same:
-      break;
-  }
-  return cudaErrorInvalidValue;
-}
-
 /// Calls use.operator()<Of<dtype>::kernel>(). An Of without a kernel for a dtype does not serve it.
 template <template <DType> class Of, class Use>
 cudaError_t with_dtype(DType dtype, const Use& use) {
@@ -163,6 +151,28 @@ cudaError_t with_dtype(DType dtype, const Use& use) {
     case DType::float64:
       if constexpr (requires { Of<DType::float64>::kernel; })
         return use.template operator()<Of<DType::float64>::kernel>();
+  }
+  return cudaErrorInvalidValue;
+}
+
+/// The Of<dtype, wire> of the types whose rows can travel in `wire`.
+template <template <DType, WireFormat> class Of, WireFormat wire>
+struct Conversions {
+  template <DType dtype>
+  struct Kernel : Of<dtype, wire> {};
+  template <DType dtype>
+    requires(dtype == DType::float64 && !wire_entry(wire).takes_float64)
+  struct Kernel<dtype> {};
+};
+
+/// Calls use.operator()<Of<dtype, wire>::kernel>() for the rows of a shape that travel in another format.
+template <template <DType, WireFormat> class Of, class Use>
+cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
+  switch (shape.wire) {
+    case WireFormat::fp8:
+      return with_dtype<Conversions<Of, WireFormat::fp8>::template Kernel>(shape.dtype, use);
+    case WireFormat::same:
+      break;
   }
   return cudaErrorInvalidValue;
 }

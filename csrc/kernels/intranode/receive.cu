@@ -487,25 +487,17 @@ template <DType dtype>
 struct ScalingKernel {
   static constexpr auto kernel = &receive_kernel<ScaleOut<dtype>>;
 };
-template <WireFormat wire>
-struct Dequantising {
-  template <DType dtype>
-  struct Kernel {
-    static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype, wire>>;
-  };
-  template <DType dtype>
-    requires(dtype == DType::float64 && !wire_entry(wire).takes_float64)
-  struct Kernel<dtype> {};
+template <DType dtype, WireFormat wire>
+struct DequantisingKernel {
+  static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype, wire>>;
 };
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
-  if (arrival == Arrival::as_it_is) return use.template operator()<&receive_kernel<CopyOut>>();
   if (arrival == Arrival::scaled) return with_dtype<ScalingKernel>(shape.dtype, use);
-  return with_wire(shape.wire, [&]<WireFormat wire>() {
-    return with_dtype<Dequantising<wire>::template Kernel>(shape.dtype, use);
-  });
+  if (arrival == Arrival::dequantised) return with_conversion<DequantisingKernel>(shape, use);
+  return use.template operator()<&receive_kernel<CopyOut>>();
 }
 
 }  // namespace

@@ -340,24 +340,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   announcer.flush();
 }
 
-template <WireFormat wire>
-struct Quantising {
-  template <DType dtype>
-  struct Kernel {
-    static constexpr auto kernel = &send_kernel<QuantiseRows<dtype, wire>>;
-  };
-  template <DType dtype>
-    requires(dtype == DType::float64 && !wire_entry(wire).takes_float64)
-  struct Kernel<dtype> {};
+template <DType dtype, WireFormat wire>
+struct QuantisingKernel {
+  static constexpr auto kernel = &send_kernel<QuantiseRows<dtype, wire>>;
 };
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
 template <class Use>
 cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
-  if (!quantise) return use.template operator()<&send_kernel<CopyRows>>();
-  return with_wire(shape.wire, [&]<WireFormat wire>() {
-    return with_dtype<Quantising<wire>::template Kernel>(shape.dtype, use);
-  });
+  return quantise ? with_conversion<QuantisingKernel>(shape, use)
+                  : use.template operator()<&send_kernel<CopyRows>>();
 }
 
 }  // namespace
