@@ -10,13 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from moecomm import _C
 from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, introduce, meet
 from moecomm.backends.device import CudaDevice
+from moecomm.backends.side_work import SideWork
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.memory import device_shape, plan_device_memory
 from moecomm.rendezvous import Rendezvous
@@ -67,7 +68,7 @@ class CudaBackend:
         self._last_captured: torch.cuda.Stream | None = None  # of the last operation that a graph recorded
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
-        self._unfinished: _SideWork[Any] | None = None
+        self._unfinished: SideWork[Any] | None = None
         self._stats_before: dict[str, float] = {}
 
         with self._gpu.current():
@@ -230,7 +231,7 @@ class CudaBackend:
         for each in inputs:
             if isinstance(each, torch.Tensor) and each.device == self.device:
                 each.record_stream(side)
-        work = _SideWork(self, name, begin, complete, side)
+        work = SideWork(self, self._gpu, name, begin, complete, side)
         with self._lock:
             if self._unfinished is not None:
                 self._unfinished.complete()
@@ -245,12 +246,12 @@ class CudaBackend:
 
         return Work(wait, work.is_completed, work.join)
 
-    def settle(self, work: _SideWork[Any]) -> None:
+    def settle(self, work: SideWork[Any]) -> None:
         """Completes `work` if that is still to do."""
         with self._lock:
             work.complete()
 
-    def completed(self, work: _SideWork[Any]) -> None:
+    def completed(self, work: SideWork[Any]) -> None:
         """`work` needs nothing more from the host."""
         if self._unfinished is work:
             self._unfinished = None
@@ -496,84 +497,6 @@ class CudaBackend:
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             address = tensor.data_ptr()
         return tensor, address or self._nowhere_address
-
-
-class _SideWork(Generic[Result]):
-    """An operation on the communicator's own stream. `begin` and `complete` are called with the backend's
-    lock held."""
-
-    def __init__(
-        self,
-        backend: CudaBackend,
-        name: str,
-        begin: Callable[[], Any],
-        complete: Callable[[Any], Result] | None,
-        side: torch.cuda.Stream,
-    ) -> None:
-        self._backend, self._name, self._side = backend, name, side
-        self._begin, self._complete = begin, complete
-        self._begun: Any = None
-        self._done = False
-        self._result: Any = None
-        self._error: Exception | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def begin(self) -> None:
-        """The first half, or all if there is one only; an error is kept for `wait`."""
-        self._step(self._begin, "_result" if self._complete is None else "_begun")
-        self._done = self._complete is None or self._error is not None
-
-    def complete(self) -> None:
-        """The second half, once."""
-        self._backend.completed(self)
-        if not self._done:
-            self._done = True
-            begun, self._begun = self._begun, None
-            assert self._complete is not None
-            self._step(partial(self._complete, begun), "_result")
-
-    def _step(self, operation: Callable[[], Any], target: str) -> None:
-        with self._backend._gpu.on(self._side):
-            try:
-                setattr(self, target, self._backend.run_now(self._name, operation))
-            except Exception as error:  # every kind belongs to the caller of wait()
-                self._error = error
-            self._event = self._side.record_event()
-
-    def wait(self) -> Result:
-        """The result, or the error; the device may still be working on it."""
-        self._backend.settle(self)
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def join(self) -> None:
-        """Makes the current stream wait for the operation."""
-        if self._error is not None:
-            return
-        caller = self._backend._gpu.stream()
-        assert self._event is not None
-        caller.wait_event(self._event)
-        for tensor in _tensors(self._result):
-            tensor.record_stream(caller)
-
-    def is_completed(self) -> bool:
-        """True when the device is done. A dispatch whose count has arrived goes on here."""
-        if self._error is None and self._event is not None and not self._event.query():
-            return False
-        if self._done:
-            return True
-        self._backend.settle(self)
-        return self._error is not None or self._event is None or self._event.query()
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    """What holds memory in the result of an operation."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    assert isinstance(result, RawDispatch)
-    found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
-    return [each for each in found if each is not None]
 
 
 def _slice(field: tuple[int, int]) -> slice:

@@ -1,0 +1,106 @@
+"""An operation on the stream of a CUDA communicator, beside the caller's: what a Work holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from moecomm.backends.base import RawDispatch
+from moecomm.backends.device import CudaDevice
+
+Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
+
+
+class Owner(Protocol):
+    """The backend, which puts operations into one order."""
+
+    def run_now(self, name: str, operation: Callable[[], Outcome]) -> Outcome:
+        """The result of `operation`, on the current stream, with the lock held."""
+
+    def settle(self, work: SideWork[Any]) -> None:
+        """Completes `work` if that is still to do."""
+
+    def completed(self, work: SideWork[Any]) -> None:
+        """`work` needs nothing more from the host."""
+
+
+class SideWork(Generic[Result]):
+    """One operation. `begin` and `complete` are called with the owner's lock held."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        gpu: CudaDevice,
+        name: str,
+        begin: Callable[[], Any],
+        complete: Callable[[Any], Result] | None,
+        side: torch.cuda.Stream,
+    ) -> None:
+        self._owner, self._gpu, self._name, self._side = owner, gpu, name, side
+        self._begin, self._complete = begin, complete
+        self._begun: Any = None
+        self._done = False
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """The first half, or all if there is one only; an error is kept for `wait`."""
+        self._step(self._begin, "_result" if self._complete is None else "_begun")
+        self._done = self._complete is None or self._error is not None
+
+    def complete(self) -> None:
+        """The second half, once."""
+        self._owner.completed(self)
+        if not self._done:
+            self._done = True
+            begun, self._begun = self._begun, None
+            assert self._complete is not None
+            self._step(partial(self._complete, begun), "_result")
+
+    def _step(self, operation: Callable[[], Any], target: str) -> None:
+        with self._gpu.on(self._side):
+            try:
+                setattr(self, target, self._owner.run_now(self._name, operation))
+            except Exception as error:  # every kind belongs to the caller of wait()
+                self._error = error
+            self._event = self._side.record_event()
+
+    def wait(self) -> Result:
+        """The result, or the error; the device may still be working on it."""
+        self._owner.settle(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def join(self) -> None:
+        """Makes the current stream wait for the operation."""
+        if self._error is not None:
+            return
+        caller = self._gpu.stream()
+        assert self._event is not None
+        caller.wait_event(self._event)
+        for tensor in _tensors(self._result):
+            tensor.record_stream(caller)
+
+    def is_completed(self) -> bool:
+        """True when the device is done. A dispatch whose count has arrived goes on here."""
+        if self._error is None and self._event is not None and not self._event.query():
+            return False
+        if self._done:
+            return True
+        self._owner.settle(self)
+        return self._error is not None or self._event is None or self._event.query()
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """What holds memory in the result of an operation."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    assert isinstance(result, RawDispatch)
+    found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
+    return [each for each in found if each is not None]
