@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -50,9 +51,16 @@ class MoEConfig:
     scaling_factor: float = 1.0
     """Multiplies the weights, after normalisation."""
     num_groups: int | None = None
-    """Group-limited routing: experts form this many equal groups, in order of their ids."""
+    """Group-limited routing: experts form this many equal groups, in order of their ids. Megatron-Core calls
+    it moe_router_num_groups, DeepSeek's models n_group."""
     topk_groups: int | None = None
-    """Group-limited routing: a token may use experts of this many groups."""
+    """Group-limited routing: a token may use experts of this many groups, those whose best
+    top_k // topk_groups experts score highest in sum. Megatron-Core: moe_router_group_topk, DeepSeek:
+    topk_group. Given together with num_groups."""
+    limit_nodes: int | None = None
+    """Group-limited routing with the nodes of the job as groups: a token may use experts on this many nodes.
+    Becomes num_groups and topk_groups when the number of nodes is known (`for_nodes`, which MoELayer calls).
+    Given instead of them: they make the groups a property of the model, this makes them one of the job."""
 
     aux_loss: str = "none"
     """Load-balancing loss: over the rank's tokens ("batch") or the mean over its sequences ("sequence")."""
@@ -64,7 +72,7 @@ class MoEConfig:
     jitter: float = 0.0
     """In training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter]."""
     force_balanced: bool = False
-    """For benchmarks: ignore the scores in the choice of experts and give every expert the same load."""
+    """For benchmarks: ignore scores and groups in the choice of experts, give every expert the same load."""
 
     capacity_factor: float | None = None
     """None: dropless. Else a rank sends one expert at most ceil(T * K / E * capacity_factor) tokens."""
@@ -126,8 +134,44 @@ class MoEConfig:
             has_loss or self.aux_loss_coef == 0, "aux_loss_coef", self.aux_loss_coef, "0 with aux_loss='none'"
         )
 
+    def for_nodes(self, nodes: int) -> MoEConfig:
+        """This config for a job on `nodes` nodes, which hold equal parts of the experts in order of their
+        ids: with limit_nodes replaced by num_groups=nodes and topk_groups=limit_nodes, or by no groups where
+        the limit is not below the nodes. Without limit_nodes the config itself.
+
+        Example: 256 experts with limit_nodes=4 become 8 groups, 4 of them a token, on 8 nodes; on 4 nodes or
+        fewer nothing is limited.
+
+        Raises InvalidArgument if nodes do not divide num_experts, or limit_nodes nodes hold less than top_k.
+        """
+        divides = _is_count(nodes) and self.num_experts % nodes == 0
+        if not divides:
+            raise InvalidArgument(f"nodes is {nodes!r}, must be a divisor of num_experts={self.num_experts}")
+        limit = self.limit_nodes
+        if limit is None:
+            return self
+        if limit >= nodes:
+            return dataclasses.replace(self, limit_nodes=None)
+        reachable = limit * (self.num_experts // nodes)
+        _require(
+            self.top_k <= reachable,
+            "limit_nodes",
+            limit,
+            f"so many that their {self.num_experts // nodes} experts each (on {nodes} nodes) suffice for "
+            f"top_k={self.top_k}",
+        )
+        return dataclasses.replace(self, limit_nodes=None, num_groups=nodes, topk_groups=limit)
+
     def _check_groups(self) -> None:
-        groups, chosen = self.num_groups, self.topk_groups
+        groups, chosen, nodes = self.num_groups, self.topk_groups, self.limit_nodes
+        if nodes is not None:
+            _require(_is_count(nodes), "limit_nodes", nodes, "an int of at least 1")
+            _require(
+                groups is None and chosen is None,
+                "limit_nodes",
+                nodes,
+                "None when num_groups and topk_groups are given",
+            )
         if groups is None and chosen is None:
             return
         _require(

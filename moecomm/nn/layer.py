@@ -26,6 +26,11 @@ class MoELayer(nn.Module):
     tokens a rank brings to one call. Rows travel and experts compute in config.dtype; the output has x's
     dtype.
 
+    With config.limit_nodes a token uses experts on at most that many nodes. `nodes` says on how many nodes
+    the ranks are, equally many on each and in order; None: those of the communicator. Another number keeps
+    the routing of another job, on one node that of eight for example. The layer's config is then
+    config.for_nodes(nodes).
+
     Dropless unless config.capacity_factor is set. A dropped choice contributes nothing; a token with every
     choice dropped gets only the shared experts. With pad_to_capacity the received rows have the fixed number
     R * L * (limit for max_tokens), which no routing can exceed.
@@ -47,6 +52,7 @@ class MoELayer(nn.Module):
         *,
         group: dist.ProcessGroup | None = None,
         max_tokens: int | None = None,
+        nodes: int | None = None,
     ) -> None:
         super().__init__()
         if comm is None:
@@ -57,6 +63,10 @@ class MoELayer(nn.Module):
             ours, theirs = getattr(config, name), getattr(comm, name)
             if ours != theirs:
                 raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
+        if config.limit_nodes is None and nodes is not None:
+            raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
+        # A communicator that does not say how many nodes it spans has one.
+        config = config.for_nodes(getattr(comm, "nodes", 1) if nodes is None else nodes)
         self.config, self.comm = config, comm
         self.router = TopKRouter(config, device=comm.device)
         self.experts = GroupedExperts(

@@ -45,6 +45,8 @@ class TopKRouter(nn.Module):
 
     With bias_update_rate the buffers are expert_bias_E float32 (saved) and load_E int64, the choices counted
     since the last `update_expert_bias` (not saved).
+
+    A config with limit_nodes has to be made one of groups first: `TopKRouter(config.for_nodes(nodes))`.
     """
 
     weight: nn.Parameter
@@ -53,6 +55,11 @@ class TopKRouter(nn.Module):
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
+        if config.limit_nodes is not None:
+            raise InvalidArgument(
+                f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "
+                "pass config.for_nodes(number of nodes)"
+            )
         self.config = config
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
@@ -172,7 +179,7 @@ def limit_to_groups(rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k
     """(T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     A group is worth the sum of its best top_k // topk_groups (at least one) entries; a token keeps
-    topk_groups groups.
+    topk_groups groups. Where groups are nodes, a row then crosses to at most topk_groups of them.
 
     Example: one token, rank_by = [5, 0, 3, 3], 2 groups of 2, one group kept, top_k = 2: the groups are worth
     5 and 6, so the result is [-inf, -inf, 3, 3], although expert 0 is the best one.

@@ -29,6 +29,7 @@ SIZES = {"hidden": 16, "ffn_hidden": 32, "num_experts": 8, "top_k": 2}
         {"top_k": 1, "num_experts": 1},
         {"top_k": 8},
         {"num_groups": 4, "topk_groups": 1},
+        {"limit_nodes": 2},
         {
             "score_function": "sigmoid",
             "normalize_topk": True,
@@ -62,6 +63,10 @@ def test_accepts(options: dict[str, Any]) -> None:
         ({"topk_groups": 1}, "topk_groups"),
         ({"num_groups": 4, "topk_groups": 5}, "topk_groups"),
         ({"num_groups": 8, "topk_groups": 1}, "top_k"),
+        ({"limit_nodes": 0}, "limit_nodes"),
+        ({"limit_nodes": True}, "limit_nodes"),
+        ({"limit_nodes": 2, "num_groups": 4, "topk_groups": 2}, "limit_nodes"),
+        ({"limit_nodes": 2, "topk_groups": 2}, "limit_nodes"),
         ({"aux_loss": "token"}, "aux_loss"),
         ({"aux_loss_coef": 0.01}, "aux_loss_coef"),
         ({"aux_loss": "batch", "aux_loss_coef": -0.1}, "aux_loss_coef"),
@@ -87,3 +92,30 @@ def test_frozen_and_keyword_only() -> None:
         config.hidden = 32  # type: ignore[misc]
     with pytest.raises(TypeError):
         MoEConfig(16, 32, 8, 2)  # type: ignore[misc]
+
+
+def test_nodes_become_groups() -> None:
+    """The worked example of `for_nodes`, and a limit that limits nothing."""
+    config = MoEConfig(hidden=16, ffn_hidden=32, num_experts=256, top_k=8, limit_nodes=4, aux_loss="batch")
+    on_8 = config.for_nodes(8)
+    assert (on_8.num_groups, on_8.topk_groups, on_8.limit_nodes) == (8, 4, None)
+    assert on_8 == dataclasses.replace(config, limit_nodes=None, num_groups=8, topk_groups=4)
+    assert on_8.for_nodes(2) is on_8
+    for nodes in (1, 2, 4):
+        assert config.for_nodes(nodes) == dataclasses.replace(config, limit_nodes=None)
+    plain = MoEConfig(**SIZES)
+    assert plain.for_nodes(8) is plain
+
+
+@pytest.mark.parametrize("nodes", [0, -2, 3, 16, True, 2.0])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_refuses_nodes_that_cannot_share_the_experts(nodes: Any, limit: int | None) -> None:
+    with pytest.raises(InvalidArgument, match=r"^nodes is .*, must be a divisor of num_experts=8$"):
+        MoEConfig(**SIZES, limit_nodes=limit).for_nodes(nodes)
+
+
+def test_refuses_a_limit_below_top_k() -> None:
+    config = MoEConfig(**{**SIZES, "top_k": 3}, limit_nodes=1)
+    assert config.for_nodes(2).topk_groups == 1
+    with pytest.raises(InvalidArgument, match=r"MoEConfig\.limit_nodes is 1, must be .* 2 experts each"):
+        config.for_nodes(4)

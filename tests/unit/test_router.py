@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import seed as hypothesis_seed
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from moecomm import InvalidArgument
+from moecomm import Communicator, InvalidArgument
 from moecomm.nn import (
     MoEConfig,
+    MoELayer,
     Routing,
     TopKRouter,
     attach_loss,
@@ -22,6 +27,7 @@ from moecomm.nn import (
 )
 from moecomm.nn.capacity import kept_choices, tokens_per_expert_limit
 from moecomm.nn.router import balanced_choice, limit_to_groups
+from tests import seeds
 from tests.moe_reference import Result, reference_moe
 
 SIZES: dict[str, Any] = {"hidden": 16, "ffn_hidden": 8, "num_experts": 12, "top_k": 4, "init_std": 0.5}
@@ -166,6 +172,124 @@ def test_groups_worked_example() -> None:
     kept = limit_to_groups(torch.tensor([[5.0, 0.0, 3.0, 3.0]]), num_groups=2, topk_groups=1, top_k=2)
     inf = float("inf")
     assert kept.tolist() == [[-inf, -inf, 3.0, 3.0]]
+
+
+def nodes_of_the_paper(affinity: np.ndarray, bias: np.ndarray, m: int, nodes: int, k: int) -> list[list[int]]:
+    """Section 2.1.2 of arXiv 2412.19437, sentence by sentence, for (T, E) affinities: "at most M nodes, which
+    are selected according to the sum of the highest K_r / M affinity scores of the experts distributed on
+    each node"; then equation 16, top-K_r of s_i + b_i, among the experts of these nodes.
+    """
+    per_node = affinity.shape[1] // nodes
+    chosen = []
+    for token in affinity + bias:
+        highest = np.sort(token.reshape(nodes, per_node), axis=1)[:, per_node - max(k // m, 1) :]
+        selected = set(np.argsort(highest.sum(axis=1))[nodes - m :].tolist())
+        experts = [e for e in range(len(token)) if e // per_node in selected]
+        chosen.append(sorted(sorted(experts, key=lambda e: token[e])[len(experts) - k :]))
+    return chosen
+
+
+SCORES: list[dict[str, Any]] = [
+    {},
+    {"pre_softmax": True},
+    {"score_function": "sigmoid", "normalize_topk": True},
+]
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_nodes_are_chosen_as_in_the_paper(data: st.DataObject) -> None:
+    nodes = data.draw(st.integers(1, 8), "nodes")
+    per_node = data.draw(st.integers(1, 6), "experts of a node")
+    m = data.draw(st.integers(1, nodes), "limit")
+    k = data.draw(st.integers(1, min(m * per_node, 8)), "top_k")
+    scores = data.draw(st.sampled_from(SCORES if k > 1 else [{"score_function": "sigmoid"}]), "scores")
+    with_bias = data.draw(st.booleans(), "bias")
+    seed = data.draw(st.integers(0, 2**32 - 1), "seed")
+    options = {"num_experts": nodes * per_node, "top_k": k, "limit_nodes": m, **scores}
+    torch.manual_seed(seed)
+    config = MoEConfig(
+        **{**SIZES, **options, "dtype": torch.float64, "bias_update_rate": 0.1 if with_bias else 0.0}
+    )
+    router = TopKRouter(config.for_nodes(nodes))
+    bias = np.zeros(nodes * per_node, dtype=np.float32)
+    if with_bias:
+        router.expert_bias_E = torch.randn(nodes * per_node)
+        bias = router.expert_bias_E.numpy()
+    x_TH = torch.randn(20, 16, dtype=torch.float64)
+    routing = router(x_TH)
+
+    logits = (x_TH @ router.weight.t()).detach().numpy()
+    if scores.get("score_function") == "sigmoid":
+        affinity = 1 / (1 + np.exp(-logits))
+    elif scores.get("pre_softmax"):
+        exps = np.exp(logits - logits.max(axis=1, keepdims=True))
+        affinity = exps / exps.sum(axis=1, keepdims=True)
+    else:
+        affinity = logits
+    chosen = np.sort(routing.topk_idx_TK.numpy(), axis=1)
+    assert chosen.tolist() == nodes_of_the_paper(affinity, bias, m, nodes, k)
+    assert max(len(set(row)) for row in (chosen // per_node).tolist()) <= m
+    if m == nodes:
+        unlimited = TopKRouter(config.for_nodes(1))
+        unlimited.load_state_dict(router.state_dict())
+        assert torch.equal(routing.topk_idx_TK, unlimited(x_TH).topk_idx_TK)
+
+
+def test_all_groups_are_no_limit(seed: int) -> None:
+    x_TH = torch.randn(40, 16, dtype=torch.float64)
+    plain = make({}, seed)(x_TH)
+    grouped = make({"num_groups": 4, "topk_groups": 4}, seed)(x_TH)
+    assert torch.equal(plain.topk_idx_TK, grouped.topk_idx_TK)
+    assert torch.equal(plain.topk_weights_TK, grouped.topk_weights_TK)
+
+
+def test_the_limit_leaves_the_gradient_of_the_chosen(seed: int) -> None:
+    """Weights are of the scores themselves, so a token whose choice the limit did not change has the gradient
+    that it has without one; and of the others nothing is inf or nan."""
+    options: dict[str, Any] = {"score_function": "sigmoid", "normalize_topk": True}
+    plain, limited = make(options, seed), make({**options, "num_groups": 4, "topk_groups": 3}, seed)
+    torch.manual_seed(seed + 1)
+    x_TH = torch.randn(60, 16, dtype=torch.float64)
+    grads, chosen = [], []
+    for router in (plain, limited):
+        x = x_TH.clone().requires_grad_()
+        routing = router(x)
+        order = routing.topk_idx_TK.argsort(dim=1)
+        weights_TK = routing.topk_weights_TK.gather(1, order)
+        (weights_TK * torch.arange(1.0, 5.0)).sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+        chosen.append(routing.topk_idx_TK.gather(1, order))
+    same_T = (chosen[0] == chosen[1]).all(dim=1)
+    assert 0 < same_T.sum() < 60, "both kinds of tokens are wanted"
+    assert_close(grads[0][same_T], grads[1][same_T], rtol=1e-12, atol=1e-14)
+    assert grads[1].isfinite().all()
+
+
+def test_refuses_nodes_that_it_does_not_know(seed: int) -> None:
+    with pytest.raises(InvalidArgument, match=r"limit_nodes is 2 .* pass config\.for_nodes"):
+        make({"limit_nodes": 2}, seed)
+
+
+def test_layer_takes_its_nodes_from_the_argument(seed: int) -> None:
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, "limit_nodes": 2})
+    with Communicator(
+        num_experts=12, hidden=16, top_k=4, max_tokens=32, dtype=torch.float32, device="cpu"
+    ) as comm:
+        layer = MoELayer(config, comm, nodes=6)
+        assert layer.config == layer.router.config == config.for_nodes(6)
+        x_TH = torch.randn(32, 16)
+        layer(x_TH).sum().backward()
+        ids = layer.router(x_TH).topk_idx_TK
+        assert max(len(set(row)) for row in (ids // 2).tolist()) <= 2
+        assert MoELayer(config, comm).config.num_groups is None, "one node: nothing is limited"
+        with pytest.raises(InvalidArgument, match="nodes is 2, must be None without limit_nodes"):
+            MoELayer(MoEConfig(**SIZES), comm, nodes=2)
+        with pytest.raises(InvalidArgument, match="nodes is 5, must be a divisor"):
+            MoELayer(config, comm, nodes=5)
 
 
 def test_balanced_worked_example() -> None:
