@@ -144,20 +144,38 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
 
 def test_memory_page_has_the_times_of_its_formula() -> None:
     """Fixed cost plus remote bytes at the links' rate, for the traffic of uniform routing; in a combine at
-    least what its reducing blocks read and store."""
+    least what its reducing blocks read and store. Constants and measurements come from the results page."""
     text = part("memory.md", "How time grows")
+    results = part("results.md", "Several numbers of GPUs")
+    found = re.findall(r"^- (dispatch|combine): ([\d.]+) us and ([\d.]+) GB/s", results, re.MULTILINE)
+    (dispatch_fixed, rate), (combine_fixed, _) = ((float(us), float(gb)) for _, us, gb in found)
+    assert f"{dispatch_fixed} us (dispatch) and {combine_fixed} us (combine)" in text
+    assert f"{rate} GB/s, what stores from SMs reach" in text.replace("\n", " ")
+    blocks = re.search(r"(\d+) blocks at (\d+) GB/s each", text)
+    assert blocks
+    blocks_rate = int(blocks[1]) * int(blocks[2])
+    times = {
+        (cells[0].split("-")[1], 2 if "2 GPUs" in cells[2] else 3 if "3 GPUs" in cells[2] else 4): cells[3]
+        for cells in table_rows(results)
+        if cells[0].startswith("cuda-") and cells[1] == "4096"
+    }
+    assert len(times) == 6
     top_k, tokens, row = EXAMPLE["top_k"], EXAMPLE["max_tokens"], 2 * EXAMPLE["hidden"]
     rows = [cells for cells in table_rows(text) if cells[0].isdigit()]
     assert [int(cells[0]) for cells in rows] == [2, 3, 4, 8]
-    for ranks, experts, others, remote, dispatch, _, combine, _ in rows:
+    for ranks, experts, others, remote, dispatch, dispatch_took, combine, combine_took in rows:
         size, elsewhere = int(ranks), int(experts) - int(experts) // int(ranks)
         needing = (size - 1) * (1 - math.comb(elsewhere, top_k) / math.comb(int(experts), top_k))
         assert f"{needing:.2f}" == others
         sent = needing * tokens * row
         read = tokens * top_k * (size - 1) / size * row
         assert f"{sent / 1e6:.0f} MB" == remote
-        assert f"{46.9 + sent / 348.7e3:.0f} us" == dispatch
-        assert f"{36.0 + max(sent / 348.7e3, (read + sent) / 26 / 42e3):.0f} us" == combine
+        assert f"{dispatch_fixed + sent / rate / 1e3:.0f} us" == dispatch
+        held = max(sent / rate, (read + sent) / blocks_rate) / 1e3
+        assert f"{combine_fixed + held:.0f} us" == combine
+        for operation, took in (("dispatch", dispatch_took), ("combine", combine_took)):
+            measured = times.get((operation, size))
+            assert took == (f"{float(measured):.0f} us" if measured else "not measured")
 
 
 def test_formats_page_has_the_values_of_the_reference() -> None:
