@@ -1,0 +1,48 @@
+// What a peer must know to write into a window, as bytes that travel over the rendezvous.
+//
+//   magic u32 | format u32 | body bytes u32 | body | checksum u64 of all before it
+//
+// All integers little endian. The body is the fields below in their order, texts and bytes after a u32
+// length.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moecomm::fabric {
+
+/// A registered region as a peer sees it.
+struct RemoteRegion {
+  uint64_t key = 0;
+  uint64_t base = 0;  ///< what offsets are added to
+  int64_t bytes = 0;
+  bool operator==(const RemoteRegion&) const = default;
+};
+
+struct Card {
+  uint32_t library = 0;                         ///< version of libfabric, major << 16 | minor
+  uint32_t protocol = 0, protocol_version = 0;  ///< what the provider speaks on the wire
+  RemoteRegion window;
+  RemoteRegion greetings;  ///< where hellos are written, see FabricRemote::connect
+  int64_t pid = 0;         ///< for the shm provider: whose files these are
+  uint64_t pid_namespace = 0;
+  std::string provider;
+  std::string interface;           ///< for messages: "eth0 192.0.2.7"
+  std::vector<std::byte> address;  ///< of the endpoint
+  bool operator==(const Card&) const = default;
+
+  std::vector<std::byte> to_bytes() const;
+  /// Error(invalid_argument) that names what is wrong with bytes that are no whole card;
+  /// Error(mismatched_arguments) for a card of another format version.
+  static Card from_bytes(const std::vector<std::byte>& bytes);
+};
+
+/// Error(mismatched_arguments) if two peers cannot talk to each other.
+void require_compatible(const Card& own, int own_index, const Card& other, int other_index);
+
+/// Of any bytes; what cards end with (FNV-1a, 64 bits).
+uint64_t checksum(const std::byte* bytes, size_t count);
+
+}  // namespace moecomm::fabric

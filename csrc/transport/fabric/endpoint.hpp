@@ -1,0 +1,69 @@
+// One libfabric endpoint with what it stands on: fabric, domain, completion queue, address table, registered
+// memory. It knows nothing of peers, limits or failures; transport.cpp does.
+#pragma once
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_rma.h>
+
+#include <cstddef>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "transport/fabric/memory.hpp"
+#include "transport/fabric/provider.hpp"
+
+namespace moecomm::fabric {
+
+/// Used by one thread at a time (FI_THREAD_DOMAIN).
+class Endpoint {
+ public:
+  explicit Endpoint(Info info);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const fi_info& info() const { return *info_; }
+  std::string provider() const { return info_->fabric_attr->prov_name; }
+
+  /// The registration lives as long as the endpoint.
+  const Registration& register_memory(const Memory& memory);
+
+  /// What insert() of a peer takes; not readable in general.
+  std::vector<std::byte> address() const;
+  fi_addr_t insert(const std::vector<std::byte>& address);
+  /// An address in print, for messages.
+  std::string print(const std::vector<std::byte>& address) const;
+
+  /// 0, -FI_EAGAIN or another error. `context` must stay until the completion.
+  ssize_t write(const void* source, size_t bytes, void* descriptor, uint32_t immediate, fi_addr_t peer,
+                uint64_t address, uint64_t key, fi_context2* context) {
+    return fi_writedata(endpoint_.get(), source, bytes, descriptor, immediate, peer, address, key, context);
+  }
+
+  /// Number of completions, -FI_EAGAIN for none, -FI_EAVAIL if read_error() has one. Makes progress.
+  ssize_t read(fi_cq_data_entry* entries, size_t count) { return fi_cq_read(queue_.get(), entries, count); }
+
+  struct Failure {
+    void* context = nullptr;  ///< of the operation; null if the entry belongs to none
+    std::string text;
+  };
+  /// The next error of the queue. False if there is none.
+  bool read_error(Failure& failure);
+
+ private:
+  // Destroyed from the last to the first: the endpoint before the memory that it may touch.
+  Info info_;
+  Handle<fid_fabric> fabric_;
+  Handle<fid_domain> domain_;
+  Handle<fid_cq> queue_;
+  Handle<fid_av> addresses_;
+  std::deque<Registration> registrations_;
+  Handle<fid_ep> endpoint_;
+};
+
+}  // namespace moecomm::fabric

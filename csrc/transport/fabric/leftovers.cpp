@@ -1,0 +1,44 @@
+#include "transport/fabric/leftovers.hpp"
+
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+#include <iterator>
+
+namespace moecomm::fabric {
+namespace {
+
+/// Also true for a zombie: it runs no more, its parent has only not asked yet.
+bool ended(int64_t pid) {
+  if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string stat{std::istreambuf_iterator<char>(file), {}};
+  const size_t name_end = stat.rfind(')');  // the name before it may hold anything
+  if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
+  return stat[name_end + 2] == 'Z' || stat[name_end + 2] == 'X';
+}
+
+}  // namespace
+
+int64_t own_process() { return getpid(); }
+
+uint64_t own_process_namespace() {
+  struct stat info;
+  return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
+}
+
+bool remove_leftovers(const Card& own, const Card& peer, const std::string& folder) {
+  if (own.pid_namespace == 0 || own.pid_namespace != peer.pid_namespace) return false;
+  if (peer.provider != "shm" || peer.pid <= 1 || peer.pid == own.pid || !ended(peer.pid)) return false;
+  std::string name(reinterpret_cast<const char*>(peer.address.data()), peer.address.size());
+  name = name.substr(0, name.find('\0'));
+  if (const size_t scheme = name.find("://"); scheme != std::string::npos) name = name.substr(scheme + 3);
+  const bool of_process = name.starts_with(std::to_string(peer.pid) + ":");
+  if (!of_process || name.find('/') != std::string::npos) return false;
+  return unlink((folder + "/" + name).c_str()) == 0;
+}
+
+}  // namespace moecomm::fabric

@@ -1,0 +1,20 @@
+// Files that the shm provider leaves in /dev/shm when a process is killed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "transport/fabric/card.hpp"
+
+namespace moecomm::fabric {
+
+int64_t own_process();
+/// Identity of the namespace that process numbers count in; 0 if the system does not say.
+uint64_t own_process_namespace();
+
+/// Removes the file of a peer that used the shm provider on this host, if that process has ended. Only where
+/// it is certain: both count processes alike, and the file's name begins with the number of a process that is
+/// gone. Returns true if a file was removed.
+bool remove_leftovers(const Card& own, const Card& peer, const std::string& folder = "/dev/shm");
+
+}  // namespace moecomm::fabric

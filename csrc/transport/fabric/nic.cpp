@@ -1,0 +1,83 @@
+#include "transport/fabric/nic.hpp"
+
+#include <algorithm>
+#include <cctype>
+#include <filesystem>
+#include <fstream>
+#include <string_view>
+
+namespace moecomm::fabric {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kOtherHostBridge = 1000;
+constexpr int kOtherNumaNode = 2000;
+constexpr int kUnknown = 4000;
+
+std::vector<std::string_view> parts(std::string_view path) {
+  std::vector<std::string_view> found;
+  while (!path.empty()) {
+    const size_t end = std::min(path.find('/'), path.size());
+    if (end > 0) found.push_back(path.substr(0, end));
+    path.remove_prefix(std::min(end + 1, path.size()));
+  }
+  return found;
+}
+
+bool is_host_bridge(std::string_view part) { return part.starts_with("pci"); }
+
+std::string canonical_bus_id(std::string id) {
+  for (char& letter : id) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  const auto colons = std::count(id.begin(), id.end(), ':');
+  if (colons == 1) return "0000:" + id;
+  // CUDA and nvidia-smi may write the domain with eight digits, sysfs with four.
+  const size_t domain = id.find(':');
+  if (colons == 2 && domain == 8 && id.starts_with("0000")) return id.substr(4);
+  return id;
+}
+
+}  // namespace
+
+PciDevice pci_device(const std::string& bus_id, const std::string& sysfs) {
+  PciDevice device;
+  std::error_code error;
+  const fs::path resolved =
+      fs::canonical(fs::path(sysfs) / "bus/pci/devices" / canonical_bus_id(bus_id), error);
+  if (bus_id.empty() || error) return device;
+  device.path = resolved.string();
+  std::ifstream numa(resolved / "numa_node");
+  if (!(numa >> device.numa)) device.numa = -1;
+  return device;
+}
+
+int pci_distance(const PciDevice& a, const PciDevice& b) {
+  if (a.path.empty() || b.path.empty()) return kUnknown;
+  const std::vector<std::string_view> left = parts(a.path), right = parts(b.path);
+  size_t common = 0;
+  bool same_bridge = false;
+  while (common < std::min(left.size(), right.size()) && left[common] == right[common])
+    same_bridge |= is_host_bridge(left[common++]);
+  int distance = static_cast<int>(left.size() + right.size() - 2 * common);
+  if (!same_bridge) distance += kOtherHostBridge;
+  if (!same_bridge && a.numa != b.numa) distance += kOtherNumaNode - kOtherHostBridge;
+  return distance;
+}
+
+int nearest_nic(const std::string& gpu, const std::vector<std::string>& nics, int local_rank,
+                const std::string& sysfs) {
+  std::vector<int> distance(nics.size(), 0);
+  if (!gpu.empty()) {
+    const PciDevice from = pci_device(gpu, sysfs);
+    for (size_t i = 0; i < nics.size(); ++i) distance[i] = pci_distance(from, pci_device(nics[i], sysfs));
+  }
+  const int best = *std::min_element(distance.begin(), distance.end());
+  std::vector<int> equal;
+  for (size_t i = 0; i < nics.size(); ++i)
+    if (distance[i] == best) equal.push_back(static_cast<int>(i));
+  // Providers list NICs in an order of their own; bus ids are the same on machines of one kind.
+  std::sort(equal.begin(), equal.end(), [&](int a, int b) { return nics[a] < nics[b]; });
+  return equal[static_cast<size_t>(local_rank) % equal.size()];
+}
+
+}  // namespace moecomm::fabric

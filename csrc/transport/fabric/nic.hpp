@@ -1,0 +1,33 @@
+// Which NIC is near a GPU, read from the PCI tree that Linux shows in sysfs. Pure on path strings but for
+// the two functions that take a sysfs root.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace moecomm::fabric {
+
+/// What sysfs says of a PCI device: its resolved folder, e.g.
+/// "/sys/devices/pci0000:16/0000:16:01.0/0000:17:00.0", and its NUMA node (-1: not known).
+struct PciDevice {
+  std::string path;
+  int numa = -1;
+};
+
+/// The device with this bus id ("0000:17:00.0"; upper case and a missing domain are taken too). The path is
+/// empty if sysfs does not show it.
+PciDevice pci_device(const std::string& bus_id, const std::string& sysfs = "/sys");
+
+/// PCI links between two devices by way of their nearest common bridge. Devices below different host bridges
+/// are 1000 apart at least, those of different NUMA nodes 2000, one that is not known 4000: no path through
+/// bridges is so long.
+///   .../pci0000:16/0000:16:01.0/0000:17:00.0 and .../pci0000:16/0000:16:01.0/0000:18:00.0: 2, one switch
+int pci_distance(const PciDevice& a, const PciDevice& b);
+
+/// Index of the NIC that a rank should use: the one nearest to its GPU; of several equally near ones (or of
+/// all, without a GPU: `gpu` empty) the local_rank-th, so that ranks of one node spread over the rails in the
+/// same way on every node. `nics` are bus ids and must not be empty.
+int nearest_nic(const std::string& gpu, const std::vector<std::string>& nics, int local_rank,
+                const std::string& sysfs = "/sys");
+
+}  // namespace moecomm::fabric

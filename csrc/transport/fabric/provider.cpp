@@ -1,0 +1,286 @@
+#include "transport/fabric/provider.hpp"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <netinet/in.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <set>
+
+#include "common/error.hpp"
+#include "transport/fabric/library.hpp"
+#include "transport/fabric/nic.hpp"
+
+namespace moecomm::fabric {
+namespace {
+
+// Smaller is better; from kOnlyByName on a provider is used only when it is asked for: it stays on one host,
+// or is there for development.
+constexpr int kOnlyByName = 100;
+
+int preference(const std::string& provider) {
+  static constexpr struct {
+    const char* name;
+    int value;
+  } kKnown[] = {
+      {"cxi", 0},
+      {"efa", 1},
+      {"verbs", 2},
+      {"verbs;ofi_rxm", 3},
+      {"opx", 4},
+      {"psm2", 5},
+      {"psm3", 20},  // runs over plain Ethernet too
+      {"tcp", 30},
+      {"net", 31},
+      {"tcp;ofi_rxm", 32},
+      {"net;ofi_rxm", kOnlyByName},
+      {"shm", kOnlyByName},
+      {"sm2", kOnlyByName},
+      {"sockets", kOnlyByName},
+  };
+  for (const auto& known : kKnown)
+    if (provider == known.name) return known.value;
+  if (provider.find("ofi_rxd") != std::string::npos || provider.find("udp") != std::string::npos)
+    return kOnlyByName;
+  return 10;  // hardware that this list does not know
+}
+
+bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
+
+bool loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
+/// Which of a provider's interfaces is taken when nobody asks: those that other hosts reach, IPv4 first.
+int address_preference(const std::string& address) {
+  if (address.starts_with("fe80:")) return 9;  // needs a scope, which an address book cannot carry
+  const bool v6 = address.find(':') != std::string::npos;
+  return (loopback(address) ? 2 : 0) + (v6 ? 1 : 0);
+}
+
+std::string ip_text(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address == nullptr) return "";
+  if (address->sa_family == AF_INET)
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text, sizeof(text));
+  if (address->sa_family == AF_INET6)
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, text, sizeof(text));
+  return text;
+}
+
+std::set<std::string> addresses_of_interface(const std::string& name) {
+  std::set<std::string> found;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return found;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next)
+    if (entry->ifa_addr != nullptr && name == entry->ifa_name) found.insert(ip_text(entry->ifa_addr));
+  freeifaddrs(list);
+  found.erase("");
+  return found;
+}
+
+/// All that libfabric has for us; null if nothing.
+Info query(bool device_memory) {
+  const Library& lib = library();
+  // Hints are made by the library: its structs may be longer than those of our headers.
+  const Info hints(lib.dupinfo(nullptr));
+  if (hints == nullptr) throw Error(ErrorKind::out_of_memory, "libfabric: no memory for hints");
+  hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->domain_attr->cq_data_size = 4;
+  // Each bit that a provider wants is obeyed in memory.cpp and endpoint.cpp.
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  if (device_memory) {
+    hints->caps |= FI_HMEM;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
+  fi_info* found = nullptr;
+  const KeepSignalHandlers keep;
+  const int status = lib.getinfo(lib.api, nullptr, nullptr, 0, hints.get(), &found);
+  if (status != 0 && status != -FI_ENODATA)
+    throw Error(ErrorKind::unsupported,
+                std::string("libfabric cannot list its providers: ") + lib.strerror(-status));
+  return Info(found);
+}
+
+bool usable(const fi_info& info, uint32_t version) {
+  return info.domain_attr->cq_data_size >= sizeof(uint32_t) &&
+         why_not(info.fabric_attr->prov_name, version).empty();
+}
+
+struct Candidate {
+  const fi_info* info;
+  Offer offer;
+};
+
+/// Best first, each offer once (libfabric repeats entries that differ in what does not matter here).
+std::vector<Candidate> candidates(const fi_info* list) {
+  std::vector<Candidate> found;
+  for (const fi_info* info = list; info != nullptr; info = info->next) {
+    if (!usable(*info, library().version)) continue;
+    Candidate candidate{info, describe(*info)};
+    if (std::none_of(found.begin(), found.end(),
+                     [&](const Candidate& c) { return c.offer == candidate.offer; }))
+      found.push_back(std::move(candidate));
+  }
+  std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
+    const int first = preference(a.offer.provider), second = preference(b.offer.provider);
+    if (first != second) return first < second;
+    return address_preference(a.offer.address) < address_preference(b.offer.address);
+  });
+  return found;
+}
+
+/// "net (eth0, lo), shm"
+std::string list_text(const std::vector<Candidate>& list) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> providers;
+  for (const Candidate& c : list) {
+    if (providers.empty() || providers.back().first != c.offer.provider)
+      providers.push_back({c.offer.provider, {}});
+    auto& domains = providers.back().second;
+    if (std::find(domains.begin(), domains.end(), c.offer.domain) == domains.end())
+      domains.push_back(c.offer.domain);
+  }
+  std::string text;
+  for (const auto& [provider, domains] : providers) {
+    text += (text.empty() ? "" : ", ") + provider;
+    if (on_one_host(provider)) continue;
+    for (size_t i = 0; i < domains.size(); ++i) text += (i == 0 ? " (" : ", ") + domains[i];
+    text += ")";
+  }
+  return text.empty() ? "nothing" : text;
+}
+
+[[noreturn]] void nothing_fits(const ProviderOptions& options, const std::vector<Candidate>& there,
+                               bool provider_there) {
+  const std::string version = library().version_text();
+  const std::string has = "libfabric " + version + " offers " + list_text(there);
+  const char* kind = options.device_memory ? " that registers GPU memory" : "";
+  if (options.provider.empty() && options.interface.empty())
+    throw Error(ErrorKind::unsupported,
+                std::string("no fabric provider") + kind +
+                    " has one-sided writes with an immediate and reaches other hosts: " + has +
+                    "; `fi_info -t FI_EP_RDM -c FI_RMA` shows the system's view");
+  std::string text;
+  if (!provider_there) {
+    text = "fabric provider '" + options.provider + "'" + kind + " cannot be used here: ";
+    const std::string reason = why_not(options.provider, library().version);
+    text += (reason.empty() ? "" : reason + "; ") + has +
+            "; set MOECOMM_FABRIC_PROVIDER to one of them, or unset it";
+  } else {
+    text = "no fabric provider" + (options.provider.empty() ? "" : " '" + options.provider + "'") + kind +
+           " is on interface '" + options.interface + "': " + has +
+           "; name one of these interfaces, or an address of this host";
+  }
+  throw Error(ErrorKind::unsupported, text);
+}
+
+}  // namespace
+
+void FreeInfo::operator()(fi_info* info) const { library().freeinfo(info); }
+
+Offer describe(const fi_info& info) {
+  Offer offer;
+  offer.provider = info.fabric_attr->prov_name;
+  offer.domain = info.domain_attr->name != nullptr ? info.domain_attr->name : "";
+  const bool ip = info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN ||
+                  info.addr_format == FI_SOCKADDR_IN6;
+  if (ip) offer.address = ip_text(static_cast<const sockaddr*>(info.src_addr));
+  if (info.nic != nullptr && info.nic->bus_attr != nullptr && info.nic->bus_attr->bus_type == FI_BUS_PCI) {
+    const fi_pci_attr& pci = info.nic->bus_attr->attr.pci;
+    char text[32];
+    std::snprintf(text, sizeof(text), "%04x:%02x:%02x.%x", unsigned{pci.domain_id}, unsigned{pci.bus_id},
+                  unsigned{pci.device_id}, unsigned{pci.function_id});
+    offer.bus_id = text;
+  }
+  offer.max_message = static_cast<int64_t>(
+      std::min<uint64_t>(info.ep_attr->max_msg_size, std::numeric_limits<int64_t>::max()));
+  offer.device_memory = (info.caps & FI_HMEM) != 0;
+  return offer;
+}
+
+std::vector<std::string> provider_names(const std::string& name, uint32_t version) {
+  if (name == "tcp" || name == "net") {
+    // Until 1.17 "tcp" was a provider of connected endpoints, and its RDM twin was called "net".
+    const bool renamed = version >= FI_VERSION(1, 18);
+    return {renamed ? "tcp" : "net", "tcp;ofi_rxm"};
+  }
+  if (name.find(';') != std::string::npos) return {name};
+  return {name, name + ";ofi_rxm", name + ";ofi_rxd"};
+}
+
+std::string why_not(const std::string& provider, uint32_t version) {
+  if (provider != "cxi") return "";
+  if (version < FI_VERSION(2, 5))
+    return "the cxi provider has no write with immediate (fi_writedata) before libfabric 2.5, and this is " +
+           version_text(version);
+  const char* enabled = std::getenv("FI_CXI_ENABLE_WRITEDATA");
+  if (enabled == nullptr || std::strcmp(enabled, "1") != 0)
+    return "the cxi provider has write with immediate (fi_writedata) switched off: set "
+           "FI_CXI_ENABLE_WRITEDATA=1";
+  return "";
+}
+
+std::vector<Offer> list_offers(bool device_memory) {
+  const Info all = query(device_memory);
+  std::vector<Offer> offers;
+  for (Candidate& candidate : candidates(all.get())) offers.push_back(std::move(candidate.offer));
+  return offers;
+}
+
+Info choose_provider(const ProviderOptions& options) {
+  const Info all = query(options.device_memory);
+  const std::vector<Candidate> there = candidates(all.get());
+
+  std::vector<Candidate> fit;
+  if (options.provider.empty()) {
+    std::copy_if(there.begin(), there.end(), std::back_inserter(fit),
+                 [](const Candidate& c) { return preference(c.offer.provider) < kOnlyByName; });
+  } else {
+    for (const std::string& name : provider_names(options.provider, library().version)) {
+      std::copy_if(there.begin(), there.end(), std::back_inserter(fit),
+                   [&](const Candidate& c) { return c.offer.provider == name; });
+      if (!fit.empty()) break;
+    }
+  }
+  const bool provider_there = !fit.empty();
+  if (!options.interface.empty()) {
+    const std::set<std::string> addresses = addresses_of_interface(options.interface);
+    std::erase_if(fit, [&](const Candidate& c) {
+      return !on_one_host(c.offer.provider) && c.offer.domain != options.interface &&
+             c.offer.address != options.interface && !addresses.contains(c.offer.address);
+    });
+  }
+  if (fit.empty()) nothing_fits(options, there, provider_there);
+
+  const Candidate* choice = &fit.front();
+  // Several NICs of the same provider that reach as far as the first one: distance decides.
+  std::vector<const Candidate*> rails;
+  std::vector<std::string> nics;
+  for (const Candidate& c : fit) {
+    if (c.offer.bus_id.empty() || c.offer.provider != choice->offer.provider) continue;
+    if (address_preference(c.offer.address) != address_preference(choice->offer.address)) continue;
+    if (std::find(nics.begin(), nics.end(), c.offer.bus_id) != nics.end()) continue;
+    rails.push_back(&c);
+    nics.push_back(c.offer.bus_id);
+  }
+  if (!nics.empty())
+    choice = rails[static_cast<size_t>(nearest_nic(options.gpu_bus_id, nics, options.local_rank))];
+
+  Info chosen(library().dupinfo(choice->info));
+  if (chosen == nullptr)
+    throw Error(ErrorKind::out_of_memory, "libfabric: no memory for a provider's description");
+  return chosen;
+}
+
+}  // namespace moecomm::fabric

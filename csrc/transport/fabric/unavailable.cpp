@@ -1,0 +1,45 @@
+// What this folder is when moecomm is built without libfabric's headers: the same functions, which say so.
+#include "common/error.hpp"
+#include "transport/fabric/library.hpp"
+#include "transport/fabric/provider.hpp"
+#include "transport/fabric/transport.hpp"
+
+namespace moecomm::fabric {
+namespace {
+
+[[noreturn]] void unavailable() {
+  throw Error(ErrorKind::unsupported,
+              "moecomm was built without libfabric: install its headers (Debian and Ubuntu: apt-get install "
+              "libfabric-dev; Fedora: dnf install libfabric-devel) and build again");
+}
+
+}  // namespace
+
+bool built() { return false; }
+std::string header_version() { return ""; }
+std::string version_text(uint32_t version) {
+  return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff);
+}
+
+std::string Library::version_text() const { return fabric::version_text(version); }
+Library load_library(const std::string&) { unavailable(); }
+const Library& library() { unavailable(); }
+
+void FreeInfo::operator()(fi_info*) const {}
+std::vector<Offer> list_offers(bool) { unavailable(); }
+
+struct FabricRemote::State {};
+FabricRemote::FabricRemote(const FabricOptions&, void*, int64_t) { unavailable(); }
+FabricRemote::~FabricRemote() = default;
+std::vector<std::byte> FabricRemote::card() const { unavailable(); }
+void FabricRemote::connect(const std::vector<std::vector<std::byte>>&, int, double,
+                           const std::function<void()>&) {
+  unavailable();
+}
+const RemoteCaps& FabricRemote::caps() const { unavailable(); }
+bool FabricRemote::put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) { unavailable(); }
+void FabricRemote::poll(std::vector<RemoteEvent>&) { unavailable(); }
+void FabricRemote::forget(int32_t) { unavailable(); }
+int FabricRemote::in_flight() const { unavailable(); }
+
+}  // namespace moecomm::fabric

@@ -1,0 +1,870 @@
+// The libfabric transport over tcp and shm on this machine. Each case runs in a process of its own, forked
+// before anything of libfabric was touched; some of those fork a peer. Returns 77 (skipped) where libfabric
+// is missing.
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "common/deadline.hpp"
+#include "transport/fabric/leftovers.hpp"
+#include "transport/fabric/library.hpp"
+#include "transport/fabric/nic.hpp"
+#include "transport/fabric/shuffle.hpp"
+#include "transport/fabric/transport.hpp"
+
+using namespace moecomm;
+using namespace moecomm::fabric;
+using moecomm::test::throws;
+using Kind = RemoteEvent::Kind;
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr double kHang = 60;  // seconds after which a wait has failed
+
+// ---- memory and endpoints
+// ------------------------------------------------------------------------------------
+
+/// A window of this process.
+struct Memory {
+  explicit Memory(int64_t count) : bytes(count) {
+    void* mapped =
+        mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) std::perror("mmap"), std::exit(1);
+    base = static_cast<uint8_t*>(mapped);
+  }
+  ~Memory() { munmap(base, static_cast<size_t>(bytes)); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  uint8_t* base;
+  int64_t bytes;
+};
+
+FabricOptions options_for(const std::string& provider) {
+  FabricOptions options;
+  options.provider.provider = provider;
+  if (provider != "shm") options.provider.interface = "127.0.0.1";
+  return options;
+}
+
+/// Peers of one process: connected by a thread each, then polled by whoever likes.
+struct Group {
+  Group(int count, int64_t bytes, const FabricOptions& options) {
+    std::vector<std::vector<std::byte>> cards;
+    for (int i = 0; i < count; ++i) {
+      memory.push_back(std::make_unique<Memory>(bytes));
+      remote.push_back(std::make_unique<FabricRemote>(options, memory.back()->base, bytes));
+      cards.push_back(remote.back()->card());
+    }
+    std::vector<std::thread> threads;
+    for (int i = 0; i < count; ++i)
+      threads.emplace_back([&, i] {
+        try {
+          remote[static_cast<size_t>(i)]->connect(cards, i, kHang);
+        } catch (const Error& error) {
+          std::printf("peer %d: %s\n", i, error.what());
+          CHECK(!"connected");
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+  }
+  std::vector<std::unique_ptr<Memory>> memory;
+  std::vector<std::unique_ptr<FabricRemote>> remote;
+};
+
+/// Calls `step` until it returns true. False, and a failed check, if that takes too long.
+bool until(const char* what, const std::function<bool()>& step) {
+  const Deadline deadline{std::chrono::duration<double>(kHang)};
+  while (!step()) {
+    if (!deadline.passed()) continue;
+    std::printf("waited too long for %s\n", what);
+    return CHECK(!"in time");
+  }
+  return true;
+}
+
+// ---- traffic
+// -------------------------------------------------------------------------------------------------
+
+/// What message `index` of a seed carries; both ends know it without talking.
+struct Message {
+  int64_t bytes, dst, src;
+};
+
+void fill(uint8_t* at, int64_t bytes, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (int64_t i = 0; i < bytes; i += 8) {
+    const uint64_t word = random();
+    std::memcpy(at + i, &word, static_cast<size_t>(std::min<int64_t>(8, bytes - i)));
+  }
+}
+
+bool filled(const uint8_t* at, int64_t bytes, uint64_t seed) {
+  std::vector<uint8_t> expected(static_cast<size_t>(bytes));
+  fill(expected.data(), bytes, seed);
+  return bytes == 0 || std::memcmp(at, expected.data(), expected.size()) == 0;
+}
+
+constexpr int64_t kHalf = int64_t{12} << 20;  // a window is a half to send from and one to receive into
+
+/// Messages of all sizes at offsets that are multiples of nothing, in random places without overlap.
+std::vector<Message> messages(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<int64_t> sizes;
+  for (int i = 0; i < 40; ++i)
+    for (int64_t size : {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{7168}}) sizes.push_back(size);
+  for (int i = 0; i < 6; ++i) sizes.push_back((int64_t{1} << 20) + static_cast<int64_t>(random() % 5000));
+  std::vector<Message> list;
+  std::shuffle(sizes.begin(), sizes.end(), random);
+  int64_t at = static_cast<int64_t>(random() % 64);
+  for (int64_t size : sizes) {
+    list.push_back({size, at, 0});
+    at += size + static_cast<int64_t>(random() % 64);
+  }
+  std::vector<size_t> order(list.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  at = static_cast<int64_t>(random() % 64);
+  for (size_t i : order) {
+    list[i].src = kHalf + at;
+    at += list[i].bytes + static_cast<int64_t>(random() % 64);
+  }
+  if (at > kHalf) std::printf("window too small\n"), std::exit(1);
+  return list;
+}
+
+/// One end of a two-way exchange: sends `out` to `peer`, expects `in` from it.
+class Exchange {
+ public:
+  Exchange(Remote& remote, Memory& memory, int peer, uint64_t out_seed, uint64_t in_seed)
+      : remote_(remote),
+        memory_(memory),
+        peer_(peer),
+        out_seed_(out_seed),
+        in_seed_(in_seed),
+        out_(messages(out_seed)),
+        in_(messages(in_seed)),
+        sent_(out_.size(), 0),
+        arrived_(in_.size(), 0),
+        order_(out_.size()) {
+    std::iota(order_.begin(), order_.end(), 0);
+    std::mt19937_64 random(out_seed + 1);
+    std::shuffle(order_.begin(), order_.end(), random);
+    for (size_t i = 0; i < out_.size(); ++i) fill(memory_.base + out_[i].src, out_[i].bytes, out_seed_ + i);
+  }
+
+  /// True when all that this end sends is sent and all that it expects is here.
+  bool step() {
+    while (next_ < order_.size()) {
+      const size_t i = order_[next_];
+      if (!remote_.put(peer_, out_[i].dst, out_[i].src, out_[i].bytes, static_cast<uint32_t>(i), 7000 + i))
+        break;
+      ++next_;
+    }
+    events_.clear();
+    remote_.poll(events_);
+    for (const RemoteEvent& event : events_) {
+      if (event.kind == Kind::sent) {
+        if (!CHECK(event.context >= 7000 && event.context < 7000 + out_.size())) continue;
+        const size_t i = event.context - 7000;
+        CHECK(event.peer == peer_);
+        CHECK(++sent_[i] == 1);
+        // Done with: whatever is written there now must not reach the peer.
+        std::memset(memory_.base + out_[i].src, 0xee, static_cast<size_t>(out_[i].bytes));
+        ++sent_count_;
+      } else if (event.kind == Kind::arrived) {
+        if (!CHECK(event.immediate < in_.size())) continue;
+        const size_t i = event.immediate;
+        CHECK(++arrived_[i] == 1);
+        CHECK(filled(memory_.base + in_[i].dst, in_[i].bytes, in_seed_ + i));
+        if (i != static_cast<size_t>(arrived_count_)) ++out_of_order_;
+        ++arrived_count_;
+      } else {
+        std::printf("failed: %s\n", event.text.c_str());
+        CHECK(!"no failure");
+      }
+    }
+    return sent_count_ == out_.size() && arrived_count_ == in_.size();
+  }
+  size_t out_of_order() const { return out_of_order_; }
+
+ private:
+  Remote& remote_;
+  Memory& memory_;
+  int peer_;
+  uint64_t out_seed_, in_seed_;
+  std::vector<Message> out_, in_;
+  std::vector<int> sent_, arrived_;
+  std::vector<size_t> order_;
+  std::vector<RemoteEvent> events_;
+  size_t next_ = 0, sent_count_ = 0, arrived_count_ = 0, out_of_order_ = 0;
+};
+
+void exchange_case(const std::string& provider) {
+  Group group(2, 2 * kHalf, options_for(provider));
+  const uint64_t seed = test::seed();
+  Exchange a(*group.remote[0], *group.memory[0], 1, seed, seed + 10000);
+  Exchange b(*group.remote[1], *group.memory[1], 0, seed + 10000, seed);
+  until("an exchange in one process", [&] {
+    const bool first = a.step(), second = b.step();
+    return first && second;
+  });
+  CHECK(group.remote[0]->in_flight() == 0 && group.remote[1]->in_flight() == 0);
+  const RemoteCaps& caps = group.remote[0]->caps();
+  CHECK(caps.max_message >= int64_t{1} << 30);
+  CHECK(caps.version == library().version_text());
+  std::printf("%s: provider %s of libfabric %s on %s\n", provider.c_str(), caps.provider.c_str(),
+              caps.version.c_str(), caps.interface.c_str());
+}
+
+void three_peers_case(const std::string& provider) {
+  Group group(3, 4096, options_for(provider));
+  for (int from = 0; from < 3; ++from) {
+    std::memset(group.memory[static_cast<size_t>(from)]->base, 'a' + from, 64);
+    for (int to = 0; to < 3; ++to) {
+      if (to == from) continue;
+      until("room", [&] {
+        return group.remote[static_cast<size_t>(from)]->put(to, 1024 * (1 + from), 0, 64,
+                                                            static_cast<uint32_t>(10 * from + to), 0);
+      });
+    }
+  }
+  std::vector<uint32_t> seen[3];
+  size_t sent = 0;
+  until("three peers", [&] {
+    for (size_t at = 0; at < 3; ++at) {
+      std::vector<RemoteEvent> events;
+      group.remote[at]->poll(events);
+      for (const RemoteEvent& event : events) {
+        CHECK(event.kind != Kind::failed);
+        if (event.kind == Kind::sent) ++sent;
+        if (event.kind != Kind::arrived) continue;
+        const uint32_t from = event.immediate / 10;
+        CHECK(event.immediate % 10 == at && from < 3 && from != at);
+        const std::vector<uint8_t> expected(64, static_cast<uint8_t>('a' + from));
+        CHECK(std::memcmp(group.memory[at]->base + 1024 * (1 + from), expected.data(), 64) == 0);
+        seen[at].push_back(from);
+      }
+    }
+    return sent == 6 && seen[0].size() + seen[1].size() + seen[2].size() == 6;
+  });
+}
+
+void limits_case(const std::string& provider) {
+  FabricOptions options = options_for(provider);
+  options.max_in_flight_operations = 2;
+  options.max_in_flight_bytes = 100000;
+  Group group(2, 4 << 20, options);
+  FabricRemote& a = *group.remote[0];
+  std::vector<RemoteEvent> events;
+  const auto drain = [&] {
+    until("completions", [&] {
+      a.poll(events);
+      group.remote[1]->poll(events);
+      return a.in_flight() == 0;
+    });
+  };
+  const auto accepted = [&](int64_t bytes) { return a.put(1, 0, 2 << 20, bytes, 5, 0); };
+  // Nothing completes between polls, so the third one finds no room.
+  CHECK(accepted(64) && accepted(64) && a.in_flight() == 2);
+  CHECK(!accepted(64));
+  drain();
+  CHECK(accepted(64));
+  drain();
+  // One that is larger than all that may be under way goes alone.
+  CHECK(accepted(1 << 20));
+  CHECK(!accepted(1));
+  drain();
+  CHECK(accepted(60000));
+  CHECK(!accepted(60000));
+  CHECK(accepted(40000));
+  drain();
+}
+
+void bounds_case(const std::string& provider) {
+  const int64_t bytes = 8192;
+  Group group(2, bytes, options_for(provider));
+  FabricRemote& a = *group.remote[0];
+  const auto refused = [&](int32_t peer, int64_t dst, int64_t src, int64_t count, uint32_t immediate) {
+    return throws(ErrorKind::invalid_argument, "fabric: put",
+                  [&] { a.put(peer, dst, src, count, immediate, 0); });
+  };
+  CHECK(refused(1, bytes, 0, 1, 0));
+  CHECK(refused(1, bytes - 63, 0, 64, 0));
+  CHECK(refused(1, 0, bytes - 63, 64, 0));
+  CHECK(refused(1, -1, 0, 64, 0));
+  CHECK(refused(1, 0, -1, 64, 0));
+  CHECK(refused(1, 0, 0, -1, 0));
+  CHECK(refused(1, INT64_MAX, 0, 64, 0));
+  CHECK(refused(1, 64, 0, INT64_MAX, 0));
+  CHECK(refused(1, 0, 0, 64, kHelloImmediate));
+  CHECK(refused(0, 0, 0, 64, 0));
+  CHECK(refused(2, 0, 0, 64, 0));
+  CHECK(refused(-1, 0, 0, 64, 0));
+  CHECK(a.in_flight() == 0);
+  // The last byte of both windows, and nothing at their ends, are inside.
+  CHECK(a.put(1, bytes - 64, bytes - 64, 64, 1, 0));
+  CHECK(a.put(1, bytes, bytes, 0, 2, 0));
+  size_t arrived = 0;
+  until("puts at the border", [&] {
+    std::vector<RemoteEvent> events;
+    a.poll(events);
+    group.remote[1]->poll(events);
+    for (const RemoteEvent& event : events) arrived += event.kind == Kind::arrived;
+    return arrived == 2 && a.in_flight() == 0;
+  });
+}
+
+// ---- two processes
+// -------------------------------------------------------------------------------------------
+
+/// Sends and receives whole byte strings over a socket pair.
+void tell(int fd, const std::vector<std::byte>& bytes) {
+  const uint64_t count = bytes.size();
+  if (write(fd, &count, sizeof(count)) != sizeof(count) ||
+      write(fd, bytes.data(), count) != static_cast<ssize_t>(count))
+    std::perror("write to the other process"), std::_Exit(1);
+}
+
+std::vector<std::byte> hear(int fd) {
+  uint64_t count = 0;
+  if (recv(fd, &count, sizeof(count), MSG_WAITALL) != sizeof(count) || count > 1 << 20)
+    std::printf("the other process ended\n"), std::_Exit(1);
+  std::vector<std::byte> bytes(count);
+  if (count > 0 && recv(fd, bytes.data(), count, MSG_WAITALL) != static_cast<ssize_t>(count)) std::_Exit(1);
+  return bytes;
+}
+
+/// Runs `body(index, socket to the other)` in this process as peer 0 and in a child as peer 1. Returns how
+/// the child ended, as waitpid says it.
+int with_peer(const std::function<void(int, int)>& body) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) std::perror("socketpair"), std::exit(1);
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    close(ends[0]);
+    alarm(static_cast<unsigned>(2 * kHang));
+    test::checks = test::failures = 0;
+    body(1, ends[1]);
+    const int status = test::finish();
+    std::fflush(stdout);
+    std::_Exit(status);
+  }
+  close(ends[1]);
+  body(0, ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  close(ends[0]);
+  return status;
+}
+
+std::vector<std::vector<std::byte>> exchange_cards(const FabricRemote& remote, int index, int fd) {
+  tell(fd, remote.card());
+  std::vector<std::vector<std::byte>> cards{remote.card(), hear(fd)};
+  if (index == 1) std::swap(cards[0], cards[1]);
+  return cards;
+}
+
+void two_processes_case(const std::string& provider) {
+  const uint64_t seed = test::seed();
+  const int status = with_peer([&](int index, int fd) {
+    Memory memory(2 * kHalf);
+    auto own = std::make_unique<FabricRemote>(options_for(provider), memory.base, memory.bytes);
+    own->connect(exchange_cards(*own, index, fd), index, kHang);
+    ShuffledRemote shuffled(std::move(own), seed + static_cast<uint64_t>(index));
+    const uint64_t mine = seed + 10000 * static_cast<uint64_t>(index);
+    const uint64_t theirs = seed + 10000 * static_cast<uint64_t>(1 - index);
+    Exchange exchange(shuffled, memory, 1 - index, mine, theirs);
+    until("an exchange of two processes", [&] { return exchange.step(); });
+    CHECK(exchange.out_of_order() > 20);  // of 166 messages in random order
+    // Nobody leaves before the other has all: what is under way then would be lost.
+    tell(fd, {});
+    std::vector<RemoteEvent> events;
+    char byte;
+    until("the other process", [&] {
+      shuffled.poll(events);
+      return recv(fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 1;
+    });
+    hear(fd);
+  });
+  CHECK(status == 0);
+}
+
+/// The peer is killed while it is written to.
+void killed_peer_case(const std::string& provider) {
+  const int status = with_peer([&](int index, int fd) {
+    Memory memory(8 << 20);
+    auto remote = std::make_unique<FabricRemote>(options_for(provider), memory.base, memory.bytes);
+    const auto cards = exchange_cards(*remote, index, fd);
+    remote->connect(cards, index, kHang);
+    std::vector<RemoteEvent> events;
+    if (index == 1) {
+      size_t arrived = 0;
+      while (arrived < 10) {
+        events.clear();
+        remote->poll(events);
+        for (const RemoteEvent& event : events) arrived += event.kind == Kind::arrived;
+      }
+      kill(getpid(), SIGKILL);
+    }
+    int failures = 0;
+    bool dead = false;
+    until("the peer's end to be noticed", [&] {
+      remote->put(1, 0, 4 << 20, 65536, 3, 0);
+      events.clear();
+      remote->poll(events);
+      for (const RemoteEvent& event : events) {
+        if (event.kind != Kind::failed) continue;
+        ++failures;
+        CHECK(event.peer == 1);
+        CHECK(event.text.find(remote->caps().provider) != std::string::npos);
+        CHECK(event.text.find("peer 1") != std::string::npos);
+        if (failures == 1) std::printf("%s\n", event.text.c_str());
+      }
+      char byte;
+      dead = dead || recv(fd, &byte, 1, MSG_DONTWAIT) == 0;  // the kernel says it, whatever the provider does
+      return provider == "shm" ? dead : failures > 0;
+    });
+    if (provider == "shm") {
+      // This provider says nothing; its user knows from elsewhere.
+      const Card card = Card::from_bytes(cards[1]);
+      const std::string name(reinterpret_cast<const char*>(card.address.data()));
+      const std::string file = "/dev/shm/" + name.substr(name.find("://") + 3);
+      CHECK(fs::exists(file));
+      // As long as the process counts as running, also as one whose end nobody has asked for, its number is
+      // taken.
+      remote->forget(1);
+      CHECK(!fs::exists(file));
+    }
+    // Dropped without a word from now on, with no room used.
+    CHECK(remote->in_flight() == 0);
+    for (int i = 0; i < 1000; ++i) {
+      CHECK(remote->put(1, 0, 4 << 20, 65536, 3, 0));
+      events.clear();
+      remote->poll(events);
+      CHECK(events.empty());
+    }
+    CHECK(remote->in_flight() == 0);
+    remote.reset();  // returns
+  });
+  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+/// A peer that exists and never connects, with a callback that is heard meanwhile.
+void connect_case(const std::string& provider) {
+  Memory memory(4096), other(4096), third(4096);
+  const auto fresh = [&](Memory& window) {
+    return std::make_unique<FabricRemote>(options_for(provider), window.base, window.bytes);
+  };
+  auto silent = fresh(other);
+  int calls = 0;
+  {
+    auto remote = fresh(memory);
+    CHECK(throws(ErrorKind::peer_timeout, "peer 1 (",
+                 [&] { remote->connect({remote->card(), silent->card()}, 0, 0.3, [&] { ++calls; }); }));
+    CHECK(calls > 0);
+    CHECK(throws(ErrorKind::invalid_argument, "once",
+                 [&] { remote->connect({remote->card(), silent->card()}, 0, 0.3); }));
+  }
+  {
+    auto remote = fresh(memory);
+    struct Interrupted {};
+    bool passed = false;
+    try {
+      remote->connect({remote->card(), silent->card()}, 0, kHang, [] { throw Interrupted(); });
+    } catch (const Interrupted&) {
+      passed = true;
+    }
+    CHECK(passed);
+  }
+  {
+    // A peer that was there when cards were exchanged and is gone now: an error of one kind or the other, no
+    // hang.
+    auto remote = fresh(memory);
+    auto gone = fresh(third);
+    const auto card = gone->card();
+    gone.reset();
+    bool said = false;
+    try {
+      remote->connect({remote->card(), card}, 0, 0.5);
+    } catch (const Error& error) {
+      said = error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost ||
+             error.kind() == ErrorKind::invalid_argument;
+      std::printf("gone: %s\n", error.what());
+    }
+    CHECK(said);
+  }
+  {
+    auto remote = fresh(memory);
+    CHECK(throws(ErrorKind::invalid_argument, "index", [&] { remote->connect({remote->card()}, 1, 1); }));
+    remote->connect({remote->card()}, 0, 1);  // alone: nothing to wait for
+    std::vector<RemoteEvent> events;
+    remote->poll(events);
+    CHECK(events.empty());
+  }
+}
+
+// ---- providers, cards, NICs, library
+// -------------------------------------------------------------------------
+
+void provider_case() {
+  const std::vector<Offer> offers = list_offers();
+  CHECK(!offers.empty());
+  const auto has = [&](const std::string& name) {
+    return std::any_of(offers.begin(), offers.end(), [&](const Offer& o) { return o.provider == name; });
+  };
+  constexpr uint32_t k117 = 1 << 16 | 17, k118 = 1 << 16 | 18, k25 = 2 << 16 | 5;
+  using Names = std::vector<std::string>;
+  CHECK((provider_names("tcp", k117) == Names{"net", "tcp;ofi_rxm"}));
+  CHECK((provider_names("net", k117) == Names{"net", "tcp;ofi_rxm"}));
+  CHECK((provider_names("tcp", k118) == Names{"tcp", "tcp;ofi_rxm"}));
+  CHECK((provider_names("net", k25) == Names{"tcp", "tcp;ofi_rxm"}));
+  CHECK((provider_names("tcp;ofi_rxm", k117) == Names{"tcp;ofi_rxm"}));
+  CHECK((provider_names("verbs", k25) == Names{"verbs", "verbs;ofi_rxm", "verbs;ofi_rxd"}));
+  CHECK(why_not("verbs", k117).empty());
+  CHECK(why_not("cxi", k117).find("2.5") != std::string::npos);
+  unsetenv("FI_CXI_ENABLE_WRITEDATA");
+  CHECK(why_not("cxi", k25).find("FI_CXI_ENABLE_WRITEDATA=1") != std::string::npos);
+  setenv("FI_CXI_ENABLE_WRITEDATA", "1", 1);
+  CHECK(why_not("cxi", k25).empty());
+  unsetenv("FI_CXI_ENABLE_WRITEDATA");
+
+  const std::string native = provider_names("tcp", library().version).front();
+  CHECK(has(native) && has("shm"));
+  const auto chosen = [](const std::string& provider, const std::string& interface) {
+    ProviderOptions options;
+    options.provider = provider;
+    options.interface = interface;
+    return describe(*choose_provider(options));
+  };
+  CHECK(chosen("tcp", "").provider == native);
+  CHECK(chosen("net", "lo").provider == native && chosen("net", "lo").domain == "lo");
+  CHECK(chosen("tcp", "127.0.0.1").address == "127.0.0.1");
+  CHECK(chosen("", "lo").domain == "lo");
+  CHECK(chosen("shm", "").provider == "shm");
+  CHECK(chosen("shm", "lo").provider == "shm");  // it has no interface to choose
+  // By itself nothing is chosen that stays on one host, nor loopback if there is anything else.
+  CHECK(chosen("", "").provider != "shm");
+  const bool elsewhere = std::any_of(offers.begin(), offers.end(), [&](const Offer& o) {
+    return o.provider == native && o.domain != "lo" && !o.address.starts_with("fe80");
+  });
+  CHECK((chosen("tcp", "").domain != "lo") == elsewhere);
+
+  CHECK(throws(ErrorKind::unsupported, "'carrier-pigeon'", [&] { chosen("carrier-pigeon", ""); }));
+  CHECK(throws(ErrorKind::unsupported, native + " (", [&] { chosen("carrier-pigeon", ""); }));
+  CHECK(throws(ErrorKind::unsupported, "interface 'eth77'", [&] { chosen("tcp", "eth77"); }));
+  CHECK(throws(ErrorKind::unsupported, "interface '198.51.100.1'", [&] { chosen("", "198.51.100.1"); }));
+  if (!has("cxi")) CHECK(throws(ErrorKind::unsupported, "cxi", [&] { chosen("cxi", ""); }));
+  ProviderOptions gpu;
+  gpu.provider = "tcp";
+  gpu.device_memory = true;
+  if (list_offers(true).empty())
+    CHECK(throws(ErrorKind::unsupported, "GPU memory", [&] { choose_provider(gpu); }));
+
+  CHECK(throws(ErrorKind::invalid_argument, "window", [] { FabricRemote(FabricOptions{}, nullptr, 0); }));
+}
+
+/// Peers that chose differently are told so.
+void mismatch_case() {
+  Memory one(4096), two(4096);
+  FabricRemote tcp(options_for("tcp"), one.base, one.bytes);
+  FabricRemote shm(options_for("shm"), two.base, two.bytes);
+  CHECK(throws(ErrorKind::mismatched_arguments, "peer 1 uses provider shm",
+               [&] { tcp.connect({tcp.card(), shm.card()}, 0, 1); }));
+}
+
+void signals_case() {
+  const auto handlers = [] {
+    std::vector<void (*)(int)> list;
+    for (int number : {SIGINT, SIGTERM, SIGSEGV, SIGBUS}) {
+      struct sigaction action;
+      sigaction(number, nullptr, &action);
+      list.push_back(action.sa_handler);
+    }
+    return list;
+  };
+  const auto before = handlers();
+  {
+    Group group(2, 4096, options_for("shm"));
+    CHECK(handlers() == before);
+  }
+  CHECK(handlers() == before);
+}
+
+Card sample_card() {
+  Card card;
+  card.library = 1 << 16 | 17;
+  card.protocol = 25;
+  card.protocol_version = 3;
+  card.window = {0x1234567890abcdefu, 0x7f0000001000u, int64_t{3} << 30};
+  card.greetings = {42, 0, 4096};
+  card.pid = 4711;
+  card.pid_namespace = 4026531836u;
+  card.provider = "net";
+  card.interface = "eth0 192.0.2.7";
+  for (int i = 0; i < 16; ++i) card.address.push_back(static_cast<std::byte>(16 * i));
+  return card;
+}
+
+void card_case() {
+  const Card card = sample_card();
+  const std::vector<std::byte> bytes = card.to_bytes();
+  CHECK(Card::from_bytes(bytes) == card);
+  const auto refused = [](const std::vector<std::byte>& garbage) {
+    try {
+      Card::from_bytes(garbage);
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      return (error.kind() == ErrorKind::invalid_argument &&
+              text.starts_with("not a fabric address card: ")) ||
+             (error.kind() == ErrorKind::mismatched_arguments && text.find("format") != std::string::npos);
+    }
+    return false;
+  };
+  for (size_t count = 0; count < bytes.size(); ++count)
+    CHECK(refused(std::vector<std::byte>(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(count))));
+  for (size_t at = 0; at < bytes.size(); ++at)
+    for (int bit = 0; bit < 8; ++bit) {
+      std::vector<std::byte> changed = bytes;
+      changed[at] ^= static_cast<std::byte>(1 << bit);
+      CHECK(refused(changed));
+    }
+  std::vector<std::byte> longer = bytes;
+  longer.push_back(std::byte{0});
+  CHECK(refused(longer));
+
+  // Garbage with a sum that fits, which reaches the fields.
+  std::mt19937_64 random(test::seed());
+  int taken = 0;
+  const auto seal = [](std::vector<std::byte>& made) {
+    const uint64_t sum = checksum(made.data(), made.size());
+    for (size_t i = 0; i < 8; ++i) made.push_back(static_cast<std::byte>(sum >> (8 * i)));
+  };
+  for (int round = 0; round < 20000; ++round) {
+    std::vector<std::byte> made(bytes.begin(), bytes.end() - 8);
+    const int changes = 1 + static_cast<int>(random() % 4);
+    for (int i = 0; i < changes; ++i)
+      made[12 + random() % (made.size() - 12)] = static_cast<std::byte>(random());
+    if (random() % 4 == 0) {
+      const size_t body = random() % (made.size() - 12);
+      made.resize(12 + body);
+      for (size_t i = 0; i < 4; ++i) made[8 + i] = static_cast<std::byte>(body >> (8 * i));
+    }
+    seal(made);
+    try {
+      const Card parsed = Card::from_bytes(made);
+      CHECK(!parsed.provider.empty() && !parsed.address.empty() && parsed.window.bytes >= 0);
+      CHECK(parsed.to_bytes() == made);
+      ++taken;
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::invalid_argument);
+    }
+  }
+  CHECK(taken > 0 && taken < 20000);
+  Card empty = card;
+  empty.address.clear();
+  CHECK(throws(ErrorKind::invalid_argument, "address is empty", [&] { Card::from_bytes(empty.to_bytes()); }));
+  Card wrapped = card;
+  wrapped.window = {1, UINT64_MAX - 10, 4096};
+  CHECK(throws(ErrorKind::invalid_argument, "window", [&] { Card::from_bytes(wrapped.to_bytes()); }));
+
+  Card other = card;
+  require_compatible(card, 0, other, 1);
+  other.protocol_version = 4;
+  CHECK(throws(ErrorKind::mismatched_arguments, "protocol 25 version 4",
+               [&] { require_compatible(card, 0, other, 1); }));
+}
+
+/// A folder that is gone with the test.
+struct Folder {
+  Folder() {
+    char name[] = "/tmp/moecomm-test-XXXXXX";
+    if (mkdtemp(name) == nullptr) std::perror("mkdtemp"), std::exit(1);
+    path = name;
+  }
+  ~Folder() { fs::remove_all(path); }
+  fs::path path;
+};
+
+void leftovers_case() {
+  Folder folder;
+  Card own = sample_card(), peer = sample_card();
+  own.pid = getpid();
+  const pid_t child = fork();
+  if (child == 0) pause(), std::_Exit(0);
+  peer.provider = "shm";
+  peer.pid = child;
+  const auto named = [&](const std::string& name) {
+    peer.address.assign(reinterpret_cast<const std::byte*>(name.c_str()),
+                        reinterpret_cast<const std::byte*>(name.c_str()) + name.size() + 1);
+  };
+  const std::string name = std::to_string(child) + ":0:0";
+  const fs::path file = folder.path / name;
+  std::ofstream(file) << "x";
+  named("fi_shm://" + name);
+  CHECK(!remove_leftovers(own, peer, folder.path) && fs::exists(file));  // it runs
+  kill(child, SIGKILL);
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);  // ended, its number not yet given back
+  Card elsewhere = peer;
+  elsewhere.pid_namespace += 1;
+  CHECK(!remove_leftovers(own, elsewhere, folder.path) && fs::exists(file));
+  Card tcp = peer;
+  tcp.provider = "net";
+  CHECK(!remove_leftovers(own, tcp, folder.path) && fs::exists(file));
+  named("fi_shm://" + std::to_string(child) + ":/../x");
+  CHECK(!remove_leftovers(own, peer, folder.path));
+  named("fi_shm://1:0:0");
+  CHECK(!remove_leftovers(own, peer, folder.path));
+  named("fi_shm://" + name);
+  CHECK(remove_leftovers(own, peer, folder.path) && !fs::exists(file));
+  CHECK(!remove_leftovers(own, peer, folder.path));
+  waitpid(child, nullptr, 0);
+}
+
+void nic_case() {
+  // Two sockets. GPU 17:00.0 and NIC 18:00.0 below one switch; NIC 1a:00.0 below the next port of the same
+  // host bridge; NIC 3b:00.0 below another bridge of the same socket; NICs 97:00.0 and 98:00.0 on the other
+  // one.
+  Folder root;
+  const auto device = [&](const std::string& path, int numa) {
+    const fs::path folder = root.path / "devices" / path;
+    fs::create_directories(folder);
+    std::ofstream(folder / "numa_node") << numa << "\n";
+    fs::create_directories(root.path / "bus/pci/devices");
+    fs::create_symlink(folder, root.path / "bus/pci/devices" / folder.filename());
+  };
+  device("pci0000:16/0000:16:01.0/0000:17:00.0", 0);
+  device("pci0000:16/0000:16:01.0/0000:18:00.0", 0);
+  device("pci0000:16/0000:16:02.0/0000:1a:00.0", 0);
+  device("pci0000:3a/0000:3a:01.0/0000:3b:00.0", 0);
+  device("pci0000:96/0000:96:01.0/0000:97:00.0", 1);
+  device("pci0000:96/0000:96:01.0/0000:98:00.0", 1);
+  const std::string sysfs = root.path;
+  const auto at = [&](const std::string& id) { return pci_device(id, sysfs); };
+  const PciDevice gpu = at("0000:17:00.0");
+  CHECK(gpu.numa == 0 && gpu.path.ends_with("pci0000:16/0000:16:01.0/0000:17:00.0"));
+  CHECK(at("17:00.0").path == gpu.path && at("0000:1A:00.0").path == at("1a:00.0").path);
+  CHECK(at("00000000:17:00.0").path == gpu.path);
+  CHECK(pci_distance(gpu, gpu) == 0);
+  CHECK(pci_distance(gpu, at("18:00.0")) == 2);
+  CHECK(pci_distance(gpu, at("1a:00.0")) == 4);
+  const int other_bridge = pci_distance(gpu, at("3b:00.0"));
+  const int other_socket = pci_distance(gpu, at("97:00.0"));
+  const int unknown = pci_distance(gpu, at("55:00.0"));
+  CHECK(4 < other_bridge && other_bridge < other_socket && other_socket < unknown);
+  CHECK(pci_distance(at("18:00.0"), gpu) == 2);
+
+  const std::vector<std::string> nics{"0000:98:00.0", "0000:1a:00.0", "0000:97:00.0", "0000:18:00.0"};
+  CHECK(nearest_nic("0000:17:00.0", nics, 0, sysfs) == 3);
+  CHECK(nearest_nic("0000:17:00.0", nics, 5, sysfs) == 3);  // the nearest one, whatever the rank
+  CHECK(nearest_nic("0000:98:00.0", nics, 0, sysfs) == 0);
+  // From the other socket's view of the first one, all NICs there are equally far: ranks spread by bus id.
+  const std::vector<std::string> rails{"0000:98:00.0", "0000:97:00.0"};
+  CHECK(nearest_nic("0000:17:00.0", rails, 0, sysfs) == 1);
+  CHECK(nearest_nic("0000:17:00.0", rails, 1, sysfs) == 0);
+  CHECK(nearest_nic("0000:17:00.0", rails, 2, sysfs) == 1);
+  // Without a GPU all are equal.
+  CHECK(nearest_nic("", nics, 0, sysfs) == 3 && nearest_nic("", nics, 1, sysfs) == 1);
+  CHECK(nearest_nic("", nics, 2, sysfs) == 2 && nearest_nic("", nics, 3, sysfs) == 0);
+}
+
+void library_case() {
+  CHECK(throws(ErrorKind::unsupported, "libfabric1", [] { load_library("libmoecomm-nowhere.so.9"); }));
+  CHECK(throws(ErrorKind::unsupported, "libmoecomm-nowhere.so.9",
+               [] { load_library("libmoecomm-nowhere.so.9"); }));
+  CHECK(throws(ErrorKind::unsupported, "has no function fi_", [] { load_library("libm.so.6"); }));
+  CHECK(&library() == &library());
+  CHECK(library().version >= library().api);
+  CHECK(version_text(1 << 16 | 17) == "1.17");
+  std::printf("libfabric %s, headers %s\n", library().version_text().c_str(), header_version().c_str());
+}
+
+/// Runs one case in a process of its own; its checks count as one here.
+void run(const std::string& name, const std::function<void()>& body) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(static_cast<unsigned>(4 * kHang));  // whatever hangs, the test ends
+    test::checks = test::failures = 0;
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::printf("not expected: %s\n", error.what());
+      CHECK(!"no error");
+    }
+    const int status = test::finish();
+    std::exit(status);  // what sanitizers say at exit counts
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  if (!CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0))
+    std::printf("case %s: exit status %d, signal %d\n", name.c_str(), WEXITSTATUS(status),
+                WIFSIGNALED(status) ? WTERMSIG(status) : 0);
+  else
+    std::printf("case %s: passed\n", name.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  test::seed();
+  const std::string only = argc > 1 ? argv[1] : "";
+  const auto test_case = [&](const std::string& name, const std::function<void()>& body) {
+    if (only.empty() || name == only) run(name, body);
+  };
+  test_case("card", card_case);
+  test_case("nic", nic_case);
+  test_case("leftovers", leftovers_case);
+
+  std::fflush(stdout);
+  const pid_t probe = fork();
+  if (probe == 0) {
+    try {
+      library();
+    } catch (const Error& error) {
+      std::printf("skipped: %s\n", error.what());
+      std::fflush(stdout);
+      std::_Exit(77);
+    }
+    std::_Exit(0);
+  }
+  int status = 0;
+  waitpid(probe, &status, 0);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) return test::finish() == 0 ? 77 : 1;
+  CHECK(status == 0);
+
+  test_case("library", library_case);
+  test_case("provider", provider_case);
+  test_case("signals", signals_case);
+  test_case("mismatch", mismatch_case);
+  for (const char* provider : {"tcp", "shm"}) {
+    const std::string name = provider;
+    test_case("exchange-" + name, [&] { exchange_case(name); });
+    test_case("three-peers-" + name, [&] { three_peers_case(name); });
+    test_case("limits-" + name, [&] { limits_case(name); });
+    test_case("bounds-" + name, [&] { bounds_case(name); });
+    test_case("connect-" + name, [&] { connect_case(name); });
+    test_case("two-processes-" + name, [&] { two_processes_case(name); });
+    test_case("killed-peer-" + name, [&] { killed_peer_case(name); });
+  }
+  return test::finish();
+}
