@@ -1,0 +1,29 @@
+// Addresses of sockets and their text, "10.0.0.3:4567" or "[2001:db8::3]:4567".
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <string>
+
+namespace moecomm::tcp {
+
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+
+  sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  int family() const { return storage.ss_family; }
+};
+
+/// Of a numeric address; nothing is looked up. Error(invalid_argument) if it is none.
+Address make_address(const std::string& numeric, uint16_t port);
+
+/// Error(invalid_argument) that begins with `what` unless `endpoint` is a numeric address with a port.
+Address parse_endpoint(const std::string& what, const std::string& endpoint);
+
+std::string endpoint_text(const Address& address);
+
+}  // namespace moecomm::tcp

@@ -1,0 +1,76 @@
+#include "transport/tcp/descriptor.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <vector>
+
+#include "common/error.hpp"
+
+namespace moecomm::tcp {
+namespace {
+
+struct Registry {
+  std::mutex mutex;       // held over fork(), so that a child finds `open` whole
+  std::vector<int> open;  // all that this process holds
+  std::atomic<uint32_t> generation{0};
+  bool watches_forks = false;
+};
+
+Registry& registry() {
+  static Registry* const one = new Registry;  // outlives every Descriptor, also static ones
+  return *one;
+}
+
+void before_fork() { registry().mutex.lock(); }
+
+void after_fork_in_parent() { registry().mutex.unlock(); }
+
+// Does only what is safe between fork() and exec() of a process with threads: no memory is taken or given.
+void after_fork_in_child() {
+  Registry& all = registry();
+  for (const int fd : all.open) close(fd);
+  all.open.clear();
+  all.generation.fetch_add(1);
+  all.mutex.unlock();
+}
+
+}  // namespace
+
+std::unique_lock<std::mutex> Descriptor::hold() {
+  Registry& all = registry();
+  std::unique_lock lock(all.mutex);
+  if (!all.watches_forks) {
+    if (const int failed = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child)) {
+      errno = failed;
+      throw Error(ErrorKind::out_of_memory, errno_text("pthread_atfork"));
+    }
+    all.watches_forks = true;
+  }
+  all.open.reserve(all.open.size() + 1);  // note() can't fail then
+  return lock;
+}
+
+void Descriptor::note() {
+  if (fd_ >= 0) registry().open.push_back(fd_);
+}
+
+uint32_t Descriptor::current_generation() { return registry().generation.load(std::memory_order_relaxed); }
+
+void Descriptor::reset() noexcept {
+  const int fd = std::exchange(fd_, -1);
+  if (fd < 0 || generation_ != current_generation()) return;
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  const auto found = std::find(all.open.begin(), all.open.end(), fd);
+  if (found != all.open.end()) {
+    *found = all.open.back();
+    all.open.pop_back();
+  }
+  close(fd);
+}
+
+}  // namespace moecomm::tcp

@@ -1,0 +1,288 @@
+#include "transport/tcp/links.hpp"
+
+#include <linux/sockios.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <cerrno>
+#include <chrono>
+#include <new>
+#include <span>
+#include <thread>
+
+#include "common/deadline.hpp"
+#include "common/error.hpp"
+#include "transport/interface.hpp"
+#include "transport/tcp/meeting.hpp"
+
+namespace moecomm::tcp {
+namespace {
+
+using namespace std::chrono_literals;
+
+// A silent link is probed after 10 s and given up 15 s later: so long may a cut of an idle link stay
+// unnoticed.
+constexpr int kIdleSeconds = 10, kProbeSeconds = 5, kProbes = 3;
+// The same for a link with data under way, which is not probed. Longer, because a stopped process whose
+// buffers are full looks alike.
+constexpr unsigned kUnacknowledgedMilliseconds = 60'000;
+
+constexpr double kDestructorSeconds = 1.0;
+constexpr size_t kReceiveBytes = 1024 * kMessageBytes;
+constexpr size_t kEventsPerPoll = 64;
+
+void set(int fd, int level, int option, unsigned value, const char* what) {
+  if (setsockopt(fd, level, option, &value, sizeof(value)) != 0)
+    throw Error(ErrorKind::unsupported, errno_text(what));
+}
+
+void set_up(int fd) {
+  set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "setsockopt TCP_NODELAY");
+  set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "setsockopt SO_KEEPALIVE");
+  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds, "setsockopt TCP_KEEPIDLE");
+  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds, "setsockopt TCP_KEEPINTVL");
+  set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes, "setsockopt TCP_KEEPCNT");
+  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kUnacknowledgedMilliseconds, "setsockopt TCP_USER_TIMEOUT");
+}
+
+const LinkOptions& checked(const LinkOptions& options) {
+  if (options.peers < 1 || options.self < 0 || options.self >= options.peers)
+    throw Error(ErrorKind::invalid_argument, "peer " + std::to_string(options.self) + " of " +
+                                                 std::to_string(options.peers) + " does not exist");
+  return options;
+}
+
+}  // namespace
+
+Links::Links(const LinkOptions& options)
+    : options_(checked(options)),
+      generation_(Descriptor::current_generation()),
+      own_(make_address(interface_address(options.interface), 0)),
+      links_(static_cast<size_t>(options.peers)) {
+  const std::string where = endpoint_text(own_);
+  const auto require = [&](bool holds, const char* call) {
+    if (!holds)
+      throw Error(ErrorKind::unsupported,
+                  "links between nodes, listening on " + where + ": " + errno_text(call));
+  };
+  listener_ =
+      Descriptor::open([&] { return socket(own_.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  require(static_cast<bool>(listener_), "socket");
+  require(bind(listener_.get(), own_.get(), own_.length) == 0, "bind");
+  require(listen(listener_.get(), SOMAXCONN) == 0, "listen");
+  Address bound;
+  bound.length = sizeof(bound.storage);
+  require(getsockname(listener_.get(), bound.get(), &bound.length) == 0, "getsockname");
+  endpoint_ = endpoint_text(bound);
+  epoll_ = Descriptor::open([] { return epoll_create1(EPOLL_CLOEXEC); });
+  require(static_cast<bool>(epoll_), "epoll_create1");
+}
+
+Links::~Links() { close(kDestructorSeconds); }
+
+std::string Links::name(int32_t peer) const {
+  return "peer " + std::to_string(peer) + " (" + endpoint_text(addresses_[peer]) + ")";
+}
+
+void Links::connect(const std::vector<std::string>& endpoints, double timeout_seconds,
+                    const std::function<void()>& interrupt) {
+  if (!listener_)
+    throw Error(ErrorKind::closed, "links: connect() was called before, or this process is a forked child");
+  if (endpoints.size() != links_.size())
+    throw Error(ErrorKind::invalid_argument, "links: " + std::to_string(endpoints.size()) +
+                                                 " endpoints, expected " + std::to_string(links_.size()));
+  for (size_t peer = 0; peer < endpoints.size(); ++peer) {
+    const std::string what = "endpoint of peer " + std::to_string(peer);
+    addresses_.push_back(parse_endpoint(what, endpoints[peer]));
+    if (addresses_.back().family() != own_.family())
+      throw Error(ErrorKind::invalid_argument,
+                  what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
+                      ": choose interfaces with addresses of one kind, IPv4 or IPv6, on all nodes");
+  }
+  if (endpoints[options_.self] != endpoint_)
+    throw Error(ErrorKind::invalid_argument, "endpoint of peer " + std::to_string(options_.self) + " is " +
+                                                 endpoints[options_.self] + ", expected this rank's own, " +
+                                                 endpoint_);
+  // Closed also after an error.
+  const Descriptor listener = std::move(listener_);
+  Meeting meeting(options_.job, options_.self, own_, listener.get(), addresses_, refused_);
+  std::vector<Descriptor> linked = meeting.run(timeout_seconds, interrupt);
+  for (int32_t peer = 0; peer < options_.peers; ++peer) {
+    if (peer == options_.self) continue;
+    Link& link = links_[peer];
+    set_up(linked[peer].get());
+    link.received.resize(kReceiveBytes);
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u32 = static_cast<uint32_t>(peer);
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, linked[peer].get(), &event) != 0)
+      throw Error(ErrorKind::unsupported, errno_text("epoll_ctl"));
+    const std::lock_guard lock(link.mutex);
+    link.fd = std::move(linked[peer]);
+  }
+}
+
+// -- sending ---------------------------------------------------------------------------------------------
+
+void Links::send(int32_t peer, const LinkMessage& message) noexcept {
+  assert(peer >= 0 && peer < options_.peers && peer != options_.self);
+  if (inherited()) return;
+  Link& link = links_[peer];
+  const std::lock_guard lock(link.mutex);
+  if (!link.fd || link.broken) return;
+  const MessageBytes bytes = encode(message);
+  const bool was_empty = link.waiting.empty();
+  try {
+    link.waiting.insert(link.waiting.end(), bytes.begin(), bytes.end());
+  } catch (const std::bad_alloc&) {
+    return stop_sending(link, ENOMEM);
+  }
+  if (!was_empty) return;  // poll() goes on as soon as there is room
+  flush(peer);
+  if (!link.waiting.empty()) watch(peer, true);
+}
+
+void Links::flush(int32_t peer) noexcept {
+  Link& link = links_[peer];
+  while (link.gone < link.waiting.size()) {
+    const ssize_t count = ::send(link.fd.get(), &link.waiting[link.gone], link.waiting.size() - link.gone,
+                                 MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count >= 0) {
+      link.gone += static_cast<size_t>(count);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      if (2 * link.gone < link.waiting.size()) return;
+      link.waiting.erase(link.waiting.begin(), link.waiting.begin() + static_cast<ptrdiff_t>(link.gone));
+      link.gone = 0;
+      return;
+    } else if (errno != EINTR) {
+      return stop_sending(link, errno);
+    }
+  }
+  link.waiting.clear();
+  link.gone = 0;
+}
+
+// What the peer sent before it went is still to be read, so the link ends in receive() only.
+void Links::stop_sending(Link& link, int error) noexcept {
+  link.broken = true;
+  link.error = error;
+  link.waiting.clear();
+  link.gone = 0;
+  shutdown(link.fd.get(), SHUT_RDWR);
+}
+
+void Links::watch(int32_t peer, bool also_room) noexcept {
+  epoll_event event{};
+  event.events = also_room ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  event.data.u32 = static_cast<uint32_t>(peer);
+  // Can't fail: the descriptor was added before, and is removed under the same lock.
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, links_[peer].fd.get(), &event);
+}
+
+// -- receiving -------------------------------------------------------------------------------------------
+
+void Links::poll(std::vector<LinkEvent>& events) {
+  if (!epoll_) return;
+  std::array<epoll_event, kEventsPerPoll> ready;
+  const int count = epoll_wait(epoll_.get(), ready.data(), static_cast<int>(ready.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    const auto peer = static_cast<int32_t>(ready[i].data.u32);
+    if ((ready[i].events & EPOLLOUT) != 0) {
+      Link& link = links_[peer];
+      const std::lock_guard lock(link.mutex);
+      flush(peer);
+      if (link.waiting.empty()) watch(peer, false);
+    }
+    if ((ready[i].events & ~static_cast<uint32_t>(EPOLLOUT)) != 0) receive(peer, events);
+  }
+}
+
+// One piece at a time, so that a peer that sends much does not keep the others waiting.
+void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
+  Link& link = links_[peer];
+  const ssize_t count =
+      recv(link.fd.get(), &link.received[link.held], link.received.size() - link.held, MSG_DONTWAIT);
+  if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+  if (count <= 0) {
+    const int failed = count < 0 ? errno : 0;
+    int sending;
+    {
+      const std::lock_guard lock(link.mutex);
+      sending = link.error;
+    }
+    if (failed != 0 || sending != 0) {
+      errno = failed != 0 ? failed : sending;
+      return drop(peer, "the link broke (" + errno_text(failed != 0 ? "recv" : "send") + ")", events);
+    }
+    return drop(peer, "its process has ended, or it has closed its communicator", events);
+  }
+  const size_t all = link.held + static_cast<size_t>(count);
+  size_t at = 0;
+  for (; all - at >= kMessageBytes; at += kMessageBytes) {
+    const auto message =
+        decode_message(std::span<const std::byte, kMessageBytes>(&link.received[at], kMessageBytes));
+    if (!message) return drop(peer, "it sent bytes that are no message", events);
+    events.push_back({LinkEvent::Kind::message, peer, *message, {}});
+  }
+  std::copy(link.received.begin() + static_cast<ptrdiff_t>(at),
+            link.received.begin() + static_cast<ptrdiff_t>(all), link.received.begin());
+  link.held = all - at;
+}
+
+void Links::drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& events) {
+  events.push_back({LinkEvent::Kind::lost, peer, {}, name(peer) + ": " + why});
+  Link& link = links_[peer];
+  const std::lock_guard lock(link.mutex);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.fd.get(), nullptr);
+  link.fd.reset();
+  link.waiting = {};
+  link.gone = 0;
+}
+
+// -- the end ---------------------------------------------------------------------------------------------
+
+// True when the peer's host has all, or never will.
+bool Links::settled(Link& link) noexcept {
+  if (!link.fd || link.broken) return true;
+  // Unread bytes would make the end a reset, which can overtake what was sent.
+  for (;;) {
+    std::array<std::byte, 4096> ignored;
+    const ssize_t count = recv(link.fd.get(), ignored.data(), ignored.size(), MSG_DONTWAIT);
+    if (count > 0 || (count < 0 && errno == EINTR)) continue;
+    if (count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) return true;
+    break;
+  }
+  int unacknowledged = 0;
+  return link.waiting.empty() &&
+         (ioctl(link.fd.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0);
+}
+
+void Links::close(double timeout_seconds) noexcept {
+  if (inherited()) return;
+  const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
+  for (;;) {
+    bool all = true;
+    for (int32_t peer = 0; peer < options_.peers; ++peer) {
+      Link& link = links_[peer];
+      const std::lock_guard lock(link.mutex);
+      if (link.fd && !link.broken) flush(peer);
+      all = settled(link) && all;
+    }
+    if (all || deadline.passed()) break;
+    std::this_thread::sleep_for(200us);
+  }
+  for (Link& link : links_) {
+    const std::lock_guard lock(link.mutex);
+    if (!link.fd) continue;
+    shutdown(link.fd.get(), SHUT_WR);
+    link.fd.reset();
+  }
+  listener_.reset();
+  epoll_.reset();
+}
+
+}  // namespace moecomm::tcp

@@ -1,0 +1,105 @@
+// One TCP connection to each rail peer, the ranks of the same local index on the other nodes. It carries
+// small control messages, and its end tells that a peer's process or host has gone. Rows never go here.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transport/tcp/address.hpp"
+#include "transport/tcp/descriptor.hpp"
+#include "transport/tcp/wire.hpp"
+
+namespace moecomm::tcp {
+
+struct LinkEvent {
+  enum class Kind : uint32_t {
+    message,  ///< `peer` sent `message`; those of one peer come in the order they were sent
+    lost,     ///< nothing more will come from `peer`; `text` says why
+  };
+  Kind kind;
+  int32_t peer;
+  LinkMessage message;
+  std::string text;
+};
+
+struct LinkOptions {
+  JobId job;              ///< random, the same for all peers of one communicator and for nobody else
+  int32_t self;           ///< own index: the node
+  int32_t peers;          ///< all of them, this one included
+  std::string interface;  ///< name or numeric address, see transport/interface.hpp; empty: chosen
+};
+
+class Links {
+ public:
+  /// Listens on one address of the interface, at a port that the system chooses. Error(invalid_argument) for
+  /// an interface that this host does not have.
+  explicit Links(const LinkOptions& options);
+  /// close() with a second of time.
+  ~Links();
+  Links(const Links&) = delete;
+  Links& operator=(const Links&) = delete;
+
+  /// Where peers reach this one, "10.0.0.3:4567".
+  const std::string& endpoint() const { return endpoint_; }
+
+  /// Connects to all peers, by their endpoint(); [self] is the own one. Everybody calls it, once. Then nobody
+  /// listens any more. After an error only the destructor is left.
+  ///
+  /// Error(invalid_argument) for an endpoint that is none, Error(peer_timeout) that names who is missing,
+  /// Error(mismatched_arguments) where a peer refuses this rank (another job, another version, other node
+  /// maps). `interrupt` is called every 50 ms and may throw.
+  void connect(const std::vector<std::string>& endpoints, double timeout_seconds,
+               const std::function<void()>& interrupt = {});
+
+  /// Sends a message, or keeps it for poll() while the socket is full; never blocks. Any thread. Messages to
+  /// a lost peer are dropped.
+  void send(int32_t peer, const LinkMessage& message) noexcept;
+
+  /// Appends what has happened; never blocks. One thread, the same as for connect() and close(). It costs a
+  /// system call.
+  void poll(std::vector<LinkEvent>& events);
+
+  /// Ends all links, after the hosts of the peers have got all that was sent; of those that take nothing,
+  /// after the given time. The peers see `lost` behind the last message.
+  void close(double timeout_seconds) noexcept;
+
+  /// Callers turned away: strays, and ranks of other jobs.
+  int64_t refused() const { return refused_.load(); }
+
+ private:
+  struct Link {
+    std::mutex mutex;                // fd is changed, and waiting is used, under it
+    Descriptor fd;                   // empty: own index, not connected, or lost
+    std::vector<std::byte> waiting;  // what the socket had no room for, from `gone` on
+    size_t gone = 0;
+    bool broken = false;  // sending has failed: nothing more goes out, poll() finds the end
+    int error = 0;        // of that
+    std::vector<std::byte> received;
+    size_t held = 0;  // bytes of `received` that are no whole message yet
+  };
+
+  bool inherited() const { return generation_ != Descriptor::current_generation(); }
+  std::string name(int32_t peer) const;
+  void watch(int32_t peer, bool also_room) noexcept;
+  void flush(int32_t peer) noexcept;
+  void stop_sending(Link& link, int error) noexcept;
+  void receive(int32_t peer, std::vector<LinkEvent>& events);
+  void drop(int32_t peer, const std::string& why, std::vector<LinkEvent>& events);
+  bool settled(Link& link) noexcept;
+
+  const LinkOptions options_;
+  const uint32_t generation_;  // a forked child has no part in the links
+  Address own_;
+  std::string endpoint_;
+  Descriptor listener_, epoll_;
+  std::vector<Address> addresses_;
+  std::vector<Link> links_;
+  std::atomic<int64_t> refused_{0};
+};
+
+}  // namespace moecomm::tcp

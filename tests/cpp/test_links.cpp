@@ -1,0 +1,866 @@
+// Control links between rail peers: the choice of an interface, what travels, who is let in, and how the end
+// of a peer is noticed. Peers are objects of one process, threads, or forked processes.
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "common/deadline.hpp"
+#include "transport/interface.hpp"
+#include "transport/tcp/links.hpp"
+#include "transport/tcp/wire.hpp"
+
+using namespace moecomm;
+using namespace moecomm::tcp;
+using test::throws;
+
+namespace {
+
+constexpr double kLong = 120;  // seconds; only reached when something is wrong
+const std::string kHere = "127.0.0.1";
+
+JobId random_job() {
+  static std::mt19937_64 random(test::seed());
+  JobId job;
+  for (std::byte& each : job) each = static_cast<std::byte>(random());
+  return job;
+}
+
+bool eventually(const std::function<bool()>& holds) {
+  const Deadline deadline{std::chrono::duration<double>(kLong)};
+  while (!holds()) {
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+/// The peers of a rail, all in this process.
+struct Rail {
+  std::deque<Links> links;
+  std::vector<std::string> endpoints;
+
+  explicit Rail(int32_t peers, const std::string& interface = kHere, const JobId& job = random_job()) {
+    for (int32_t self = 0; self < peers; ++self)
+      endpoints.push_back(links.emplace_back(LinkOptions{job, self, peers, interface}).endpoint());
+  }
+
+  void connect() {
+    std::vector<std::thread> threads;
+    for (Links& each : links) threads.emplace_back([&] { each.connect(endpoints, kLong); });
+    for (std::thread& each : threads) each.join();
+  }
+};
+
+/// Polls until `count` events have come.
+std::vector<LinkEvent> take(Links& links, size_t count) {
+  std::vector<LinkEvent> events;
+  CHECK(eventually([&] {
+    links.poll(events);
+    return events.size() >= count;
+  }));
+  return events;
+}
+
+bool is_lost(const LinkEvent& event, int32_t peer, const std::string& part) {
+  const bool holds =
+      event.kind == LinkEvent::Kind::lost && event.peer == peer && event.text.find(part) != std::string::npos;
+  if (!holds)
+    std::printf("kind %u, peer %d, '%s'\n", static_cast<unsigned>(event.kind), event.peer,
+                event.text.c_str());
+  return holds;
+}
+
+/// A socket that speaks what the test says: a stray, or one side of a link.
+class Raw {
+ public:
+  explicit Raw(const std::string& endpoint) : Raw(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const Address to = parse_endpoint("endpoint", endpoint);
+    CHECK(connect(fd_, to.get(), to.length) == 0);
+  }
+  explicit Raw(int fd) : fd_(fd) {
+    const timeval patience{static_cast<time_t>(kLong), 0};
+    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  }
+  Raw(Raw&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  ~Raw() {
+    if (fd_ >= 0) close(fd_);
+  }
+
+  template <class Bytes>
+  void say(const Bytes& bytes, size_t size) {
+    CHECK(send(fd_, bytes.data(), size, MSG_NOSIGNAL) == static_cast<ssize_t>(size));
+  }
+  template <class Bytes>
+  void say(const Bytes& bytes) {
+    say(bytes, bytes.size());
+  }
+
+  /// All until the other side closes.
+  std::string rest() {
+    std::string text;
+    std::array<char, 4096> piece;
+    for (;;) {
+      const ssize_t count = recv(fd_, piece.data(), piece.size(), 0);
+      if (count > 0)
+        text.append(piece.data(), static_cast<size_t>(count));
+      else
+        return count == 0 ? text : text + " [" + std::strerror(errno) + "]";
+    }
+  }
+
+  Hello hello() {
+    HelloBytes bytes{};
+    CHECK(recv(fd_, bytes.data(), bytes.size(), MSG_WAITALL) == static_cast<ssize_t>(bytes.size()));
+    return decode_hello(bytes);
+  }
+
+  /// Refused in the words of the protocol, for this reason; then the connection ends.
+  bool refused(Answer reason) {
+    const Hello answer = hello();
+    return answer.answer == reason && answer.job == JobId{} && rest().empty();
+  }
+  bool refused_as_stranger() { return rest().find("moecomm: refused") == 0; }
+
+ private:
+  int fd_;
+};
+
+/// A listener that the test answers for.
+class RawListener {
+ public:
+  RawListener() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    Address address = make_address(kHere, 0);
+    CHECK(bind(fd_, address.get(), address.length) == 0 && listen(fd_, 8) == 0);
+    CHECK(getsockname(fd_, address.get(), &address.length) == 0);
+    endpoint = endpoint_text(address);
+  }
+  ~RawListener() { close(fd_); }
+  Raw accept() {
+    pollfd polled{fd_, POLLIN, 0};
+    CHECK(::poll(&polled, 1, static_cast<int>(kLong * 1000)) == 1);
+    return Raw(::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC));
+  }
+  std::string endpoint;
+
+ private:
+  int fd_;
+};
+
+Hello hello_of(const JobId& job, int32_t from, int32_t to, int32_t peers) {
+  Hello hello;
+  hello.job = job;
+  hello.from = from;
+  hello.to = to;
+  hello.peers = peers;
+  return hello;
+}
+
+int open_descriptors() {
+  DIR* directory = opendir("/proc/self/fd");
+  int count = -1;  // its own
+  while (const dirent* entry = readdir(directory)) count += entry->d_name[0] != '.';
+  closedir(directory);
+  return count;
+}
+
+// -- the pure parts --------------------------------------------------------------------------------------
+
+void test_interfaces() {
+  const std::string heading =
+      "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n";
+  const std::string local = "eth1\t0000A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n";
+  const std::string slow = "wlan0\t00000000\t0100000A\t0003\t0\t0\t600\t00000000\t0\t0\t0\n";
+  const std::string fast = "eth0\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n";
+  const std::string down = "eth2\t00000000\t0100000A\t0002\t0\t0\t1\t00000000\t0\t0\t0\n";
+  const std::string half = "tun0\t00000000\t0100000A\t0003\t0\t0\t1\t00000080\t0\t0\t0\n";  // 0.0.0.0/1
+  CHECK(default_route_interface("").empty());
+  CHECK(default_route_interface(heading).empty());
+  CHECK(default_route_interface(heading + local).empty());
+  CHECK(default_route_interface(heading + local + slow) == "wlan0");
+  CHECK(default_route_interface(heading + slow + local + fast) == "eth0");
+  CHECK(default_route_interface(heading + fast + slow + down + half) == "eth0");
+  CHECK(default_route_interface("what is this\n\n\teth9 00000000\n" + fast) == "eth0");
+
+  const InterfaceAddress lo{"lo", "127.0.0.1", true, true}, lo6{"lo", "::1", true, true};
+  const InterfaceAddress eth0{"eth0", "10.0.0.3", true, false}, eth1{"eth1", "192.168.0.3", true, false};
+  const InterfaceAddress eth1_6{"eth1", "2001:db8::3", true, false}, eth2{"eth2", "10.1.0.3", false, false};
+  const InterfaceAddress ib0{"ib0", "2001:db8:1::4", true, false};
+  const std::vector<InterfaceAddress> host{lo, lo6, eth0, eth1_6, eth1, eth2, ib0};
+  CHECK(choose_address("", host, "eth1") == "192.168.0.3");
+  CHECK(choose_address("", host, "ib0") == "2001:db8:1::4");
+  CHECK(choose_address("", host, "") == "10.0.0.3");
+  CHECK(choose_address("", host, "eth2") == "10.0.0.3");  // it is down
+  CHECK(choose_address("", host, "eth7") == "10.0.0.3");
+  CHECK(choose_address("", {lo6, lo}, "") == "127.0.0.1");
+  CHECK(choose_address("", {lo6, lo, ib0}, "") == "2001:db8:1::4");
+  CHECK(choose_address("", {lo6}, "") == "::1");
+  CHECK(choose_address("eth1", host, "eth0") == "192.168.0.3");
+  CHECK(choose_address("ib0", host, "eth0") == "2001:db8:1::4");
+  CHECK(choose_address("lo", host, "eth0") == "127.0.0.1");
+  CHECK(choose_address("192.168.0.3", host, "eth0") == "192.168.0.3");
+  CHECK(choose_address("2001:db8:0::0003", host, "eth0") == "2001:db8::3");
+  CHECK(choose_address("127.0.0.9", host, "eth0") == "127.0.0.9");
+  const auto refused = [&](const std::string& wanted, const std::vector<InterfaceAddress>& have,
+                           const std::string& part) {
+    return throws(ErrorKind::invalid_argument, part, [&] { choose_address(wanted, have, "eth0"); });
+  };
+  CHECK(refused("eth9", host, "'eth9'"));
+  CHECK(refused("eth9", host, "eth0 (10.0.0.3)"));
+  CHECK(refused("eth9", host, "eth2 (10.1.0.3, down)"));
+  CHECK(refused("eth2", host, "it is down"));
+  CHECK(refused("10.1.0.3", host, "eth2 is down"));
+  CHECK(refused("10.9.9.9", host, "does not have that address"));
+  CHECK(refused("node7.cluster", host, "none of that name"));
+  CHECK(refused("0.0.0.0", host, "stands for all interfaces"));
+  CHECK(refused("::", host, "stands for all interfaces"));
+  CHECK(refused("", {}, "none at all"));
+  CHECK(refused("", {eth2}, "none is up"));
+
+  CHECK(interface_address("lo") == "127.0.0.1");
+  CHECK(interface_address("127.0.0.1") == "127.0.0.1");
+  const std::string own = interface_address("");
+  const std::vector<InterfaceAddress> found = host_addresses();
+  CHECK(std::any_of(found.begin(), found.end(), [&](const auto& each) { return each.address == own; }));
+  CHECK(interface_address(own) == own);
+}
+
+void test_addresses() {
+  for (const std::string text : {"127.0.0.1:1", "10.0.0.3:65535", "[::1]:80", "[2001:db8::3]:4567"})
+    CHECK(endpoint_text(parse_endpoint("it", text)) == text);
+  for (const std::string text : {"",
+                                 ":",
+                                 ":80",
+                                 "127.0.0.1",
+                                 "127.0.0.1:",
+                                 "127.0.0.1:0",
+                                 "127.0.0.1:65536",
+                                 "127.0.0.1:-1",
+                                 "127.0.0.1:80 ",
+                                 "127.0.0.1: 80",
+                                 "127.0.0.1:8o",
+                                 "localhost:80",
+                                 "::1:80",
+                                 "[::1]80",
+                                 "[::1]:",
+                                 "[127.0.0.1]:80",
+                                 "[]:80",
+                                 "1.2.3:80",
+                                 "[::1:80",
+                                 "fe80::1%lo:80"})
+    CHECK(throws(ErrorKind::invalid_argument, "'" + text + "'",
+                 [&] { parse_endpoint("endpoint of peer 3", text); }));
+  CHECK(throws(ErrorKind::invalid_argument, "endpoint of peer 3",
+               [] { parse_endpoint("endpoint of peer 3", "no"); }));
+}
+
+void test_wire() {
+  std::mt19937_64 random(test::seed());
+  for (int i = 0; i < 1000; ++i) {
+    const LinkMessage message{static_cast<uint32_t>(random()), static_cast<int32_t>(random()),
+                              static_cast<int32_t>(random()), random()};
+    MessageBytes bytes = encode(message);
+    CHECK(decode_message(bytes) == message);
+    bytes[random() % 4] ^= std::byte{1};
+    CHECK(!decode_message(bytes));
+    const JobId job = random_job();
+    const Hello hello = hello_of(job, message.a, message.b, i);
+    const HelloBytes whole = encode(hello);
+    const Hello again = decode_hello(whole);
+    CHECK(again.job == job && again.from == message.a && again.to == message.b && again.peers == i &&
+          again.answer == Answer::hello);
+  }
+  const MessageBytes known = encode(LinkMessage{1, -2, 3, 0x0807060504030201});
+  const std::array<unsigned char, 24> expected{'M', 'L', 'N', 'K', 1, 0, 0, 0, 0xfe, 0xff, 0xff, 0xff,
+                                               3,   0,   0,   0,   1, 2, 3, 4, 5,    6,    7,    8};
+  CHECK(std::memcmp(known.data(), expected.data(), expected.size()) == 0);
+
+  HelloBytes hello = encode(Hello{});
+  for (size_t size = 0; size <= hello.size(); ++size)
+    CHECK(judge({hello.data(), size}) == (size < hello.size() ? Opening::incomplete : Opening::whole));
+  hello[8] = std::byte{77};
+  CHECK(judge({hello.data(), 15}) == Opening::incomplete);
+  CHECK(judge({hello.data(), 16}) == Opening::other_version);
+  CHECK(opening_version(hello) == 77);
+  for (size_t wrong = 0; wrong < 8; ++wrong) {
+    hello = encode(Hello{});
+    hello[wrong] ^= std::byte{32};
+    CHECK(judge({hello.data(), wrong}) == Opening::incomplete);
+    CHECK(judge({hello.data(), wrong + 1}) == Opening::not_moecomm);
+  }
+}
+
+// -- messages --------------------------------------------------------------------------------------------
+
+// All send to all, from two threads each, while all poll.
+void test_messages(int32_t peers, const std::string& interface) {
+  constexpr int kSenders = 2;
+  constexpr uint64_t kMessages = 2000;
+  Rail rail(peers, interface);
+  rail.connect();
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int32_t self = 0; self < peers; ++self) {
+    for (int sender = 0; sender < kSenders; ++sender)
+      threads.emplace_back([&rail, self, sender, peers] {
+        for (uint64_t i = 0; i < kMessages; ++i)
+          for (int32_t peer = 0; peer < peers; ++peer)
+            if (peer != self)
+              rail.links[self].send(peer, {static_cast<uint32_t>(sender), self, peer, i << 32 | i});
+      });
+    threads.emplace_back([&rail, &wrong, self, peers] {
+      std::vector<std::array<uint64_t, kSenders>> next(peers);
+      size_t received = 0;
+      std::vector<LinkEvent> events;
+      const bool all = eventually([&] {
+        events.clear();
+        rail.links[self].poll(events);
+        for (const LinkEvent& event : events) {
+          const LinkMessage& message = event.message;
+          if (event.kind != LinkEvent::Kind::message || message.kind >= kSenders) {
+            ++wrong;
+            continue;
+          }
+          const uint64_t expected = next[event.peer][message.kind]++;
+          wrong +=
+              message.a != event.peer || message.b != self || message.value != (expected << 32 | expected);
+        }
+        received += events.size();
+        return received >= static_cast<size_t>(peers - 1) * kSenders * kMessages;
+      });
+      wrong += !all;
+    });
+  }
+  for (std::thread& each : threads) each.join();
+  CHECK(wrong == 0);
+  std::vector<LinkEvent> more;
+  for (Links& each : rail.links) each.poll(more);
+  CHECK(more.empty());
+  for (const Links& each : rail.links) CHECK(each.refused() == 0);
+}
+
+// One thread does all: a send() that blocked would never come back.
+void test_slow_reader() {
+  constexpr uint64_t kMessages = 1'000'000;  // more bytes than sockets take
+  Rail rail(2);
+  rail.connect();
+  for (uint64_t i = 0; i < kMessages; ++i) rail.links[0].send(1, {7, 0, 1, i});
+  std::vector<LinkEvent> events, back;
+  uint64_t next = 0;
+  bool right = true;
+  CHECK(eventually([&] {
+    events.clear();
+    rail.links[0].poll(back);
+    rail.links[1].poll(events);
+    for (const LinkEvent& event : events)
+      right &= event.kind == LinkEvent::Kind::message && event.message == LinkMessage{7, 0, 1, next++};
+    return next >= kMessages;
+  }));
+  CHECK(right && next == kMessages && back.empty());
+  rail.links[0].send(1, {8, 0, 0, 0});  // and again without a queue
+  CHECK(take(rail.links[1], 1)[0].message.kind == 8);
+}
+
+// What was sent before the end arrives, also where the one that ends has not read what was sent to it.
+void test_close_loses_nothing(uint64_t messages) {
+  Rail rail(3);
+  rail.connect();
+  for (uint64_t i = 0; i < messages; ++i) {
+    rail.links[0].send(2, {1, 0, 2, i});
+    if (i < 100) rail.links[2].send(0, {2, 2, 0, i});
+  }
+  std::thread closing([&] { rail.links[0].close(kLong); });
+  uint64_t next = 0;
+  bool right = true, ended = false;
+  std::vector<LinkEvent> events;
+  CHECK(eventually([&] {
+    events.clear();
+    rail.links[2].poll(events);
+    for (const LinkEvent& event : events) {
+      right &= !ended;
+      if (event.kind == LinkEvent::Kind::lost)
+        ended = is_lost(event, 0, rail.endpoints[0]);
+      else
+        right &= event.message == LinkMessage{1, 0, 2, next++};
+    }
+    return ended;
+  }));
+  closing.join();
+  CHECK(right && next == messages);
+  rail.links[0].send(2, {3, 0, 2, 0});  // dropped
+  rail.links[2].send(0, {3, 2, 0, 0});
+  rail.links[0].poll(events);
+  CHECK(is_lost(take(rail.links[1], 1)[0], 0, "closed its communicator"));
+  rail.links[1].send(2, {4, 1, 2, 5});  // the others go on
+  const std::vector<LinkEvent> after = take(rail.links[2], 1);
+  CHECK(after.size() == 1 && after[0].peer == 1 && after[0].message == (LinkMessage{4, 1, 2, 5}));
+}
+
+void test_one_peer() {
+  Rail rail(1);
+  rail.connect();
+  std::vector<LinkEvent> events;
+  rail.links[0].poll(events);
+  CHECK(events.empty());
+}
+
+// -- who is let in ---------------------------------------------------------------------------------------
+
+void test_strays() {
+  const JobId job = random_job(), other = random_job();
+  Rail rail(4, kHere, job);
+  rail.links.pop_back();  // the test is peer 3
+  Links& first = rail.links[0];
+  std::thread connecting([&] { first.connect(rail.endpoints, kLong); });
+
+  Raw peer3(rail.endpoints[0]);
+  const HelloBytes good = encode(hello_of(job, 3, 0, 4));
+  peer3.say(good);
+  const Hello answer = peer3.hello();
+  CHECK(answer.answer == Answer::accepted && answer.job == job && answer.from == 0 && answer.to == 3 &&
+        answer.peers == 4);
+
+  Raw silent(rail.endpoints[0]), half(rail.endpoints[0]);
+  half.say(good, 20);
+  int64_t strays = 2;
+  const auto stray = [&](const auto& words, size_t size) {
+    ++strays;
+    Raw raw(rail.endpoints[0]);
+    raw.say(words, size);
+    return raw;
+  };
+  const auto refused = [&](const Hello& hello, Answer reason) {
+    const HelloBytes bytes = encode(hello);
+    return stray(bytes, bytes.size()).refused(reason);
+  };
+  std::mt19937_64 random(test::seed());
+  std::array<unsigned char, 3000> garbage;
+  for (unsigned char& each : garbage) each = static_cast<unsigned char>(random() | 0x80);
+  CHECK(stray(garbage, garbage.size()).refused_as_stranger());
+  CHECK(stray(garbage, 1).refused_as_stranger());
+  const std::string http = "GET / HTTP/1.1\r\nHost: " + rail.endpoints[0] + "\r\n\r\n";
+  CHECK(stray(http, http.size()).refused_as_stranger());
+  CHECK(refused(hello_of(other, 1, 0, 4), Answer::other_job));
+  CHECK(refused(hello_of(JobId{}, 1, 0, 4), Answer::other_job));
+  for (const int32_t from : {0, -1, 4, 1 << 30, -1 << 30})
+    CHECK(refused(hello_of(job, from, 0, 4), Answer::other_index));
+  CHECK(refused(hello_of(job, 1, 2, 4), Answer::other_index));
+  CHECK(refused(hello_of(job, 1, 0, 5), Answer::other_index));
+  CHECK(refused(hello_of(job, 3, 0, 4), Answer::duplicate));
+  HelloBytes version = encode(hello_of(job, 1, 0, 4));
+  version[8] = std::byte{2};
+  CHECK(stray(version, version.size()).refused(Answer::other_version));
+  CHECK(stray(version, kHelloFixedBytes).refused(Answer::other_version));
+  Hello answering = hello_of(job, 1, 0, 4);
+  answering.answer = Answer::accepted;
+  const HelloBytes accepted = encode(answering);
+  CHECK(stray(accepted, accepted.size()).refused_as_stranger());
+  {
+    stray(good, 30);
+  }                                     // and gone again
+  CHECK(silent.refused_as_stranger());  // in the end
+  CHECK(half.refused_as_stranger());
+  Raw late(rail.endpoints[0]);  // silent until all are there
+  ++strays;
+
+  std::thread second([&] { rail.links[1].connect(rail.endpoints, kLong); });
+  std::thread third([&] { rail.links[2].connect(rail.endpoints, kLong); });
+  Raw to1(rail.endpoints[1]), to2(rail.endpoints[2]);
+  to1.say(encode(hello_of(job, 3, 1, 4)));
+  to2.say(encode(hello_of(job, 3, 2, 4)));
+  connecting.join();
+  second.join();
+  third.join();
+  CHECK(first.refused() == strays);
+  CHECK(late.refused_as_stranger());
+
+  // Nobody listens any more, and the links work.
+  const Address gone = parse_endpoint("endpoint", rail.endpoints[0]);
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  CHECK(connect(fd, gone.get(), gone.length) != 0 && errno == ECONNREFUSED);
+  close(fd);
+  rail.links[1].send(0, {5, 1, 0, 6});
+  const MessageBytes message = encode(LinkMessage{6, 3, 0, 7});
+  std::vector<LinkEvent> events = take(first, 1);
+  CHECK(events.size() == 1 && events[0].peer == 1 && events[0].message == (LinkMessage{5, 1, 0, 6}));
+  for (const std::byte each : message) peer3.say(std::array{each});  // in pieces
+  events = take(first, 1);
+  CHECK(events.size() == 1 && events[0].peer == 3 && events[0].message == (LinkMessage{6, 3, 0, 7}));
+
+  // What is no message ends the link; so does an end within one.
+  MessageBytes two = message;
+  two[0] = std::byte{0};
+  peer3.say(message);
+  peer3.say(two);
+  events = take(first, 2);
+  CHECK(events.size() == 2 && events[0].message == (LinkMessage{6, 3, 0, 7}) &&
+        is_lost(events[1], 3, "no message"));
+  CHECK(to1.hello().answer == Answer::accepted);
+  to1.say(message, 11);
+  {
+    const Raw ended = std::move(to1);
+  }
+  CHECK(is_lost(take(rail.links[1], 1)[0], 3, "process has ended"));
+}
+
+void test_many_silent_strays() {
+  Rail rail(2);
+  std::vector<Raw> silent;
+  std::thread connecting([&] { rail.links[0].connect(rail.endpoints, kLong); });
+  for (int i = 0; i < 200; ++i) silent.emplace_back(rail.endpoints[0]);
+  CHECK(eventually([&] { return rail.links[0].refused() > 0; }));
+  rail.links[1].connect(rail.endpoints, kLong);
+  connecting.join();
+  rail.links[1].send(0, {1, 2, 3, 4});
+  CHECK(take(rail.links[0], 1)[0].message == (LinkMessage{1, 2, 3, 4}));
+}
+
+void test_other_job() {
+  const JobId job = random_job();
+  Rail rail(2, kHere, job), stranger(3);
+  std::thread connecting([&] { rail.links[0].connect(rail.endpoints, kLong); });
+  const std::vector<std::string> mixed{rail.endpoints[0], stranger.endpoints[1], stranger.endpoints[2]};
+  CHECK(throws(ErrorKind::mismatched_arguments, "refused by peer 0 (" + rail.endpoints[0] + "): another job",
+               [&] { stranger.links[1].connect(mixed, kLong); }));
+  CHECK(throws(ErrorKind::closed, "called before", [&] { stranger.links[1].connect(mixed, kLong); }));
+  Links larger({job, 1, 3, kHere});  // the same job, another number of nodes
+  CHECK(throws(ErrorKind::mismatched_arguments, "does not expect peer 1",
+               [&] { larger.connect({rail.endpoints[0], larger.endpoint(), rail.endpoints[1]}, kLong); }));
+  rail.links[1].connect(rail.endpoints, kLong);
+  connecting.join();
+  CHECK(rail.links[0].refused() == 2);
+}
+
+// The side that calls does not trust what answers it.
+void test_answers() {
+  const JobId job = random_job();
+  const auto call = [&](const std::string& part, const std::function<void(RawListener&)>& answer) {
+    RawListener listener;
+    Links links({job, 1, 2, kHere});
+    std::thread answering([&] { answer(listener); });
+    const bool thrown = throws(ErrorKind::mismatched_arguments, part,
+                               [&] { links.connect({listener.endpoint, links.endpoint()}, kLong); });
+    answering.join();
+    return thrown;
+  };
+  const auto with = [&](const auto& bytes) {
+    return [bytes](RawListener& listener) {
+      Raw raw = listener.accept();
+      raw.hello();
+      raw.say(bytes);
+      raw.rest();
+    };
+  };
+  const auto answer_of = [](Hello hello, Answer answer) {
+    hello.answer = answer;
+    return encode(hello);
+  };
+  CHECK(call("is not moecomm", with(std::string("SSH-2.0-OpenSSH_9.2\r\n"))));
+  CHECK(call("is of another job", with(answer_of(hello_of(random_job(), 0, 1, 2), Answer::accepted))));
+  CHECK(call("answers peer 5 of 2", with(answer_of(hello_of(job, 5, 1, 2), Answer::accepted))));
+  CHECK(call("answers peer 0 of 9", with(answer_of(hello_of(job, 0, 1, 9), Answer::accepted))));
+  CHECK(call("answers peer 0 of 2", with(answer_of(hello_of(job, 0, 0, 2), Answer::accepted))));
+  CHECK(call("connected already", with(answer_of(Hello{}, Answer::duplicate))));
+  CHECK(call("unknown reason 99", with(answer_of(Hello{}, static_cast<Answer>(99)))));
+  HelloBytes version = answer_of(Hello{}, Answer::other_version);
+  version[8] = std::byte{3};
+  CHECK(call("version 3, those here 1", with(version)));
+  CHECK(call("another version", [&](RawListener& listener) {  // a shorter refusal, and the end
+    Raw raw = listener.accept();
+    raw.hello();
+    raw.say(version, kHelloFixedBytes);
+  }));
+
+  // A connection that ends without an answer, or with half of one, is tried again.
+  RawListener listener;
+  Links links({job, 1, 2, kHere});
+  std::thread answering([&] {
+    {
+      listener.accept();
+    }
+    {
+      Raw raw = listener.accept();
+      raw.hello();
+      raw.say(encode(hello_of(job, 0, 1, 2)), 12);
+    }
+    Raw raw = listener.accept();
+    raw.hello();
+    raw.say(answer_of(hello_of(job, 0, 1, 2), Answer::accepted));
+    raw.say(encode(LinkMessage{1, 2, 3, 4}));
+    raw.rest();
+  });
+  links.connect({listener.endpoint, links.endpoint()}, kLong);
+  CHECK(take(links, 1)[0].message == (LinkMessage{1, 2, 3, 4}));
+  links.close(kLong);
+  answering.join();
+}
+
+void test_missing() {
+  const auto missing = [](Links& links, const std::vector<std::string>& endpoints, int peer,
+                          const std::string& part) {
+    try {
+      links.connect(endpoints, 0.3);
+    } catch (const Error& error) {
+      const std::string text = error.what();
+      if (error.kind() == ErrorKind::peer_timeout && error.details().peer == peer &&
+          text.find("peer " + std::to_string(peer) + " (" + endpoints[peer] + ")") != std::string::npos &&
+          text.find(part) != std::string::npos)
+        return true;
+      std::printf("other error: %s\n", text.c_str());
+    }
+    return false;
+  };
+  {
+    Rail rail(3);
+    CHECK(missing(rail.links[0], rail.endpoints, 1, "and 1 more within 0.3 s (it has not called)"));
+  }
+  {
+    Rail rail(3);  // peer 1 is not there
+    std::thread first([&] { CHECK(missing(rail.links[0], rail.endpoints, 1, "it has not called")); });
+    CHECK(missing(rail.links[2], rail.endpoints, 1, "no answer"));  // its listener is there, nobody accepts
+    first.join();
+  }
+  {
+    Rail rail(2);
+    {
+      Links gone(std::move(LinkOptions{random_job(), 0, 2, kHere}));
+      rail.endpoints[0] = gone.endpoint();
+    }
+    CHECK(missing(rail.links[1], rail.endpoints, 0, "Connection refused"));
+  }
+  // An interrupt ends the wait with its own exception.
+  Rail rail(2);
+  int calls = 0;
+  bool thrown = false;
+  try {
+    rail.links[0].connect(rail.endpoints, kLong, [&] {
+      if (++calls == 3) throw std::string("enough");
+    });
+  } catch (const std::string& text) {
+    thrown = text == "enough";
+  }
+  CHECK(thrown);
+}
+
+void test_arguments() {
+  const JobId job = random_job();
+  for (const auto& [self, peers] : {std::pair{0, 0}, {-1, 2}, {2, 2}, {0, -3}})
+    CHECK(throws(ErrorKind::invalid_argument, "does not exist",
+                 [&] { Links links({job, self, peers, kHere}); }));
+  CHECK(throws(ErrorKind::invalid_argument, "no-such-interface",
+               [&] { Links links({job, 0, 2, "no-such-interface"}); }));
+  const auto refused = [&](const std::string& part,
+                           const std::function<void(std::vector<std::string>&)>& spoil) {
+    Rail rail(2);
+    spoil(rail.endpoints);
+    return throws(ErrorKind::invalid_argument, part, [&] { rail.links[0].connect(rail.endpoints, kLong); });
+  };
+  CHECK(refused("3 endpoints, expected 2", [](auto& all) { all.push_back(all[1]); }));
+  CHECK(refused("endpoint of peer 1 is 'x'", [](auto& all) { all[1] = std::string("x"); }));
+  CHECK(refused("IPv4 or IPv6", [](auto& all) { all[1] = "[::1]:80"; }));
+  CHECK(refused("expected this rank's own", [](auto& all) { std::swap(all[0], all[1]); }));
+}
+
+// The listener stands on one address: on another of this host nobody answers at its port.
+void test_listens_on_one_address() {
+  Links links({random_job(), 0, 2, "127.0.0.5"});
+  CHECK(links.endpoint().find("127.0.0.5:") == 0);
+  Address elsewhere = parse_endpoint("endpoint", kHere + links.endpoint().substr(links.endpoint().find(':')));
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  CHECK(connect(fd, elsewhere.get(), elsewhere.length) != 0 && errno == ECONNREFUSED);
+  close(fd);
+}
+
+void test_no_descriptors_left() {
+  Rail rail(2);
+  Raw caller(rail.endpoints[0]);
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  const int next = dup(0);  // the lowest free number: with it as limit no descriptor can be had
+  close(next);
+  const rlimit none{static_cast<rlim_t>(next), before.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &none);
+  const bool thrown =
+      throws(ErrorKind::out_of_memory, "ulimit -n", [&] { rail.links[0].connect(rail.endpoints, kLong); });
+  setrlimit(RLIMIT_NOFILE, &before);
+  CHECK(thrown);
+}
+
+// -- processes -------------------------------------------------------------------------------------------
+
+/// Runs `body` in a forked process; 0 is its status if all checks in it hold.
+pid_t run_forked(const std::function<void()>& body) {
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child != 0) return child;
+  test::failures = 0;
+  body();
+  std::fflush(stdout);
+  _exit(test::failures == 0 ? 0 : 1);
+}
+
+bool ended_well(pid_t child) {
+  int status = -1;
+  return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+void say_byte(int fd) { CHECK(write(fd, "x", 1) == 1); }
+void wait_byte(int fd) {
+  pollfd polled{fd, POLLIN, 0};
+  char byte;
+  CHECK(::poll(&polled, 1, static_cast<int>(kLong * 1000)) == 1 && read(fd, &byte, 1) == 1);
+}
+
+// Peer 2 is a process of its own that has forked a worker in its turn; it is killed, the worker lives on.
+void test_killed_process() {
+  const JobId job = random_job();
+  std::array<int, 2> up, down;  // from and to the process
+  CHECK(pipe2(up.data(), O_CLOEXEC) == 0 && pipe2(down.data(), O_CLOEXEC) == 0);
+  Links first({job, 0, 3, kHere}), second({job, 1, 3, kHere});
+  std::array<char, 64> name{};
+  const pid_t child = run_forked([&] {
+    Links own({job, 2, 3, kHere});
+    std::snprintf(name.data(), name.size(), "%s", own.endpoint().c_str());
+    CHECK(write(up[1], name.data(), name.size()) == static_cast<ssize_t>(name.size()));
+    own.connect({first.endpoint(), second.endpoint(), own.endpoint()}, kLong);
+    own.send(0, {1, 0, 0, 0});
+    const pid_t worker = fork();
+    if (worker == 0) {  // holds what it inherited until the test ends
+      own.send(0, {99, 0, 0, 0});
+      std::vector<LinkEvent> events;
+      own.poll(events);
+      say_byte(up[1]);
+      wait_byte(down[0]);
+      _exit(0);
+    }
+    for (;;) pause();
+  });
+  CHECK(read(up[0], name.data(), name.size()) == static_cast<ssize_t>(name.size()));
+  const std::vector<std::string> endpoints{first.endpoint(), second.endpoint(), name.data()};
+  // Threads would be in the way of the sanitizer when it sees a fork; the second peer connects from another.
+  std::thread connecting([&] { second.connect(endpoints, kLong); });
+  first.connect(endpoints, kLong);
+  connecting.join();
+  std::vector<LinkEvent> events = take(first, 1);
+  CHECK(events.size() == 1 && events[0].message.kind == 1);
+  wait_byte(up[0]);  // the worker is there, and has not sent what it tried to
+  first.poll(events);
+  CHECK(events.size() == 1);
+  kill(child, SIGKILL);
+  CHECK(is_lost(take(first, 1)[0], 2, name.data()));
+  CHECK(is_lost(take(second, 1)[0], 2, "peer 2"));
+  events.clear();
+  first.send(2, {2, 0, 0, 0});
+  first.poll(events);
+  CHECK(events.empty());  // told once
+  first.send(1, {3, 0, 1, 0});
+  CHECK(take(second, 1)[0].message.kind == 3);
+  say_byte(down[1]);
+  CHECK(waitpid(child, nullptr, 0) == child);
+  for (const int fd : {up[0], up[1], down[0], down[1]}) close(fd);
+}
+
+// A forked child may destroy what it inherited, and make links of its own; the parent's stay as they are.
+void test_forked_child() {
+  auto rail = std::make_unique<Rail>(2);
+  rail->connect();
+  rail->links[0].send(1, {1, 0, 0, 0});
+  CHECK(ended_well(run_forked([&] {
+    std::vector<LinkEvent> events;
+    rail->links[1].poll(events);
+    CHECK(events.empty());
+    CHECK(throws(ErrorKind::closed, "forked child", [&] { rail->links[0].connect(rail->endpoints, kLong); }));
+    rail->links[0].close(kLong);
+    // Numbers that the child uses anew do not belong to the inherited objects.
+    std::array<int, 2> ends;
+    CHECK(pipe(ends.data()) == 0);
+    rail.reset();
+    CHECK(fcntl(ends[0], F_GETFD) >= 0 && fcntl(ends[1], F_GETFD) >= 0);
+    Links own({random_job(), 0, 1, kHere});
+    own.connect({own.endpoint()}, kLong);
+  })));
+  rail->links[0].send(1, {2, 0, 0, 0});
+  const std::vector<LinkEvent> events = take(rail->links[1], 2);
+  CHECK(events.size() == 2 && events[0].message.kind == 1 && events[1].message.kind == 2);
+  std::vector<LinkEvent> none;
+  rail->links[0].poll(none);
+  CHECK(none.empty());
+}
+
+// A peer that is gone for good breaks the sending side first: no signal, and still one `lost`.
+void test_sending_to_the_dead() {
+  const JobId job = random_job();
+  RawListener listener;
+  Links links({job, 1, 2, kHere});
+  std::thread answering([&] {
+    Raw raw = listener.accept();
+    raw.hello();
+    Hello answer = hello_of(job, 0, 1, 2);
+    answer.answer = Answer::accepted;
+    raw.say(encode(answer));
+    raw.say(encode(LinkMessage{1, 2, 3, 4}));
+  });
+  links.connect({listener.endpoint, links.endpoint()}, kLong);
+  answering.join();
+  for (int i = 0; i < 100'000; ++i) links.send(0, {5, 0, 0, 0});  // meets a reset on the way
+  std::vector<LinkEvent> events;
+  CHECK(eventually([&] {
+    links.poll(events);
+    return !events.empty() && events.back().kind == LinkEvent::Kind::lost;
+  }));
+  CHECK(is_lost(events.back(), 0, "peer 0"));
+  const size_t count = events.size();
+  CHECK(count <= 2);
+  for (int i = 0; i < 100; ++i) {
+    links.send(0, {5, 0, 0, 0});
+    links.poll(events);
+  }
+  CHECK(events.size() == count);
+}
+
+}  // namespace
+
+int main() {
+  const int before = open_descriptors();
+  // Processes first, while there are no other threads.
+  test_forked_child();
+  test_killed_process();
+  test_interfaces();
+  test_addresses();
+  test_wire();
+  test_one_peer();
+  for (const int32_t peers : {2, 3, 5}) test_messages(peers, kHere);
+  const std::vector<InterfaceAddress> host = host_addresses();
+  if (std::any_of(host.begin(), host.end(), [](const auto& each) { return each.address == "::1"; }))
+    test_messages(2, "::1");
+  else
+    std::printf("no IPv6 on this host: links over it are not tested\n");
+  test_slow_reader();
+  for (const uint64_t messages : {0, 1, 1000, 1'000'000}) test_close_loses_nothing(messages);
+  test_strays();
+  test_many_silent_strays();
+  test_other_job();
+  test_answers();
+  test_missing();
+  test_arguments();
+  test_listens_on_one_address();
+  test_no_descriptors_left();
+  test_sending_to_the_dead();
+  CHECK(open_descriptors() == before);
+  return test::finish();
+}
