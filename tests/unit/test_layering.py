@@ -16,7 +16,7 @@ PACKAGE = ROOT / "moecomm"
 PYTHON_LAYERS = [
     {"version", "_C"},
     {"errors", "types", "env"},
-    {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric"},
+    {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric", "model"},
     {"backends"},
     {"ops", "operators"},
     {"construction"},
@@ -113,13 +113,24 @@ def test_routing_and_memory_are_independent() -> None:
         assert other not in {_part(name) for name in _imports(PACKAGE / f"{own}.py", everywhere=True)}
 
 
+def test_the_model_stands_alone() -> None:
+    """It predicts what the rest does, and takes nothing from it but the errors."""
+    for path in (PACKAGE / "model").glob("*.py"):
+        parts = {_part(name) for name in _imports(path, everywhere=True)}
+        assert parts <= {None, "model", "errors"}, f"{path} imports {parts}"
+
+
 @pytest.mark.parametrize("folder", ["bench", "examples"])
 def test_programs_use_public_names_only(folder: str) -> None:
     public = {
         package: set(_all(PACKAGE / init))
-        for package, init in {"moecomm": "__init__.py", "moecomm.nn": "nn/__init__.py"}.items()
+        for package, init in {
+            "moecomm": "__init__.py",
+            "moecomm.nn": "nn/__init__.py",
+            "moecomm.model": "model/__init__.py",
+        }.items()
     }
-    modules = {"moecomm", "moecomm.nn"}
+    modules = set(public)
     for path in _python_files(folder):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -149,8 +160,9 @@ def test_nothing_imports_programs_or_tests() -> None:
 
 
 def test_torch_stays_out_of_the_pure_parts() -> None:
-    """The environment, the errors and the order of operations know nothing of tensors."""
-    for name in ("env.py", "errors.py", "version.py", "backends/order.py"):
+    """The environment, the errors, the order of operations and the cost model know nothing of tensors."""
+    model = [str(path.relative_to(PACKAGE)) for path in (PACKAGE / "model").glob("*.py")]
+    for name in ("env.py", "errors.py", "version.py", "backends/order.py", *model):
         found = {each.split(".")[0] for each in _imports(PACKAGE / name, everywhere=True)}
         assert "torch" not in found, f"moecomm/{name} imports torch"
 
