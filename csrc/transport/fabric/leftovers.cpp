@@ -30,15 +30,16 @@ uint64_t own_process_namespace() {
   return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
 }
 
-bool remove_leftovers(const Card& own, const Card& peer, const std::string& folder) {
-  if (own.pid_namespace == 0 || own.pid_namespace != peer.pid_namespace) return false;
-  if (peer.provider != "shm" || peer.pid <= 1 || peer.pid == own.pid || !ended(peer.pid)) return false;
+Leftovers remove_leftovers(const Card& own, const Card& peer, const std::string& folder) {
+  if (own.pid_namespace == 0 || own.pid_namespace != peer.pid_namespace) return Leftovers::none;
+  if (peer.provider != "shm" || peer.pid <= 1 || peer.pid == own.pid) return Leftovers::none;
   std::string name(reinterpret_cast<const char*>(peer.address.data()), peer.address.size());
   name = name.substr(0, name.find('\0'));
   if (const size_t scheme = name.find("://"); scheme != std::string::npos) name = name.substr(scheme + 3);
   const bool of_process = name.starts_with(std::to_string(peer.pid) + ":");
-  if (!of_process || name.find('/') != std::string::npos) return false;
-  return unlink((folder + "/" + name).c_str()) == 0;
+  if (!of_process || name.find('/') != std::string::npos) return Leftovers::none;
+  if (!ended(peer.pid)) return Leftovers::in_use;
+  return unlink((folder + "/" + name).c_str()) == 0 ? Leftovers::removed : Leftovers::none;
 }
 
 }  // namespace moecomm::fabric

@@ -12,9 +12,15 @@ int64_t own_process();
 /// Identity of the namespace that process numbers count in; 0 if the system does not say.
 uint64_t own_process_namespace();
 
+enum class Leftovers {
+  none,    ///< nothing there that is this peer's
+  in_use,  ///< its process runs
+  removed,
+};
+
 /// Removes the file of a peer that used the shm provider on this host, if that process has ended. Only where
 /// it is certain: both count processes alike, and the file's name begins with the number of a process that is
-/// gone. Returns true if a file was removed.
-bool remove_leftovers(const Card& own, const Card& peer, const std::string& folder = "/dev/shm");
+/// gone.
+Leftovers remove_leftovers(const Card& own, const Card& peer, const std::string& folder = "/dev/shm");
 
 }  // namespace moecomm::fabric

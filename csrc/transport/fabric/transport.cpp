@@ -6,7 +6,8 @@
 #include <array>
 #include <atomic>
 #include <condition_variable>
-#include <cstring>
+#include <cstddef>
+#include <cstdio>
 #include <deque>
 #include <mutex>
 #include <system_error>
@@ -24,6 +25,7 @@ namespace {
 
 constexpr size_t kBatch = 64;                            // completions read at once
 constexpr int kBatches = 16;                             // of them in one poll(), so that puts get their turn
+constexpr double kEndSeconds = 1;                        // a peer that was forgotten has ended by then
 constexpr double kCloseSeconds = 5;                      // the destructor's bound
 constexpr auto kPause = std::chrono::microseconds(200);  // between polls that bring nothing, while connecting
 constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
@@ -48,7 +50,8 @@ struct FabricRemote::State {
     fi_addr_t address = FI_ADDR_NOTAVAIL;
     std::string name;     // for messages: "peer 3 (fi_sockaddr_in://192.0.2.7:4711)"
     bool dropped = true;  // failed, forgotten, or the rank itself
-    bool hello_arrived = false, hello_sent = false;
+    bool forgotten = false;
+    bool hello_sent = false;
   };
 
   State(const FabricOptions& given, void* base, int64_t bytes);
@@ -59,11 +62,11 @@ struct FabricRemote::State {
   void completed(Operation& operation, std::vector<RemoteEvent>& events);
   void fail(int32_t index, const std::string& what, std::vector<RemoteEvent>& events);
   void drop(int32_t index);
+  void remove_files();
   bool greeted() const;
   [[noreturn]] void not_greeted(double seconds) const;
   void release(Operation& operation);
   std::string where() const { return "fabric " + caps.provider + " on " + caps.interface; }
-  /// What the provider does with its memory of them is not known once writes were left unfinished.
   bool unfinished() const { return free.size() != operations.size() || any_failed; }
 
   FabricOptions options;
@@ -232,6 +235,19 @@ void FabricRemote::State::poll(std::vector<RemoteEvent>& events) {
   }
 }
 
+void FabricRemote::State::remove_files() {
+  // The system closes a killed process's sockets, by which others notice, before it counts the process as
+  // ended.
+  const Deadline deadline{std::chrono::duration<double>(kEndSeconds)};
+  while (true) {
+    bool running = false;
+    for (const Peer& peer : peers)
+      running |= remove_leftovers(own, peer.card) == Leftovers::in_use && peer.forgotten;
+    if (!running || deadline.passed()) return;
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
 bool FabricRemote::State::greeted() const {
   for (size_t i = 0; i < peers.size(); ++i) {
     if (static_cast<int>(i) == own_index) continue;
@@ -261,13 +277,15 @@ void FabricRemote::State::not_greeted(double seconds) const {
       details.seen += 1;
     if (!peers[i].hello_sent) add(unsent, i);
   }
-  std::string text = where() + ": not connected after " + std::to_string(seconds) + " s";
+  char span[32];
+  std::snprintf(span, sizeof(span), "%g s", seconds);
+  std::string text = where() + ": not connected after " + span;
   if (!silent.empty()) text += "; nothing came from " + silent;
   if (!unsent.empty()) text += "; nothing could be sent to " + unsent;
-  throw Error(ErrorKind::peer_timeout,
-              text + ". Are these ranks running, and can their hosts reach " + own.interface +
-                  "? MOECOMM_FABRIC_INTERFACE names another interface, or an address.",
-              details);
+  text += own.provider == "shm" ? ". Are these ranks running on this host, with the same /dev/shm?"
+                                : ". Are these ranks running, and can their hosts reach " + own.interface +
+                                      "? MOECOMM_FABRIC_INTERFACE names another interface, or an address.";
+  throw Error(ErrorKind::peer_timeout, text, details);
 }
 
 FabricRemote::FabricRemote(const FabricOptions& options, void* base, int64_t bytes) {
@@ -279,9 +297,7 @@ FabricRemote::FabricRemote(const FabricOptions& options, void* base, int64_t byt
 
 FabricRemote::~FabricRemote() {
   if (!state_) return;
-  const bool remove = state_->own.provider == "shm";
-  if (remove)
-    for (const State::Peer& peer : state_->peers) remove_leftovers(state_->own, peer.card);
+  if (state_->own.provider == "shm") state_->remove_files();
 
   // tcp;ofi_rxm of 1.17 was seen to crash when it closes with a dead connection: then it is left alone.
   if (state_->unfinished() && state_->caps.provider.ends_with("ofi_rxm")) {
@@ -431,7 +447,9 @@ void FabricRemote::forget(int32_t peer) {
     throw Error(ErrorKind::invalid_argument,
                 "fabric: forget of peer " + std::to_string(peer) + ", which is none");
   state.drop(peer);
-  if (state.own.provider == "shm") remove_leftovers(state.own, state.peers[static_cast<size_t>(peer)].card);
+  State::Peer& gone = state.peers[static_cast<size_t>(peer)];
+  gone.forgotten = true;
+  if (state.own.provider == "shm") remove_leftovers(state.own, gone.card);
 }
 
 int FabricRemote::in_flight() const { return state_->counted; }

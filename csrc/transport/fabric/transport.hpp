@@ -43,8 +43,8 @@ class FabricRemote final : public Remote {
   /// Registers [base, base + bytes), which must stay mapped until this object is gone. Error(unsupported)
   /// without libfabric or a provider that fits, Error(out_of_memory) if the system refuses to pin the window.
   FabricRemote(const FabricOptions& options, void* base, int64_t bytes);
-  /// Takes 5 seconds at most, whatever the peers do; what the provider has not closed by then is left to the
-  /// end of the process.
+  /// Takes a few seconds at most, whatever the peers do; what the provider has not closed by then is left to
+  /// the end of the process.
   ~FabricRemote() override;
   FabricRemote(const FabricRemote&) = delete;
   FabricRemote& operator=(const FabricRemote&) = delete;
