@@ -8,10 +8,10 @@
 
 #include <algorithm>
 #include <array>
-#include <fstream>
-#include <limits>
+#include <charconv>
+#include <cstdio>
 #include <memory>
-#include <sstream>
+#include <string_view>
 
 #include "common/error.hpp"
 
@@ -44,6 +44,35 @@ std::string list(const std::vector<InterfaceAddress>& have) {
                   "; set MOECOMM_FABRIC_INTERFACE to the name or a numeric address "
                   "of an interface of this host that is up, here: " +
                   list(have));
+}
+
+std::vector<std::string_view> split(std::string_view line) {
+  std::vector<std::string_view> words;
+  for (size_t at = line.find_first_not_of(" \t"); at < line.size(); at = line.find_first_not_of(" \t", at)) {
+    const size_t end = std::min(line.find_first_of(" \t", at), line.size());
+    words.push_back(line.substr(at, end - at));
+    at = end;
+  }
+  return words;
+}
+
+bool parse(std::string_view word, int base, uint32_t& number) {
+  const char* const end = word.data() + word.size();
+  const auto parsed = std::from_chars(word.data(), end, number, base);
+  return parsed.ec == std::errc() && parsed.ptr == end;
+}
+
+/// "" if there is no such file: a host without IPv4 has no table of its routes.
+std::string read_file(const char* path) {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path, "re"), std::fclose);
+  std::string text;
+  std::array<char, 4096> piece;
+  while (file != nullptr) {
+    const size_t count = std::fread(piece.data(), 1, piece.size(), file.get());
+    if (count == 0) break;
+    text.append(piece.data(), count);
+  }
+  return text;
 }
 
 /// The first address that fits, IPv4 before IPv6; "" if there is none.
@@ -85,19 +114,18 @@ std::vector<InterfaceAddress> host_addresses() {
 }
 
 std::string default_route_interface(const std::string& table) {
-  std::istringstream lines(table);
-  std::string line, chosen;
-  uint64_t lowest = std::numeric_limits<uint64_t>::max();
-  while (std::getline(lines, line)) {
-    std::istringstream words(line);
-    std::string name, destination, gateway, mask;
-    uint64_t flags, references, used, metric;
-    if (!(words >> name >> destination >> gateway >> std::hex >> flags >> std::dec >> references >> used >>
-          metric >> mask))
-      continue;  // the heading, or a line of another format
-    if (destination != "00000000" || mask != "00000000" || (flags & RTF_UP) == 0 || metric >= lowest)
-      continue;
-    chosen = name;
+  std::string chosen;
+  uint32_t lowest = 0;
+  for (size_t begin = 0; begin < table.size();) {
+    const size_t end = std::min(table.find('\n', begin), table.size());
+    const std::vector<std::string_view> words = split(std::string_view(table).substr(begin, end - begin));
+    begin = end + 1;
+    // Iface Destination Gateway Flags RefCnt Use Metric Mask ...
+    uint32_t flags, metric;
+    if (words.size() < 8 || !parse(words[3], 16, flags) || !parse(words[6], 10, metric)) continue;
+    if (words[1] != "00000000" || words[7] != "00000000" || (flags & RTF_UP) == 0) continue;
+    if (!chosen.empty() && metric >= lowest) continue;
+    chosen = words[0];
     lowest = metric;
   }
   return chosen;
@@ -135,10 +163,8 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
 }
 
 std::string interface_address(const std::string& name_or_address) {
-  std::ifstream file("/proc/net/route");
-  std::ostringstream table;
-  if (file) table << file.rdbuf();
-  return choose_address(name_or_address, host_addresses(), default_route_interface(table.str()));
+  return choose_address(name_or_address, host_addresses(),
+                        default_route_interface(read_file("/proc/net/route")));
 }
 
 }  // namespace moecomm

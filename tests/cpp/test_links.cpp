@@ -472,7 +472,7 @@ void test_strays() {
   CHECK(stray(accepted, accepted.size()).refused_as_stranger());
   {
     stray(good, 30);
-  }                                     // and gone again
+  }  // and gone again
   CHECK(silent.refused_as_stranger());  // in the end
   CHECK(half.refused_as_stranger());
   Raw late(rail.endpoints[0]);  // silent until all are there
