@@ -17,6 +17,11 @@ struct RemoteCaps {
   std::string interface;     ///< NIC or address that is used
   int64_t max_message = 0;   ///< bytes of the largest put
   bool device_memory = false;  ///< GPU memory can be registered
+
+  std::string text() const {
+    return provider + " on " + interface + " (libfabric " + version + ")" +
+           (device_memory ? ", GPU memory directly" : "");
+  }
 };
 
 /// One thing that happened, as poll() reports it.
@@ -27,7 +32,7 @@ struct RemoteEvent {
     failed,   ///< nothing more will reach `peer`
   };
   Kind kind;
-  int32_t peer;        ///< sent, failed
+  int32_t peer;        ///< sent, failed; -1: all of them
   uint32_t immediate;  ///< arrived
   uint64_t context;    ///< sent: as given to put()
   std::string text;    ///< failed: why, with the provider's name
@@ -42,6 +47,8 @@ class Remote {
   /// may be under way now: poll() and try again. The source bytes must stay as they are until `sent`.
   virtual bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
                    uint64_t context) = 0;
+  /// `peer` is known to have ended: nothing more is sent there, and what it leaves behind is cleared away.
+  virtual void forget(int32_t peer) = 0;
   /// Makes progress and appends what has happened since. To be called all the time, also when idle.
   virtual void poll(std::vector<RemoteEvent>& events) = 0;
 };

@@ -26,6 +26,8 @@ class ShuffledRemote final : public Remote {
            uint64_t context) override;
   void poll(std::vector<RemoteEvent>& events) override;
 
+  void forget(int32_t peer) override { inner_->forget(peer); }
+
   Remote& inner() { return *inner_; }
 
  private:

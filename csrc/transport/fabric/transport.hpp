@@ -73,7 +73,7 @@ class FabricRemote final : public Remote {
 
   /// Nothing more is sent to this peer, and what is under way no longer counts as such. With the shm provider
   /// also removes the file that a killed process leaves in /dev/shm. For a peer that is known to have ended.
-  void forget(int32_t peer);
+  void forget(int32_t peer) override;
 
   /// Puts under way: accepted, neither `sent` nor failed nor forgotten.
   int in_flight() const;
