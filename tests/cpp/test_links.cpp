@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -662,6 +663,9 @@ void test_arguments() {
   for (const auto& [self, peers] : {std::pair{0, 0}, {-1, 2}, {2, 2}, {0, -3}})
     CHECK(throws(ErrorKind::invalid_argument, "does not exist",
                  [&] { Links links({job, self, peers, kHere}); }));
+  for (const double silence : {0.0, -1.0, 32768.0, std::nan("")})
+    CHECK(throws(ErrorKind::invalid_argument, "silence_seconds",
+                 [&] { Links links({job, 0, 2, kHere, silence}); }));
   CHECK(throws(ErrorKind::invalid_argument, "no-such-interface",
                [&] { Links links({job, 0, 2, "no-such-interface"}); }));
   const auto refused = [&](const std::string& part,
@@ -674,6 +678,19 @@ void test_arguments() {
   CHECK(refused("endpoint of peer 1 is 'x'", [](auto& all) { all[1] = std::string("x"); }));
   CHECK(refused("IPv4 or IPv6", [](auto& all) { all[1] = "[::1]:80"; }));
   CHECK(refused("expected this rank's own", [](auto& all) { std::swap(all[0], all[1]); }));
+}
+
+// The kernel takes what the options allow.
+void test_silence() {
+  for (const double silence : {0.01, 1.0, 3.5, 32767.0}) {
+    const JobId job = random_job();
+    Links first({job, 0, 2, kHere, silence}), second({job, 1, 2, kHere, silence});
+    std::thread connecting([&] { second.connect({first.endpoint(), second.endpoint()}, kLong); });
+    first.connect({first.endpoint(), second.endpoint()}, kLong);
+    connecting.join();
+    first.send(1, {1, 2, 3, 4});
+    CHECK(take(second, 1)[0].message == (LinkMessage{1, 2, 3, 4}));
+  }
 }
 
 // The listener stands on one address: on another of this host nobody answers at its port.
@@ -858,6 +875,7 @@ int main() {
   test_answers();
   test_missing();
   test_arguments();
+  test_silence();
   test_listens_on_one_address();
   test_no_descriptors_left();
   test_sending_to_the_dead();

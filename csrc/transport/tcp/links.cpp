@@ -10,6 +10,7 @@
 #include <cassert>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <new>
 #include <span>
 #include <thread>
@@ -24,14 +25,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// A silent link is probed after 10 s and given up 15 s later: so long may a cut of an idle link stay
-// unnoticed.
-constexpr int kIdleSeconds = 10, kProbeSeconds = 5, kProbes = 3;
-// The same for a link with data under way, which is not probed. Longer, because a stopped process whose
-// buffers are full looks alike.
-constexpr unsigned kUnacknowledgedMilliseconds = 60'000;
-
 constexpr double kDestructorSeconds = 1.0;
+constexpr double kLongestSilence = 32767;
 constexpr size_t kReceiveBytes = 1024 * kMessageBytes;
 constexpr size_t kEventsPerPoll = 64;
 
@@ -40,19 +35,26 @@ void set(int fd, int level, int option, unsigned value, const char* what) {
     throw Error(ErrorKind::unsupported, errno_text(what));
 }
 
-void set_up(int fd) {
+/// Lets the kernel give the link up when the other host has been silent for so long: while bytes are under
+/// way, and, by probes, while there are none.
+void set_up(int fd, double silence_seconds) {
+  const auto seconds = static_cast<unsigned>(std::ceil(silence_seconds));
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "setsockopt TCP_NODELAY");
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "setsockopt SO_KEEPALIVE");
-  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, kIdleSeconds, "setsockopt TCP_KEEPIDLE");
-  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds, "setsockopt TCP_KEEPINTVL");
-  set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes, "setsockopt TCP_KEEPCNT");
-  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kUnacknowledgedMilliseconds, "setsockopt TCP_USER_TIMEOUT");
+  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1u, seconds / 3), "setsockopt TCP_KEEPIDLE");
+  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1u, seconds / 6), "setsockopt TCP_KEEPINTVL");
+  // It bounds probing too: the count of probes has no say then.
+  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * seconds, "setsockopt TCP_USER_TIMEOUT");
 }
 
 const LinkOptions& checked(const LinkOptions& options) {
   if (options.peers < 1 || options.self < 0 || options.self >= options.peers)
     throw Error(ErrorKind::invalid_argument, "peer " + std::to_string(options.self) + " of " +
                                                  std::to_string(options.peers) + " does not exist");
+  // Above it the kernel takes no idle time.
+  if (!(options.silence_seconds > 0 && options.silence_seconds <= kLongestSilence))
+    throw Error(ErrorKind::invalid_argument, "silence_seconds is " + std::to_string(options.silence_seconds) +
+                                                 ", expected more than 0 and at most 32767");
   return options;
 }
 
@@ -114,7 +116,7 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
   for (int32_t peer = 0; peer < options_.peers; ++peer) {
     if (peer == options_.self) continue;
     Link& link = links_[peer];
-    set_up(linked[peer].get());
+    set_up(linked[peer].get(), options_.silence_seconds);
     link.received.resize(kReceiveBytes);
     epoll_event event{};
     event.events = EPOLLIN;

@@ -32,6 +32,9 @@ struct LinkOptions {
   int32_t self;           ///< own index: the node
   int32_t peers;          ///< all of them, this one included
   std::string interface;  ///< name or numeric address, see transport/interface.hpp; empty: chosen
+  /// So long may a peer's host be out of reach before the link counts as lost. A stopped process whose
+  /// buffers are full of messages looks the same.
+  double silence_seconds = 30;
 };
 
 class Links {
