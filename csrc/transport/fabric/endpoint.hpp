@@ -30,8 +30,10 @@ class Endpoint {
   const fi_info& info() const { return *info_; }
   std::string provider() const { return info_->fabric_attr->prov_name; }
 
-  /// The registration lives as long as the endpoint.
+  /// The registration lives until deregister() or as long as the endpoint.
   const Registration& register_memory(const Memory& memory);
+  /// Ends all registrations: the memory may then be unmapped. Nothing can be written any more.
+  void deregister() { registrations_.clear(); }
 
   /// What insert() of a peer takes; not readable in general.
   std::vector<std::byte> address() const;

@@ -43,8 +43,9 @@ class FabricRemote final : public Remote {
   /// Registers [base, base + bytes), which must stay mapped until this object is gone. Error(unsupported)
   /// without libfabric or a provider that fits, Error(out_of_memory) if the system refuses to pin the window.
   FabricRemote(const FabricOptions& options, void* base, int64_t bytes);
-  /// Takes a few seconds at most, whatever the peers do; what the provider has not closed by then is left to
-  /// the end of the process.
+  /// Takes a few seconds at most, whatever the peers do. What the provider has not closed by then stays until
+  /// the end of the process, and so do endpoints of providers that are layered by rxm, which do not close
+  /// safely.
   ~FabricRemote() override;
   FabricRemote(const FabricRemote&) = delete;
   FabricRemote& operator=(const FabricRemote&) = delete;
@@ -68,7 +69,7 @@ class FabricRemote final : public Remote {
   bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,
            uint64_t context) override;
   /// `failed` comes at most once a peer; its puts under way then have no `sent`. A failure that the provider
-  /// does not tie to a peer is that of the only peer left, or has peer -1.
+  /// does not tie to a peer is that of the only peer left, or of all (-1).
   void poll(std::vector<RemoteEvent>& events) override;
 
   /// Nothing more is sent to this peer, and what is under way no longer counts as such. With the shm provider
