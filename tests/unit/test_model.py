@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench import group_limits, model_plots
 from moecomm import InvalidArgument, InvalidRouting
 from moecomm.model import (
     MACHINES,
@@ -464,6 +465,28 @@ def test_program_prints_a_line_a_number_of_nodes(capsys: pytest.CaptureFixture[s
     assert err == "64 nodes: Shape.experts is 256, must be a multiple of the 512 ranks\n"
 
 
+def test_page_has_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "model.md").read_text()
+    found = re.search(r"    python -m moecomm\.model (.*)\n\n```\n(.*?)```", page, re.DOTALL)
+    assert found, "docs/model.md has no output of the program"
+    assert main(found[1].split()) == 0
+    assert capsys.readouterr().out == found[2]
+
+
+def test_page_has_the_numbers_of_the_machine() -> None:
+    page, machine = (ROOT / "docs" / "model.md").read_text(), MACHINES["h200"]
+    assert f"| node links | {machine.node_GBps} GB/s |" in page
+    assert f"| memory | {machine.memory_GBps:.0f} GB/s " in page
+    assert f"| reduce | 26 * {machine.reduce_GBps / 26:.0f} GB/s |" in page
+    assert f"{machine.dispatch_fixed_us} us dispatch, {machine.combine_fixed_us} us combine" in page
+    assert f"| {machine.proxy_us} us |" in page
+    assert f"| commands | {machine.command_rate / 1e6:.0f} M/s" in page
+    assert f"| NIC | {machine.nic_GBps:.0f} GB/s |" in page
+    assert f"| share of it | {machine.nic_share} |" in page
+    assert f"| latency | {machine.nic_latency_us:.0f} us |" in page
+    assert f"{machine.put_rate / 1e6:.0f} M/s a proxy, half of the rate at {machine.nic_half_bytes}" in page
+
+
 def test_program_limits_nodes_and_prints_stages(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--nodes",
@@ -512,3 +535,58 @@ def test_program_has_nothing_to_print(capsys: pytest.CaptureFixture[str]) -> Non
     out, err = capsys.readouterr()
     assert out == ""
     assert "0 nodes: Shape.nodes is 0" in err
+
+
+# -- table and pictures of the page --------------------------------------------------------------------------
+
+
+def test_limits_counted_from_a_router(capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    """The table's program on a small job: no token passes its limit, and what is sent shrinks with it."""
+    found = {
+        limit: group_limits.counted(8, limit, groups, local=2, tokens=64, seed=seed)
+        for limit, groups in group_limits.limits(8, [3, 2, 8]).items()
+    }
+    assert list(found) == ["no limit", "4 of 8 groups", "3 of 8 nodes", "2 of 8 nodes"]
+    assert [found[limit].most_nodes for limit in list(found)[1:]] == [4, 3, 2]
+    sent = [each.sent_bytes for each in found.values()]
+    assert sent == sorted(sent, reverse=True) and sent[0] > 1.5 * sent[-1]
+    cells = group_limits.lines(list(found.values()))
+    assert cells[0][-1] == "100%"
+    assert int(cells[-1][-1].rstrip("%")) < 60
+
+    assert group_limits.main(["--nodes", "2", "--limits", "1", "-l", "1", "-b", "16"]) == 0
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("| nodes | routing |")
+    assert [line.split(" | ")[1] for line in lines] == ["no limit", "4 of 8 groups", "1 of 2 nodes"]
+    assert lines[-1].split(" | ")[4] == "1"
+
+
+def test_page_has_the_table_of_limits() -> None:
+    page = (ROOT / "docs" / "model.md").read_text()
+    found = re.search("<!-- group limits -->\n(.*?)<!-- /group limits -->", page, re.DOTALL)
+    assert found, "docs/model.md has no table of limits"
+    title, _, *lines = found[1].splitlines()
+    assert title == f"| {' | '.join(group_limits.TITLES)} |"
+    assert len(lines) > 10
+    for line in lines:
+        nodes, limit, counted, by_expected, most, *_ = line.strip("| ").split(" | ")
+        groups = group_limits.limits(int(nodes), [4, 2])[limit]
+        shape = Shape(nodes=int(nodes), ranks_per_node=8, tokens=1024, **MODELS["deepseek-v3"])
+        shape = dataclasses.replace(shape, num_groups=groups[0], topk_groups=groups[1])
+        assert by_expected == f"{expected(shape).nodes_per_token:.2f}"
+        assert float(counted) == pytest.approx(float(by_expected), rel=0.1)
+        if limit.endswith("nodes"):
+            assert int(most) <= int(limit.split()[0])
+
+
+def test_pictures_are_those_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    page = (ROOT / "docs" / "model.md").read_text()
+    names = re.findall(r"\(results/(model-\w+)\.svg\)", page)
+    assert sorted(names) == sorted(model_plots.FIGURES)
+    assert model_plots.main(["--into", str(tmp_path)]) == 0
+    assert "model-nodes.svg" in capsys.readouterr().out
+    for name in names:
+        text = (tmp_path / f"{name}.svg").read_text()
+        assert text.startswith("<?xml")
+        assert "predicted" in text
