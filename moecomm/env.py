@@ -23,6 +23,18 @@ class Env:
     """MOECOMM_RANKS_PER_NODE: emulate nodes of this many ranks on one host where the caller gives no
     ranks_per_node."""
 
+    fabric_provider: str | None = None
+    """MOECOMM_FABRIC_PROVIDER: libfabric provider between nodes ("verbs", "efa", "cxi", "tcp", "shm"), where
+    the best one found is not wanted."""
+
+    fabric_interface: str | None = None
+    """MOECOMM_FABRIC_INTERFACE: network interface ("eth0"), device ("mlx5_0") or address of this host that
+    other nodes reach it by."""
+
+    fabric_shuffle: int | None = None
+    """MOECOMM_FABRIC_SHUFFLE: for tests: what travels between nodes arrives late and in random order, by this
+    seed."""
+
 
 def _number(environ: Mapping[str, str], name: str, kind: type, least: float) -> float | None:
     text = environ.get(name)
@@ -46,8 +58,12 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)
     threads = _number(environ, "MOECOMM_THREADS", int, 1)
     ranks_per_node = _number(environ, "MOECOMM_RANKS_PER_NODE", int, 1)
+    shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
     return Env(
         timeout=timeout,
         threads=None if threads is None else int(threads),
         ranks_per_node=None if ranks_per_node is None else int(ranks_per_node),
+        fabric_provider=environ.get("MOECOMM_FABRIC_PROVIDER") or None,
+        fabric_interface=environ.get("MOECOMM_FABRIC_INTERFACE") or None,
+        fabric_shuffle=None if shuffle is None else int(shuffle),
     )

@@ -13,13 +13,18 @@ from moecomm.env import Env, read_env
 
 
 def test_nothing_is_said() -> None:
-    assert read_env({}) == Env() == Env(timeout=None, threads=None, ranks_per_node=None)
-    assert read_env({"MOECOMM_TIMEOUT": "", "PATH": "/bin"}) == Env()
+    assert read_env({}) == Env()
+    assert set(dataclasses.asdict(Env()).values()) == {None}
+    empty = [f"MOECOMM_{field.name.upper()}" for field in dataclasses.fields(Env)]
+    assert read_env({"PATH": "/bin", **dict.fromkeys(empty, "")}) == Env()
 
 
 def test_values() -> None:
     environ = {"MOECOMM_TIMEOUT": "2.5", "MOECOMM_THREADS": "3", "MOECOMM_RANKS_PER_NODE": "8"}
     assert read_env(environ) == Env(timeout=2.5, threads=3, ranks_per_node=8)
+    environ = {"MOECOMM_FABRIC_PROVIDER": "tcp;ofi_rxm", "MOECOMM_FABRIC_INTERFACE": "eth0"}
+    assert read_env(environ) == Env(fabric_provider="tcp;ofi_rxm", fabric_interface="eth0")
+    assert read_env({"MOECOMM_FABRIC_SHUFFLE": "17"}) == Env(fabric_shuffle=17)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,8 @@ def test_values() -> None:
         ("MOECOMM_THREADS", "0"),
         ("MOECOMM_RANKS_PER_NODE", "two"),
         ("MOECOMM_RANKS_PER_NODE", "-4"),
+        ("MOECOMM_FABRIC_SHUFFLE", "0"),
+        ("MOECOMM_FABRIC_SHUFFLE", "yes"),
     ],
 )
 def test_what_is_no_number(name: str, value: str) -> None:

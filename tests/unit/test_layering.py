@@ -16,7 +16,7 @@ PACKAGE = ROOT / "moecomm"
 PYTHON_LAYERS = [
     {"version", "_C"},
     {"errors", "types", "env"},
-    {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric", "model"},
+    {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric", "model", "nodes"},
     {"backends"},
     {"ops", "operators"},
     {"construction"},
