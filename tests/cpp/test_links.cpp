@@ -412,6 +412,20 @@ void test_close_loses_nothing(uint64_t messages) {
   CHECK(after.size() == 1 && after[0].peer == 1 && after[0].message == (LinkMessage{4, 1, 2, 5}));
 }
 
+// Also where the reader still sends to the one that has ended, and so breaks the link, before it reads.
+void test_reading_after_a_break() {
+  constexpr uint64_t kMessages = 100;
+  Rail rail(2);
+  rail.connect();
+  for (uint64_t i = 0; i < kMessages; ++i) rail.links[0].send(1, {1, 0, 1, i});
+  rail.links[0].close(kLong);
+  for (int i = 0; i < 10; ++i) rail.links[1].send(0, {2, 1, 0, 0});
+  std::vector<LinkEvent> events = take(rail.links[1], kMessages);
+  while (events.back().kind != LinkEvent::Kind::lost) events.push_back(take(rail.links[1], 1)[0]);
+  CHECK(events.size() == kMessages + 1 && is_lost(events.back(), 0, "peer 0"));
+  for (uint64_t i = 0; i < kMessages; ++i) CHECK(events[i].message == (LinkMessage{1, 0, 1, i}));
+}
+
 void test_one_peer() {
   Rail rail(1);
   rail.connect();
@@ -869,6 +883,7 @@ int main() {
     std::printf("no IPv6 on this host: links over it are not tested\n");
   test_slow_reader();
   for (const uint64_t messages : {0, 1, 1000, 1'000'000}) test_close_loses_nothing(messages);
+  test_reading_after_a_break();
   test_strays();
   test_many_silent_strays();
   test_other_job();
