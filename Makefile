@@ -35,7 +35,7 @@ BUILT      := build/.done-extension
 
 # The flags are part of what is built: another CMAKE_ARGS or CXX rebuilds.
 FLAGS       := build/.flags
-BUILD_DEPS  := pyproject.toml CMakeLists.txt $(FLAGS) $(shell find csrc -type f 2>/dev/null)
+BUILD_DEPS  := pyproject.toml CMakeLists.txt $(FLAGS) $(wildcard bench/*.cpp) $(shell find csrc -type f 2>/dev/null)
 
 # $(call quiet,what it says,log name,shell commands): one line when it works, the log's end when it does not.
 define quiet
@@ -139,7 +139,8 @@ $(BUILT): $(BUILD_DEPS) $(TOOLS_DONE)
 	$(system_check)
 	$(call quiet,"moecomm with its extension (editable install)",build,\
 	  PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pip install -v --no-build-isolation --no-deps -e .)
-	@grep -h -o 'moecomm: CUDA .*' $(LOGS)/build.log | tail -n 1 | sed 's/^/    /' || true
+	@for part in CUDA fabric; do \
+	  grep -h -o "moecomm: $$part .*" $(LOGS)/build.log | tail -n 1 | sed 's/^/    /' || true; done
 	@touch $@
 
 build: $(BUILT)
@@ -197,7 +198,7 @@ tsan:
 ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not Run\)' $(LOGS)/$(1).log | sed 's/^/    /'
 
 PY_TREES    := $(wildcard moecomm bench tests examples)
-CPP_FORMAT   = find csrc tests -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \)
+CPP_FORMAT   = find csrc tests bench -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \)
 
 lint: $(DEV_DONE)
 	@echo '==> ruff check';          $(VENV)/bin/ruff check $(ARGS) $(PY_TREES)

@@ -136,6 +136,7 @@ std::vector<Candidate> candidates(const fi_info* list) {
   std::stable_sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
     const int first = preference(a.offer.provider), second = preference(b.offer.provider);
     if (first != second) return first < second;
+    if (a.offer.provider != b.offer.provider) return a.offer.provider < b.offer.provider;
     return address_preference(a.offer.address) < address_preference(b.offer.address);
   });
   return found;
