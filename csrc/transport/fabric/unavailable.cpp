@@ -27,6 +27,10 @@ const Library& library() { unavailable(); }
 
 void FreeInfo::operator()(fi_info*) const {}
 std::vector<Offer> list_offers(bool) { unavailable(); }
+Info choose_provider(const ProviderOptions&) { unavailable(); }
+Offer describe(const fi_info&) { unavailable(); }
+std::vector<std::string> provider_names(const std::string&, uint32_t) { unavailable(); }
+std::string why_not(const std::string&, uint32_t) { unavailable(); }
 
 struct FabricRemote::State {};
 FabricRemote::FabricRemote(const FabricOptions&, void*, int64_t) { unavailable(); }
