@@ -21,8 +21,8 @@ from moecomm.backends import (
 from moecomm.backends.arrays import shared_tensor
 from moecomm.construction import (
     DEFAULT_TIMEOUT,
-    check_nodes,
     check_num_sms,
+    check_ranks_per_node,
     check_sizes,
     check_wire,
     choose_device,
@@ -30,6 +30,7 @@ from moecomm.construction import (
 )
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
+from moecomm.nodes import require_one_node
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import (
     check_dispatch,
@@ -72,7 +73,9 @@ class Communicator:
             the backward of both travel in `dtype`.
         device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
             A rank has a GPU of its own.
-        ranks_per_node: ranks that share memory; None finds out.
+        ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
+            nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md), CPU tensors
+            only in this version.
         num_sms: CUDA: SMs that an operation may use, at least 2; None: what the shape wants. CPU: threads
             that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.
@@ -117,7 +120,7 @@ class Communicator:
             size = 1 if group is None else dist.get_world_size(group)
             check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
-            check_nodes(size, ranks_per_node)
+            ranks_per_node = check_ranks_per_node(size, ranks_per_node)
             num_sms = check_num_sms(num_sms, place)
             check_wire(wire, place, hidden, dtype)
         except MoecommError as failed:
@@ -131,6 +134,7 @@ class Communicator:
             "dtype": str(dtype),
             "wire": wire,
             "device": place.type,
+            "ranks_per_node": ranks_per_node,
             "moecomm version": __version__,
         }
         backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
@@ -141,6 +145,10 @@ class Communicator:
         self.num_experts, self.hidden, self.top_k, self.max_tokens = num_experts, hidden, top_k, max_tokens
         self.num_local_experts: int = num_experts // meeting.size
         """L: this rank has the experts [rank * L, (rank + 1) * L)."""
+        self.ranks_per_node: int = backend.nodes.ranks_per_node
+        """Ranks that share memory."""
+        self.nodes: int = backend.nodes.nodes
+        """Nodes of the group; node n has the ranks [n * ranks_per_node, (n + 1) * ranks_per_node)."""
         self.dtype, self.device, self.wire = dtype, backend.device, wire
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""
@@ -170,7 +178,7 @@ class Communicator:
         part. Raises InvalidArgument and Unsupported as the constructor does.
         """
         check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
-        check_nodes(ranks, ranks_per_node)
+        ranks_per_node = check_ranks_per_node(ranks, ranks_per_node) or ranks
         can_plan_cuda = device is not None and hasattr(_C, "device_window_sections")
         if can_plan_cuda and str(device).partition(":")[0] == "cuda":
             place = torch.device("cuda")
@@ -178,6 +186,7 @@ class Communicator:
             place = choose_device(device)
         check_wire(wire, place, hidden, dtype)
         if place.type == "cuda":
+            require_one_node(ranks // ranks_per_node)
             sizes = device_shape(
                 ranks=ranks,
                 num_experts=num_experts,
@@ -188,8 +197,15 @@ class Communicator:
                 wire=wire,
             )
             return plan_device_memory(sizes, ranks)
-        shape = window_shape(ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
-        return plan_memory(shape, ranks)
+        shape = window_shape(
+            ranks=ranks,
+            top_k=top_k,
+            hidden=hidden,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            ranks_per_node=ranks_per_node,
+        )
+        return plan_memory(shape, ranks_per_node)
 
     # -- operations ------------------------------------------------------------------------------------
 

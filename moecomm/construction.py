@@ -86,18 +86,18 @@ def check_wire(wire: Any, device: torch.device, hidden: int, dtype: torch.dtype)
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
 
 
-def check_nodes(size: int, ranks_per_node: Any) -> None:
-    """Raises Unsupported for ranks on several nodes."""
+def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
+    """Ranks a node as the caller or the environment wants them, None where the hosts decide."""
     if ranks_per_node is None:
         ranks_per_node = read_env().ranks_per_node
     if ranks_per_node is None:
-        return
-    require_integer("ranks_per_node", ranks_per_node, 1)
-    if ranks_per_node < size:
-        raise Unsupported(
-            f"ranks_per_node is {ranks_per_node} for {size} ranks: nodes reach each other over a fabric "
-            "transport, which this version does not have"
+        return None
+    wanted = min(require_integer("ranks_per_node", ranks_per_node, 1), size)
+    if size % wanted != 0:
+        raise InvalidArgument(
+            f"ranks_per_node is {wanted} for {size} ranks, expected a divisor: nodes have equally many ranks"
         )
+    return wanted
 
 
 def check_num_sms(num_sms: Any, device: torch.device) -> int | None:

@@ -26,7 +26,10 @@ class MemoryPlan:
     a weight (4; 8 for float64), every section rounded up to 4096 bytes, the large ones are, twice each
     because uses alternate between two copies:
     rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
-    rows M*H*b, which take memory only when `empty_input` is first called.
+    rows M*H*b, which take memory only when `empty_input` is first called. With N nodes, R in this formula is
+    the ranks of a node, and for each of the N-1 other nodes there are, also twice each: relay rows M*H*b,
+    ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once, for rows on their way, eight
+    chunks of about 1 MiB and, with more than one rank a node, four times min(R,K) chunks.
     """
 
     sections: tuple[tuple[str, int, int], ...]
@@ -36,6 +39,7 @@ class MemoryPlan:
     committed_bytes: int
     """Memory taken when the communicator is built: all, but for the CPU's input rows."""
     ranks: int
+    """Ranks of a node."""
 
     def __str__(self) -> str:
         lines = [
@@ -50,7 +54,13 @@ class MemoryPlan:
 
 
 def window_shape(
-    *, ranks: int, top_k: int, hidden: int, max_tokens: int, dtype: torch.dtype
+    *,
+    ranks: int,
+    top_k: int,
+    hidden: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    ranks_per_node: int | None = None,
 ) -> _C.WindowShape:
     """The runtime's description of a window. Raises InvalidArgument for sizes that no window can have."""
     if dtype not in NATIVE_DTYPES:
@@ -65,7 +75,12 @@ def window_shape(
             "expected a multiple of 16"
         )
     return _C.WindowShape(
-        ranks=ranks, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=NATIVE_DTYPES[dtype]
+        ranks=ranks,
+        top_k=top_k,
+        hidden=hidden,
+        max_tokens=max_tokens,
+        dtype=NATIVE_DTYPES[dtype],
+        ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
     )
 
 
@@ -103,7 +118,7 @@ def plan_device_memory(shape: _C.DeviceShape, ranks: int) -> MemoryPlan:
 
 
 def plan_memory(shape: _C.WindowShape, ranks: int) -> MemoryPlan:
-    """The sections of a window of `shape`."""
+    """The sections of a window of `shape`; `ranks`: of a node."""
     total, committed = _C.window_bytes(shape)
     return MemoryPlan(
         sections=tuple(_C.window_sections(shape)), total_bytes=total, committed_bytes=committed, ranks=ranks

@@ -198,13 +198,20 @@ def combine(
     *,
     dtype: str,
     weights: Sequence[np.ndarray] | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[np.ndarray]:
-    """One (T,H) array a rank from the rows (P,H), and weights (P,), of every rank."""
+    """One (T,H) array a rank from the rows (P,H), and weights (P,), of every rank.
+
+    A token's home adds up what ranks of its own node have and what each other node has, by rank;
+    another node first adds up and rounds what its ranks have.
+    """
     kind = wide(dtype)
     hidden = rows[0].shape[1]
     # Infinities and NaN are summed like any other value.
     with np.errstate(over="ignore", invalid="ignore"):
-        return _combine(rows, dispatched, token_counts, dtype, weights, kind, hidden)
+        return _combine(
+            rows, dispatched, token_counts, dtype, weights, kind, hidden, ranks_per_node or len(rows)
+        )
 
 
 def _combine(
@@ -215,8 +222,10 @@ def _combine(
     weights: Sequence[np.ndarray] | None,
     kind: type,
     hidden: int,
+    ranks_per_node: int,
 ) -> list[np.ndarray]:
-    totals = [np.zeros((count, hidden), kind) for count in token_counts]
+    # Shares of each (home, token): by the node they come from, in the order of ranks.
+    shares: dict[tuple[int, int], dict[int, list[np.ndarray]]] = {}
     for owner, sent in enumerate(dispatched):
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for p, row in enumerate(sent.origin):
@@ -228,7 +237,15 @@ def _combine(
             for _, p in sorted(terms):
                 value = rows[owner][p].astype(kind)
                 partial = partial + (value if weights is None else value * kind(weights[owner][p]))
-            totals[src][t] += rounded(partial, dtype)
+            by_node = shares.setdefault((src, t), {})
+            by_node.setdefault(owner // ranks_per_node, []).append(rounded(partial, dtype))
+    totals = [np.zeros((count, hidden), kind) for count in token_counts]
+    for (src, t), by_node in shares.items():
+        for node, partials in by_node.items():
+            if node != src // ranks_per_node:
+                partials = [rounded(sum(partials, np.zeros(hidden, kind)), dtype)]
+            for partial in partials:
+                totals[src][t] += partial
     return [rounded(total, dtype) for total in totals]
 
 
@@ -240,9 +257,10 @@ def dispatch_backward(
     top_k: int,
     *,
     dtype: str,
+    ranks_per_node: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Gradients of every rank's tokens (T,H) and weights (T,K) from those of the rows they became."""
-    grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype)
+    grad_x = combine(grad_tokens, dispatched, token_counts, dtype=dtype, ranks_per_node=ranks_per_node)
     if grad_weights is None:
         return grad_x, None
     grad_w = [np.zeros((count, top_k), grad_weights[0].dtype) for count in token_counts]

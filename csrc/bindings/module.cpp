@@ -3,12 +3,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
+
 #if defined(MOECOMM_CUDA_VERSION)
 #include "bindings/cuda.hpp"
 #endif
 #include "kernels/cpu/heuristics.hpp"
 #include "runtime/communicator.hpp"
 #include "runtime/host_pool.hpp"
+#include "runtime/rail.hpp"
+#include "transport/fabric/library.hpp"
+#include "transport/fabric/provider.hpp"
 
 namespace py = pybind11;
 using namespace moecomm;
@@ -43,7 +48,8 @@ void set_python_error(const Error& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
 }
 
-py::dict stats_dict(const Stats& s) {
+py::dict stats_dict(Communicator& communicator) {
+  const Stats& s = communicator.stats();
   py::dict out;
   out["dispatch_calls"] = s.dispatch_calls;
   out["dispatch_seconds"] = s.dispatch_seconds;
@@ -55,7 +61,25 @@ py::dict stats_dict(const Stats& s) {
   out["bytes_wire"] = s.bytes_wire;
   out["plans_made"] = s.plans_made;
   out["plans_reused"] = s.plans_reused;
+  const Proxy* const proxy = communicator.proxy();
+  out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
+  out["network_bytes"] = proxy == nullptr ? 0 : proxy->stats().bytes.load();
+  out["network_row_bytes"] = proxy == nullptr ? 0 : proxy->stats().row_bytes.load();
   return out;
+}
+
+tcp::JobId job_id(const std::string& bytes) {
+  tcp::JobId job{};
+  if (bytes.size() != job.size())
+    throw Error(ErrorKind::invalid_argument, "a job's id has " + std::to_string(bytes.size()) +
+                                                 " bytes, expected " + std::to_string(job.size()));
+  std::memcpy(job.data(), bytes.data(), job.size());
+  return job;
+}
+
+std::vector<std::byte> to_bytes(const std::string& text) {
+  const auto* const first = reinterpret_cast<const std::byte*>(text.data());
+  return {first, first + text.size()};
 }
 
 }  // namespace
@@ -79,6 +103,22 @@ PYBIND11_MODULE(_C, m) {
       "cpu_heuristics", [](int ranks) { return cpu::choose_heuristics(ranks).text(); },
       py::arg("local_ranks"));
   m.def("shm_available_bytes", &shm::available_bytes);
+  m.def("fabric_missing", []() -> py::object {
+    try {
+      fabric::library();
+      return py::none();
+    } catch (const Error& error) {
+      return py::str(error.what());
+    }
+  });
+  m.def("fabric_version", [] { return fabric::library().version_text(); });
+  m.def("fabric_offers", [] {
+    py::list out;
+    for (const fabric::Offer& offer : fabric::list_offers())
+      out.append(py::make_tuple(offer.provider, offer.domain, offer.address, offer.max_message,
+                                offer.device_memory));
+    return out;
+  });
 
   py::enum_<DType>(m, "DType")
       .value("float32", DType::float32)
@@ -98,11 +138,12 @@ PYBIND11_MODULE(_C, m) {
       .value("unsupported", ErrorKind::unsupported);
 
   py::class_<WindowShape>(m, "WindowShape")
-      .def(py::init([](int32_t ranks, int32_t top_k, int64_t hidden, int64_t max_tokens, DType dtype) {
-             return WindowShape{ranks, top_k, hidden, max_tokens, dtype};
+      .def(py::init([](int32_t ranks, int32_t top_k, int64_t hidden, int64_t max_tokens, DType dtype,
+                       int32_t ranks_per_node) {
+             return WindowShape{ranks, top_k, hidden, max_tokens, dtype, ranks_per_node};
            }),
            py::kw_only(), py::arg("ranks"), py::arg("top_k"), py::arg("hidden"), py::arg("max_tokens"),
-           py::arg("dtype"));
+           py::arg("dtype"), py::arg("ranks_per_node"));
   m.def("window_sections", [](const WindowShape& shape) {
     py::list out;
     for (const Section& section : window_sections(shape))
@@ -134,14 +175,22 @@ PYBIND11_MODULE(_C, m) {
       .def("take", [](HostPool& pool, int64_t bytes) { return HostBuffer{pool.take(bytes), bytes}; });
 
   using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Rail>(m, "Rail")
+      .def_property_readonly("card",
+                             [](const Rail& self) {
+                               const auto card = self.card();
+                               return py::bytes(reinterpret_cast<const char*>(card.data()), card.size());
+                             })
+      .def_property_readonly("endpoint", &Rail::endpoint);
+
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
       .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads,
-                       double timeout) {
+                       double timeout, int32_t host_ranks) {
              return std::make_shared<Communicator>(
-                 CommunicatorConfig{shape, rank, num_experts, threads, timeout});
+                 CommunicatorConfig{shape, rank, num_experts, threads, timeout, host_ranks});
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("num_experts"), py::arg("threads"),
-           py::arg("timeout"))
+           py::arg("timeout"), py::arg("host_ranks"))
       .def("link_window", &Communicator::link_window)
       .def(
           "connect",
@@ -151,6 +200,29 @@ PYBIND11_MODULE(_C, m) {
           },
           py::arg("names"), py::arg("pids"), Release())
       .def("unlink_window", &Communicator::unlink_window)
+      .def(
+          "open_rail",
+          [](Communicator& self, const py::bytes& job, const std::string& provider,
+             const std::string& interface, uint64_t shuffle) {
+            const NodeMap nodes = self.config().shape.nodes();
+            const RailOptions options{job_id(job),   nodes.node_of(self.config().rank),
+                                      nodes.nodes(), self.config().timeout_seconds,
+                                      provider,      interface,
+                                      shuffle};
+            const py::gil_scoped_release release;
+            return std::make_unique<Rail>(options, self.layout(), self.base());
+          },
+          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("shuffle"))
+      .def(
+          "connect_rail",
+          [](Communicator& self, Rail& rail, const std::vector<std::string>& cards,
+             const std::vector<std::string>& endpoints) {
+            std::vector<std::vector<std::byte>> bytes;
+            for (const std::string& card : cards) bytes.push_back(to_bytes(card));
+            rail.connect(bytes, endpoints, run_signal_handlers);
+            self.connect_nodes(rail.take_remote(), rail.take_links());
+          },
+          py::arg("rail"), py::arg("cards"), py::arg("endpoints"), Release())
       .def(
           "begin_dispatch",
           [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens,
@@ -196,10 +268,19 @@ PYBIND11_MODULE(_C, m) {
             return HostBuffer{self.take_input(), tokens * self.layout().shape.row_bytes()};
           },
           py::arg("tokens"), Release())
-      .def("close", &Communicator::close)
+      .def("close", &Communicator::close, Release())
       .def_property_readonly("closed", &Communicator::closed)
-      .def("stats", [](Communicator& self) { return stats_dict(self.stats()); })
-      .def("reset_stats", [](Communicator& self) { self.stats() = Stats{}; })
+      .def("stats", &stats_dict)
+      .def("reset_stats",
+           [](Communicator& self) {
+             self.stats() = Stats{};
+             if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
+           })
+      .def("network",
+           [](Communicator& self) {
+             const Proxy* const proxy = self.proxy();
+             return proxy == nullptr ? std::string() : proxy->caps().text();
+           })
       .def("__str__", &Communicator::heuristics_text);
 #if defined(MOECOMM_CUDA_VERSION)
   bind_cuda(m, run_signal_handlers);

@@ -49,16 +49,17 @@ static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 
 enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2 };
 
 /// Why a rank gave up on a peer.
-enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2 };
+enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };
 
-/// The lines of a window that one peer writes. Two records alternate: a peer can be one epoch ahead, never
-/// two, because epoch n+2 starts only after everybody has announced n+1, and by then has read n.
+/// The lines of a window that one peer writes, or for a peer on another node the rank of its rail here. Two
+/// records alternate: a peer can be one epoch ahead, never two, because epoch n+2 starts only after everybody
+/// has announced n+1, and by then has read n.
 struct PeerLines {
   SignalRecord record[2];
-  alignas(kLine) uint32_t closed;  ///< the peer will announce nothing more
-  uint32_t abort;                  ///< 1 once the peer has given up, because of
-  int32_t abort_peer;              ///< this rank
-  Cause abort_cause;               ///< and why
+  alignas(kLine) Cause gone;  ///< not no_signal: the peer will announce nothing more, because of this
+  uint32_t abort;             ///< 1 once the peer has given up, because of
+  int32_t abort_peer;         ///< this rank
+  Cause abort_cause;          ///< and why
 };
 static_assert(sizeof(PeerLines) == 3 * kLine);
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "layout/control.hpp"
+#include "layout/nodes.hpp"
 
 namespace moecomm {
 
@@ -18,8 +19,10 @@ struct PlanShape {
   int32_t top_k;
   RowLayout layout;
   int64_t alignment;
-  int64_t capacity;  ///< rows of the output, or -1 for as many as needed
+  int64_t capacity;            ///< rows of the output, or -1 for as many as needed
+  int32_t ranks_per_node = 0;  ///< 0: all
 
+  NodeMap nodes() const { return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node}; }
   bool operator==(const PlanShape&) const = default;
 };
 
@@ -27,6 +30,21 @@ struct PlanShape {
 struct SourceIds {
   const int32_t* ids;
   int64_t tokens;
+};
+
+/// Which of a rank's own tokens each other node needs. A token's place in such a list is its relay index:
+/// where its row lies among those that travel to that node, and where the sum from there comes back.
+struct RelayRoutes {
+  std::vector<std::vector<int32_t>> tokens;  ///< [other node], ascending
+};
+RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own);
+
+/// What this rank sums for the ranks of its rail: one row for each relay index, of what the ranks of this
+/// node have of that token.
+struct RelaySums {
+  std::vector<int64_t> begin;  ///< [relayed rows + 1] into owner
+  std::vector<int32_t> owner;  ///< local index of the ranks that have rows of the token, ascending
+  std::vector<int64_t> own;    ///< [relayed rows] entry of this rank, or -1
 };
 
 /// An entry is one (source, token) that this rank needs; entries are ordered by source, then token.
@@ -40,7 +58,8 @@ struct Plan {
 
   std::vector<int64_t> source_begin;  ///< [ranks + 1] entries of a source
   std::vector<int32_t> entry_token;   ///< [entries]
-  std::vector<int32_t> entry_slot;    ///< [entries] this rank's combine slot at the token's home
+  std::vector<int32_t> entry_place;   ///< [entries] its row at the source: token, or relay index
+  std::vector<int32_t> entry_slot;    ///< [entries] this rank's number among the token's owners on this node
   std::vector<int64_t> row_begin;     ///< [entries + 1] into row and row_k
   std::vector<int32_t> row;           ///< destination rows in the order of k; -1 past capacity
   std::vector<int32_t> row_k;         ///< the token's k that the row serves; -1 in the rank layout
@@ -54,13 +73,21 @@ struct Plan {
   int64_t tokens = 0;
   std::vector<int32_t> home_ids;     ///< [tokens][top_k]
   std::vector<int64_t> owner_begin;  ///< [tokens + 1] into owner
-  std::vector<int32_t> owner;        ///< ranks that hold the token's experts, ascending
+  std::vector<int32_t> owner;  ///< ranks with the token's experts, ascending; other nodes: the first rank
+  std::vector<int32_t> owner_place;  ///< [like owner] its slot on this node; other nodes: relay index
   std::vector<int64_t> own_entry;    ///< [tokens] entry of (this rank, token), or -1
+  RelayRoutes routes;
+
+  // Between nodes.
+  std::vector<int64_t> source_tokens;  ///< [ranks] tokens that each rank brought
+  std::vector<int64_t> relayed;  ///< [ranks] rows of a rank that travel to this node (0: it is of this node)
+  std::vector<RelaySums> relay_sums;  ///< [other node] for this rank's rail
 
   int64_t entries() const { return static_cast<int64_t>(entry_token.size()); }
 };
 
-/// sources[r] is rank r's; sources.size() == shape.ranks.
+/// sources[r] is rank r's; sources.size() == shape.ranks. Which nodes there are changes where rows come from,
+/// not which rows of the output they get.
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources);
 
 }  // namespace moecomm

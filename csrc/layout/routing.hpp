@@ -25,15 +25,31 @@ MOECOMM_HD constexpr bool first_of_owner(const int32_t* ids, int32_t k, int32_t 
   return true;
 }
 
-/// Distinct owners with a rank below `rank`: the slot of `rank` at the token's home, and with `rank` = number
-/// of ranks the count of owners.
+/// Distinct owners with a rank in [first, rank). With the first rank of a node: the slot of `rank` among the
+/// token's owners there.
+MOECOMM_HD constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, int32_t local_experts,
+                                            int32_t first, int32_t rank) {
+  int32_t owners = 0;
+  for (int32_t k = 0; k < top_k; ++k) {
+    const int32_t owner = expert_owner(ids[k], local_experts);
+    owners += ids[k] >= 0 && owner >= first && owner < rank && first_of_owner(ids, k, local_experts);
+  }
+  return owners;
+}
+
+/// Distinct owners with a rank below `rank`: the slot of `rank` at a home on the same node, and with `rank` =
+/// number of ranks the count of owners.
 MOECOMM_HD constexpr int32_t owners_below(const int32_t* ids, int32_t top_k, int32_t local_experts,
                                           int32_t rank) {
-  int32_t owners = 0;
+  return owners_between(ids, top_k, local_experts, 0, rank);
+}
+
+/// True where some id of the token has its owner in [first, end): a node needs the row.
+MOECOMM_HD constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
+                                   int32_t end) {
   for (int32_t k = 0; k < top_k; ++k)
-    owners +=
-        ids[k] >= 0 && expert_owner(ids[k], local_experts) < rank && first_of_owner(ids, k, local_experts);
-  return owners;
+    if (ids[k] >= first * local_experts && ids[k] < end * local_experts) return true;
+  return false;
 }
 
 MOECOMM_HD constexpr int64_t align_up(int64_t value, int64_t alignment) {

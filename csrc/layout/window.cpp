@@ -1,9 +1,16 @@
 #include "layout/window.hpp"
 
+#include <algorithm>
+
 #include "layout/routing.hpp"
 
 namespace moecomm {
 namespace {
+
+// Bytes of a chunk. On TCP puts of 64 KB reach half of what 1 MB reaches (docs/performance.md).
+constexpr int64_t kChunkBytes = int64_t{1} << 20;
+// An immediate has 15 bits for an arrival flag, a command 16 bits for the rows of a chunk.
+constexpr int64_t kMostChunks = 1 << 14, kMostChunkRows = (1 << 16) - 1;
 
 // Sections start on pages, so that a section can be backed, registered or dropped by itself.
 constexpr int64_t kPage = 4096;
@@ -21,10 +28,38 @@ void for_each_section(WindowLayout& layout, const Visit& visit) {
   for (auto& offset : layout.weight_grads) visit("weight gradients", offset, entries * weight_bytes(s.dtype));
   for (auto& offset : layout.rows) visit("token rows", offset, s.max_tokens * s.row_bytes());
   for (auto& offset : layout.slots) visit("combine slots", offset, s.max_tokens * s.slots() * s.row_bytes());
+  if (const int64_t others = s.other_nodes(); others > 0) {
+    visit("relay progress", layout.progress, int64_t{sizeof(RelayProgress)});
+    for (auto& offset : layout.announcement)
+      visit("announcements", offset, others * int64_t{sizeof(Announcement)});
+    for (auto& offset : layout.relay_head)
+      visit("relay heads", offset, others * int64_t{sizeof(Announcement)});
+    for (auto& offset : layout.relay_ids) visit("relay ids", offset, others * entries * 4);
+    for (auto& offset : layout.relay_weights) visit("relay weights", offset, others * s.weights_bytes());
+    for (auto& offset : layout.relay_grads) visit("relay gradients", offset, others * s.weights_bytes());
+    for (auto& offset : layout.outgoing_grads)
+      visit("outgoing gradients", offset, others * s.weights_bytes());
+    for (auto& offset : layout.arrivals) visit("arrival flags", offset, others * s.arrival_flags() * 8);
+    for (auto& offset : layout.relay_rows) visit("relay rows", offset, others * s.max_tokens * s.row_bytes());
+    const int64_t chunk = s.chunk_rows() * s.row_bytes();
+    visit("staging", layout.staging, WindowLayout::kStagingChunks * chunk);
+    if (s.nodes().local_ranks > 1)
+      visit("partial sums", layout.partials, WindowLayout::kPartialRounds * chunk * s.slots());
+  }
   for (auto& offset : layout.input) visit("input rows", offset, s.max_tokens * s.row_bytes());
 }
 
 }  // namespace
+
+int64_t WindowShape::chunk_rows() const {
+  const int64_t wanted = std::clamp<int64_t>(kChunkBytes / row_bytes(), 1, kMostChunkRows);
+  const int64_t least = (max_tokens + kMostChunks - 1) / kMostChunks;
+  return std::min(std::max(wanted, least), max_tokens);
+}
+
+int64_t WindowShape::largest_put() const {
+  return std::max({chunk_rows() * row_bytes(), kPieceBytes, int64_t{sizeof(Announcement)}});
+}
 
 WindowLayout WindowLayout::make(const WindowShape& shape) {
   WindowLayout layout{};

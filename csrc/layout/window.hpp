@@ -8,6 +8,7 @@
 
 #include "common/dtype.hpp"
 #include "layout/control.hpp"
+#include "layout/nodes.hpp"
 
 namespace moecomm {
 
@@ -17,10 +18,46 @@ struct WindowShape {
   int64_t hidden;
   int64_t max_tokens;
   DType dtype;
+  int32_t ranks_per_node = 0;  ///< 0: all
 
-  MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
-  /// Most ranks that one token can have as owners.
-  MOECOMM_HD int32_t slots() const { return ranks < top_k ? ranks : top_k; }
+  NodeMap nodes() const { return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node}; }
+  int32_t other_nodes() const { return nodes().nodes() - 1; }
+  int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  /// Most ranks of a node that one token can have as owners.
+  int32_t slots() const {
+    const int32_t owners = nodes().local_ranks;
+    return owners < top_k ? owners : top_k;
+  }
+  int64_t weights_bytes() const { return max_tokens * top_k * weight_bytes(dtype); }
+
+  // Rows cross the network in chunks, one put each: large enough that a message's fixed cost does not count,
+  // small enough that copying one lies under the wire time of another.
+  /// Rows of a chunk; the last one of a node may have fewer.
+  int64_t chunk_rows() const;
+  /// Chunks of `rows` rows.
+  int64_t chunks(int64_t rows) const { return (rows + chunk_rows() - 1) / chunk_rows(); }
+  /// Pieces in which `bytes` of ids, weights or gradients travel.
+  static int64_t pieces(int64_t bytes) { return (bytes + kPieceBytes - 1) / kPieceBytes; }
+  /// Arrival flags of one other node: its chunks, then the pieces of gradients.
+  int64_t arrival_flags() const { return chunks(max_tokens) + pieces(weights_bytes()); }
+
+  static constexpr int64_t kPieceBytes = int64_t{1} << 20;
+  /// The largest put.
+  int64_t largest_put() const;
+};
+
+/// What a rank announces to another node.
+struct Announcement {
+  SignalRecord record;
+  uint64_t parts;         ///< chunks of rows that it sends there in this epoch, whatever happens
+  char text[kErrorText];  ///< if record.error
+};
+
+/// Progress of a rank in combine, for its own node to read; rounds count over all operations.
+struct RelayProgress {
+  alignas(kLine) uint64_t reduced;  ///< rounds whose partial sums this rank has written to its neighbours
+  alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, so that their partial sums are free
+  alignas(kLine) uint64_t pushed;   ///< epoch in which all that this rank has for its node is written
 };
 
 /// Sections exist twice where their use alternates by epoch; the index is 0 or 1.
@@ -35,10 +72,43 @@ struct WindowLayout {
   int64_t rows[2];          ///< [max_tokens] rows
   int64_t slots[2];         ///< [max_tokens][slots] rows, written by the owners of the experts
   int64_t input[2];         ///< [max_tokens] rows, handed out by empty_input; memory is taken on first use
-  int64_t committed_bytes;  ///< taken at construction: everything before input
+
+  // With several nodes; [other] is the number of another node (NodeMap::other). What a rank of another node
+  // sends to this node lies in the window of the rank of its rail, and all ranks of the node read it there.
+  int64_t progress;          ///< RelayProgress
+  int64_t announcement[2];   ///< Announcement [other], as they leave
+  int64_t relay_head[2];     ///< Announcement [other]
+  int64_t relay_ids[2];      ///< [other] as ids
+  int64_t relay_weights[2];  ///< [other] as weights
+  int64_t relay_rows[2];  ///< [other][max_tokens] rows: what the rail sends, and combine's sums for this rank
+  int64_t relay_grads[2];     ///< [other] as weight_grads: those that experts there have
+  int64_t outgoing_grads[2];  ///< [other] as weight_grads: written by the owners of this node, on their way
+  int64_t arrivals[2];        ///< uint64 [other][arrival_flags]: the epoch that has arrived
+  int64_t staging;            ///< [kStagingChunks] chunks on their way out
+  int64_t partials;           ///< [kPartialRounds][chunk_rows][slots] rows: sums of the ranks of this node
+  int64_t committed_bytes;    ///< taken at construction: everything before input
   int64_t total_bytes;
 
+  static constexpr int64_t kStagingChunks = 8, kPartialRounds = 4;
+
   static WindowLayout make(const WindowShape& shape);
+
+  /// Offset of the part of `section` that belongs to another node.
+  int64_t relayed_ids(int parity, int32_t other) const {
+    return relay_ids[parity] + other * shape.max_tokens * shape.top_k * int64_t{4};
+  }
+  int64_t relayed_weights(int64_t section, int32_t other) const {
+    return section + other * shape.weights_bytes();
+  }
+  int64_t relayed_rows(int parity, int32_t other) const {
+    return relay_rows[parity] + other * shape.max_tokens * shape.row_bytes();
+  }
+  static int64_t relayed_head(int64_t section, int32_t other) {
+    return section + other * int64_t{sizeof(Announcement)};
+  }
+  int64_t arrival(int parity, int32_t other, int64_t flag) const {
+    return arrivals[parity] + (other * shape.arrival_flags() + flag) * int64_t{8};
+  }
 };
 
 struct Section {

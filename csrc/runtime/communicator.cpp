@@ -48,27 +48,46 @@ uint64_t hash_ids(const int32_t* ids, int64_t count) {
 Communicator::Communicator(const CommunicatorConfig& config)
     : config_(config),
       layout_(WindowLayout::make(config.shape)),
+      nodes_(config.shape.nodes()),
       local_experts_(static_cast<int32_t>(config.num_experts / config.shape.ranks)),
       pool_(config.threads),
-      heuristics_(cpu::choose_heuristics(config.shape.ranks)),
-      windows_(static_cast<size_t>(config.shape.ranks)) {
-  windows_[config_.rank] = shm::Window::create(layout_.total_bytes, layout_.committed_bytes);
+      heuristics_(cpu::choose_heuristics(std::max(config.host_ranks, nodes_.local_ranks))),
+      windows_(static_cast<size_t>(nodes_.local_ranks)) {
+  own_window() = shm::Window::create(layout_.total_bytes, layout_.committed_bytes);
 }
 
 Communicator::~Communicator() { close(); }
 
 void Communicator::connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
-  for (int r = 0; r < config_.shape.ranks; ++r) {
-    if (r != config_.rank) windows_[r] = shm::Window::open(names[r], layout_.total_bytes);
-    bases_.push_back(windows_[r].base());
+  for (size_t i = 0; i < windows_.size(); ++i) {
+    if (i != own_index()) windows_[i] = shm::Window::open(names[i], layout_.total_bytes);
+    bases_.push_back(windows_[i].base());
   }
-  signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds);
+  make_signals(pids);
 }
 
 void Communicator::connect_threads(std::vector<std::byte*> bases) {
   bases_ = std::move(bases);
-  const std::vector<int64_t> pids(bases_.size(), getpid());
-  signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds);
+  make_signals(std::vector<int64_t>(bases_.size(), getpid()));
+}
+
+void Communicator::make_signals(const std::vector<int64_t>& pids) {
+  // With several nodes each rank has a proxy besides.
+  const int threads = std::max(config_.host_ranks, nodes_.local_ranks) * (nodes_.nodes() > 1 ? 2 : 1);
+  signals_ =
+      std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds, threads);
+}
+
+void Communicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
+  if (remote->caps().max_message < layout_.shape.largest_put())
+    throw Error(ErrorKind::unsupported,
+                "provider " + remote->caps().provider + " takes messages of at most " +
+                    std::to_string(remote->caps().max_message) + " bytes, rows travel in pieces of up to " +
+                    std::to_string(layout_.shape.largest_put()));
+  internode_ = std::make_unique<Internode>(layout_, config_.rank, bases_, *signals_, std::move(remote),
+                                           std::move(links), config_.timeout_seconds);
+  signals_->set_on_abort([this](int peer, Cause cause) { internode_->proxy().announce_loss(peer, cause); });
+  signals_->set_reason([this](int peer) { return is_local(peer) ? "" : internode_->proxy().reason(peer); });
 }
 
 std::string Communicator::heuristics_text() const {
@@ -76,13 +95,25 @@ std::string Communicator::heuristics_text() const {
          (pool_.threads() == 1 ? " thread" : " threads");
 }
 
-void Communicator::close() noexcept {
+void Communicator::close() noexcept { leave(!broken_); }
+
+/// Closes; with `drain` after what others still need of this rank has left it and passed through it.
+void Communicator::leave(bool drain) noexcept {
   if (closed_) return;
   closed_ = true;
   pending_.reset();
   recent_.clear();
   plans_.clear();
-  if (signals_ && getpid() == owner_) signals_->close();
+  if (!signals_ || getpid() != owner_) return;
+  if (internode_) {
+    try {
+      if (drain && epoch_ > 0) internode_->wait_all_here(epoch_);
+    } catch (...) {
+      drain = false;  // somebody else is gone, too
+    }
+    internode_->proxy().close(drain);
+  }
+  signals_->close();
 }
 
 void Communicator::require_usable() const {
@@ -91,7 +122,8 @@ void Communicator::require_usable() const {
                                        "; a forked child has to build its own");
   if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
   if (broken_) throw *broken_;
-  if (!signals_) throw Error(ErrorKind::closed, "the communicator is not connected");
+  if (!signals_ || (nodes_.nodes() > 1 && !internode_))
+    throw Error(ErrorKind::closed, "the communicator is not connected");
 }
 
 void Communicator::check() {
@@ -110,7 +142,7 @@ auto Communicator::guarded(Body&& body) {
     if (error.kind() == ErrorKind::peer_timeout || error.kind() == ErrorKind::peer_lost) broken_ = error;
     throw;
   } catch (...) {
-    close();  // interrupted: this rank has left the operation that the others are in
+    leave(false);  // interrupted: this rank has left the operation that the others are in
     throw;
   }
 }
@@ -118,6 +150,9 @@ auto Communicator::guarded(Body&& body) {
 SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   pending_.reset();
   signals_->complete(epoch_);  // whatever came before, also a dispatch that was never pulled
+  // Rows of an epoch that failed, or was not pulled, may still be on their way: the next but one uses their
+  // place, and begins when all ranks have announced this one.
+  if (internode_ && epoch_ > 0) internode_->wait_all_here(epoch_);
   SignalRecord record{};
   record.epoch = ++epoch_;
   record.operation = operation;
@@ -129,8 +164,13 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   return record;
 }
 
-void Communicator::exchange(const SignalRecord& record, const char* phase) {
+/// Announces `record` to all ranks; with `routes`, send_rows() follows. text: of an error.
+void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
   signals_->signal(record);
+  if (internode_) internode_->announce(record, routes, text);
+}
+
+void Communicator::wait_records(const SignalRecord& record, const char* phase) {
   {
     ScopedSeconds waiting(stats_.wait_seconds);
     signals_->wait_all(record.epoch, phase);
@@ -143,7 +183,8 @@ void Communicator::compare_records(uint64_t epoch) {
   for (int r = 0; r < config_.shape.ranks; ++r) {
     const SignalRecord& record = signals_->record(r, epoch);
     if (record.error == 0) continue;
-    const char* text = reinterpret_cast<const char*>(at(r, layout_.error_text[epoch & 1]));
+    const char* text = is_local(r) ? reinterpret_cast<const char*>(at(r, layout_.error_text[epoch & 1]))
+                                   : internode_->error_text(r, epoch);
     ErrorDetails details;
     details.rank = r;
     throw Error(static_cast<ErrorKind>(record.error),
@@ -177,13 +218,13 @@ void Communicator::compare_records(uint64_t epoch) {
 
 void Communicator::fail(ErrorKind kind, const std::string& text) {
   require_usable();
-  SignalRecord record = start(Operation::none);
+  SignalRecord record = guarded([&] { return start(Operation::none); });
   record.error = static_cast<uint32_t>(kind);
-  std::byte* const target = at(config_.rank, layout_.error_text[record.epoch & 1]);
+  auto* const target = reinterpret_cast<char*>(own(layout_.error_text[record.epoch & 1]));
   const size_t length = std::min(text.size(), size_t{kErrorText - 1});
   std::memcpy(target, text.data(), length);
-  target[length] = std::byte{0};
-  signals_->signal(record);
+  target[length] = 0;
+  signal(record, nullptr, target);
   // Ranks stay in step only if this one waits as well; what it reports is its own error all the same.
   try {
     guarded([&] { signals_->wait_all(record.epoch, "error exchange"); });
@@ -205,21 +246,44 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
   // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left
   // n-2.
   const int64_t offset = layout_.rows[epoch_ & 1];
-  cpu::publish_rows(context(), x, ids, tokens, at(config_.rank, offset));
+  cpu::publish_rows(context(), x, ids, tokens, own(offset));
   return offset;
 }
 
-std::vector<const std::byte*> Communicator::published_rows(uint64_t epoch, const std::byte* own) const {
-  std::vector<const std::byte*> rows;
+/// Every rank's ids of a dispatch, where they are seen from here.
+std::vector<SourceIds> Communicator::all_ids(uint64_t epoch) const {
+  std::vector<SourceIds> sources;
   for (int r = 0; r < config_.shape.ranks; ++r)
-    rows.push_back(r == config_.rank ? own : at(r, signals_->record(r, epoch).rows_offset));
-  return rows;
+    sources.push_back({is_local(r) ? reinterpret_cast<const int32_t*>(at(r, layout_.ids[epoch & 1]))
+                                   : internode_->ids(r, epoch),
+                       signals_->record(r, epoch).tokens});
+  return sources;
+}
+
+cpu::PullArguments Communicator::pull_arguments(uint64_t epoch, const std::byte* own, std::byte* out) const {
+  cpu::PullArguments arguments;
+  arguments.out = out;
+  for (int r = 0; r < config_.shape.ranks; ++r)
+    arguments.rows.push_back(r == config_.rank ? own
+                             : is_local(r)     ? at(r, signals_->record(r, epoch).rows_offset)
+                                               : internode_->rows(r, epoch));
+  return arguments;
+}
+
+/// Rows of this node first: those of the others are on their way meanwhile.
+void Communicator::pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullArguments& arguments) {
+  const int32_t first = nodes_.first(nodes_.node_of(config_.rank));
+  const auto pull = [&](cpu::EntryRange range) { cpu::pull_rows(context(), plan, arguments, range); };
+  cpu::zero_padding(context(), plan, arguments);
+  pull({plan.source_begin[first], plan.source_begin[first + nodes_.local_ranks]});
+  if (internode_) internode_->pull(plan, epoch, pull);
+  count_wire(plan);
 }
 
 /// Row bytes that a dispatch brings here from other ranks, and a combine sends back to them.
-int64_t Communicator::wire_bytes(const Plan& plan) const {
+void Communicator::count_wire(const Plan& plan) {
   const int64_t own = plan.source_begin[config_.rank + 1] - plan.source_begin[config_.rank];
-  return (plan.entries() - own) * layout_.shape.row_bytes();
+  stats_.bytes_wire += (plan.entries() - own) * layout_.shape.row_bytes();
 }
 
 std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments& arguments) {
@@ -229,7 +293,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     ++stats_.dispatch_calls;
     const int32_t top_k = config_.shape.top_k;
     const int parity = static_cast<int>((epoch_ + 1) & 1);
-    auto* const ids = reinterpret_cast<int32_t*>(at(config_.rank, layout_.ids[parity]));
+    auto* const ids = reinterpret_cast<int32_t*>(own(layout_.ids[parity]));
     const std::string wrong = arguments.wide_ids
                                   ? take_ids(static_cast<const int64_t*>(arguments.ids), arguments.tokens,
                                              top_k, config_.num_experts, ids)
@@ -239,10 +303,10 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
 
     SignalRecord record = start(Operation::dispatch);
     if (arguments.weights != nullptr)
-      std::memcpy(at(config_.rank, layout_.weights[parity]), arguments.weights,
+      std::memcpy(own(layout_.weights[parity]), arguments.weights,
                   static_cast<size_t>(arguments.tokens * top_k * weight_bytes(config_.shape.dtype)));
-    const PlanShape shape{config_.rank,     config_.shape.ranks, local_experts_,    top_k,
-                          arguments.layout, arguments.alignment, arguments.capacity};
+    const PlanShape shape{config_.rank,     config_.shape.ranks, local_experts_,     top_k,
+                          arguments.layout, arguments.alignment, arguments.capacity, nodes_.local_ranks};
     const uint64_t hash = hash_ids(ids, arguments.tokens * top_k);
     std::shared_ptr<const Plan> plan = reusable_plan(hash, shape, ids, arguments.tokens);
     record.rows_offset = publish(arguments.x, ids, arguments.tokens);
@@ -252,7 +316,10 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     record.capacity = arguments.capacity;
     record.carries = kCarriesRows | (arguments.weights != nullptr ? uint32_t{kCarriesWeights} : 0);
     record.plan = plan ? plan->id : 0;
-    exchange(record, "dispatch");
+    const RelayRoutes routes = plan ? plan->routes : make_routes(shape, {ids, arguments.tokens});
+    signal(record, &routes);
+    if (internode_) internode_->send_rows(context(), routes, arguments.x, record.epoch);
+    wait_records(record, "dispatch");
 
     // The kept plan holds if every rank's ids are those of the same earlier dispatch.
     bool reuse = plan != nullptr;
@@ -261,11 +328,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     if (reuse) {
       ++stats_.plans_reused;
     } else {
-      std::vector<SourceIds> sources;
-      for (int r = 0; r < config_.shape.ranks; ++r)
-        sources.push_back({reinterpret_cast<const int32_t*>(at(r, layout_.ids[parity])),
-                           signals_->record(r, record.epoch).tokens});
-      auto made = std::make_shared<Plan>(make_plan(shape, sources));
+      auto made = std::make_shared<Plan>(make_plan(shape, all_ids(record.epoch)));
       made->id = record.epoch;
       plan = std::move(made);
       ++stats_.plans_made;
@@ -292,19 +355,16 @@ void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids
   if (!pending_) throw Error(ErrorKind::invalid_argument, "pull without a dispatch before it");
   ScopedSeconds timer(stats_.dispatch_seconds);
   const auto [plan, x, epoch] = *std::exchange(pending_, std::nullopt);
-  cpu::PullArguments arguments;
-  arguments.rows = published_rows(epoch, x);
-  arguments.out = out;
-  cpu::pull_rows(context(), *plan, arguments);
+  guarded([&] { pull_rows(*plan, epoch, pull_arguments(epoch, x, out)); });
   if (out_weights != nullptr || out_ids != nullptr) {
     std::vector<const std::byte*> weights;
-    for (int r = 0; r < config_.shape.ranks; ++r) weights.push_back(at(r, layout_.weights[epoch & 1]));
+    for (int r = 0; r < config_.shape.ranks; ++r)
+      weights.push_back(is_local(r) ? at(r, layout_.weights[epoch & 1]) : internode_->weights(r, epoch));
     cpu::pull_metadata(context(), *plan, weights, out_weights, out_ids);
   }
   signals_->complete(epoch);
   stats_.rows_in += plan->tokens;
   stats_.rows_out += plan->needed_rows;
-  stats_.bytes_wire += wire_bytes(*plan);
 }
 
 void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std::byte* rows, std::byte* out,
@@ -317,11 +377,15 @@ void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std
     record.carries = kCarriesRows;
     record.tokens = static_cast<int32_t>(plan->tokens);
     record.rows_offset = publish(rows, plan->home_ids.data(), plan->tokens);
-    exchange(record, "backward of combine");
-    cpu::PullArguments arguments{published_rows(record.epoch, rows), out, scales, other, dots};
-    cpu::pull_rows(context(), *plan, arguments);
+    signal(record, &plan->routes);
+    if (internode_) internode_->send_rows(context(), plan->routes, rows, record.epoch);
+    wait_records(record, "backward of combine");
+    cpu::PullArguments arguments = pull_arguments(record.epoch, rows, out);
+    arguments.scales = scales;
+    arguments.other = other;
+    arguments.dots = dots;
+    pull_rows(*plan, record.epoch, arguments);
     signals_->complete(record.epoch);
-    stats_.bytes_wire += wire_bytes(*plan);
   });
 }
 
@@ -340,21 +404,46 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
     arguments.rows = rows;
     arguments.weights = weights;
     arguments.weight_grads = weight_grads;
-    for (int r = 0; r < config_.shape.ranks; ++r) {
-      arguments.slots.push_back(at(r, layout_.slots[parity]));
-      arguments.home_weight_grads.push_back(at(r, layout_.weight_grads[parity]));
+    for (std::byte* base : bases_) arguments.slots.push_back(base + layout_.slots[parity]);
+    for (int r = 0; r < config_.shape.ranks; ++r)
+      arguments.home_weight_grads.push_back(is_local(r) ? at(r, layout_.weight_grads[parity])
+                                                        : internode_->outgoing_grads(r, record.epoch));
+    std::vector<const std::byte*> grads;  // as they arrive, by node
+    for (int32_t node = 0; node < nodes_.nodes(); ++node) {
+      const bool here = node == nodes_.node_of(config_.rank);
+      grads.push_back(here ? own(layout_.weight_grads[parity]) : internode_->grads(node, record.epoch));
+      if (!here) arguments.relayed_rows.push_back(internode_->sums(node, record.epoch));
+    }
+    // Other nodes get nothing before all ranks are known to mean the same plan.
+    if (internode_) {
+      signal(record);
+      wait_records(record, "combine");
+      if (y != nullptr) internode_->relay(context(), *plan, arguments, record.epoch);
     }
     // Slots alternate like rows: a home has read what epoch n-2 put there before it announced n-1.
     if (y != nullptr) cpu::reduce_and_push(context(), *plan, arguments);
     if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
-    exchange(record, "combine");
-    if (y != nullptr) {
-      cpu::sum_home(context(), *plan, arguments, y);
-      stats_.bytes_wire += wire_bytes(*plan);
+    if (internode_) {
+      internode_->meet_node(record.epoch);
+      if (out_weight_grads != nullptr) internode_->send_grads(*plan, record.epoch);
+    } else {
+      signal(record);
+      wait_records(record, "combine");
     }
-    if (out_weight_grads != nullptr)
-      cpu::collect_weight_grads(context(), *plan, arguments.home_weight_grads[config_.rank],
-                                out_weight_grads);
+    if (y != nullptr) {
+      const auto sum = [&](int64_t first, int64_t end) {
+        cpu::sum_home(context(), *plan, arguments, y, first, end);
+      };
+      if (internode_)
+        internode_->sum_home(*plan, record.epoch, sum);
+      else
+        sum(0, plan->tokens);
+      count_wire(*plan);
+    }
+    if (out_weight_grads != nullptr) {
+      if (internode_) internode_->wait_grads(*plan, record.epoch);
+      cpu::collect_weight_grads(context(), *plan, grads, out_weight_grads);
+    }
     signals_->complete(record.epoch);
   });
 }
@@ -394,12 +483,12 @@ std::shared_ptr<std::byte> Communicator::take_input() {
                 "empty_input: both input buffers of the window are in use; let go of a tensor that it "
                 "returned before");
   if (!input_committed_) {
-    windows_[config_.rank].commit(layout_.input[0], layout_.total_bytes - layout_.input[0]);
+    own_window().commit(layout_.input[0], layout_.total_bytes - layout_.input[0]);
     input_committed_ = true;
   }
   guarded([&] { signals_->wait_completed(input_epoch_[index], "empty_input"); });
   input_taken_[index] = true;
-  return {at(config_.rank, layout_.input[index]),
+  return {own(layout_.input[index]),
           [self = shared_from_this(), index](std::byte*) { self->input_taken_[index] = false; }};
 }
 

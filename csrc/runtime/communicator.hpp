@@ -20,6 +20,7 @@
 #include "kernels/cpu/dispatch.hpp"
 #include "layout/plan.hpp"
 #include "layout/window.hpp"
+#include "runtime/internode.hpp"
 #include "transport/shm/signal.hpp"
 #include "transport/shm/window.hpp"
 
@@ -31,6 +32,7 @@ struct CommunicatorConfig {
   int64_t num_experts;
   int32_t threads;
   double timeout_seconds;
+  int32_t host_ranks = 0;  ///< ranks on this host, which share its cores; 0: those of the node
 };
 
 struct DispatchArguments {
@@ -46,7 +48,8 @@ struct DispatchArguments {
 
 struct Stats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, plans_reused = 0;
-  int64_t rows_in = 0, rows_out = 0, bytes_wire = 0;
+  int64_t rows_in = 0, rows_out = 0;
+  int64_t bytes_wire = 0;  ///< of rows that came from other ranks, or went to them
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
 };
 
@@ -56,22 +59,25 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   explicit Communicator(const CommunicatorConfig& config);
   ~Communicator();
 
-  /// Names the window, for peers to open it by.
+  /// Names the window, for the ranks of the node to open it by.
   std::string link_window() {
-    windows_[config_.rank].link();
-    return windows_[config_.rank].name();
+    own_window().link();
+    return own_window().name();
   }
-  /// Maps the peers' windows. names[r] and pids[r] are rank r's; ready for operations afterwards.
+  /// Maps the windows of the node. names[i] and pids[i] are those of the node's rank i. On one node, ready
+  /// for operations afterwards.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
   /// The same for ranks that are threads of one process: they share each other's mappings. base() is this
   /// rank's.
   void connect_threads(std::vector<std::byte*> bases);
-  std::byte* base() const { return windows_[config_.rank].base(); }
+  /// With several nodes, after connect: the ways to the rail. Peers of both are numbered by node.
+  void connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links);
+  std::byte* base() const { return windows_[own_index()].base(); }
   /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is
   /// closed.
   void set_interrupt(std::function<void()> interrupt) { signals_->set_interrupt(std::move(interrupt)); }
   /// Takes the name away again, once all ranks have connected: nothing of the window outlives the processes.
-  void unlink_window() noexcept { windows_[config_.rank].unlink(); }
+  void unlink_window() noexcept { own_window().unlink(); }
 
   /// Publishes, waits for all ranks and plans. Then pull() with an output of plan->rows rows finishes the
   /// dispatch.
@@ -109,19 +115,33 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool closed() const { return closed_; }
 
   Stats& stats() { return stats_; }
+  /// What goes to other nodes; null on one node.
+  Proxy* proxy() { return internode_ ? &internode_->proxy() : nullptr; }
   const CommunicatorConfig& config() const { return config_; }
   const WindowLayout& layout() const { return layout_; }
   std::string heuristics_text() const;
 
  private:
   cpu::Context context() { return {layout_.shape, pool_, heuristics_, config_.rank, local_experts_}; }
-  std::byte* at(int rank, int64_t offset) const { return bases_[rank] + offset; }
+  size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
+  shm::Window& own_window() { return windows_[own_index()]; }
+  bool is_local(int rank) const { return nodes_.same_node(rank, config_.rank); }
+  /// In the window of a rank of this node.
+  std::byte* at(int rank, int64_t offset) const {
+    return bases_[static_cast<size_t>(nodes_.local_of(rank))] + offset;
+  }
+  std::byte* own(int64_t offset) const { return at(config_.rank, offset); }
+  void leave(bool drain) noexcept;
+  void make_signals(const std::vector<int64_t>& pids);
   SignalRecord start(Operation operation, const Plan* plan = nullptr);
-  void exchange(const SignalRecord& record, const char* phase);
+  void signal(const SignalRecord& record, const RelayRoutes* routes = nullptr, const char* text = nullptr);
+  void wait_records(const SignalRecord& record, const char* phase);
   void compare_records(uint64_t epoch);
   void require_usable() const;
-  std::vector<const std::byte*> published_rows(uint64_t epoch, const std::byte* own) const;
-  int64_t wire_bytes(const Plan& plan) const;
+  std::vector<SourceIds> all_ids(uint64_t epoch) const;
+  cpu::PullArguments pull_arguments(uint64_t epoch, const std::byte* own, std::byte* out) const;
+  void pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullArguments& arguments);
+  void count_wire(const Plan& plan);
   int64_t publish(const std::byte* x, const int32_t* ids, int64_t tokens);
   std::shared_ptr<const Plan> reusable_plan(uint64_t hash, const PlanShape& shape, const int32_t* ids,
                                             int64_t tokens);
@@ -131,12 +151,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   CommunicatorConfig config_;
   WindowLayout layout_;
+  NodeMap nodes_;
   int32_t local_experts_;
   ThreadPool pool_;
   cpu::Heuristics heuristics_;
   std::vector<shm::Window> windows_;
-  std::vector<std::byte*> bases_;  // of every rank's window as mapped here
+  std::vector<std::byte*> bases_;  // of the windows of the node's ranks as mapped here
   std::unique_ptr<shm::Signals> signals_;
+  std::unique_ptr<Internode> internode_;  // with several nodes
 
   // A forked child may drop its copy, but neither use it nor speak for its parent.
   const int owner_ = getpid();

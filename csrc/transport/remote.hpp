@@ -12,10 +12,10 @@ namespace moecomm {
 
 /// What a network can do, for people and for choices of size.
 struct RemoteCaps {
-  std::string provider;      ///< "tcp", "verbs;ofi_rxm"
-  std::string version;       ///< of the library behind it
-  std::string interface;     ///< NIC or address that is used
-  int64_t max_message = 0;   ///< bytes of the largest put
+  std::string provider;        ///< "tcp", "verbs;ofi_rxm"
+  std::string version;         ///< of the library behind it
+  std::string interface;       ///< NIC or address that is used
+  int64_t max_message = 0;     ///< bytes of the largest put
   bool device_memory = false;  ///< GPU memory can be registered
 
   std::string text() const {

@@ -10,6 +10,7 @@ import torch
 
 from moecomm.errors import MismatchedArguments, MoecommError, Unsupported
 from moecomm.memory import MemoryPlan
+from moecomm.nodes import NodeMap
 from moecomm.rendezvous import Rendezvous
 from moecomm.types import Layout, PlanViews, Work
 
@@ -95,6 +96,7 @@ class Backend(Protocol):
     hidden: int
     top_k: int
     memory: MemoryPlan
+    nodes: NodeMap
     plan_fields: PlanFields
     """Of the blob in a TensorPlan."""
 
@@ -211,12 +213,6 @@ def meet(
                 raise MismatchedArguments(
                     f"ranks disagree on {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
                 )
-        if other["node"] != messages[0]["node"]:
-            raise Unsupported(
-                f"rank {rank} does not share memory and processes with rank 0 (another host or "
-                "container); ranks of different nodes need a fabric transport, which this version does "
-                "not have"
-            )
     return messages
 
 
@@ -232,7 +228,7 @@ def introduce(
     Args:
         create: makes it, with its shared memory.
         link: names that memory.
-        connect: opens all ranks' by name and process id.
+        connect: opens those of the ranks by name and process id, by rank.
         unlink: takes the name away again.
     """
     made: list[Native] = []

@@ -1,9 +1,10 @@
-"""CPU tensors over POSIX shared memory: ranks are processes of one host."""
+"""CPU tensors: over POSIX shared memory between the ranks of a node, over libfabric between nodes."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -15,8 +16,10 @@ import torch
 from moecomm import _C
 from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, introduce, meet
 from moecomm.backends.order import InOrder
+from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, kind_of
 from moecomm.memory import plan_memory, window_shape
+from moecomm.nodes import find_nodes
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import weight_dtype
 from moecomm.types import Layout, PlanViews, Work
@@ -29,7 +32,7 @@ _POOLED_BYTES = 1 << 16
 
 
 def default_threads(local_ranks: int) -> int:
-    """Threads a rank: the cores that this process may use, shared by the ranks of the node."""
+    """Threads a rank: the cores that this process may use, shared by the ranks of the host."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
@@ -91,7 +94,9 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
-        meet(meeting, arguments, argument_error)
+        messages = meet(meeting, arguments, argument_error, lambda: {"job": secrets.token_hex(16)})
+        hosts = [str(message["node"]) for message in messages]
+        self.nodes = find_nodes(hosts, arguments["ranks_per_node"])
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
         shape = window_shape(
@@ -100,37 +105,77 @@ class CpuBackend:
             hidden=self.hidden,
             max_tokens=arguments["max_tokens"],
             dtype=dtype,
+            ranks_per_node=self.nodes.ranks_per_node,
         )
-        self.memory = plan_memory(shape, meeting.size)
+        self.memory = plan_memory(shape, self.nodes.ranks_per_node)
         self.plan_fields = _plan_fields(arguments["num_experts"] // meeting.size, meeting.size)
         self._plan_keys = itertools.count()
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
-        self._check_room(meeting)
+        self._check_room(meeting, hosts)
+        host_ranks = hosts.count(hosts[meeting.rank])
+        neighbours = self.nodes.local_ranks(meeting.rank)
         self._native = introduce(
             meeting,
             lambda: _C.Communicator(
                 shape=shape,
                 rank=meeting.rank,
                 num_experts=arguments["num_experts"],
-                threads=threads or default_threads(meeting.size),
+                threads=threads or default_threads(host_ranks),
                 timeout=meeting.timeout,
+                host_ranks=host_ranks,
             ),
             link=lambda native: native.link_window(),
-            connect=lambda native, names, pids: native.connect(names, pids),
+            connect=lambda native, names, pids: native.connect(
+                [names[rank] for rank in neighbours], [pids[rank] for rank in neighbours]
+            ),
             unlink=lambda native: native.unlink_window(),
         )
+        if self.nodes.nodes > 1:
+            self._connect_nodes(meeting, bytes.fromhex(str(messages[0]["job"])))
 
-    def _check_room(self, meeting: Rendezvous) -> None:
+    def _check_room(self, meeting: Rendezvous, hosts: list[str]) -> None:
         messages = meeting.step("construction: memory", lambda: {"available": _C.shm_available_bytes()})
-        available = min(int(message["available"]) for message in messages)
-        needed = self.memory.committed_bytes * meeting.size
-        if needed > available:
-            raise OutOfMemory(
-                f"the windows of {meeting.size} ranks need {needed} bytes of /dev/shm, {available} are free; "
-                "give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
-                needed=needed,
-                available=available,
+        for host in dict.fromkeys(hosts):
+            ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+            available = min(int(messages[rank]["available"]) for rank in ranks)
+            needed = self.memory.committed_bytes * len(ranks)
+            if needed > available:
+                raise OutOfMemory(
+                    f"the windows of {len(ranks)} ranks need {needed} bytes of /dev/shm, {available} are free"
+                    + ("" if len(ranks) == len(hosts) else f" on the host of rank {ranks[0]}")
+                    + "; give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
+                    needed=needed,
+                    available=available,
+                )
+
+    def _connect_nodes(self, meeting: Rendezvous, job: bytes) -> None:
+        """Opens the ways to the ranks of this rank's rail."""
+        rails: list[_C.Rail] = []
+
+        def open_rail() -> dict[str, Any]:
+            env = read_env()
+            rails.append(
+                self._native.open_rail(
+                    job=job,
+                    provider=env.fabric_provider or "",
+                    interface=env.fabric_interface or "",
+                    shuffle=env.fabric_shuffle or 0,
+                )
             )
+            return {"card": rails[0].card.hex(), "endpoint": rails[0].endpoint}
+
+        def connect() -> dict[str, Any]:
+            peers = [messages[rank] for rank in self.nodes.rail(meeting.rank)]
+            cards = [_card(peer) for peer in peers]
+            self._native.connect_rail(rails[0], cards, [str(peer["endpoint"]) for peer in peers])
+            return {}
+
+        try:
+            messages = meeting.step("construction: network", open_rail)
+            meeting.step("construction: connections", connect)
+        except BaseException:
+            self._native.close()
+            raise
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = 1
@@ -301,7 +346,15 @@ class CpuBackend:
         self._native.close()
 
     def __str__(self) -> str:
-        return str(self._native)
+        network = self._native.network()
+        return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
+
+
+def _card(message: dict[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(str(message["card"]))
+    except ValueError as error:
+        raise InvalidArgument("a rank sent no address card, expected one in hexadecimal") from error
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from moecomm.backends.device import CudaDevice
 from moecomm.backends.side_work import SideWork
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.memory import device_shape, plan_device_memory
+from moecomm.nodes import find_nodes, require_one_node
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import SCALE_COLUMNS, WIRE_FP8, weight_dtype
 from moecomm.types import Work
@@ -108,6 +109,8 @@ class CudaBackend:
 
     def _meet(self, meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
         messages = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid()})
+        self.nodes = find_nodes([message["node"] for message in messages], arguments["ranks_per_node"])
+        require_one_node(self.nodes.nodes)
         seen: dict[str, int] = {}
         for rank, message in enumerate(messages):
             other = seen.setdefault(message["gpu"], rank)

@@ -65,8 +65,7 @@ class MoELayer(nn.Module):
                 raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
         if config.limit_nodes is None and nodes is not None:
             raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
-        # A communicator that does not say how many nodes it spans has one.
-        config = config.for_nodes(getattr(comm, "nodes", 1) if nodes is None else nodes)
+        config = config.for_nodes(comm.nodes if nodes is None else nodes)
         self.config, self.comm = config, comm
         self.router = TopKRouter(config, device=comm.device)
         self.experts = GroupedExperts(

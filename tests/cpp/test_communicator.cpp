@@ -7,6 +7,7 @@
 
 #include "check.hpp"
 #include "layout/routing.hpp"
+#include "loopback.hpp"
 #include "runtime/communicator.hpp"
 #include "runtime/host_pool.hpp"
 
@@ -17,21 +18,56 @@ namespace {
 constexpr int64_t kHidden = 20;
 
 struct Ranks {
-  Ranks(int32_t ranks, int32_t local_experts, int32_t top_k, int64_t max_tokens, int threads) {
+  Ranks(int32_t ranks, int32_t local_experts, int32_t top_k, int64_t max_tokens, int threads,
+        int32_t ranks_per_node = 0, int64_t hidden = kHidden)
+      : hidden(hidden) {
     for (int32_t r = 0; r < ranks; ++r)
       comms.push_back(std::make_shared<Communicator>(
-          CommunicatorConfig{{ranks, top_k, kHidden, max_tokens, DType::float32},
+          CommunicatorConfig{{ranks, top_k, hidden, max_tokens, DType::float32, ranks_per_node},
                              r,
                              int64_t{ranks} * local_experts,
                              threads,
-                             60.0}));
-    std::vector<std::byte*> bases;
-    for (auto& comm : comms) bases.push_back(comm->base());
-    for (auto& comm : comms) comm->connect_threads(bases);
+                             60.0,
+                             ranks}));
+    const NodeMap nodes = comms[0]->config().shape.nodes();
+    for (int32_t node = 0; node < nodes.nodes(); ++node) {
+      std::vector<std::byte*> bases;
+      for (int32_t i = 0; i < nodes.local_ranks; ++i) bases.push_back(comms[at(nodes, node, i)]->base());
+      for (int32_t i = 0; i < nodes.local_ranks; ++i) comms[at(nodes, node, i)]->connect_threads(bases);
+    }
+    if (nodes.nodes() > 1)
+      for (int32_t local = 0; local < nodes.local_ranks; ++local) connect_rail(nodes, local);
     for (auto& comm : comms) comm->unlink_window();
   }
   ~Ranks() {
-    for (auto& comm : comms) comm->close();  // writes into the windows of all, so before the first goes
+    // Each waits for those that still need something of it, so all at a time; and it writes into the windows
+    // of all, so before the first goes.
+    std::vector<std::thread> threads;
+    for (auto& comm : comms) threads.emplace_back([&comm] { comm->close(); });
+    for (auto& thread : threads) thread.join();
+  }
+  static size_t at(const NodeMap& nodes, int32_t node, int32_t local) {
+    return static_cast<size_t>(nodes.rank_of(node, local));
+  }
+  void connect_rail(const NodeMap& nodes, int32_t local) {
+    std::vector<std::shared_ptr<test::Loopback::Port>> ports;
+    std::vector<std::unique_ptr<tcp::Links>> links;
+    std::vector<std::string> endpoints;
+    for (int32_t node = 0; node < nodes.nodes(); ++node) {
+      ports.push_back(std::make_shared<test::Loopback::Port>());
+      ports.back()->base = comms[at(nodes, node, local)]->base();
+      links.push_back(std::make_unique<tcp::Links>(tcp::LinkOptions{{}, node, nodes.nodes(), "127.0.0.1"}));
+      endpoints.push_back(links.back()->endpoint());
+    }
+    std::vector<std::thread> threads;
+    for (auto& each : links) threads.emplace_back([&] { each->connect(endpoints, 60.0); });
+    for (auto& thread : threads) thread.join();
+    for (int32_t node = 0; node < nodes.nodes(); ++node)
+      comms[at(nodes, node, local)]->connect_nodes(
+          std::make_unique<test::Loopback>(ports, node,
+                                           test::seed() + static_cast<uint64_t>(nodes.rank_of(node, local)),
+                                           1 + test::seed() % 20),
+          std::move(links[static_cast<size_t>(node)]));
   }
   template <class Body>
   void run(const Body& body) {
@@ -48,6 +84,7 @@ struct Ranks {
     for (auto& thread : threads) thread.join();
   }
   std::vector<std::shared_ptr<Communicator>> comms;
+  int64_t hidden;
 };
 
 struct Input {
@@ -64,7 +101,8 @@ std::vector<float> values(int64_t size) {
   return made;
 }
 
-Input make_input(std::mt19937_64& random, int64_t tokens, int32_t top_k, int32_t experts) {
+Input make_input(std::mt19937_64& random, int64_t tokens, int32_t top_k, int32_t experts,
+                 int64_t hidden = kHidden) {
   Input input{values(0), values(0), {}, tokens};
   std::vector<int32_t> order(static_cast<size_t>(experts));
   std::iota(order.begin(), order.end(), 0);
@@ -74,7 +112,7 @@ Input make_input(std::mt19937_64& random, int64_t tokens, int32_t top_k, int32_t
       input.ids.push_back(random() % 5 == 0 ? -1 : order[static_cast<size_t>(k)]);
       input.weights.push_back(static_cast<float>(1 + random() % 7));
     }
-    for (int64_t h = 0; h < kHidden; ++h)
+    for (int64_t h = 0; h < hidden; ++h)
       input.x.push_back(static_cast<float>(static_cast<int>(random() % 15) - 7));
   }
   return input;
@@ -91,18 +129,19 @@ std::byte* bytes(std::vector<T>& data) {
 
 /// dispatch, then combine of rows * (1 + global expert), then both backwards.
 void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_experts) {
+  const int64_t hidden = comm.config().shape.hidden;
   const auto plan = comm.begin_dispatch({bytes(input.x), input.ids.data(), false, bytes(input.weights),
                                          input.tokens, RowLayout::expert, 4, -1});
-  std::vector<float> rows = values(plan->rows * kHidden), weights = values(plan->rows);
+  std::vector<float> rows = values(plan->rows * hidden), weights = values(plan->rows);
   comm.pull(bytes(rows), bytes(weights), nullptr);
   const int32_t first = comm.config().rank * local_experts;
   int64_t row = 0;
   for (int32_t e = 0; e < local_experts; ++e)
     for (; row < plan->offsets[static_cast<size_t>(e)]; ++row)
-      for (int64_t h = 0; h < kHidden; ++h)
-        rows[static_cast<size_t>(row * kHidden + h)] *= static_cast<float>(1 + first + e);
+      for (int64_t h = 0; h < hidden; ++h)
+        rows[static_cast<size_t>(row * hidden + h)] *= static_cast<float>(1 + first + e);
 
-  std::vector<float> y = values(input.tokens * kHidden);
+  std::vector<float> y = values(input.tokens * hidden);
   comm.combine(plan, bytes(rows), bytes(weights), bytes(y), nullptr, nullptr);
   bool right = true;
   for (int64_t t = 0; t < input.tokens; ++t) {
@@ -111,39 +150,40 @@ void step(Communicator& comm, const Input& input, int32_t top_k, int32_t local_e
       const auto i = static_cast<size_t>(t * top_k + k);
       if (input.ids[i] >= 0) factor += input.weights[i] * static_cast<float>(1 + input.ids[i]);
     }
-    for (int64_t h = 0; h < kHidden; ++h)
-      right = right && y[static_cast<size_t>(t * kHidden + h)] ==
-                           factor * input.x[static_cast<size_t>(t * kHidden + h)];
+    for (int64_t h = 0; h < hidden; ++h)
+      right = right &&
+              y[static_cast<size_t>(t * hidden + h)] == factor * input.x[static_cast<size_t>(t * hidden + h)];
   }
   CHECK(right);
 
   // Backward of combine with dy = x: rows come back scaled, and dots are <row, x>. Then the weights'
   // gradients go home.
-  std::vector<float> grad_rows = values(plan->rows * kHidden), dots = values(plan->rows);
+  std::vector<float> grad_rows = values(plan->rows * hidden), dots = values(plan->rows);
   comm.redispatch(plan, bytes(input.x), bytes(grad_rows), bytes(weights), bytes(rows), bytes(dots));
-  std::vector<float> grad_x = values(input.tokens * kHidden), grad_weights = values(input.tokens * top_k);
+  std::vector<float> grad_x = values(input.tokens * hidden), grad_weights = values(input.tokens * top_k);
   comm.combine(plan, bytes(grad_rows), nullptr, bytes(grad_x), bytes(dots), bytes(grad_weights));
   right = true;
   for (int64_t t = 0; t < input.tokens; ++t) {
     float square = 0, weight = 0;
-    for (int64_t h = 0; h < kHidden; ++h)
-      square += input.x[static_cast<size_t>(t * kHidden + h)] * input.x[static_cast<size_t>(t * kHidden + h)];
+    for (int64_t h = 0; h < hidden; ++h)
+      square += input.x[static_cast<size_t>(t * hidden + h)] * input.x[static_cast<size_t>(t * hidden + h)];
     for (int32_t k = 0; k < top_k; ++k) {
       const auto i = static_cast<size_t>(t * top_k + k);
       const bool is_expert = input.ids[i] >= 0;
       right = right && grad_weights[i] == (is_expert ? square * static_cast<float>(1 + input.ids[i]) : 0.0f);
       if (is_expert) weight += input.weights[i];
     }
-    for (int64_t h = 0; h < kHidden; ++h)
-      right = right && grad_x[static_cast<size_t>(t * kHidden + h)] ==
-                           weight * input.x[static_cast<size_t>(t * kHidden + h)];
+    for (int64_t h = 0; h < hidden; ++h)
+      right = right && grad_x[static_cast<size_t>(t * hidden + h)] ==
+                           weight * input.x[static_cast<size_t>(t * hidden + h)];
   }
   CHECK(right);
 }
 
-void test_steps(int32_t ranks, int threads, int steps, int64_t max_tokens) {
+void test_steps(int32_t ranks, int threads, int steps, int64_t max_tokens, int32_t ranks_per_node = 0,
+                int64_t hidden = kHidden) {
   const int32_t local_experts = 3, top_k = std::min(4, ranks * local_experts);
-  Ranks node(ranks, local_experts, top_k, max_tokens, threads);
+  Ranks node(ranks, local_experts, top_k, max_tokens, threads, ranks_per_node, hidden);
   node.run([&](Communicator& comm, int rank) {
     std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
     for (int i = 0; i < steps; ++i) {
@@ -151,14 +191,14 @@ void test_steps(int32_t ranks, int threads, int steps, int64_t max_tokens) {
       const int64_t tokens = max_tokens > 1000
                                  ? max_tokens - static_cast<int64_t>(random() % 1000)
                                  : static_cast<int64_t>(random() % static_cast<uint64_t>(max_tokens + 1));
-      step(comm, make_input(random, tokens, top_k, ranks * local_experts), top_k, local_experts);
+      step(comm, make_input(random, tokens, top_k, ranks * local_experts, hidden), top_k, local_experts);
     }
     CHECK(comm.stats().plans_made + comm.stats().plans_reused == steps);  // two empty steps share one
   });
 }
 
-void test_errors() {
-  Ranks node(3, 2, 2, 8, 1);
+void test_errors(int32_t ranks_per_node) {
+  Ranks node(3, 2, 2, 8, 1, ranks_per_node);
   node.run([&](Communicator& comm, int rank) {
     std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
     const Input good = make_input(random, 4, 2, 6);
@@ -237,7 +277,14 @@ void test_host_pool() {
 int main() {
   for (const int32_t ranks : {1, 2, 3, 7}) test_steps(ranks, 1, 30, 40);
   test_steps(2, 3, 2, 16000);
-  test_errors();
+  for (const auto& [ranks, ranks_per_node] :
+       {std::pair{2, 1}, {4, 2}, {6, 2}, {6, 3}, {4, 1}, {3, 1}, {8, 4}, {7, 1}})
+    test_steps(ranks, 1, 12, 40, ranks_per_node);
+  // Rows of 640 KB: a chunk each, more than there are places for in staging and partial sums.
+  test_steps(4, 1, 3, 30, 2, 160000);
+  test_steps(2, 3, 2, 4000, 1, 200);
+  test_errors(3);
+  test_errors(1);
   test_reuse_and_input();
   test_host_pool();
   return test::finish();

@@ -1,5 +1,9 @@
 // The window's layout and the pure functions of routing, with the examples of their comments.
+#include <algorithm>
+#include <utility>
+
 #include "check.hpp"
+#include "layout/command.hpp"
 #include "layout/routing.hpp"
 #include "layout/window.hpp"
 
@@ -36,6 +40,53 @@ void test_sections() {
       }
 }
 
+void test_node_map() {
+  // The example of layout/nodes.hpp.
+  const NodeMap nodes{6, 2};
+  CHECK(nodes.nodes() == 3 && nodes.node_of(3) == 1 && nodes.local_of(3) == 1 && nodes.rank_of(2, 1) == 5);
+  CHECK(nodes.same_node(2, 3) && !nodes.same_node(3, 4));
+  CHECK(NodeMap::other(0, 1) == 0 && NodeMap::other(2, 1) == 1);
+  for (const int32_t own : {0, 1, 2})
+    for (const int32_t other : {0, 1})
+      CHECK(NodeMap::other(NodeMap::node_of_other(other, own), own) == other);
+  const int32_t ids[] = {6, 1, 7, -1};  // owners 3, 0, 3 of 2 experts each
+  CHECK(owned_in(ids, 4, 2, 0, 2) && owned_in(ids, 4, 2, 2, 4) && !owned_in(ids, 4, 2, 1, 3));
+  CHECK(owners_between(ids, 4, 2, 2, 4) == 1 && owners_between(ids, 4, 2, 1, 3) == 0);
+}
+
+void test_nodes() {
+  for (const auto& [ranks, per_node] : {std::pair{2, 1}, {6, 2}, {128, 8}})
+    for (const int64_t hidden : {8, 7168, 1 << 20})
+      for (const int64_t max_tokens : {1, 4096, 100000}) {
+        const WindowShape shape{ranks, 8, hidden, max_tokens, DType::bfloat16, per_node};
+        const WindowLayout layout = WindowLayout::make(shape);
+        int64_t end = 0;
+        for (const Section& section : window_sections(shape)) {
+          CHECK(section.offset == end && section.offset % 4096 == 0 && section.bytes >= 0);
+          end = section.offset + section.bytes;
+        }
+        CHECK(end == layout.total_bytes && layout.committed_bytes == layout.input[0]);
+        const int64_t others = ranks / per_node - 1;
+        CHECK(layout.relay_rows[1] - layout.relay_rows[0] ==
+              align_up(others * max_tokens * shape.row_bytes(), 4096));
+        CHECK(shape.slots() == std::min(per_node, 8));
+        CHECK(shape.chunk_rows() >= 1 && shape.chunk_rows() < 1 << 16);
+        CHECK(shape.arrival_flags() < static_cast<int64_t>(Immediate::kIndices));
+        CHECK(shape.largest_put() >= shape.chunk_rows() * shape.row_bytes());
+      }
+}
+
+void test_immediate() {
+  for (const auto kind : {Immediate::Kind::head, Immediate::Kind::body, Immediate::Kind::part})
+    for (const uint32_t epoch : {0u, 5u, 7u})
+      for (const uint32_t node : {0u, 1u, 4094u})
+        for (const uint32_t index : {0u, 1u, Immediate::kIndices - 1}) {
+          const Immediate back = Immediate::from(Immediate{kind, epoch + 8, node, index}.bits());
+          CHECK(back.kind == kind && back.epoch == epoch && back.node == node && back.index == index);
+          CHECK(Immediate({kind, epoch, node, index}).bits() != 0xffffffff);  // the hello of a connection
+        }
+}
+
 void test_worked_example() {
   // docs/memory.md: 2 ranks, top-2, hidden 8 float32, 100 tokens.
   const WindowShape shape{2, 2, 8, 100, DType::float32};
@@ -52,6 +103,9 @@ void test_worked_example() {
 int main() {
   test_routing_example();
   test_sections();
+  test_node_map();
+  test_nodes();
+  test_immediate();
   test_worked_example();
   return test::finish();
 }

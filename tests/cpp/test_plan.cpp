@@ -85,6 +85,75 @@ void check_plan(const Plan& plan, const std::vector<Ids>& ids) {
   if (s.capacity < 0) CHECK(zeros + static_cast<int64_t>(order.size()) == plan.rows);
 }
 
+/// Ranks of a node that have experts of a token, ascending.
+std::vector<int32_t> owners_on(const NodeMap& nodes, int32_t node, const int32_t* ids, const PlanShape& s) {
+  std::vector<int32_t> owners;
+  for (int32_t rank = nodes.first(node); rank < nodes.first(node) + nodes.local_ranks; ++rank)
+    if (std::any_of(ids, ids + s.top_k, [&](int32_t id) { return id >= 0 && id / s.local_experts == rank; }))
+      owners.push_back(rank);
+  return owners;
+}
+
+/// The same plan between nodes: the output is that of one node, and where rows and sums travel follows from
+/// the definition.
+void check_nodes(const Plan& plan, const Plan& one_node, const std::vector<Ids>& ids) {
+  const PlanShape& s = plan.shape;
+  const NodeMap nodes = s.nodes();
+  const int32_t node = nodes.node_of(s.rank), first = nodes.first(node);
+  CHECK(plan.row == one_node.row && plan.row_k == one_node.row_k && plan.offsets == one_node.offsets &&
+        plan.entry_token == one_node.entry_token && plan.padding == one_node.padding);
+  std::vector<int64_t> tokens;
+  for (const Ids& source : ids) tokens.push_back(static_cast<int64_t>(source.size()) / s.top_k);
+  CHECK(plan.source_tokens == tokens);
+
+  for (int32_t r = 0; r < s.ranks; ++r) {
+    int64_t relayed = 0, entry = plan.source_begin[r];
+    for (int64_t t = 0; t < tokens[r]; ++t) {
+      const int32_t* const of_token = ids[r].data() + t * s.top_k;
+      const std::vector<int32_t> owners = owners_on(nodes, node, of_token, s);
+      const bool remote = !nodes.same_node(r, s.rank);
+      const auto mine = std::find(owners.begin(), owners.end(), s.rank);
+      if (mine != owners.end()) {
+        CHECK(plan.entry_token[entry] == t && plan.entry_place[entry] == (remote ? relayed : t));
+        CHECK(plan.entry_slot[entry] == mine - owners.begin());
+      }
+      if (remote && !owners.empty()) {
+        if (nodes.local_of(r) == nodes.local_of(s.rank)) {
+          const RelaySums& sums = plan.relay_sums[NodeMap::other(nodes.node_of(r), node)];
+          CHECK(sums.begin[relayed + 1] - sums.begin[relayed] == static_cast<int64_t>(owners.size()));
+          for (size_t i = 0; i < owners.size(); ++i)
+            CHECK(sums.owner[sums.begin[relayed] + static_cast<int64_t>(i)] == owners[i] - first);
+          CHECK(sums.own[relayed] == (mine == owners.end() ? -1 : entry));
+        }
+        ++relayed;
+      }
+      entry += mine != owners.end();
+    }
+    CHECK(plan.relayed[r] == relayed && entry == plan.source_begin[r + 1]);
+  }
+
+  std::vector<int32_t> sent(static_cast<size_t>(nodes.nodes() - 1), 0);
+  for (int64_t t = 0; t < plan.tokens; ++t) {
+    const int32_t* const of_token = ids[s.rank].data() + t * s.top_k;
+    std::vector<std::pair<int32_t, int32_t>> expected, found;  // contributor and place
+    for (int32_t n = 0; n < nodes.nodes(); ++n) {
+      const std::vector<int32_t> owners = owners_on(nodes, n, of_token, s);
+      if (n == node) {
+        for (size_t i = 0; i < owners.size(); ++i) expected.emplace_back(owners[i], static_cast<int32_t>(i));
+      } else if (!owners.empty()) {
+        const int32_t other = NodeMap::other(n, node);
+        CHECK(plan.routes.tokens[other][sent[other]] == t);
+        expected.emplace_back(nodes.first(n), sent[other]++);
+      }
+    }
+    for (int64_t o = plan.owner_begin[t]; o < plan.owner_begin[t + 1]; ++o)
+      found.emplace_back(plan.owner[o], plan.owner_place[o]);
+    CHECK(found == expected);
+  }
+  for (size_t other = 0; other < sent.size(); ++other)
+    CHECK(plan.routes.tokens[other].size() == static_cast<size_t>(sent[other]));
+}
+
 void test_random() {
   std::mt19937_64 random(test::seed());
   const auto below = [&](int64_t bound) {
@@ -113,6 +182,11 @@ void test_random() {
         for (int64_t o = plan.owner_begin[t]; o < plan.owner_begin[t + 1]; ++o)
           CHECK(owners_below(&plan.home_ids[t * top_k], top_k, local, plan.owner[o]) ==
                 o - plan.owner_begin[t]);
+      for (int32_t per_node = 1; per_node <= ranks; ++per_node)
+        if (ranks % per_node == 0)
+          check_nodes(make_plan({rank, ranks, local, top_k, RowLayout::expert, alignment, capacity, per_node},
+                                sources_of(ids, top_k)),
+                      plan, ids);
     }
     if (capacity >= 0) CHECK(max_needed == most);
   }

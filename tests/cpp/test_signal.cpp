@@ -23,7 +23,7 @@ struct Node {
     }
     const std::vector<int64_t> pids(static_cast<size_t>(ranks), getpid());
     for (int r = 0; r < ranks; ++r)
-      signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout));
+      signals.push_back(std::make_unique<shm::Signals>(layout, bases, r, pids, timeout, ranks));
   }
   ~Node() {
     for (std::byte* base : bases) std::free(base);

@@ -41,12 +41,18 @@ class Case(Sizes):
     device: str = "cpu"
     extremes: bool = False
     """Mix in infinities, NaN, subnormals and the largest numbers."""
+    ranks_per_node: int | None = None
     id_seeds: tuple[int, ...] = ()
     """A seed for the ids of each rank, so that some ranks repeat earlier ids and others do not."""
 
     @property
     def communicator(self) -> dict[str, Any]:
-        return {**super().communicator, "device": self.device, "timeout": 30.0}
+        return {
+            **super().communicator,
+            "device": self.device,
+            "ranks_per_node": self.ranks_per_node,
+            "timeout": 30.0,
+        }
 
     @property
     def capacity(self) -> int | None:
@@ -287,8 +293,10 @@ def verify(case: Case, results: Sequence[Arrays]) -> None:
         assert got["overflow"] == want.overflow, text
         rows.append(case.rows(rank, total))
         weights.append(case.row_weights(rank, total))
-    plain = reference.combine(rows, expected, counts, dtype=case.dtype)
-    weighted = reference.combine(rows, expected, counts, dtype=case.dtype, weights=weights)
+    combine = functools.partial(
+        reference.combine, rows, expected, counts, dtype=case.dtype, ranks_per_node=case.ranks_per_node
+    )
+    plain, weighted = combine(), combine(weights=weights)
     needed = max(case.needed())
     exceeded = (needed, case.capacity) if case.capacity is not None and needed > case.capacity else None
     for rank, got in enumerate(results):

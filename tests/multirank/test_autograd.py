@@ -121,7 +121,7 @@ def test_finite_differences_across_ranks(pool: Pools, size: int, layout: str, se
 # -- against the reference's formulas, bit for bit where sums have a fixed order -----------------------------
 
 
-def _gradients(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+def gradients(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
     with _build(case) as comm:
         x_TH = cases.tensor(case.x(rank), case.torch_dtype).requires_grad_()
@@ -180,17 +180,23 @@ def test_gradients_match_the_reference(pool: Pools, size: int, dtype: str, seed:
         replace(base, layout="rank"),
         replace(base, routing="one-rank"),
     ):
-        _verify_gradients(case, pool(size)(_gradients, case))
+        verify_gradients(case, pool(size)(gradients, case))
 
 
-def _verify_gradients(case: Case, results: list[dict[str, Any]]) -> None:
+def verify_gradients(case: Case, results: list[dict[str, Any]]) -> None:
     sent = [case.expected(rank) for rank in range(case.size)]
     counts = list(case.tokens)
     totals = [len(got["plain"]) for got in results]
     rows = [case.rows(rank, total) for rank, total in enumerate(totals)]
     weights = [case.row_weights(rank, total) for rank, total in enumerate(totals)]
     grad_x, grad_w = reference.dispatch_backward(
-        rows, [got["grad_weights"] for got in results], sent, counts, case.top_k, dtype=case.dtype
+        rows,
+        [got["grad_weights"] for got in results],
+        sent,
+        counts,
+        case.top_k,
+        dtype=case.dtype,
+        ranks_per_node=case.ranks_per_node,
     )
     grad_y = [case.grad_y(rank) for rank in range(case.size)]
     plain, _ = reference.combine_backward(grad_y, rows, sent, dtype=case.dtype)

@@ -32,7 +32,7 @@ BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "num_sms": ({"num_sms": 0}, "InvalidArgument", ["num_sms is 0"]),
     "wire": ({"wire": "fp8"}, "Unsupported", ["wire", "fp8"]),
     "device": ({"device": "meta"}, "Unsupported", ["device", "meta"]),
-    "nodes": ({"ranks_per_node": 1}, "Unsupported", ["ranks_per_node is 1"]),
+    "nodes": ({"ranks_per_node": 0}, "InvalidArgument", ["ranks_per_node is 0"]),
 }
 GOOD: dict[str, Any] = {
     "num_experts": 8,

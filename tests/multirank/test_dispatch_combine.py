@@ -20,7 +20,7 @@ SIZES = [1, 2, 3, 4, 7]
 Pools = Callable[[int], RankPool]
 
 
-def _play(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+def play_here(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
     import moecomm
 
     results = []
@@ -36,7 +36,7 @@ def _play(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
 
 
 def _check(pool: RankPool, some: list[Case]) -> None:
-    for case, results in zip(some, zip(*pool(_play, some), strict=True), strict=True):
+    for case, results in zip(some, zip(*pool(play_here, some), strict=True), strict=True):
         cases.verify(case, results)
 
 
@@ -110,7 +110,7 @@ def test_id_types_and_input_in_the_window(pool: Pools, size: int, seed: int) -> 
     _check(pool(size), some)
 
 
-def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+def many_steps_here(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
     import moecomm
 
     with moecomm.Communicator(**some[0].communicator) as comm:
@@ -121,7 +121,7 @@ def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arra
 def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
     """Nothing of an earlier step shows."""
     some = cases.many_steps(size, seed)
-    for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
+    for case, results in zip(some, zip(*pool(size)(many_steps_here, some), strict=True), strict=True):
         cases.verify(case, results)
 
 
@@ -141,7 +141,7 @@ def test_plans_are_reused_only_where_every_rank_repeats_its_ids(pool: Pools, siz
         )
         for step in range(40)
     ]
-    for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
+    for case, results in zip(some, zip(*pool(size)(many_steps_here, some), strict=True), strict=True):
         cases.verify(case, results)
 
 
@@ -247,7 +247,7 @@ def test_ranks_that_take_turns_at_being_late(pool: Pools, size: int, seed: int) 
 @pytest.mark.parametrize("size", [2, 3])
 def test_runs_repeat_bit_for_bit(pool: Pools, size: int, seed: int) -> None:
     case = Case(tokens=(64,) * size, num_experts=4 * size, hidden=128, top_k=4, dtype="float16", seed=seed)
-    first, *others = zip(*pool(size)(_play, [case] * 4), strict=True)
+    first, *others = zip(*pool(size)(play_here, [case] * 4), strict=True)
     for results in others:
         for left, right in zip(first, results, strict=True):
             for name, value in left.items():

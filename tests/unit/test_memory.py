@@ -95,6 +95,7 @@ def test_table() -> None:
         ({"ranks": 0}, ["ranks is 0"]),
         ({"dtype": torch.int32}, ["dtype is torch.int32"]),
         ({"ranks_per_node": 0}, ["ranks_per_node is 0"]),
+        ({"ranks_per_node": 3}, ["ranks_per_node is 3", "4 ranks"]),
     ],
 )
 def test_sizes_that_no_window_can_have(changes: dict[str, Any], words: list[str]) -> None:
@@ -106,8 +107,9 @@ def test_sizes_that_no_window_can_have(changes: dict[str, Any], words: list[str]
 def test_what_this_version_has_not() -> None:
     with pytest.raises(moecomm.Unsupported, match="wire is 'fp8'"):
         _plan(wire="fp8")
-    with pytest.raises(moecomm.Unsupported, match="ranks_per_node is 2"):
-        _plan(ranks_per_node=2)
+    if hasattr(_C, "device_window_sections"):
+        with pytest.raises(moecomm.Unsupported, match="2 nodes"):
+            _plan(ranks_per_node=2, device="cuda")
 
 
 def test_planning_allocates_nothing() -> None:

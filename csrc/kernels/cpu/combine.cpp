@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/rows.hpp"
 #include "kernels/cpu/weights.hpp"
+#include "layout/routing.hpp"
 
 namespace moecomm::cpu {
 namespace {
@@ -53,8 +54,11 @@ class EntrySum {
 void reduce_and_push(const Context& context, const Plan& plan, const CombineArguments& arguments) {
   const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
   const bool stream = context.heuristics.stream(plan.entries() * row_bytes);
-  for (int32_t i = 1; i < plan.shape.ranks; ++i) {
-    const int32_t home = (context.rank + i) % plan.shape.ranks;  // ranks start at different homes
+  const NodeMap nodes = context.shape.nodes();
+  const int32_t node = nodes.node_of(context.rank), local = nodes.local_of(context.rank);
+  for (int32_t i = 1; i < nodes.local_ranks; ++i) {
+    const int32_t index = (local + i) % nodes.local_ranks;  // ranks start at different homes
+    const int32_t home = nodes.rank_of(node, index);
     const int64_t first = plan.source_begin[home];
     const int64_t entries = plan.source_begin[home + 1] - first;
     context.pool.parallel(entries, context.heuristics.parallel(entries * row_bytes),
@@ -62,11 +66,26 @@ void reduce_and_push(const Context& context, const Plan& plan, const CombineArgu
                             EntrySum sum(context, plan, arguments);
                             for (int64_t entry = first + begin; entry < first + end; ++entry) {
                               const int64_t slot = plan.entry_token[entry] * slots + plan.entry_slot[entry];
-                              sum.write(entry, arguments.slots[home] + slot * row_bytes, stream);
+                              sum.write(entry, arguments.slots[index] + slot * row_bytes, stream);
                             }
                             row_kernels().fence();
                           });
   }
+}
+
+void reduce_partials(const Context& context, const Plan& plan, const CombineArguments& arguments,
+                     int32_t home, int64_t first, int64_t end, std::byte* partials) {
+  const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
+  const EntryRange range = entries_between(plan, home, first, end);
+  const int64_t entries = range.end - range.begin;
+  context.pool.parallel(
+      entries, context.heuristics.parallel(entries * row_bytes), [&](int64_t begin, int64_t stop) {
+        EntrySum sum(context, plan, arguments);
+        for (int64_t entry = range.begin + begin; entry < range.begin + stop; ++entry) {
+          const int64_t slot = (plan.entry_place[entry] - first) * slots + plan.entry_slot[entry];
+          sum.write(entry, partials + slot * row_bytes, false);
+        }
+      });
 }
 
 void push_weight_grads(const Context& context, const Plan& plan, const CombineArguments& arguments) {
@@ -91,47 +110,104 @@ void push_weight_grads(const Context& context, const Plan& plan, const CombineAr
     }
 }
 
-void sum_home(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y) {
+namespace {
+
+/// Sums the shares of one row's contributors; holds the scratch that this takes, one a thread.
+class ShareSum {
+ public:
+  ShareSum(const Context& context, const Plan& plan, const CombineArguments& arguments)
+      : dtype_(context.shape.dtype),
+        hidden_(context.shape.hidden),
+        row_bytes_(context.shape.row_bytes()),
+        own_sum_(context, plan, arguments),
+        own_(static_cast<size_t>(row_bytes_)),
+        sources_(static_cast<size_t>(context.shape.top_k)) {}
+
+  /// out = sum of share(0) .. share(count - 1), a null one being this rank's own, computed from `own_entry`.
+  template <class Share>
+  void write(int64_t count, const Share& share, int64_t own_entry, std::byte* out, bool stream) {
+    if (count == 0) {
+      std::memset(out, 0, static_cast<size_t>(row_bytes_));
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const std::byte* const row = share(i);
+      if (row == nullptr && count == 1) return own_sum_.write(own_entry, out, stream);
+      if (row == nullptr) own_sum_.write(own_entry, own_.data(), false);
+      sources_[static_cast<size_t>(i)] = row == nullptr ? own_.data() : row;
+    }
+    const RowKernels& kernels = row_kernels();
+    if (count == 1)
+      kernels.copy(out, sources_[0], row_bytes_, stream);
+    else
+      kernels.verbs[static_cast<int>(dtype_)].sum(out, sources_.data(), nullptr, static_cast<int>(count),
+                                                  hidden_, stream);
+  }
+
+ private:
+  const DType dtype_;
+  const int64_t hidden_, row_bytes_;
+  EntrySum own_sum_;
+  std::vector<std::byte> own_;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace
+
+void sum_partials(const Context& context, const Plan& plan, const CombineArguments& arguments, int32_t other,
+                  int64_t first, int64_t end, const std::byte* partials, std::byte* out) {
   const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
-  const RowKernels& kernels = row_kernels();
-  const RowVerbs& verbs = kernels.verbs[static_cast<int>(context.shape.dtype)];
-  const bool stream = context.heuristics.stream(plan.tokens * row_bytes);
+  const int32_t local = context.shape.nodes().local_of(context.rank);
+  const RelaySums& sums = plan.relay_sums[static_cast<size_t>(other)];
   context.pool.parallel(
-      plan.tokens, context.heuristics.parallel(plan.tokens * row_bytes), [&](int64_t begin, int64_t end) {
-        EntrySum own_sum(context, plan, arguments);
-        std::vector<std::byte> own(static_cast<size_t>(row_bytes));
-        std::vector<const void*> sources(static_cast<size_t>(slots));
-        for (int64_t t = begin; t < end; ++t) {
-          std::byte* const out = y + t * row_bytes;
-          const int64_t first = plan.owner_begin[t], owners = plan.owner_begin[t + 1] - first;
-          if (owners == 1 && plan.own_entry[t] >= 0) {
-            own_sum.write(plan.own_entry[t], out, stream);
-            continue;
-          }
-          for (int64_t slot = 0; slot < owners; ++slot) {
-            if (plan.owner[first + slot] == context.rank) {
-              own_sum.write(plan.own_entry[t], own.data(), false);
-              sources[slot] = own.data();
-            } else {
-              sources[slot] = arguments.slots[context.rank] + (t * slots + slot) * row_bytes;
-            }
-          }
-          if (owners == 0)
-            std::memset(out, 0, static_cast<size_t>(row_bytes));
-          else if (owners == 1)
-            kernels.copy(out, sources[0], row_bytes, stream);
-          else
-            verbs.sum(out, sources.data(), nullptr, static_cast<int>(owners), context.shape.hidden, stream);
+      end - first, context.heuristics.parallel((end - first) * row_bytes), [&](int64_t begin, int64_t stop) {
+        ShareSum sum(context, plan, arguments);
+        for (int64_t i = begin; i < stop; ++i) {
+          const int64_t owners = sums.begin[first + i];
+          const auto share = [&](int64_t slot) {
+            return sums.owner[owners + slot] == local ? nullptr : partials + (i * slots + slot) * row_bytes;
+          };
+          sum.write(sums.begin[first + i + 1] - owners, share, sums.own[first + i], out + i * row_bytes,
+                    false);
         }
-        kernels.fence();
       });
 }
 
-void collect_weight_grads(const Context& context, const Plan& plan, const std::byte* section,
-                          std::byte* out) {
+void sum_home(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
+              int64_t first, int64_t end) {
+  const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
+  const NodeMap nodes = context.shape.nodes();
+  const int32_t node = nodes.node_of(context.rank);
+  const std::byte* const own_slots = arguments.slots[static_cast<size_t>(nodes.local_of(context.rank))];
+  const bool stream = context.heuristics.stream(plan.tokens * row_bytes);
+  context.pool.parallel(
+      end - first, context.heuristics.parallel((end - first) * row_bytes), [&](int64_t begin, int64_t stop) {
+        ShareSum sum(context, plan, arguments);
+        for (int64_t t = first + begin; t < first + stop; ++t) {
+          const int64_t owners = plan.owner_begin[t];
+          const auto share = [&](int64_t i) -> const std::byte* {
+            const int32_t owner = plan.owner[owners + i];
+            const int64_t place = plan.owner_place[owners + i];
+            if (owner == context.rank) return nullptr;
+            if (nodes.same_node(owner, context.rank)) return own_slots + (t * slots + place) * row_bytes;
+            const auto other = static_cast<size_t>(NodeMap::other(nodes.node_of(owner), node));
+            return arguments.relayed_rows[other] + place * row_bytes;
+          };
+          sum.write(plan.owner_begin[t + 1] - owners, share, plan.own_entry[t], y + t * row_bytes, stream);
+        }
+        row_kernels().fence();
+      });
+}
+
+void collect_weight_grads(const Context& context, const Plan& plan,
+                          const std::vector<const std::byte*>& sections, std::byte* out) {
   const DType dtype = context.shape.dtype;
-  for (int64_t i = 0; i < static_cast<int64_t>(plan.home_ids.size()); ++i)
-    set_weight(out, dtype, i, plan.home_ids[i] >= 0 ? weight_at(section, dtype, i) : 0.0);
+  const NodeMap nodes = context.shape.nodes();
+  for (int64_t i = 0; i < static_cast<int64_t>(plan.home_ids.size()); ++i) {
+    const int32_t owner = expert_owner(plan.home_ids[i], context.local_experts);
+    set_weight(out, dtype, i,
+               owner < 0 ? 0.0 : weight_at(sections[static_cast<size_t>(nodes.node_of(owner))], dtype, i));
+  }
 }
 
 }  // namespace moecomm::cpu

@@ -1,5 +1,7 @@
 // Combine on the CPU: the owner of a token's experts sums their rows and pushes one row to the token's home;
-// the home sums what its slots hold. A rank's rows for its own tokens never touch the window.
+// the home sums what its slots hold. A rank's rows for its own tokens never touch the window. For a home on
+// another node, owners give their sums to the rank of their node on the home's rail, which adds them up: one
+// row leaves the node.
 #pragma once
 
 #include <vector>
@@ -13,22 +15,37 @@ struct CombineArguments {
   const std::byte* weights = nullptr;  ///< weight type [plan.rows], or null
   const std::byte* weight_grads =
       nullptr;                    ///< weight type [plan.rows] (rank layout: [plan.rows][top_k]) to send home
-  std::vector<std::byte*> slots;  ///< rank r's combine slots
-  std::vector<std::byte*> home_weight_grads;  ///< rank r's weight gradient section
+  std::vector<std::byte*> slots;  ///< combine slots of the ranks of this node
+  std::vector<const std::byte*> relayed_rows;  ///< [other node] sums from there
+  std::vector<std::byte*> home_weight_grads;  ///< rank r's weight gradients, or where they wait for their way
 };
 
 /// Sums a token's rows here in the order of k, rounds once, and pushes the result to its home's slot (other
-/// ranks' tokens).
+/// ranks of this node).
 void reduce_and_push(const Context& context, const Plan& plan, const CombineArguments& arguments);
+
+/// The same for the tokens of `home`, a rank of another node, with relay indices [first, end): sums go to
+/// partials [end - first][slots], in the window of the rank that adds them up.
+void reduce_partials(const Context& context, const Plan& plan, const CombineArguments& arguments,
+                     int32_t home, int64_t first, int64_t end, std::byte* partials);
+
+/// Adds up what the ranks of this node have of those tokens, in ascending order, and rounds once: rows out
+/// [end - first] for the other node. This rank's own share is computed on the way.
+void sum_partials(const Context& context, const Plan& plan, const CombineArguments& arguments, int32_t other,
+                  int64_t first, int64_t end, const std::byte* partials, std::byte* out);
 
 /// Writes the gradient of each routing weight to its place (token, k) at the token's home; 0 for rows past
 /// capacity.
 void push_weight_grads(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// y [tokens][hidden] = sum over owners in ascending rank, this rank's own share computed on the way.
-void sum_home(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y);
+/// y [tokens][hidden] for tokens [first, end) = sum over owners in ascending rank, this rank's own share
+/// computed on the way; another node is one owner, at its first rank.
+void sum_home(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
+              int64_t first, int64_t end);
 
-/// Collects [tokens][top_k] gradients of the weights; 0 where a token has no expert.
-void collect_weight_grads(const Context& context, const Plan& plan, const std::byte* section, std::byte* out);
+/// Collects [tokens][top_k] gradients of the weights, sections[n] being those that come from node n; 0 where
+/// a token has no expert.
+void collect_weight_grads(const Context& context, const Plan& plan,
+                          const std::vector<const std::byte*>& sections, std::byte* out);
 
 }  // namespace moecomm::cpu

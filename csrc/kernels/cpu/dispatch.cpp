@@ -15,12 +15,14 @@ void publish_rows(const Context& context, const std::byte* x, const int32_t* ids
   const int32_t top_k = context.shape.top_k;
   const RowKernels& kernels = row_kernels();
   const bool stream = context.heuristics.stream(tokens * row_bytes);
+  const NodeMap nodes = context.shape.nodes();
   context.pool.parallel(tokens, context.heuristics.parallel(tokens * row_bytes),
                         [&](int64_t begin, int64_t end) {
                           for (int64_t t = begin; t < end; ++t) {
                             const int32_t* token_ids = ids + t * top_k;
                             const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
-                              return id >= 0 && expert_owner(id, context.local_experts) != context.rank;
+                              const int32_t owner = expert_owner(id, context.local_experts);
+                              return id >= 0 && owner != context.rank && nodes.same_node(owner, context.rank);
                             });
                             if (leaves)
                               kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
@@ -29,36 +31,60 @@ void publish_rows(const Context& context, const std::byte* x, const int32_t* ids
                         });
 }
 
-void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments) {
+void stage_rows(const Context& context, const std::byte* x, std::span<const int32_t> tokens, std::byte* out) {
+  const int64_t row_bytes = context.shape.row_bytes(), count = static_cast<int64_t>(tokens.size());
+  const RowKernels& kernels = row_kernels();
+  context.pool.parallel(
+      count, context.heuristics.parallel(count * row_bytes), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+          kernels.copy(out + i * row_bytes, x + tokens[static_cast<size_t>(i)] * row_bytes, row_bytes, false);
+      });
+}
+
+EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end) {
+  const auto begin = plan.entry_place.begin() + plan.source_begin[rank],
+             stop = plan.entry_place.begin() + plan.source_begin[rank + 1];
+  return {std::lower_bound(begin, stop, first) - plan.entry_place.begin(),
+          std::lower_bound(begin, stop, end) - plan.entry_place.begin()};
+}
+
+void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments, EntryRange range) {
   const DType dtype = context.shape.dtype;
   const int64_t row_bytes = context.shape.row_bytes(), hidden = context.shape.hidden;
   const RowKernels& kernels = row_kernels();
   const RowVerbs& verbs = kernels.verbs[static_cast<int>(dtype)];
   const bool stream = context.heuristics.stream(plan.rows * row_bytes);
   // Ranks start at different sources.
-  const int64_t entries = plan.entries(), first = plan.source_begin[context.rank];
-  context.pool.parallel(
-      entries, context.heuristics.parallel(plan.rows * row_bytes), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t entry = i + first < entries ? i + first : i + first - entries;
-          const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;
-          const std::byte* row =
-              arguments.rows[source - plan.source_begin.begin()] + plan.entry_token[entry] * row_bytes;
-          for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
-            const int32_t place = plan.row[j];
-            if (place < 0) continue;
-            std::byte* out = arguments.out + place * row_bytes;
-            if (arguments.scales == nullptr)
-              kernels.copy(out, row, row_bytes, stream);
-            else
-              verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);
-            if (arguments.dots != nullptr)
-              set_weight(arguments.dots, dtype, place,
-                         verbs.dot(row, arguments.other + place * row_bytes, hidden));
-          }
-        }
-        kernels.fence();
-      });
+  const int64_t entries = range.end - range.begin;
+  const int64_t own = plan.source_begin[context.rank];
+  const int64_t first = range.begin <= own && own < range.end ? own - range.begin : 0;
+  const int64_t share = plan.entries() > 0 ? plan.rows * row_bytes * entries / plan.entries() : 0;
+  context.pool.parallel(entries, context.heuristics.parallel(share), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t entry = range.begin + (i + first < entries ? i + first : i + first - entries);
+      const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;
+      const std::byte* row =
+          arguments.rows[source - plan.source_begin.begin()] + plan.entry_place[entry] * row_bytes;
+      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
+        const int32_t place = plan.row[j];
+        if (place < 0) continue;
+        std::byte* out = arguments.out + place * row_bytes;
+        if (arguments.scales == nullptr)
+          kernels.copy(out, row, row_bytes, stream);
+        else
+          verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);
+        if (arguments.dots != nullptr)
+          set_weight(arguments.dots, dtype, place,
+                     verbs.dot(row, arguments.other + place * row_bytes, hidden));
+      }
+    }
+    kernels.fence();
+  });
+}
+
+void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments) {
+  const DType dtype = context.shape.dtype;
+  const int64_t row_bytes = context.shape.row_bytes();
   for (const auto& [begin, end] : plan.padding) {
     std::memset(arguments.out + begin * row_bytes, 0, static_cast<size_t>((end - begin) * row_bytes));
     if (arguments.dots != nullptr)

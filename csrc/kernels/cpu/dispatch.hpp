@@ -1,6 +1,7 @@
 // Dispatch on the CPU: publish what others need into the own window, then pull what the plan asks for.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "common/thread_pool.hpp"
@@ -19,14 +20,24 @@ struct Context {
   int32_t local_experts;
 };
 
-/// Copies those of the `tokens` rows of x that another rank will pull; rows of tokens that nobody else owns
-/// stay behind.
+/// Copies those of the `tokens` rows of x that another rank of this node will pull; rows of tokens that
+/// nobody else owns stay behind.
 void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
                   std::byte* rows);
 
-/// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]; alignment rows
-/// become zero. rows[r]: rank r's published rows. With `scales` (weight type, [plan.rows]) each place gets
-/// its row times its scale; with `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
+/// Copies rows tokens[0], tokens[1], ... of x one after the other: a chunk on its way to another node.
+void stage_rows(const Context& context, const std::byte* x, std::span<const int32_t> tokens, std::byte* out);
+
+/// Entries [begin, end) of a plan.
+struct EntryRange {
+  int64_t begin, end;
+};
+/// Those of the source `rank` with places in [first, end).
+EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
+
+/// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]. rows[r]: rank r's
+/// rows, as plan.entry_place numbers them. With `scales` (weight type, [plan.rows]) each place gets its row
+/// times its scale; with `dots` too, dots[p] = <row, other[p]> (the gradients of a weighted combine).
 struct PullArguments {
   std::vector<const std::byte*> rows;
   std::byte* out = nullptr;
@@ -34,7 +45,9 @@ struct PullArguments {
   const std::byte* other = nullptr;
   std::byte* dots = nullptr;
 };
-void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments);
+void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments, EntryRange range);
+/// Alignment rows become zero.
+void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments);
 
 /// Expert layout: weights [plan.rows]. Rank layout: weights and local expert ids [plan.rows][top_k]. Places
 /// that no token has get weight 0 and id -1. weights[r]: rank r's published weights [tokens][top_k];

@@ -41,6 +41,9 @@ void find_max_needed(Plan& plan, const std::vector<SourceIds>& sources) {
 
 void plan_home(Plan& plan, const SourceIds& home) {
   const PlanShape& s = plan.shape;
+  const NodeMap nodes = s.nodes();
+  const int32_t own_node = nodes.node_of(s.rank);
+  std::vector<int32_t> relayed(static_cast<size_t>(nodes.nodes() - 1), 0);
   plan.tokens = home.tokens;
   plan.home_ids.assign(home.ids, home.ids + home.tokens * s.top_k);
   plan.owner_begin.reserve(home.tokens + 1);
@@ -48,10 +51,19 @@ void plan_home(Plan& plan, const SourceIds& home) {
   for (int64_t t = 0; t < home.tokens; ++t) {
     const int32_t* ids = home.ids + t * s.top_k;
     const auto begin = static_cast<int64_t>(plan.owner.size());
-    for (int32_t k = 0; k < s.top_k; ++k)
-      if (first_of_owner(ids, k, s.local_experts))
-        plan.owner.push_back(expert_owner(ids[k], s.local_experts));
+    for (int32_t k = 0; k < s.top_k; ++k) {
+      if (!first_of_owner(ids, k, s.local_experts)) continue;
+      const int32_t owner = expert_owner(ids[k], s.local_experts);
+      const int32_t contributor = nodes.same_node(owner, s.rank) ? owner : nodes.first(nodes.node_of(owner));
+      if (std::find(plan.owner.begin() + begin, plan.owner.end(), contributor) == plan.owner.end())
+        plan.owner.push_back(contributor);
+    }
     std::sort(plan.owner.begin() + begin, plan.owner.end());
+    int32_t slot = 0;
+    for (auto owner = plan.owner.begin() + begin; owner != plan.owner.end(); ++owner)
+      plan.owner_place.push_back(nodes.same_node(*owner, s.rank)
+                                     ? slot++
+                                     : relayed[NodeMap::other(nodes.node_of(*owner), own_node)]++);
     plan.owner_begin.push_back(static_cast<int64_t>(plan.owner.size()));
   }
   plan.own_entry.assign(home.tokens, -1);
@@ -59,7 +71,37 @@ void plan_home(Plan& plan, const SourceIds& home) {
     plan.own_entry[plan.entry_token[i]] = i;
 }
 
+/// The owners on this node of a token that came over this rank's rail; `entry` is this rank's own or -1.
+void add_relay_sum(const PlanShape& s, RelaySums& sums, const int32_t* ids, int64_t entry) {
+  const NodeMap nodes = s.nodes();
+  const int32_t first = nodes.first(nodes.node_of(s.rank));
+  const auto begin = static_cast<int64_t>(sums.owner.size());
+  for (int32_t k = 0; k < s.top_k; ++k) {
+    const int32_t owner = expert_owner(ids[k], s.local_experts);
+    if (owner >= first && owner < first + nodes.local_ranks && first_of_owner(ids, k, s.local_experts))
+      sums.owner.push_back(owner - first);
+  }
+  std::sort(sums.owner.begin() + begin, sums.owner.end());
+  sums.begin.push_back(static_cast<int64_t>(sums.owner.size()));
+  sums.own.push_back(entry);
+}
+
 }  // namespace
+
+RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own) {
+  const NodeMap nodes = shape.nodes();
+  const int32_t own_node = nodes.node_of(shape.rank);
+  RelayRoutes routes;
+  routes.tokens.resize(static_cast<size_t>(nodes.nodes() - 1));
+  for (int32_t other = 0; other < nodes.nodes() - 1; ++other) {
+    const int32_t first = nodes.first(NodeMap::node_of_other(other, own_node));
+    for (int64_t t = 0; t < own.tokens; ++t)
+      if (owned_in(own.ids + t * shape.top_k, shape.top_k, shape.local_experts, first,
+                   first + nodes.local_ranks))
+        routes.tokens[static_cast<size_t>(other)].push_back(static_cast<int32_t>(t));
+  }
+  return routes;
+}
 
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   Plan plan;
@@ -118,7 +160,14 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   plan.rows = shape.capacity < 0 ? plan.needed_rows : shape.capacity;
 
   // 3. rows
+  const NodeMap nodes = shape.nodes();
+  const int32_t own_node = nodes.node_of(shape.rank), node_first = nodes.first(own_node);
+  for (const SourceIds& source : sources) plan.source_tokens.push_back(source.tokens);
+  plan.relayed.assign(shape.ranks, 0);
+  plan.relay_sums.resize(static_cast<size_t>(nodes.nodes() - 1));
+  for (RelaySums& sums : plan.relay_sums) sums.begin.push_back(0);
   plan.entry_token.reserve(entries);
+  plan.entry_place.reserve(entries);
   plan.entry_slot.reserve(entries);
   plan.row_begin.reserve(entries + 1);
   plan.row_begin.push_back(0);
@@ -128,7 +177,12 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
     plan.row.push_back(row < plan.rows ? static_cast<int32_t>(row) : -1);
     plan.row_k.push_back(k);
   };
-  for (int32_t r = 0; r < shape.ranks; ++r)
+  for (int32_t r = 0; r < shape.ranks; ++r) {
+    const bool remote = !nodes.same_node(r, shape.rank);
+    RelaySums* const sums =
+        remote && nodes.local_of(r) == nodes.local_of(shape.rank)
+            ? &plan.relay_sums[static_cast<size_t>(NodeMap::other(nodes.node_of(r), own_node))]
+            : nullptr;
     for (int64_t t = 0; t < sources[r].tokens; ++t) {
       const int32_t* ids = sources[r].ids + t * shape.top_k;
       bool needed = false;
@@ -138,18 +192,27 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
         needed = true;
         if (by_expert) place(next[int64_t{r} * local + e]++, k);
       }
+      int64_t at_source = t;
+      if (remote) {
+        if (!owned_in(ids, shape.top_k, local, node_first, node_first + nodes.local_ranks)) continue;
+        at_source = plan.relayed[r]++;
+        if (sums != nullptr) add_relay_sum(shape, *sums, ids, needed ? plan.entries() : -1);
+      }
       if (!needed) continue;
       if (!by_expert) {
         place(plan.entries(), -1);
         for (int32_t k = 0; k < shape.top_k; ++k) plan.entry_ids.push_back(local_expert(ids[k]));
       }
       plan.entry_token.push_back(static_cast<int32_t>(t));
-      plan.entry_slot.push_back(owners_below(ids, shape.top_k, local, shape.rank));
+      plan.entry_place.push_back(static_cast<int32_t>(at_source));
+      plan.entry_slot.push_back(owners_between(ids, shape.top_k, local, node_first, shape.rank));
       plan.row_begin.push_back(static_cast<int64_t>(plan.row.size()));
     }
+  }
 
   if (shape.capacity >= 0) find_max_needed(plan, sources);
   plan_home(plan, sources[shape.rank]);
+  plan.routes = make_routes(shape, sources[shape.rank]);
   return plan;
 }
 

@@ -50,21 +50,23 @@ int available_cpus() {
 }  // namespace
 
 Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
-                 const std::vector<int64_t>& pids, double timeout_seconds)
+                 const std::vector<int64_t>& pids, double timeout_seconds, int busy_threads)
     : layout_(layout),
+      nodes_(layout.shape.nodes()),
       bases_(std::move(bases)),
       rank_(rank),
+      first_(nodes_.first(nodes_.node_of(rank))),
       timeout_seconds_(timeout_seconds),
-      // Spinning only pays while every rank has a core of its own.
-      spins_(static_cast<int>(bases_.size()) <= available_cpus() ? 2000 : 0),
-      watch_(pids, rank) {}
+      // Spinning only pays while everybody has a core of its own.
+      spins_(busy_threads <= available_cpus() ? 2000 : 0),
+      watch_(pids, nodes_.local_of(rank)) {}
 
 PeerLines& Signals::lines(int owner, int writer) const {
-  return reinterpret_cast<PeerLines*>(bases_[owner] + layout_.peers)[writer];
+  return reinterpret_cast<PeerLines*>(bases_[static_cast<size_t>(owner - first_)] + layout_.peers)[writer];
 }
 
 OwnerLines& Signals::owner(int rank) const {
-  return *reinterpret_cast<OwnerLines*>(bases_[rank] + layout_.owner);
+  return *reinterpret_cast<OwnerLines*>(bases_[static_cast<size_t>(rank - first_)] + layout_.owner);
 }
 
 void Signals::ring(int rank) const {
@@ -75,17 +77,55 @@ void Signals::ring(int rank) const {
   if (atomic(line.sleeping).load() != 0) futex_wake(&line.doorbell);
 }
 
-void Signals::signal(const SignalRecord& record) {
-  const int ranks = static_cast<int>(bases_.size());
-  for (int i = 0; i < ranks; ++i) {
-    const int peer = (rank_ + i) % ranks;
-    SignalRecord& slot = lines(peer, rank_).record[record.epoch & 1];
+void Signals::ring_node() const {
+  for (int i = 0; i < nodes_.local_ranks; ++i) ring(first_ + i);
+}
+
+/// write(lines) for the lines of `peer` in every window of the node, beginning with those of this rank.
+template <class Write>
+void Signals::write_lines(int peer, const Write& write) {
+  for (int i = 0; i < nodes_.local_ranks; ++i) {
+    const int reader = first_ + (rank_ - first_ + i) % nodes_.local_ranks;
+    write(lines(reader, peer));
+    // A rank does not wait for itself, but for what its proxy writes.
+    if (reader != peer) ring(reader);
+  }
+}
+
+void Signals::write_record(int peer, const SignalRecord& record) {
+  write_lines(peer, [&](PeerLines& line) {
+    SignalRecord& slot = line.record[record.epoch & 1];
     std::memcpy(reinterpret_cast<std::byte*>(&slot) + kAfterEpoch,
                 reinterpret_cast<const std::byte*>(&record) + kAfterEpoch,
                 sizeof(SignalRecord) - kAfterEpoch);
     atomic(slot.epoch).store(record.epoch, std::memory_order_release);
-    if (peer != rank_) ring(peer);
-  }
+  });
+}
+
+void Signals::signal(const SignalRecord& record) { write_record(rank_, record); }
+
+void Signals::deliver(int peer, const SignalRecord& record) { write_record(peer, record); }
+
+void Signals::deliver_gone(int peer, Cause cause) {
+  write_lines(peer, [&](PeerLines& line) { atomic(line.gone).store(cause, std::memory_order_release); });
+}
+
+void Signals::deliver_abort(int peer, int on, Cause cause) {
+  write_lines(peer, [&](PeerLines& line) {
+    line.abort_peer = on;
+    line.abort_cause = cause;
+    atomic(line.abort).store(1, std::memory_order_release);
+  });
+}
+
+void Signals::store(uint64_t* word, uint64_t value) {
+  atomic(*word).store(value, std::memory_order_release);
+  ring_node();
+}
+
+void Signals::store_own(uint64_t* word, uint64_t value) {
+  atomic(*word).store(value, std::memory_order_release);
+  ring(rank_);
 }
 
 const SignalRecord& Signals::record(int peer, uint64_t epoch) const {
@@ -105,13 +145,28 @@ void Signals::wait_all(uint64_t epoch, const char* phase) {
 }
 
 void Signals::wait_completed(uint64_t epoch, const char* phase) {
-  const auto seen = [&](int peer) { return atomic(owner(peer).completed).load(std::memory_order_acquire); };
-  wait_until([&](int peer) { return seen(peer) >= epoch; }, seen, epoch, phase);
+  wait_node([&](int rank) { return &owner(rank).completed; }, epoch, epoch, phase);
+}
+
+void Signals::wait_node(const std::function<uint64_t*(int)>& counter, uint64_t value, uint64_t epoch,
+                        const char* phase) {
+  const auto seen = [&](int rank) { return atomic(*counter(rank)).load(std::memory_order_acquire); };
+  wait_until([&](int peer) { return !nodes_.same_node(peer, rank_) || seen(peer) >= value; },
+             [&](int peer) { return nodes_.same_node(peer, rank_) ? seen(peer) : 0; }, epoch, phase);
+}
+
+void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch,
+                        const char* phase) {
+  const auto there = [&] { return atomic(*word).load(std::memory_order_acquire) >= value; };
+  // Whom to blame at the deadline: the one that it comes from.
+  if (there()) return;
+  wait_until([&](int each) { return (each != peer && each != through) || there(); },
+             [&](int) { return atomic(*word).load(std::memory_order_acquire); }, epoch, phase, peer);
 }
 
 void Signals::wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen,
-                         uint64_t epoch, const char* phase) {
-  const int ranks = static_cast<int>(bases_.size());
+                         uint64_t epoch, const char* phase, int blame) {
+  const int ranks = nodes_.ranks;
   int next = 0;  // epochs only grow, so a peer that has arrived is not looked at again
   const auto all_arrived = [&] {
     while (next < ranks && arrived(next)) ++next;
@@ -140,41 +195,52 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, const std::fun
       if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch, seen(lost->peer));
     }
     if (deadline.passed() && !all_arrived())
-      give_up({next, Cause::no_signal, rank_}, phase, epoch, seen(next));
+      give_up({blame < 0 ? next : blame, Cause::no_signal, rank_}, phase, epoch,
+              seen(blame < 0 ? next : blame));
   }
 }
 
 std::optional<Signals::Loss> Signals::loss(int peer) const {
   PeerLines& line = lines(rank_, peer);
-  const bool ended = watch_.lost(peer);
+  const bool ended = nodes_.same_node(peer, rank_) && watch_.lost(peer - first_);
   if (atomic(line.abort).load(std::memory_order_acquire) != 0)
     return Loss{line.abort_peer, line.abort_cause, peer};
   if (ended) return Loss{peer, Cause::ended, rank_};
-  if (atomic(line.closed).load(std::memory_order_acquire) != 0) return Loss{peer, Cause::closed, rank_};
+  const Cause gone = atomic(line.gone).load(std::memory_order_acquire);
+  if (gone != Cause::no_signal) return Loss{peer, gone, rank_};
   return std::nullopt;
 }
 
 void Signals::announce_loss(int peer, Cause cause) {
-  for (int r = 0; r < static_cast<int>(bases_.size()); ++r) {
-    PeerLines& line = lines(r, rank_);
-    line.abort_peer = peer;
-    line.abort_cause = cause;
-    atomic(line.abort).store(1, std::memory_order_release);
-    if (r != rank_) ring(r);
-  }
+  deliver_abort(rank_, peer, cause);
+  if (on_abort_) on_abort_(peer, cause);
 }
 
 namespace {
 
+const char* cause_text(Cause cause) {
+  switch (cause) {
+    case Cause::ended:
+      return " (its process has ended)";
+    case Cause::closed:
+      return " (it has closed the communicator)";
+    case Cause::unreachable:
+      return " (the network to it has failed)";
+    case Cause::no_signal:
+      break;
+  }
+  return "";
+}
+
 std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
-                      uint64_t expected, uint64_t seen) {
+                      uint64_t expected, uint64_t seen, const std::string& reason) {
   std::string text = "rank " + std::to_string(rank) + ", " + phase + ": ";
   if (loss.cause == Cause::no_signal)
     text += "waited " + std::to_string(timeout_seconds) + " s in vain for rank " + std::to_string(loss.peer) +
             " (it may be stopped, far behind or in another call)";
   else
-    text += "lost rank " + std::to_string(loss.peer) +
-            (loss.cause == Cause::ended ? " (its process has ended)" : " (it has closed the communicator)");
+    text += "lost rank " + std::to_string(loss.peer) + cause_text(loss.cause);
+  if (!reason.empty()) text += ": " + reason;
   if (loss.first != rank) text += ", as rank " + std::to_string(loss.first) + " found out";
   return text + "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen) +
          ". The communicator can't be used any more; build a new one.";
@@ -183,7 +249,7 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
 }  // namespace
 
 Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
-                 uint64_t expected, uint64_t seen) {
+                 uint64_t expected, uint64_t seen, const std::string& reason) {
   ErrorDetails details;
   details.rank = rank;
   details.peer = loss.peer;
@@ -191,20 +257,15 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
   details.expected = expected;
   details.seen = seen;
   return Error(loss.cause == Cause::no_signal ? ErrorKind::peer_timeout : ErrorKind::peer_lost,
-               loss_text(loss, rank, phase, timeout_seconds, expected, seen), details);
+               loss_text(loss, rank, phase, timeout_seconds, expected, seen, reason), details);
 }
 
 /// Tells all ranks that this one is out of the game, and throws.
 void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected, uint64_t seen) {
   announce_loss(loss.peer, loss.cause);
-  throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen);
+  throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen, reason_ ? reason_(loss.peer) : "");
 }
 
-void Signals::close() noexcept {
-  for (int r = 0; r < static_cast<int>(bases_.size()); ++r) {
-    atomic(lines(r, rank_).closed).store(1, std::memory_order_release);
-    if (r != rank_) ring(r);
-  }
-}
+void Signals::close() noexcept { deliver_gone(rank_, Cause::closed); }
 
 }  // namespace moecomm::shm

@@ -1,6 +1,10 @@
 // Signals between the ranks of a node: records in each other's windows (layout/control.hpp), ordered by
 // release and acquire, numbered by epochs so that nothing is ever reset. A waiter spins, then yields, then
 // sleeps on the futex in its own window, so that waiting stays cheap with more ranks than cores.
+//
+// Ranks of other nodes have their lines in the windows here too. What such a rank announces is written there
+// by the rank of its rail on this node (deliver and deliver_gone, by its proxy), so waiters see no
+// difference.
 #pragma once
 
 #include <functional>
@@ -16,9 +20,10 @@ namespace moecomm::shm {
 
 class Signals {
  public:
-  /// bases[r] is rank r's window as mapped here.
+  /// bases[i] is the window of the node's rank i as mapped here, pids[i] its process. `busy_threads`: threads
+  /// of this host that may want a core at the same time.
   Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
-          const std::vector<int64_t>& pids, double timeout_seconds);
+          const std::vector<int64_t>& pids, double timeout_seconds, int busy_threads);
 
   /// Makes `record`, and everything this rank wrote before, visible to every rank that waits for
   /// record.epoch.
@@ -34,8 +39,32 @@ class Signals {
 
   /// Says that this rank has finished reading what others published in `epoch` (release).
   void complete(uint64_t epoch);
-  /// Returns when every rank has completed `epoch`; then what this rank published in it may be overwritten.
+  /// Returns when every rank of the node has completed `epoch`; then what this rank published in it may be
+  /// overwritten.
   void wait_completed(uint64_t epoch, const char* phase);
+
+  /// Returns when the word that `counter` gives for a rank of the node, in its window, has reached `value`,
+  /// for every rank of the node.
+  void wait_node(const std::function<uint64_t*(int rank)>& counter, uint64_t value, uint64_t epoch,
+                 const char* phase);
+  /// Returns when `word`, in a window of this node, has reached `value`. It comes from `peer`, through the
+  /// rank `through`; the loss of either ends the wait.
+  void wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch, const char* phase);
+  /// Stores `value` (release) and wakes the ranks of the node that wait for it.
+  void store(uint64_t* word, uint64_t value);
+  /// The same for the own rank alone.
+  void store_own(uint64_t* word, uint64_t value);
+
+  /// Signals `record` on behalf of `peer`, which is on another node. One thread only.
+  void deliver(int peer, const SignalRecord& record);
+  /// `peer`, on another node, will announce nothing more.
+  void deliver_gone(int peer, Cause cause);
+  /// `peer`, on another node, has given up on `on`.
+  void deliver_abort(int peer, int on, Cause cause);
+  /// To be called when this rank gives up on a peer, to tell the other nodes.
+  void set_on_abort(std::function<void(int peer, Cause cause)> tell) { on_abort_ = std::move(tell); }
+  /// More about why a peer is unreachable, for the error's text.
+  void set_reason(std::function<std::string(int peer)> reason) { reason_ = std::move(reason); }
 
   /// Why `peer` will signal no more, or nothing.
   struct Loss {
@@ -59,22 +88,29 @@ class Signals {
   OwnerLines& owner(int rank) const;
   void ring(int rank) const;
   [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected, uint64_t seen);
+  void ring_node() const;
+  void write_record(int peer, const SignalRecord& record);
+  template <class Write>
+  void write_lines(int peer, const Write& write);
   /// arrived(peer) says whether a peer is where `epoch` needs it; seen(peer) is the last epoch of it, for the
-  /// error.
+  /// error. `blame`: the peer to name at the deadline if not the first that has not arrived.
   void wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen,
-                  uint64_t epoch, const char* phase);
+                  uint64_t epoch, const char* phase, int blame = -1);
 
   WindowLayout layout_;
-  std::vector<std::byte*> bases_;
-  int rank_;
+  NodeMap nodes_;
+  std::vector<std::byte*> bases_;  // of the node's ranks
+  int rank_, first_;
   double timeout_seconds_;
   int spins_;
   PeerWatch watch_;
   std::function<void()> interrupt_;
+  std::function<void(int, Cause)> on_abort_;
+  std::function<std::string(int)> reason_;
 };
 
 /// What rank `rank` raises when a wait ends because of `loss`.
 Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
-                 uint64_t expected, uint64_t seen);
+                 uint64_t expected, uint64_t seen, const std::string& reason = {});
 
 }  // namespace moecomm::shm

@@ -1,0 +1,50 @@
+// What is said to a proxy, and what its puts say on arrival: plain data, shared by host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.hpp"
+
+namespace moecomm {
+
+/// One order to the proxy, 16 bytes.
+struct Command {
+  enum class Kind : uint8_t {
+    head,     ///< the Announcement of this epoch; a: bytes
+    ids,      ///< piece `index` of the ids; a: bytes
+    weights,  ///< piece `index` of the routing weights; a: bytes
+    grads,    ///< piece `index` of the outgoing gradients; a: bytes
+    chunk,    ///< rows of chunk `index` are in the staging slot a: b = rows now << 16 | rows of the chunk
+  };
+  Kind kind;
+  uint8_t epoch;   ///< low bits
+  uint16_t other;  ///< node, by NodeMap::other
+  uint32_t index;
+  uint32_t a, b;
+};
+static_assert(sizeof(Command) == 16);
+
+/// The 32 bits that arrive with a put. Epochs are told apart by three bits: those of one peer that can be
+/// under way at a time are three at most (docs/protocol.md).
+struct Immediate {
+  enum class Kind : uint32_t {
+    head,  ///< an Announcement
+    body,  ///< a piece of ids or weights; counted
+    part,  ///< what arrival flag `index` stands for: a chunk, or a piece of gradients
+  };
+  Kind kind;
+  uint32_t epoch;  ///< low bits
+  uint32_t node;   ///< that sent it
+  uint32_t index;
+
+  static constexpr uint32_t kEpochs = 8, kNodes = 4095, kIndices = 1 << 15;
+
+  MOECOMM_HD constexpr uint32_t bits() const {
+    return static_cast<uint32_t>(kind) << 30 | (epoch % kEpochs) << 27 | node << 15 | index;
+  }
+  MOECOMM_HD static constexpr Immediate from(uint32_t bits) {
+    return {static_cast<Kind>(bits >> 30), bits >> 27 & 7, bits >> 15 & 4095, bits & (kIndices - 1)};
+  }
+};
+
+}  // namespace moecomm

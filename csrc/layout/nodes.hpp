@@ -1,0 +1,35 @@
+// Where ranks live: nodes of equal size, filled rank by rank. A rail is the ranks with the same local index,
+// one a node; between nodes a rank talks to its rail only.
+//
+// Example: 6 ranks, 2 a node: rank 3 is local 1 of node 1, its rail is ranks 1, 3, 5. Of the other nodes,
+// node 0 is its number 0 and node 2 its number 1.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.hpp"
+
+namespace moecomm {
+
+struct NodeMap {
+  int32_t ranks, local_ranks;
+
+  MOECOMM_HD constexpr int32_t nodes() const { return ranks / local_ranks; }
+  MOECOMM_HD constexpr int32_t node_of(int32_t rank) const { return rank / local_ranks; }
+  MOECOMM_HD constexpr int32_t local_of(int32_t rank) const { return rank % local_ranks; }
+  /// First rank of a node.
+  MOECOMM_HD constexpr int32_t first(int32_t node) const { return node * local_ranks; }
+  MOECOMM_HD constexpr int32_t rank_of(int32_t node, int32_t local) const { return first(node) + local; }
+  MOECOMM_HD constexpr bool same_node(int32_t a, int32_t b) const { return node_of(a) == node_of(b); }
+  /// Number of `node` among the nodes other than `own`, and back.
+  MOECOMM_HD static constexpr int32_t other(int32_t node, int32_t own) {
+    return node < own ? node : node - 1;
+  }
+  MOECOMM_HD static constexpr int32_t node_of_other(int32_t other, int32_t own) {
+    return other < own ? other : other + 1;
+  }
+
+  constexpr bool operator==(const NodeMap&) const = default;
+};
+
+}  // namespace moecomm

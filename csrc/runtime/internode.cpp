@@ -1,0 +1,286 @@
+#include "runtime/internode.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace moecomm {
+namespace {
+
+constexpr const char* kRowsPhase = "rows from another node";
+
+}  // namespace
+
+Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases,
+                     shm::Signals& signals, std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links,
+                     double timeout_seconds)
+    : layout_(layout),
+      nodes_(layout.shape.nodes()),
+      rank_(rank),
+      node_(nodes_.node_of(rank)),
+      others_(nodes_.nodes() - 1),
+      bases_(std::move(bases)),
+      signals_(signals),
+      slot_target_(static_cast<size_t>(WindowLayout::kStagingChunks), -1),
+      proxy_(layout, rank, own(), signals, std::move(remote), std::move(links), timeout_seconds) {}
+
+const std::byte* Internode::rows(int32_t rank, uint64_t epoch) const {
+  return window(nodes_.local_of(rank)) + layout_.relayed_rows(static_cast<int>(epoch & 1), other_of(rank));
+}
+
+const int32_t* Internode::ids(int32_t rank, uint64_t epoch) const {
+  return reinterpret_cast<const int32_t*>(window(nodes_.local_of(rank)) +
+                                          layout_.relayed_ids(static_cast<int>(epoch & 1), other_of(rank)));
+}
+
+const std::byte* Internode::weights(int32_t rank, uint64_t epoch) const {
+  return window(nodes_.local_of(rank)) +
+         layout_.relayed_weights(layout_.relay_weights[epoch & 1], other_of(rank));
+}
+
+const char* Internode::error_text(int32_t rank, uint64_t epoch) const {
+  const auto* const head = reinterpret_cast<const Announcement*>(
+      window(nodes_.local_of(rank)) +
+      WindowLayout::relayed_head(layout_.relay_head[epoch & 1], other_of(rank)));
+  return head->text;
+}
+
+std::byte* Internode::outgoing_grads(int32_t home, uint64_t epoch) const {
+  return window(nodes_.local_of(home)) +
+         layout_.relayed_weights(layout_.outgoing_grads[epoch & 1], other_of(home));
+}
+
+const std::byte* Internode::sums(int32_t node, uint64_t epoch) const {
+  return own() + layout_.relayed_rows(static_cast<int>(epoch & 1), NodeMap::other(node, node_));
+}
+
+const std::byte* Internode::grads(int32_t node, uint64_t epoch) const {
+  return own() + layout_.relayed_weights(layout_.relay_grads[epoch & 1], NodeMap::other(node, node_));
+}
+
+void Internode::push_pieces(Command::Kind kind, int32_t other, int64_t bytes, uint64_t epoch) {
+  for (int64_t piece = 0; piece < WindowShape::pieces(bytes); ++piece)
+    proxy_.push(
+        {kind, static_cast<uint8_t>(epoch), static_cast<uint16_t>(other), static_cast<uint32_t>(piece),
+         static_cast<uint32_t>(std::min(WindowShape::kPieceBytes, bytes - piece * WindowShape::kPieceBytes)),
+         0});
+}
+
+void Internode::announce(const SignalRecord& record, const RelayRoutes* routes, const char* text) {
+  const WindowShape& shape = layout_.shape;
+  const int64_t entries = int64_t{record.tokens} * shape.top_k;
+  for (int32_t i = 0; i < others_; ++i) {
+    const int32_t other = (node_ + i) % others_;  // nodes start at different ones
+    auto* const announcement = reinterpret_cast<Announcement*>(
+        own() + WindowLayout::relayed_head(layout_.announcement[record.epoch & 1], other));
+    announcement->record = record;
+    announcement->parts = routes == nullptr ? 0
+                                            : static_cast<uint64_t>(shape.chunks(static_cast<int64_t>(
+                                                  routes->tokens[static_cast<size_t>(other)].size())));
+    int64_t bytes = offsetof(Announcement, text);
+    if (text != nullptr) {
+      std::memcpy(announcement->text, text, kErrorText);
+      bytes = sizeof(Announcement);
+    }
+    proxy_.push({Command::Kind::head, static_cast<uint8_t>(record.epoch), static_cast<uint16_t>(other), 0,
+                 static_cast<uint32_t>(bytes), 0});
+    if (record.operation != Operation::dispatch) continue;
+    push_pieces(Command::Kind::ids, other, entries * 4, record.epoch);
+    if ((record.carries & kCarriesWeights) != 0)
+      push_pieces(Command::Kind::weights, other, entries * weight_bytes(shape.dtype), record.epoch);
+  }
+}
+
+int64_t Internode::take_slot(int32_t other, uint64_t epoch) {
+  const auto slots = static_cast<uint64_t>(WindowLayout::kStagingChunks);
+  const auto slot = static_cast<int64_t>(staged_ % slots);
+  const uint64_t uses = staged_++ / slots;
+  int32_t& target = slot_target_[static_cast<size_t>(slot)];
+  if (uses > 0) {
+    const int32_t peer = rail(target);
+    signals_.wait_word(proxy_.staging_done(slot), uses, peer, peer, epoch, "room to send to another node");
+  }
+  target = other;
+  return slot;
+}
+
+void Internode::push_chunk(int32_t other, int64_t chunk, int64_t slot, int64_t rows, uint64_t epoch) {
+  const auto count = static_cast<uint32_t>(rows);
+  proxy_.push({Command::Kind::chunk, static_cast<uint8_t>(epoch), static_cast<uint16_t>(other),
+               static_cast<uint32_t>(chunk), static_cast<uint32_t>(slot), count << 16 | count});
+}
+
+void Internode::send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x,
+                          uint64_t epoch) {
+  const int64_t chunk_rows = layout_.shape.chunk_rows();
+  int64_t chunks = 0;
+  for (const auto& tokens : routes.tokens)
+    chunks = std::max(chunks, layout_.shape.chunks(static_cast<int64_t>(tokens.size())));
+  for (int64_t chunk = 0; chunk < chunks; ++chunk)
+    for (int32_t i = 0; i < others_; ++i) {
+      const int32_t other = (node_ + i) % others_;
+      const auto& tokens = routes.tokens[static_cast<size_t>(other)];
+      const int64_t first = chunk * chunk_rows,
+                    rows = std::min(chunk_rows, static_cast<int64_t>(tokens.size()) - first);
+      if (rows <= 0) continue;
+      const int64_t slot = take_slot(other, epoch);
+      cpu::stage_rows(context, x,
+                      std::span(tokens).subspan(static_cast<size_t>(first), static_cast<size_t>(rows)),
+                      staging(slot));
+      push_chunk(other, chunk, slot, rows, epoch);
+    }
+}
+
+void Internode::wait_all_here(uint64_t epoch) {
+  for (int32_t other = 0; other < others_; ++other)
+    signals_.wait_word(proxy_.all_here(other), epoch, rail(other), rail(other), epoch, kRowsPhase);
+}
+
+void Internode::wait_part(int32_t source, int64_t flag, uint64_t epoch, const char* phase) {
+  const int32_t through = nodes_.rank_of(node_, nodes_.local_of(source));
+  auto* const word = reinterpret_cast<uint64_t*>(
+      window(nodes_.local_of(source)) + layout_.arrival(static_cast<int>(epoch & 1), other_of(source), flag));
+  signals_.wait_word(word, epoch, source, through, epoch, phase);
+}
+
+void Internode::pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull) {
+  const int64_t chunk_rows = layout_.shape.chunk_rows();
+  int64_t chunks = 0;
+  for (const int64_t rows : plan.relayed) chunks = std::max(chunks, layout_.shape.chunks(rows));
+  for (int64_t chunk = 0; chunk < chunks; ++chunk)
+    for (int32_t i = 0; i < nodes_.ranks; ++i) {
+      const int32_t source = (rank_ + i) % nodes_.ranks;
+      const int64_t first = chunk * chunk_rows;
+      if (nodes_.same_node(source, rank_) || first >= plan.relayed[static_cast<size_t>(source)]) continue;
+      const cpu::EntryRange range = cpu::entries_between(plan, source, first, first + chunk_rows);
+      if (range.begin == range.end) continue;
+      wait_part(source, chunk, epoch, kRowsPhase);
+      pull(range);
+    }
+}
+
+/// Rounds: in each, every rank of this node sums its rows for one chunk of each of its neighbours' rails, and
+/// then adds up, for its own rail, the chunk of the round before. A neighbour's partial sums have room for a
+/// few rounds.
+void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
+                      uint64_t epoch) {
+  const int64_t chunk_rows = layout_.shape.chunk_rows(), row_bytes = layout_.shape.row_bytes();
+  struct Task {
+    int32_t other;
+    int64_t chunk;
+  };
+  // The chunks that the rank `local` of this node adds up, in its order. All ranks of the node know it.
+  const auto tasks_of = [&](int32_t local) {
+    std::vector<Task> tasks;
+    bool more = true;
+    for (int64_t chunk = 0; more; ++chunk) {
+      more = false;
+      for (int32_t i = 0; i < others_; ++i) {
+        const int32_t other = (node_ + i) % others_;
+        const int32_t home = nodes_.rank_of(NodeMap::node_of_other(other, node_), local);
+        if (chunk >= layout_.shape.chunks(plan.relayed[static_cast<size_t>(home)])) continue;
+        tasks.push_back({other, chunk});
+        more = true;
+      }
+    }
+    return tasks;
+  };
+  std::vector<std::vector<Task>> tasks;
+  size_t rounds = 0;
+  for (int32_t local = 0; local < nodes_.local_ranks; ++local) {
+    tasks.push_back(tasks_of(local));
+    rounds = std::max(rounds, tasks.back().size());
+  }
+  const auto range = [&](const Task& task, int32_t local) {
+    const int32_t home = nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local);
+    const int64_t first = task.chunk * chunk_rows;
+    return std::pair(first, std::min(first + chunk_rows, plan.relayed[static_cast<size_t>(home)]));
+  };
+  const auto partials = [&](int32_t local, uint64_t round) {
+    const auto slot = static_cast<int64_t>(round % static_cast<uint64_t>(WindowLayout::kPartialRounds));
+    return window(local) + layout_.partials + slot * chunk_rows * layout_.shape.slots() * row_bytes;
+  };
+  const auto counter = [&](uint64_t RelayProgress::* field) {
+    return [this, field](int32_t rank) { return &(progress(rank).*field); };
+  };
+
+  const int32_t own_local = nodes_.local_of(rank_);
+  const bool alone = nodes_.local_ranks == 1;
+  constexpr auto kRounds = static_cast<uint64_t>(WindowLayout::kPartialRounds);
+  const auto reduce = [&](size_t round) {
+    const uint64_t number = rounds_ + round;  // over all operations
+    if (number >= kRounds)
+      signals_.wait_node(counter(&RelayProgress::summed), number - kRounds + 1, epoch, "sums of the node");
+    for (int32_t i = 1; i < nodes_.local_ranks; ++i) {
+      const int32_t local = (own_local + i) % nodes_.local_ranks;
+      if (round >= tasks[static_cast<size_t>(local)].size()) continue;
+      const Task& task = tasks[static_cast<size_t>(local)][round];
+      const auto [first, end] = range(task, local);
+      cpu::reduce_partials(context, plan, arguments,
+                           nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local), first, end,
+                           partials(local, number));
+    }
+    signals_.store(&progress(rank_).reduced, number + 1);
+  };
+  const auto sum = [&](size_t round) {
+    const uint64_t number = rounds_ + round;
+    const auto& own_tasks = tasks[static_cast<size_t>(own_local)];
+    if (round < own_tasks.size()) {
+      const Task& task = own_tasks[round];
+      const auto [first, end] = range(task, own_local);
+      const int64_t slot = take_slot(task.other, epoch);
+      if (!alone) signals_.wait_node(counter(&RelayProgress::reduced), number + 1, epoch, "sums of the node");
+      cpu::sum_partials(context, plan, arguments, task.other, first, end,
+                        alone ? nullptr : partials(own_local, number), staging(slot));
+      push_chunk(task.other, task.chunk, slot, end - first, epoch);
+    }
+    if (!alone) signals_.store(&progress(rank_).summed, number + 1);
+  };
+  if (alone) {
+    for (size_t round = 0; round < rounds; ++round) sum(round);
+  } else {
+    for (size_t round = 0; round <= rounds; ++round) {
+      if (round < rounds) reduce(round);
+      if (round > 0) sum(round - 1);
+    }
+  }
+  rounds_ += rounds;
+}
+
+void Internode::meet_node(uint64_t epoch) {
+  signals_.store(&progress(rank_).pushed, epoch);
+  signals_.wait_node([this](int32_t rank) { return &progress(rank).pushed; }, epoch, epoch,
+                     "sums of the node");
+}
+
+void Internode::send_grads(const Plan& plan, uint64_t epoch) {
+  for (int32_t other = 0; other < others_; ++other) {
+    const int64_t entries = plan.source_tokens[static_cast<size_t>(rail(other))] * layout_.shape.top_k;
+    push_pieces(Command::Kind::grads, other, entries * weight_bytes(layout_.shape.dtype), epoch);
+  }
+}
+
+void Internode::wait_grads(const Plan& plan, uint64_t epoch) {
+  const WindowShape& shape = layout_.shape;
+  const int64_t bytes = plan.tokens * shape.top_k * weight_bytes(shape.dtype);
+  for (int32_t other = 0; other < others_; ++other)
+    for (int64_t piece = 0; piece < WindowShape::pieces(bytes); ++piece)
+      wait_part(rail(other), shape.chunks(shape.max_tokens) + piece, epoch, "gradients from another node");
+}
+
+void Internode::sum_home(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum) {
+  const int64_t chunk_rows = layout_.shape.chunk_rows();
+  std::vector<int64_t> arrived(static_cast<size_t>(others_), 0);  // chunks
+  for (int64_t first = 0; first < plan.tokens; first += chunk_rows) {
+    const int64_t end = std::min(first + chunk_rows, plan.tokens);
+    for (int32_t other = 0; other < others_; ++other) {
+      const auto& tokens = plan.routes.tokens[static_cast<size_t>(other)];
+      const int64_t rows = std::lower_bound(tokens.begin(), tokens.end(), end) - tokens.begin();
+      int64_t& chunk = arrived[static_cast<size_t>(other)];
+      for (; chunk < layout_.shape.chunks(rows); ++chunk)
+        wait_part(rail(other), chunk, epoch, "sums from another node");
+    }
+    sum(first, end);
+  }
+}
+
+}  // namespace moecomm

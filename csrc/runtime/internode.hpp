@@ -1,0 +1,92 @@
+// What an operation does between nodes: sends what others need over the rail, waits for what comes from
+// there, and sums for the homes on other nodes (docs/protocol.md). Puts and arrivals are the proxy's.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/combine.hpp"
+#include "layout/plan.hpp"
+#include "runtime/proxy.hpp"
+
+namespace moecomm {
+
+class Internode {
+ public:
+  /// bases[i] is the window of the node's rank i as mapped here.
+  Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases, shm::Signals& signals,
+            std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds);
+
+  Proxy& proxy() { return proxy_; }
+
+  /// Rows of `rank`, on another node, as they arrive here, numbered by relay index; and what came with them.
+  const std::byte* rows(int32_t rank, uint64_t epoch) const;
+  const int32_t* ids(int32_t rank, uint64_t epoch) const;
+  const std::byte* weights(int32_t rank, uint64_t epoch) const;
+  const char* error_text(int32_t rank, uint64_t epoch) const;
+  /// Where the gradients of the weights of `home`, on another node, wait for their way.
+  std::byte* outgoing_grads(int32_t home, uint64_t epoch) const;
+  /// Sums and gradients for this rank's tokens that come from `node`.
+  const std::byte* sums(int32_t node, uint64_t epoch) const;
+  const std::byte* grads(int32_t node, uint64_t epoch) const;
+
+  /// Sends the record to the rail, with the tokens' ids and weights if it is that of a dispatch, and the text
+  /// if it is that of an error. routes: rows that send_rows() will send, or null.
+  void announce(const SignalRecord& record, const RelayRoutes* routes, const char* text);
+  /// Sends the rows of x that other nodes need. Returns when all are on their way.
+  void send_rows(const cpu::Context& context, const RelayRoutes& routes, const std::byte* x, uint64_t epoch);
+  /// Returns when the rail's ranks have sent here all that they announced in `epoch`.
+  void wait_all_here(uint64_t epoch);
+
+  /// What arrives from other nodes, chunk by chunk: calls pull(range) for the entries of a chunk that is
+  /// there.
+  void pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull);
+
+  /// This rank's part of a combine for homes on other nodes: its sums go to the ranks of the rails here, and
+  /// what those of this rank's rail need leaves.
+  void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
+             uint64_t epoch);
+  /// Returns when all ranks of the node have called it: what they have for this node, or for its rails, is
+  /// written.
+  void meet_node(uint64_t epoch);
+  /// Sends the gradients that this node has for the rail.
+  void send_grads(const Plan& plan, uint64_t epoch);
+  /// Sums of tokens as far as they have arrived: calls sum(first, end) for parts of the own tokens in order.
+  void sum_home(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
+  /// Returns when the gradients of the own tokens' weights have arrived from all other nodes.
+  void wait_grads(const Plan& plan, uint64_t epoch);
+
+ private:
+  std::byte* window(int32_t local) const { return bases_[static_cast<size_t>(local)]; }
+  std::byte* own() const { return window(nodes_.local_of(rank_)); }
+  int32_t other_of(int32_t rank) const { return NodeMap::other(nodes_.node_of(rank), node_); }
+  RelayProgress& progress(int32_t rank) const {
+    return *reinterpret_cast<RelayProgress*>(window(nodes_.local_of(rank)) + layout_.progress);
+  }
+  int32_t rail(int32_t other) const {
+    return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
+  }
+  /// Waits for an arrival flag of `source` in the window of its rail here.
+  void wait_part(int32_t source, int64_t flag, uint64_t epoch, const char* phase);
+  /// A free staging slot, for something that goes to `other`.
+  int64_t take_slot(int32_t other, uint64_t epoch);
+  std::byte* staging(int64_t slot) const {
+    return own() + layout_.staging + slot * layout_.shape.chunk_rows() * layout_.shape.row_bytes();
+  }
+  void push_chunk(int32_t other, int64_t chunk, int64_t slot, int64_t rows, uint64_t epoch);
+  void push_pieces(Command::Kind kind, int32_t other, int64_t bytes, uint64_t epoch);
+
+  const WindowLayout layout_;
+  const NodeMap nodes_;
+  const int32_t rank_, node_, others_;
+  const std::vector<std::byte*> bases_;
+  shm::Signals& signals_;
+  uint64_t staged_ = 0;               // chunks that ever got a staging slot
+  std::vector<int32_t> slot_target_;  // to whom the chunk in a slot goes
+  uint64_t rounds_ = 0;               // of relay(), over all operations
+  Proxy proxy_;
+};
+
+}  // namespace moecomm

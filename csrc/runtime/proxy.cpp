@@ -1,0 +1,363 @@
+#include "runtime/proxy.hpp"
+
+#include <pthread.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cstddef>
+
+namespace moecomm {
+namespace {
+
+// How often the control links are looked at, and how long a farewell may take at most.
+constexpr auto kWordsInterval = std::chrono::milliseconds(2);
+constexpr double kFarewellSeconds = 10.0;
+// With nothing to do the thread gives up its core at once, and soon sleeps: those that compute need it more.
+constexpr int kIdleYields = 32;
+constexpr auto kIdleSleep = std::chrono::microseconds(20), kLongSleep = std::chrono::microseconds(500);
+constexpr int kIdleTurns = 4096;  // then the sleeps get long
+constexpr uint64_t kNoContext = ~uint64_t{0};
+
+}  // namespace
+
+Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
+             std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds)
+    : layout_(layout),
+      nodes_(layout.shape.nodes()),
+      rank_(rank),
+      node_(nodes_.node_of(rank)),
+      others_(nodes_.nodes() - 1),
+      base_(base),
+      signals_(signals),
+      remote_(std::move(remote)),
+      links_(std::move(links)),
+      timeout_seconds_(timeout_seconds),
+      staging_done_(static_cast<size_t>(WindowLayout::kStagingChunks), 0),
+      outbound_(static_cast<size_t>(others_)),
+      inbound_(static_cast<size_t>(others_)),
+      staged_rows_(static_cast<size_t>(WindowLayout::kStagingChunks), 0),
+      reasons_(static_cast<size_t>(nodes_.nodes())) {
+  thread_ = std::make_unique<std::thread>([this] { run(); });
+}
+
+Proxy::~Proxy() {
+  if (getpid() != owner_) {
+    // A forked child has neither the thread nor a right to the parent's network resources.
+    static_cast<void>(remote_.release());
+    static_cast<void>(links_.release());
+    static_cast<void>(thread_.release());
+    return;
+  }
+  close(false);
+}
+
+void Proxy::push(const Command& command) {
+  const Deadline deadline{std::chrono::duration<double>(timeout_seconds_)};
+  while (!ring_.push(command)) {
+    if (deadline.passed())
+      throw Error(ErrorKind::peer_timeout, "rank " + std::to_string(rank_) +
+                                               ": the network takes no more work (waited " +
+                                               std::to_string(timeout_seconds_) + " s)");
+    std::this_thread::yield();
+  }
+}
+
+void Proxy::announce_loss(int32_t peer, Cause cause) noexcept {
+  for (int32_t other = 0; other < others_; ++other)
+    links_->send(NodeMap::node_of_other(other, node_),
+                 {static_cast<uint32_t>(Word::abort), peer, static_cast<int32_t>(cause), 0});
+}
+
+std::string Proxy::reason(int32_t peer) const {
+  const std::lock_guard lock(reasons_mutex_);
+  return reasons_[static_cast<size_t>(nodes_.node_of(peer))];
+}
+
+void Proxy::close(bool drain) noexcept {
+  if (!thread_ || getpid() != owner_) return;
+  stop_ = drain ? 1 : 2;
+  thread_->join();
+  thread_.reset();
+}
+
+void Proxy::run() {
+  pthread_setname_np(pthread_self(), "moecomm-proxy");
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // short sleeps are to be short
+  int idle = 0;
+  while (stop_.load() != 2) {
+    const bool busy =
+        static_cast<int>(take_commands()) | static_cast<int>(issue()) | static_cast<int>(take_events());
+    if (const auto now = Clock::now(); now >= next_words_) {
+      take_words();
+      next_words_ = now + kWordsInterval;
+    }
+    if (stop_.load() == 1) {
+      say_farewell();
+      if (finished()) return;
+    }
+    idle = busy ? 0 : idle + 1;
+    if (idle > kIdleYields)
+      std::this_thread::sleep_for(idle > kIdleTurns ? kLongSleep : kIdleSleep);
+    else if (idle > 0)
+      std::this_thread::yield();
+  }
+}
+
+bool Proxy::take_commands() {
+  bool busy = false;
+  for (int i = 0; i < 256; ++i) {
+    const auto command = ring_.pop();
+    if (!command) break;
+    translate(*command);
+    busy = true;
+  }
+  return busy;
+}
+
+/// The put that a command asks for; rows wait until their chunk is complete.
+void Proxy::translate(const Command& command) {
+  const WindowShape& shape = layout_.shape;
+  const int parity = command.epoch & 1;
+  const int32_t other = command.other;
+  const int32_t mine = NodeMap::other(node_, NodeMap::node_of_other(other, node_));  // this node, seen there
+  const int64_t piece = command.index * WindowShape::kPieceBytes;
+  Immediate immediate{Immediate::Kind::body, command.epoch, static_cast<uint32_t>(node_), command.index};
+  Put put{0, 0, command.a, 0, kNoContext};
+  switch (command.kind) {
+    case Command::Kind::head:
+      immediate.kind = Immediate::Kind::head;
+      put.src = WindowLayout::relayed_head(layout_.announcement[parity], other);
+      put.dst = WindowLayout::relayed_head(layout_.relay_head[parity], mine);
+      break;
+    case Command::Kind::ids:
+      put.src = layout_.ids[parity] + piece;
+      put.dst = layout_.relayed_ids(parity, mine) + piece;
+      break;
+    case Command::Kind::weights:
+      put.src = layout_.weights[parity] + piece;
+      put.dst = layout_.relayed_weights(layout_.relay_weights[parity], mine) + piece;
+      break;
+    case Command::Kind::grads:
+      immediate.kind = Immediate::Kind::part;
+      immediate.index = static_cast<uint32_t>(shape.chunks(shape.max_tokens) + command.index);
+      put.src = layout_.relayed_weights(layout_.outgoing_grads[parity], other) + piece;
+      put.dst = layout_.relayed_weights(layout_.relay_grads[parity], mine) + piece;
+      break;
+    case Command::Kind::chunk: {
+      const int64_t slot = command.a, rows = command.b & 0xffff;
+      int64_t& staged = staged_rows_[static_cast<size_t>(slot)];
+      staged += command.b >> 16;
+      if (staged < rows) return;
+      staged = 0;
+      const int64_t chunk_bytes = shape.chunk_rows() * shape.row_bytes();
+      immediate.kind = Immediate::Kind::part;
+      put.src = layout_.staging + slot * chunk_bytes;
+      put.dst = layout_.relayed_rows(parity, mine) + command.index * chunk_bytes;
+      put.bytes = rows * shape.row_bytes();
+      put.context = static_cast<uint64_t>(slot);
+      stats_.row_bytes.fetch_add(put.bytes, std::memory_order_relaxed);
+      break;
+    }
+  }
+  put.immediate = immediate.bits();
+  outbound_[static_cast<size_t>(other)].ready.push_back(put);
+}
+
+/// Starts what the network takes, one put a peer in turn.
+bool Proxy::issue() {
+  bool busy = false;
+  int32_t refused = 0;
+  while (refused < others_) {
+    const int32_t other = next_;
+    next_ = (next_ + 1) % others_;
+    Outbound& out = outbound_[static_cast<size_t>(other)];
+    if (out.ready.empty()) {
+      ++refused;
+      continue;
+    }
+    const Put& put = out.ready.front();
+    if (out.gone) {
+      // Nobody will read it; who waits for the slot is told of the loss by its signals.
+      if (put.context != kNoContext)
+        signals_.store_own(&staging_done_[put.context], staging_done_[put.context] + 1);
+    } else {
+      if (!remote_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
+                        put.context)) {
+        ++refused;
+        continue;
+      }
+      ++out.put;
+      stats_.puts.fetch_add(1, std::memory_order_relaxed);
+      stats_.bytes.fetch_add(put.bytes, std::memory_order_relaxed);
+    }
+    out.ready.pop_front();
+    refused = 0;
+    busy = true;
+  }
+  return busy;
+}
+
+bool Proxy::take_events() {
+  events_.clear();
+  remote_->poll(events_);
+  for (const RemoteEvent& event : events_) {
+    switch (event.kind) {
+      case RemoteEvent::Kind::sent:
+        if (event.context != kNoContext)
+          signals_.store_own(&staging_done_[event.context], staging_done_[event.context] + 1);
+        break;
+      case RemoteEvent::Kind::arrived:
+        arrived(event.immediate);
+        break;
+      case RemoteEvent::Kind::failed:
+        for (int32_t other = 0; other < others_; ++other)
+          if (event.peer < 0 || NodeMap::node_of_other(other, node_) == event.peer)
+            lose(other, Cause::unreachable, event.text);
+        break;
+    }
+  }
+  return !events_.empty();
+}
+
+void Proxy::arrived(uint32_t bits) {
+  const Immediate immediate = Immediate::from(bits);
+  const auto node = static_cast<int32_t>(immediate.node);
+  // Only a peer that is not one of ours, or broken, sends such a thing; its bytes are within the window
+  // still.
+  if (node >= nodes_.nodes() || node == node_) return;
+  const int32_t other = NodeMap::other(node, node_);
+  Inbound& in = inbound_[static_cast<size_t>(other)];
+  ++in.arrived;
+  // Of the epoch before the last one shown, rows may still come; and the peer may be two ahead of it.
+  const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
+  const uint64_t epoch = in.delivered + ahead - 1;
+  Inbound::Epoch& state = in.epochs[epoch & 1];
+  if (state.epoch != epoch) state = {epoch};
+  if (ahead > 3 ||
+      (immediate.kind == Immediate::Kind::part && immediate.index >= layout_.shape.arrival_flags())) {
+    lose(other, Cause::unreachable, remote_->caps().provider + ": a message that no rank sends");
+    return;
+  }
+  switch (immediate.kind) {
+    case Immediate::Kind::head:
+      state.head = true;
+      break;
+    case Immediate::Kind::body:
+      ++state.bodies;
+      break;
+    case Immediate::Kind::part:
+      signals_.store(reinterpret_cast<uint64_t*>(
+                         base_ + layout_.arrival(static_cast<int>(epoch & 1), other, immediate.index)),
+                     epoch);
+      ++state.parts;
+      break;
+  }
+  while (show_next(other)) {
+  }
+  check_parts(other);
+  check_farewell(other);
+}
+
+/// Shows the next record to the node once it is there with its ids and weights. False if it is not.
+bool Proxy::show_next(int32_t other) {
+  Inbound& in = inbound_[static_cast<size_t>(other)];
+  const uint64_t epoch = in.delivered + 1;
+  const Inbound::Epoch& state = in.epochs[epoch & 1];
+  if (in.gone || state.epoch != epoch || !state.head) return false;
+  const WindowShape& shape = layout_.shape;
+  Announcement& announcement = head(static_cast<int>(epoch & 1), other);
+  const SignalRecord& record = announcement.record;
+  if (record.epoch != epoch || record.tokens < 0 || record.tokens > shape.max_tokens ||
+      announcement.parts > static_cast<uint64_t>(shape.arrival_flags())) {
+    lose(other, Cause::unreachable, remote_->caps().provider + ": a record that no rank sends");
+    return false;
+  }
+  int64_t bodies = 0;
+  if (record.operation == Operation::dispatch) {
+    const int64_t entries = int64_t{record.tokens} * shape.top_k;
+    bodies = WindowShape::pieces(entries * 4);
+    if ((record.carries & kCarriesWeights) != 0)
+      bodies += WindowShape::pieces(entries * weight_bytes(shape.dtype));
+  }
+  if (state.bodies < bodies) return false;
+  in.delivered = epoch;
+  announcement.text[kErrorText - 1] = 0;
+  signals_.deliver(rail(other), record);
+  return true;
+}
+
+/// Says up to which epoch all that belongs to a record that was shown has arrived.
+void Proxy::check_parts(int32_t other) {
+  Inbound& in = inbound_[static_cast<size_t>(other)];
+  while (in.all_here < in.delivered) {
+    const uint64_t epoch = in.all_here + 1;
+    if (in.epochs[epoch & 1].parts < head(static_cast<int>(epoch & 1), other).parts) return;
+    signals_.store_own(&in.all_here, epoch);
+  }
+}
+
+/// A peer that has closed is gone when its last put is here; then it may go.
+void Proxy::check_farewell(int32_t other) {
+  Inbound& in = inbound_[static_cast<size_t>(other)];
+  if (in.gone || in.arrived != in.last) return;
+  in.gone = true;
+  signals_.deliver_gone(rail(other), Cause::closed);
+  links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(Word::drained), 0, 0, 0});
+}
+
+void Proxy::take_words() {
+  words_.clear();
+  links_->poll(words_);
+  for (const tcp::LinkEvent& event : words_) {
+    const int32_t other = NodeMap::other(event.peer, node_);
+    if (event.kind == tcp::LinkEvent::Kind::lost) {
+      lose(other, Cause::ended, event.text);
+      continue;
+    }
+    switch (static_cast<Word>(event.message.kind)) {
+      case Word::closing:
+        inbound_[static_cast<size_t>(other)].last = event.message.value;
+        check_farewell(other);
+        break;
+      case Word::drained:
+        outbound_[static_cast<size_t>(other)].gone = true;
+        break;
+      case Word::abort:
+        if (event.message.a >= 0 && event.message.a < nodes_.ranks && event.message.b >= 0 &&
+            event.message.b <= static_cast<int32_t>(Cause::unreachable))
+          signals_.deliver_abort(rail(other), event.message.a, static_cast<Cause>(event.message.b));
+        break;
+    }
+  }
+}
+
+void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
+  Inbound& in = inbound_[static_cast<size_t>(other)];
+  outbound_[static_cast<size_t>(other)].gone = true;
+  if (cause == Cause::ended) remote_->forget(NodeMap::node_of_other(other, node_));
+  if (in.gone) return;
+  in.gone = true;
+  {
+    const std::lock_guard lock(reasons_mutex_);
+    reasons_[static_cast<size_t>(NodeMap::node_of_other(other, node_))] = text;
+  }
+  signals_.deliver_gone(rail(other), cause);
+}
+
+void Proxy::say_farewell() {
+  if (!farewell_)
+    farewell_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kFarewellSeconds)));
+  for (int32_t other = 0; other < others_; ++other) {
+    Outbound& out = outbound_[static_cast<size_t>(other)];
+    if (out.farewell || out.gone || !out.ready.empty()) continue;
+    out.farewell = true;
+    links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(Word::closing), 0, 0, out.put});
+  }
+}
+
+bool Proxy::finished() const {
+  return farewell_->passed() ||
+         std::all_of(outbound_.begin(), outbound_.end(), [](const Outbound& out) { return out.gone; });
+}
+
+}  // namespace moecomm

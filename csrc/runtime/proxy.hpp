@@ -1,0 +1,139 @@
+// The proxy of a rank: the thread that talks to the network on behalf of those that compute. It turns
+// commands into puts to the rank's rail, counts what arrives from there, and shows it to the ranks of this
+// node by the signals and flags that they wait for anyway. Delivery may come in any order: a record is shown
+// when it and all that belongs to it has arrived, a flag is raised for each chunk by itself.
+//
+// Control links tell it when a peer's process is gone, and carry the words of farewell, so that nobody who
+// closes leaves others waiting for rows that are still on their way.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/deadline.hpp"
+#include "layout/window.hpp"
+#include "runtime/command_ring.hpp"
+#include "transport/remote.hpp"
+#include "transport/shm/signal.hpp"
+#include "transport/tcp/links.hpp"
+
+namespace moecomm {
+
+/// Counters of what went to other nodes, since construction or the last reset.
+struct WireStats {
+  std::atomic<int64_t> puts{0}, bytes{0}, row_bytes{0};
+
+  void reset() { puts = bytes = row_bytes = 0; }
+};
+
+class Proxy {
+ public:
+  /// `base` is the own window. Starts the thread. Peers of `remote` and `links` are numbered by node.
+  Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
+        std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds);
+  ~Proxy();
+
+  /// Hands over a command; waits while the ring is full.
+  void push(const Command& command);
+  /// The epoch up to which everything that the rail's rank on that node sent unasked has arrived.
+  uint64_t* all_here(int32_t other) { return &inbound_[static_cast<size_t>(other)].all_here; }
+  /// How often a staging slot has become free.
+  uint64_t* staging_done(int64_t slot) { return &staging_done_[static_cast<size_t>(slot)]; }
+  /// Tells the rail that this rank has given up on a peer. Any thread.
+  void announce_loss(int32_t peer, Cause cause) noexcept;
+  /// Why a rank can't be reached, if the network said so.
+  std::string reason(int32_t peer) const;
+  const RemoteCaps& caps() const { return remote_->caps(); }
+  WireStats& stats() { return stats_; }
+  const WireStats& stats() const { return stats_; }
+
+  /// Says farewell: returns when the rail has received all that was put, or is gone, or the deadline has
+  /// passed; without `drain` at once. The thread ends.
+  void close(bool drain) noexcept;
+
+ private:
+  struct Put {
+    int64_t dst, src, bytes;
+    uint32_t immediate;
+    uint64_t context;
+  };
+  struct Outbound {
+    std::deque<Put> ready;
+    uint64_t put = 0;
+    bool farewell = false, gone = false;
+  };
+  struct Inbound {
+    struct Epoch {
+      uint64_t epoch = 0;
+      bool head = false;
+      int64_t bodies = 0;
+      uint64_t parts = 0;
+    } epochs[2];
+    uint64_t delivered = 0;        // epoch of the last record shown
+    uint64_t arrived = 0;          // puts, all epochs
+    uint64_t last = ~uint64_t{0};  // puts at the peer's farewell
+    uint64_t all_here = 0;         // read by waiters
+    bool gone = false;
+  };
+  enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
+
+  void run();
+  bool take_commands();
+  bool issue();
+  bool take_events();
+  void take_words();
+  void translate(const Command& command);
+  void arrived(uint32_t bits);
+  bool show_next(int32_t other);
+  void check_parts(int32_t other);
+  void check_farewell(int32_t other);
+  void lose(int32_t other, Cause cause, const std::string& text);
+  void say_farewell();
+  bool finished() const;
+  int32_t rail(int32_t other) const {
+    return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
+  }
+  Announcement& head(int parity, int32_t other) const {
+    return *reinterpret_cast<Announcement*>(base_ +
+                                            WindowLayout::relayed_head(layout_.relay_head[parity], other));
+  }
+
+  const WindowLayout layout_;
+  const NodeMap nodes_;
+  const int32_t rank_, node_, others_;
+  std::byte* const base_;
+  shm::Signals& signals_;
+  std::unique_ptr<Remote> remote_;
+  std::unique_ptr<tcp::Links> links_;
+  const double timeout_seconds_;
+
+  CommandRing ring_;
+  std::vector<uint64_t> staging_done_;
+  WireStats stats_;
+  std::atomic<int> stop_{0};  // 1: farewell, 2: at once
+
+  // Of the thread alone, but for Inbound::all_here.
+  std::vector<Outbound> outbound_;
+  std::vector<Inbound> inbound_;
+  std::vector<int64_t> staged_rows_;  // of the chunk in each staging slot
+  std::vector<RemoteEvent> events_;
+  std::vector<tcp::LinkEvent> words_;
+  int32_t next_ = 0;
+  Clock::time_point next_words_{};
+  std::optional<Deadline> farewell_;
+
+  mutable std::mutex reasons_mutex_;
+  std::vector<std::string> reasons_;  // [node]
+
+  const int owner_ = getpid();
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace moecomm

@@ -1,0 +1,52 @@
+#include "runtime/rail.hpp"
+
+#include <algorithm>
+
+#include "common/error.hpp"
+#include "transport/fabric/shuffle.hpp"
+#include "transport/interface.hpp"
+
+namespace moecomm {
+namespace {
+
+fabric::FabricOptions fabric_options(const RailOptions& options) {
+  fabric::FabricOptions chosen;
+  chosen.provider.provider = options.provider;
+  chosen.provider.interface = options.interface;
+  return chosen;
+}
+
+/// The interface that was asked for may be a device of RDMA ("mlx5_0"), which TCP does not know.
+std::string interface_for_links(const std::string& interface) {
+  try {
+    interface_address(interface);
+    return interface;
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+// Links end when a host is silent for longer than this and than a wait may take.
+constexpr double kLeastSilence = 30.0;
+
+}  // namespace
+
+Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base)
+    : options_(options),
+      remote_(std::make_unique<fabric::FabricRemote>(fabric_options(options), base, layout.committed_bytes)),
+      links_(std::make_unique<tcp::Links>(
+          tcp::LinkOptions{options.job, options.node, options.nodes, interface_for_links(options.interface),
+                           std::max(kLeastSilence, options.timeout_seconds)})) {}
+
+void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
+                   const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
+  links_->connect(endpoints, options_.timeout_seconds, interrupt);
+  remote_->connect(cards, options_.node, options_.timeout_seconds, interrupt);
+}
+
+std::unique_ptr<Remote> Rail::take_remote() {
+  if (options_.shuffle == 0) return std::move(remote_);
+  return std::make_unique<fabric::ShuffledRemote>(std::move(remote_), options_.shuffle);
+}
+
+}  // namespace moecomm

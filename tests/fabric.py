@@ -1,0 +1,11 @@
+"""What tests between nodes need of this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from moecomm import _C
+
+needs_fabric = pytest.mark.skipif(
+    _C.fabric_missing() is not None, reason=f"no libfabric: {_C.fabric_missing()}"
+)

@@ -1,0 +1,221 @@
+"""Nodes emulated on one host, reached over libfabric: the same results as on one node, bit for bit where that
+is promised, against the reference and against the product's own one-node path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fabric import needs_fabric
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.harness import NO_GPUS, RankPool
+from tests.multirank.test_autograd import gradients, verify_gradients
+from tests.multirank.test_dispatch_combine import many_steps_here, play_here
+from tests.reference import DTYPES
+
+pytestmark = needs_fabric
+
+Pools = Callable[..., RankPool]
+
+MATRIX = [(2, 1), (4, 2), (6, 2), (4, 1)]
+"""(ranks, ranks a node): 2x1, 2x2, 3x2, 4x1 nodes."""
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Iterator[Pools]:
+    """fabric(world_size, provider="tcp", shuffle=None): a set of ranks kept for the module."""
+    pools: dict[Any, RankPool] = {}
+
+    def get(world_size: int, provider: str = "tcp", shuffle: int | None = None) -> RankPool:
+        key = (world_size, provider, shuffle)
+        if key not in pools:
+            chosen = {"MOECOMM_FABRIC_PROVIDER": provider}
+            if shuffle is not None:
+                chosen["MOECOMM_FABRIC_SHUFFLE"] = str(shuffle)
+            pools[key] = RankPool(world_size, timeout=120.0, environment=NO_GPUS | chosen)
+        return pools[key]
+
+    yield get
+    for each in pools.values():
+        each.close()
+
+
+def _on_nodes(some: list[Case], ranks_per_node: int) -> list[Case]:
+    return [replace(case, ranks_per_node=ranks_per_node) for case in some]
+
+
+def _check(pool: RankPool, some: list[Case]) -> None:
+    for case, results in zip(some, zip(*pool(play_here, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+def _check_steps(pool: RankPool, some: list[Case]) -> None:
+    """On one communicator."""
+    for case, results in zip(some, zip(*pool(many_steps_here, some), strict=True), strict=True):
+        cases.verify(case, results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "per_node"), MATRIX)
+def test_layouts_alignments_and_capacities(
+    fabric: Pools, size: int, per_node: int, dtype: str, seed: int
+) -> None:
+    some = cases.layouts_alignments_and_capacities(size, dtype, seed)
+    _check(fabric(size), _on_nodes(some, per_node))
+
+
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize(("size", "per_node"), [*MATRIX, (6, 3)])
+def test_many_steps(fabric: Pools, size: int, per_node: int, provider: str, seed: int) -> None:
+    _check_steps(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node))
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (3, 1)])
+def test_any_order_of_delivery(fabric: Pools, size: int, per_node: int, seed: int) -> None:
+    """What travels comes late and in random order."""
+    pool = fabric(size, shuffle=1 + seed % 1000)
+    _check_steps(pool, _on_nodes(cases.many_steps(size, seed), per_node))
+    # Rows of 512 KiB: many chunks under way at a time.
+    large = Case(
+        tokens=(23, *(31,) * (size - 1)),
+        num_experts=2 * size,
+        hidden=1 << 17,
+        top_k=2,
+        weights=True,
+        seed=seed,
+    )
+    _check_steps(pool, _on_nodes([large, replace(large, seed=seed + 1, layout="rank")], per_node))
+
+
+@pytest.mark.parametrize(("size", "per_node"), MATRIX)
+def test_nothing_to_do_and_all_to_one(fabric: Pools, size: int, per_node: int, seed: int) -> None:
+    some = cases.nothing_to_do(size, seed) + cases.all_tokens_to_one_rank(size, seed)
+    _check(fabric(size), _on_nodes(some, per_node))
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
+def test_chunks_and_threads(fabric: Pools, size: int, per_node: int, seed: int) -> None:
+    """More rows than a chunk holds, more chunks than there are places for."""
+    base = Case(
+        tokens=(1500, 1, *(700,) * (size - 2)),
+        num_experts=4 * size,
+        hidden=2056,
+        top_k=4,
+        weights=True,
+        seed=seed,
+    )
+    some = [replace(base, num_sms=2), replace(base, layout="rank", slack=-3), replace(base, dtype="bfloat16")]
+    _check(fabric(size), _on_nodes(some, per_node))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (4, 1)])
+def test_gradients(fabric: Pools, size: int, per_node: int, dtype: str, seed: int) -> None:
+    base = Case(
+        tokens=(6, 0, 9, 5)[-size:],
+        num_experts=3 * size,
+        hidden=72,
+        top_k=3,
+        dtype=dtype,
+        routing="holes",
+        seed=seed,
+        ranks_per_node=per_node,
+    )
+    for case in (
+        base,
+        replace(base, slack=3),
+        replace(base, layout="rank"),
+        replace(base, routing="one-rank"),
+    ):
+        verify_gradients(case, fabric(size)(gradients, case))
+
+
+def _both(rank: int, world_size: int, case: Case) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
+    """The same case on nodes and on one node, and whether a second run gives the same bits."""
+    import moecomm
+
+    one_node = replace(case, ranks_per_node=None)
+    with (
+        moecomm.Communicator(**case.communicator) as between,
+        moecomm.Communicator(**one_node.communicator) as within,
+    ):
+        assert (between.nodes, between.ranks_per_node) == (
+            world_size // case.ranks_per_node,
+            case.ranks_per_node,
+        )
+        assert (within.nodes, within.ranks_per_node) == (1, world_size)
+        first = cases.play(between, case, rank)
+        again = cases.play(between, case, rank)
+        same = [np.array_equal(first[name], again[name]) for name in ("tokens", "y", "weighted")]
+        return first, cases.play(within, one_node, rank), same
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "per_node"), MATRIX)
+def test_against_one_node(fabric: Pools, size: int, per_node: int, dtype: str, seed: int) -> None:
+    """Dispatch gives the same bits. A combine rounds once more for each other node (docs/nodes.md)."""
+    case = Case(
+        tokens=(40,) * size,
+        num_experts=4 * size,
+        hidden=64,
+        top_k=4,
+        dtype=dtype,
+        seed=seed,
+        ranks_per_node=per_node,
+    )
+    epsilon = torch.finfo(case.torch_dtype).eps
+    for between, within, same in fabric(size)(_both, case):
+        assert all(same)
+        for name in ("tokens", "weights", "offsets", "tokens_per_expert"):
+            cases.assert_same_bits(between[name], within[name], name)
+        for name in ("y", "weighted"):
+            # Each partial sum of a node is rounded once more: half a unit of it, and one of the result.
+            largest = np.abs(within[name]).max()
+            bound = epsilon * (size // per_node + 1) * largest
+            assert np.abs(between[name] - within[name]).max() <= bound
+
+
+def _counted(rank: int, world_size: int, case: Case) -> dict[str, float]:
+    import moecomm
+
+    with moecomm.Communicator(**case.communicator) as comm:
+        cases.play(comm, case, rank)
+        dist.barrier()  # a rank can be done while what it sends is still on its way
+        return comm.stats()
+
+
+@pytest.mark.parametrize(("size", "per_node"), MATRIX)
+def test_rows_cross_once_a_node(fabric: Pools, size: int, per_node: int, seed: int) -> None:
+    case = Case(
+        tokens=cases.unequal_tokens(size, 50, seed),
+        num_experts=4 * size,
+        hidden=256,
+        top_k=4,
+        routing="holes",
+        seed=seed,
+        ranks_per_node=per_node,
+    )
+    counts = fabric(size)(_counted, case)
+    nodes = size // per_node
+    crossing = np.zeros((size, nodes), np.int64)  # rows that a rank's tokens need, by node
+    for rank in range(size):
+        owners = np.where(case.ids(rank) >= 0, case.ids(rank) // 4 // per_node, -1)
+        for node in range(nodes):
+            crossing[rank, node] = (owners == node).any(1).sum() * (node != rank // per_node)
+    row_bytes = case.hidden * case.torch_dtype.itemsize
+    for rank, stats in enumerate(counts):
+        # A dispatch sends this rank's rows out; two combines send sums to the homes on its rail.
+        rail = [home for home in range(size) if home % per_node == rank % per_node]
+        rows = crossing[rank].sum() + 2 * sum(crossing[home, rank // per_node] for home in rail)
+        assert stats["network_row_bytes"] == rows * row_bytes
+        assert (
+            stats["network_bytes"] - stats["network_row_bytes"]
+            < stats["network_puts"] * 80 + 2 * (nodes - 1) * case.tokens[rank] * case.top_k * 4 + 1
+        )
