@@ -60,6 +60,10 @@ void Proxy::push(const Command& command) {
                                                std::to_string(timeout_seconds_) + " s)");
     std::this_thread::yield();
   }
+  if (asleep_.load(std::memory_order_relaxed)) {
+    const std::lock_guard lock(sleep_mutex_);
+    awake_.notify_one();
+  }
 }
 
 void Proxy::announce_loss(int32_t peer, Cause cause) noexcept {
@@ -96,10 +100,23 @@ void Proxy::run() {
       if (finished()) return;
     }
     idle = busy ? 0 : idle + 1;
-    if (idle > kIdleYields)
-      std::this_thread::sleep_for(idle > kIdleTurns ? kLongSleep : kIdleSleep);
-    else if (idle > 0)
-      std::this_thread::yield();
+    rest(idle);
+  }
+}
+
+/// A command ends a long sleep, which an operation of this rank begins with; what arrives does not, so long
+/// sleeps are not very long either.
+void Proxy::rest(int idle) {
+  if (idle == 0) return;
+  if (idle <= kIdleYields) {
+    std::this_thread::yield();
+  } else if (idle <= kIdleTurns) {
+    std::this_thread::sleep_for(kIdleSleep);
+  } else {
+    std::unique_lock lock(sleep_mutex_);
+    asleep_ = true;
+    awake_.wait_for(lock, kLongSleep);
+    asleep_ = false;
   }
 }
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -85,6 +86,7 @@ class Proxy {
   enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
 
   void run();
+  void rest(int idle);
   bool take_commands();
   bool issue();
   bool take_events();
@@ -118,6 +120,9 @@ class Proxy {
   std::vector<uint64_t> staging_done_;
   WireStats stats_;
   std::atomic<int> stop_{0};  // 1: farewell, 2: at once
+  std::atomic<bool> asleep_{false};
+  std::mutex sleep_mutex_;
+  std::condition_variable awake_;
 
   // Of the thread alone, but for Inbound::all_here.
   std::vector<Outbound> outbound_;
