@@ -42,9 +42,12 @@ def _try_out() -> int:
             out = comm.dispatch(x_TH, torch.arange(size).expand(4, size))
             right = torch.equal(comm.combine(out.tokens, out.handle), x_TH * size)
             if comm.rank == 0:
+                where = f" on {comm.nodes} nodes" if comm.nodes > 1 else ""
                 _section(
-                    f"transports of {size} ranks (tried: {'works' if right else 'WRONG RESULT'})",
-                    discovery.transports(size),
+                    f"transports of {size} ranks{where} (tried: {'works' if right else 'WRONG RESULT'})",
+                    discovery.transports(
+                        size, comm.ranks_per_node, int(os.environ.get("LOCAL_WORLD_SIZE", size))
+                    ),
                 )
             return 0 if right else 1
     finally:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
@@ -15,7 +15,10 @@ import torch
 from moecomm import _C, cuda_driver
 from moecomm.backends.cpu import default_threads
 from moecomm.cuda_driver import DriverError, Gpu
-from moecomm.errors import Unsupported
+from moecomm.env import read_env
+from moecomm.errors import InvalidArgument, MoecommError, Unsupported
+from moecomm.memory import window_shape
+from moecomm.nodes import NodeMap, find_nodes
 from moecomm.version import __version__
 
 _GIB = 1 << 30
@@ -112,28 +115,108 @@ def _handle_types(gpu: Gpu) -> str:
 
 
 def fabric() -> Iterator[tuple[str, str]]:
-    """(name, fact) of libfabric and its providers."""
-    library = ctypes.util.find_library("fabric")
-    yield "libfabric", library or "not found"
-    providers = sorted(
-        {line.split(":", 1)[1].strip() for line in _command(["fi_info"]) if line.startswith("provider:")}
-    )
-    if providers:
-        yield "fabric providers", ", ".join(providers)
-    yield "fabric transport", "not in this version: all ranks of a communicator share one host"
+    """(name, fact) of libfabric, its providers, and what ranks of this host would use between nodes."""
+    missing = _C.fabric_missing()
+    if missing is not None:
+        yield "libfabric", missing
+        yield "between nodes", "nothing: the ranks of a communicator have to share a host"
+        return
+    yield "libfabric", _C.fabric_version()
+    try:
+        yield "fabric providers", _offers_text(_C.fabric_offers())
+        env = read_env()
+        network, address = _open_network(env.fabric_provider or "", env.fabric_interface or "")
+    except MoecommError as error:
+        yield "between nodes", f"nothing: {error}"
+        return
+    asked = [
+        f"{name}={value}"
+        for name, value in (
+            ("MOECOMM_FABRIC_PROVIDER", env.fabric_provider),
+            ("MOECOMM_FABRIC_INTERFACE", env.fabric_interface),
+        )
+        if value is not None
+    ]
+    reason = f", as {' and '.join(asked)} {'asks' if len(asked) == 1 else 'ask'}" if asked else ""
+    yield "between nodes", f"{network}{reason}; CPU tensors"
+    yield "control links", f"TCP on {address}, ports that the system chooses"
 
 
-def transports(local_ranks: int) -> Iterator[tuple[str, str]]:
-    """(peer, transport) as rank 0 of `local_ranks` ranks on this host would use them."""
-    threads = default_threads(local_ranks)
+def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
+    """For people: "net (eth0, lo), shm", each provider with its interfaces, best first."""
+    domains: dict[str, list[str]] = {}
+    for provider, domain, *_ in offers:
+        found = domains.setdefault(provider, [])
+        if domain not in found and domain != provider:
+            found.append(domain)
+    return ", ".join(name + (f" ({', '.join(on)})" if on else "") for name, on in domains.items()) or "none"
+
+
+def _open_network(provider: str, interface: str) -> tuple[str, str]:
+    """(what a rank sends by, the address that its control links listen on), found by opening both. Raises
+    what building a communicator would raise."""
+    shape = window_shape(ranks=1, top_k=1, hidden=4, max_tokens=1, dtype=torch.float32)
+    native = _C.Communicator(shape=shape, rank=0, num_experts=1, threads=1, timeout=10.0, host_ranks=1)
+    try:
+        native.connect([""], [os.getpid()])
+        rail = native.open_rail(
+            job=secrets.token_bytes(16), provider=provider, interface=interface, shuffle=0
+        )
+        card, endpoint = rail.card, rail.endpoint
+        native.connect_rail(rail, [card], [endpoint])
+        return native.network(), endpoint.rpartition(":")[0]
+    finally:
+        native.close()
+
+
+def transports(
+    ranks: int, ranks_per_node: int | None = None, host_ranks: int | None = None
+) -> Iterator[tuple[str, str]]:
+    """(peer, transport) as rank 0 of `ranks` ranks would use them.
+
+    Args:
+        ranks: of the communicator.
+        ranks_per_node: ranks that share memory; None: MOECOMM_RANKS_PER_NODE, or all of them.
+        host_ranks: ranks on the host of rank 0; None: all of them.
+    """
+    try:
+        nodes = find_nodes([""] * ranks, ranks_per_node or read_env().ranks_per_node)
+    except InvalidArgument as error:
+        yield "none", str(error)
+        return
+    threads = default_threads(host_ranks or ranks)
     yield (
         "rank 0 (itself)",
-        f"no copy through the window; {threads} thread{'s' if threads > 1 else ''} a rank",
+        f"no copy through the window; {threads} thread{'s' if threads > 1 else ''} a rank"
+        + (", and a proxy for the network" if nodes.nodes > 1 else ""),
     )
-    for peer in range(1, local_ranks):
+    network = _network_text() if nodes.nodes > 1 else ""
+    for peer in range(1, ranks):
+        if nodes.node_of(peer) > 0:
+            yield from _remote_transports(nodes, peer, network)
+            continue
         yield f"rank {peer}", "shared memory (POSIX, /dev/shm), CPU tensors"
         if torch.cuda.is_available():
             yield f"rank {peer}", f"{_gpu_transport(peer % torch.cuda.device_count())}, CUDA tensors"
+
+
+def _network_text() -> str:
+    missing = _C.fabric_missing()
+    if missing is not None:
+        return f"none: {missing}"
+    try:
+        env = read_env()
+        return _open_network(env.fabric_provider or "", env.fabric_interface or "")[0]
+    except MoecommError as error:
+        return f"none: {error}"
+
+
+def _remote_transports(nodes: NodeMap, peer: int, network: str) -> Iterator[tuple[str, str]]:
+    node, rail = nodes.node_of(peer), nodes.rail(0)[nodes.node_of(peer)]
+    through = "" if peer == rail or network.startswith("none: ") else f" by way of rank {rail}"
+    yield f"rank {peer}", f"node {node}: {network}{through}, CPU tensors"
+    if torch.cuda.is_available():
+        yield f"rank {peer}", f"node {node}: none in this version, CUDA tensors"
 
 
 def _gpu_transport(peer: int) -> str:

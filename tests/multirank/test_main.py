@@ -7,15 +7,16 @@ import subprocess
 import sys
 
 import moecomm
+from tests.fabric import needs_fabric
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
 
@@ -40,6 +41,51 @@ def test_ranks_of_torchrun_try_their_transport() -> None:
     assert done.returncode == 0, done.stderr
     assert "transports of 2 ranks (tried: works)" in done.stdout
     assert done.stdout.count("versions\n") == 1
+
+
+def _facts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """What the report says, by name; the names are padded to 18 columns."""
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("  ")]
+    return {line[2:20].strip(): line[21:] for line in lines}
+
+
+@needs_fabric
+def test_nodes_emulated_on_a_host_are_told_apart() -> None:
+    facts = _facts(
+        _run("-m", "moecomm", "-g", "4", MOECOMM_RANKS_PER_NODE="2", MOECOMM_FABRIC_PROVIDER="shm")
+    )
+    assert facts["between nodes"].startswith("shm on ")
+    assert "as MOECOMM_FABRIC_PROVIDER=shm asks" in facts["between nodes"]
+    assert facts["rank 1"].startswith("shared memory (POSIX, /dev/shm)")
+    network = facts["between nodes"].partition(",")[0]
+    assert facts["rank 2"].startswith(f"node 1: {network}, CPU tensors")
+    assert facts["rank 3"].startswith(f"node 1: {network} by way of rank 2, CPU tensors")
+
+
+@needs_fabric
+def test_a_provider_that_is_not_there_is_said_and_not_raised() -> None:
+    facts = _facts(_run("-m", "moecomm", MOECOMM_RANKS_PER_NODE="1", MOECOMM_FABRIC_PROVIDER="no-such"))
+    assert facts["between nodes"].startswith("nothing: fabric provider 'no-such' cannot be used here")
+    assert facts["rank 1"].startswith("node 1: none: fabric provider 'no-such' cannot be used here")
+    assert "shm" in facts["fabric providers"]
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_said_and_not_raised() -> None:
+    facts = _facts(_run("-m", "moecomm", "-g", "4", MOECOMM_RANKS_PER_NODE="3"))
+    assert facts["none"].startswith("ranks_per_node is 3 for 4 ranks")
+
+
+@needs_fabric
+def test_ranks_of_torchrun_try_the_network() -> None:
+    done = _run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moecomm"),
+        MOECOMM_RANKS_PER_NODE="1",
+        MOECOMM_FABRIC_PROVIDER="tcp",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transports of 2 ranks on 2 nodes (tried: works)" in done.stdout
+    assert "  rank 1             node 1: " in done.stdout
 
 
 def test_a_bad_number_of_ranks_is_one_line() -> None:

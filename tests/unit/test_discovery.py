@@ -1,4 +1,5 @@
-"""What `python -m moecomm` says of GPUs, with stand-ins for torch's view of them and for the driver."""
+"""What `python -m moecomm` says of GPUs and of the network, with stand-ins for torch's view of GPUs, for the
+driver and for libfabric."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from moecomm import _C, cuda_driver, discovery
+from moecomm.errors import Unsupported
 from tests.fake_cuda import FakeDriver, Result
 
 
@@ -77,3 +79,73 @@ def test_cuda_bindings_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     assert cuda_driver.bindings_version() is None
     assert "pip install cuda-bindings" in dict(discovery.versions())["cuda-bindings"]
+
+
+def test_no_libfabric_is_a_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "fabric_missing", lambda: "libfabric is not here: apt-get install libfabric1")
+    facts = dict(discovery.fabric())
+    assert facts["libfabric"] == "libfabric is not here: apt-get install libfabric1"
+    assert facts["between nodes"].startswith("nothing")
+    peers = dict(discovery.transports(4, 2))
+    assert "shared memory" in peers["rank 1"]
+    assert "apt-get install libfabric1" in peers["rank 2"] and "by way of" not in peers["rank 3"]
+
+
+def _give_network(monkeypatch: pytest.MonkeyPatch, opened: Any) -> None:
+    offers = [
+        ("verbs;ofi_rxm", "mlx5_0", "192.0.2.7", 1 << 30, True),
+        ("verbs;ofi_rxm", "mlx5_1", "192.0.2.8", 1 << 30, True),
+        ("tcp", "eth0", "192.0.2.9", 1 << 30, False),
+        ("tcp", "eth0", "2001:db8::9", 1 << 30, False),
+        ("shm", "shm", "", 1 << 30, False),
+    ]
+    monkeypatch.setattr(_C, "fabric_missing", lambda: None)
+    monkeypatch.setattr(_C, "fabric_version", lambda: "9.9")
+    monkeypatch.setattr(_C, "fabric_offers", lambda: offers)
+    monkeypatch.setattr(discovery, "_open_network", opened)
+    for name in ("PROVIDER", "INTERFACE"):
+        monkeypatch.delenv(f"MOECOMM_FABRIC_{name}", raising=False)
+    monkeypatch.delenv("MOECOMM_RANKS_PER_NODE", raising=False)
+
+
+def test_the_network_and_what_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def opened(provider: str, interface: str) -> tuple[str, str]:
+        asked.append((provider, interface))
+        return "some network", "192.0.2.9"
+
+    _give_network(monkeypatch, opened)
+    facts = dict(discovery.fabric())
+    assert facts["libfabric"] == "9.9"
+    assert facts["fabric providers"] == "verbs;ofi_rxm (mlx5_0, mlx5_1), tcp (eth0), shm"
+    assert facts["between nodes"] == "some network; CPU tensors"
+    assert facts["control links"].startswith("TCP on 192.0.2.9")
+    monkeypatch.setenv("MOECOMM_FABRIC_PROVIDER", "tcp")
+    monkeypatch.setenv("MOECOMM_FABRIC_INTERFACE", "eth0")
+    assert dict(discovery.fabric())["between nodes"] == (
+        "some network, as MOECOMM_FABRIC_PROVIDER=tcp and MOECOMM_FABRIC_INTERFACE=eth0 ask; CPU tensors"
+    )
+    assert asked == [("", ""), ("tcp", "eth0")]
+
+
+def test_peers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _give_network(monkeypatch, lambda *_: ("some network", ""))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    peers = dict(discovery.transports(6, 2))
+    assert "and a proxy for the network" in peers["rank 0 (itself)"]
+    assert "shared memory" in peers["rank 1"]
+    assert peers["rank 4"] == "node 2: some network, CPU tensors"
+    assert peers["rank 5"] == "node 2: some network by way of rank 4, CPU tensors"
+    monkeypatch.setenv("MOECOMM_RANKS_PER_NODE", "3")
+    assert dict(discovery.transports(6))["rank 3"] == "node 1: some network, CPU tensors"
+    assert "a rank" in dict(discovery.transports(6, 6, 1))["rank 0 (itself)"]
+
+
+def test_a_network_that_does_not_open_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(provider: str, interface: str) -> tuple[str, str]:
+        raise Unsupported("no such provider")
+
+    _give_network(monkeypatch, refused)
+    assert dict(discovery.fabric())["between nodes"] == "nothing: no such provider"
+    assert dict(discovery.transports(2, 1))["rank 1"].startswith("node 1: none: no such provider")
