@@ -28,8 +28,9 @@ class MemoryPlan:
     rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
     rows M*H*b, which take memory only when `empty_input` is first called. With N nodes, R in this formula is
     the ranks of a node, and for each of the N-1 other nodes there are, also twice each: relay rows M*H*b,
-    ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once, for rows on their way, eight
-    chunks of about 1 MiB and, with more than one rank a node, four times min(R,K) chunks.
+    ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once, for rows on their way, sixteen
+    chunks and, with more than one rank a node, four times min(R,K) chunks. A chunk is a sixteenth of M*H*b,
+    but at least 0.5 MiB and at most 4 MiB.
     """
 
     sections: tuple[tuple[str, int, int], ...]

@@ -89,7 +89,7 @@ struct WindowLayout {
   int64_t committed_bytes;    ///< taken at construction: everything before input
   int64_t total_bytes;
 
-  static constexpr int64_t kStagingChunks = 8, kPartialRounds = 4;
+  static constexpr int64_t kStagingChunks = 16, kPartialRounds = 4;
 
   static WindowLayout make(const WindowShape& shape);
 

@@ -159,18 +159,17 @@ void sum_partials(const Context& context, const Plan& plan, const CombineArgumen
   const int64_t row_bytes = context.shape.row_bytes(), slots = context.shape.slots();
   const int32_t local = context.shape.nodes().local_of(context.rank);
   const RelaySums& sums = plan.relay_sums[static_cast<size_t>(other)];
-  context.pool.parallel(
-      end - first, context.heuristics.parallel((end - first) * row_bytes), [&](int64_t begin, int64_t stop) {
-        ShareSum sum(context, plan, arguments);
-        for (int64_t i = begin; i < stop; ++i) {
-          const int64_t owners = sums.begin[first + i];
-          const auto share = [&](int64_t slot) {
-            return sums.owner[owners + slot] == local ? nullptr : partials + (i * slots + slot) * row_bytes;
-          };
-          sum.write(sums.begin[first + i + 1] - owners, share, sums.own[first + i], out + i * row_bytes,
-                    false);
-        }
-      });
+  const int64_t touched = (sums.begin[end] - sums.begin[first]) * context.shape.top_k * row_bytes;
+  context.pool.parallel(end - first, context.heuristics.parallel(touched), [&](int64_t begin, int64_t stop) {
+    ShareSum sum(context, plan, arguments);
+    for (int64_t i = begin; i < stop; ++i) {
+      const int64_t owners = sums.begin[first + i];
+      const auto share = [&](int64_t slot) {
+        return sums.owner[owners + slot] == local ? nullptr : partials + (i * slots + slot) * row_bytes;
+      };
+      sum.write(sums.begin[first + i + 1] - owners, share, sums.own[first + i], out + i * row_bytes, false);
+    }
+  });
 }
 
 void sum_home(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
@@ -180,23 +179,23 @@ void sum_home(const Context& context, const Plan& plan, const CombineArguments& 
   const int32_t node = nodes.node_of(context.rank);
   const std::byte* const own_slots = arguments.slots[static_cast<size_t>(nodes.local_of(context.rank))];
   const bool stream = context.heuristics.stream(plan.tokens * row_bytes);
-  context.pool.parallel(
-      end - first, context.heuristics.parallel((end - first) * row_bytes), [&](int64_t begin, int64_t stop) {
-        ShareSum sum(context, plan, arguments);
-        for (int64_t t = first + begin; t < first + stop; ++t) {
-          const int64_t owners = plan.owner_begin[t];
-          const auto share = [&](int64_t i) -> const std::byte* {
-            const int32_t owner = plan.owner[owners + i];
-            const int64_t place = plan.owner_place[owners + i];
-            if (owner == context.rank) return nullptr;
-            if (nodes.same_node(owner, context.rank)) return own_slots + (t * slots + place) * row_bytes;
-            const auto other = static_cast<size_t>(NodeMap::other(nodes.node_of(owner), node));
-            return arguments.relayed_rows[other] + place * row_bytes;
-          };
-          sum.write(plan.owner_begin[t + 1] - owners, share, plan.own_entry[t], y + t * row_bytes, stream);
-        }
-        row_kernels().fence();
-      });
+  const int64_t touched = (plan.owner_begin[end] - plan.owner_begin[first] + end - first) * row_bytes;
+  context.pool.parallel(end - first, context.heuristics.parallel(touched), [&](int64_t begin, int64_t stop) {
+    ShareSum sum(context, plan, arguments);
+    for (int64_t t = first + begin; t < first + stop; ++t) {
+      const int64_t owners = plan.owner_begin[t];
+      const auto share = [&](int64_t i) -> const std::byte* {
+        const int32_t owner = plan.owner[owners + i];
+        const int64_t place = plan.owner_place[owners + i];
+        if (owner == context.rank) return nullptr;
+        if (nodes.same_node(owner, context.rank)) return own_slots + (t * slots + place) * row_bytes;
+        const auto other = static_cast<size_t>(NodeMap::other(nodes.node_of(owner), node));
+        return arguments.relayed_rows[other] + place * row_bytes;
+      };
+      sum.write(plan.owner_begin[t + 1] - owners, share, plan.own_entry[t], y + t * row_bytes, stream);
+    }
+    row_kernels().fence();
+  });
 }
 
 void collect_weight_grads(const Context& context, const Plan& plan,

@@ -35,7 +35,7 @@ void stage_rows(const Context& context, const std::byte* x, std::span<const int3
   const int64_t row_bytes = context.shape.row_bytes(), count = static_cast<int64_t>(tokens.size());
   const RowKernels& kernels = row_kernels();
   context.pool.parallel(
-      count, context.heuristics.parallel(count * row_bytes), [&](int64_t begin, int64_t end) {
+      count, context.heuristics.parallel(2 * count * row_bytes), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
           kernels.copy(out + i * row_bytes, x + tokens[static_cast<size_t>(i)] * row_bytes, row_bytes, false);
       });
@@ -58,8 +58,8 @@ void pull_rows(const Context& context, const Plan& plan, const PullArguments& ar
   const int64_t entries = range.end - range.begin;
   const int64_t own = plan.source_begin[context.rank];
   const int64_t first = range.begin <= own && own < range.end ? own - range.begin : 0;
-  const int64_t share = plan.entries() > 0 ? plan.rows * row_bytes * entries / plan.entries() : 0;
-  context.pool.parallel(entries, context.heuristics.parallel(share), [&](int64_t begin, int64_t end) {
+  const int64_t touched = (plan.row_begin[range.end] - plan.row_begin[range.begin] + entries) * row_bytes;
+  context.pool.parallel(entries, context.heuristics.parallel(touched), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t entry = range.begin + (i + first < entries ? i + first : i + first - entries);
       const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;

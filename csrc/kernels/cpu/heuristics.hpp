@@ -15,7 +15,7 @@ struct Heuristics {
   int64_t parallel_bytes = int64_t{1} << 20;
   std::string isa;  ///< instruction set of the row kernels
 
-  bool parallel(int64_t output_bytes) const { return output_bytes >= parallel_bytes; }
+  bool parallel(int64_t bytes) const { return bytes >= parallel_bytes; }
   bool stream(int64_t output_bytes) const { return output_bytes >= stream_bytes; }
   std::string text() const {
     return "row kernels " + isa + ", outputs of " + std::to_string(stream_bytes) +
