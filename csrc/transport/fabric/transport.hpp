@@ -6,9 +6,10 @@
 // - Connections are made in connect(), in both directions. From then on poll() has to be called all the time,
 // also
 //   when there is nothing to send: several providers accept and deliver only then.
-// - A peer that ends is reported as `failed` by tcp as soon as writes to it are under way, by shm never, and
-// one that
-//   stops or whose link is cut by no provider. Who must know has links of its own, and says so by forget().
+// - A peer that ends is reported as `failed` by tcp if writes to it are under way then; otherwise put()
+// returns false from
+//   then on. By shm it is never reported, and one that stops or whose link is cut is reported by no provider.
+//   Who must know has links of its own, and says so by forget().
 #pragma once
 
 #include <cstddef>
