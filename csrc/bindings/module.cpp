@@ -204,10 +204,12 @@ PYBIND11_MODULE(_C, m) {
           "open_rail",
           [](Communicator& self, const py::bytes& job, const std::string& provider,
              const std::string& interface, uint64_t shuffle) {
-            const NodeMap nodes = self.config().shape.nodes();
-            const RailOptions options{job_id(job),   nodes.node_of(self.config().rank),
-                                      nodes.nodes(), self.config().timeout_seconds,
-                                      provider,      interface,
+            const RailOptions options{job_id(job),
+                                      self.config().shape.nodes(),
+                                      self.config().rank,
+                                      self.config().timeout_seconds,
+                                      provider,
+                                      interface,
                                       shuffle};
             const py::gil_scoped_release release;
             return std::make_unique<Rail>(options, self.layout(), self.base());

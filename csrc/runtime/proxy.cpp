@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 namespace moecomm {
 namespace {
@@ -12,6 +13,11 @@ namespace {
 // How often the control links are looked at, and how long a farewell may take at most.
 constexpr auto kWordsInterval = std::chrono::milliseconds(2);
 constexpr double kFarewellSeconds = 10.0;
+// How long the links may take to send what is left, at the end.
+constexpr double kLinksSeconds = 1.0;
+// A peer that ends, closes or gives up says so over its link; the network's failure, which may come first, is
+// told after this time if nothing explains it.
+constexpr auto kExplanationTime = std::chrono::milliseconds(100);
 // With nothing to do the thread gives up its core at once, and soon sleeps: those that compute need it more.
 constexpr int kIdleYields = 32;
 constexpr auto kIdleSleep = std::chrono::microseconds(20), kLongSleep = std::chrono::microseconds(500);
@@ -30,6 +36,7 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       base_(base),
       signals_(signals),
       remote_(std::move(remote)),
+      caps_(remote_->caps()),
       links_(std::move(links)),
       timeout_seconds_(timeout_seconds),
       staging_done_(static_cast<size_t>(WindowLayout::kStagingChunks), 0),
@@ -82,6 +89,8 @@ void Proxy::close(bool drain) noexcept {
   stop_ = drain ? 1 : 2;
   thread_->join();
   thread_.reset();
+  links_->close(kLinksSeconds);
+  remote_.reset();
 }
 
 void Proxy::run() {
@@ -93,6 +102,7 @@ void Proxy::run() {
         static_cast<int>(take_commands()) | static_cast<int>(issue()) | static_cast<int>(take_events());
     if (const auto now = Clock::now(); now >= next_words_) {
       take_words();
+      tell_failures(now);
       next_words_ = now + kWordsInterval;
     }
     if (stop_.load() == 1) {
@@ -229,7 +239,7 @@ bool Proxy::take_events() {
       case RemoteEvent::Kind::failed:
         for (int32_t other = 0; other < others_; ++other)
           if (event.peer < 0 || NodeMap::node_of_other(other, node_) == event.peer)
-            lose(other, Cause::unreachable, event.text);
+            suspect(other, event.text);
         break;
     }
   }
@@ -252,7 +262,7 @@ void Proxy::arrived(uint32_t bits) {
   if (state.epoch != epoch) state = {epoch};
   if (ahead > 3 ||
       (immediate.kind == Immediate::Kind::part && immediate.index >= layout_.shape.arrival_flags())) {
-    lose(other, Cause::unreachable, remote_->caps().provider + ": a message that no rank sends");
+    lose(other, Cause::unreachable, caps_.provider + ": a message that no rank sends");
     return;
   }
   switch (immediate.kind) {
@@ -286,7 +296,7 @@ bool Proxy::show_next(int32_t other) {
   const SignalRecord& record = announcement.record;
   if (record.epoch != epoch || record.tokens < 0 || record.tokens > shape.max_tokens ||
       announcement.parts > static_cast<uint64_t>(shape.arrival_flags())) {
-    lose(other, Cause::unreachable, remote_->caps().provider + ": a record that no rank sends");
+    lose(other, Cause::unreachable, caps_.provider + ": a record that no rank sends");
     return false;
   }
   int64_t bodies = 0;
@@ -345,6 +355,20 @@ void Proxy::take_words() {
           signals_.deliver_abort(rail(other), event.message.a, static_cast<Cause>(event.message.b));
         break;
     }
+  }
+}
+
+void Proxy::suspect(int32_t other, const std::string& text) {
+  Inbound& in = inbound_[static_cast<size_t>(other)];
+  if (in.gone || !in.failure.empty()) return;
+  in.failure = text.empty() ? caps_.provider + ": failed" : text;
+  in.tell = Clock::now() + kExplanationTime;
+}
+
+void Proxy::tell_failures(Clock::time_point now) {
+  for (int32_t other = 0; other < others_; ++other) {
+    Inbound& in = inbound_[static_cast<size_t>(other)];
+    if (!in.failure.empty() && now >= in.tell) lose(other, Cause::unreachable, std::exchange(in.failure, {}));
   }
 }
 

@@ -51,12 +51,13 @@ class Proxy {
   void announce_loss(int32_t peer, Cause cause) noexcept;
   /// Why a rank can't be reached, if the network said so.
   std::string reason(int32_t peer) const;
-  const RemoteCaps& caps() const { return remote_->caps(); }
+  const RemoteCaps& caps() const { return caps_; }
   WireStats& stats() { return stats_; }
   const WireStats& stats() const { return stats_; }
 
   /// Says farewell: returns when the rail has received all that was put, or is gone, or the deadline has
-  /// passed; without `drain` at once. The thread ends.
+  /// passed; without `drain` at once. The thread ends, and with it the ways to the rail: peers see the end
+  /// also while handles and graphs keep this object alive.
   void close(bool drain) noexcept;
 
  private:
@@ -82,6 +83,8 @@ class Proxy {
     uint64_t last = ~uint64_t{0};  // puts at the peer's farewell
     uint64_t all_here = 0;         // read by waiters
     bool gone = false;
+    std::string failure;  // of the network, not yet told; see suspect()
+    Clock::time_point tell{};
   };
   enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
 
@@ -96,6 +99,8 @@ class Proxy {
   bool show_next(int32_t other);
   void check_parts(int32_t other);
   void check_farewell(int32_t other);
+  void suspect(int32_t other, const std::string& text);
+  void tell_failures(Clock::time_point now);
   void lose(int32_t other, Cause cause, const std::string& text);
   void say_farewell();
   bool finished() const;
@@ -113,6 +118,7 @@ class Proxy {
   std::byte* const base_;
   shm::Signals& signals_;
   std::unique_ptr<Remote> remote_;
+  const RemoteCaps caps_;
   std::unique_ptr<tcp::Links> links_;
   const double timeout_seconds_;
 

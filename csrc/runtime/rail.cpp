@@ -35,13 +35,25 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
     : options_(options),
       remote_(std::make_unique<fabric::FabricRemote>(fabric_options(options), base, layout.committed_bytes)),
       links_(std::make_unique<tcp::Links>(
-          tcp::LinkOptions{options.job, options.node, options.nodes, interface_for_links(options.interface),
+          tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
                            std::max(kLeastSilence, options.timeout_seconds)})) {}
 
 void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
                    const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
-  links_->connect(endpoints, options_.timeout_seconds, interrupt);
-  remote_->connect(cards, options_.node, options_.timeout_seconds, interrupt);
+  try {
+    links_->connect(endpoints, options_.timeout_seconds, interrupt);
+    remote_->connect(cards, node(), options_.timeout_seconds, interrupt);
+  } catch (const Error& error) {
+    if (error.details().peer < 0) throw;
+    ErrorDetails details = error.details();
+    const std::string peer = std::to_string(details.peer);
+    details.rank = options_.rank;
+    details.peer = options_.nodes.rank_of(details.peer, options_.nodes.local_of(options_.rank));
+    throw Error(error.kind(),
+                "rank " + std::to_string(details.rank) + ", " + error.what() + "; peer " + peer +
+                    " is rank " + std::to_string(details.peer),
+                details);
+  }
 }
 
 std::unique_ptr<Remote> Rail::take_remote() {

@@ -1,5 +1,5 @@
 // A rank's ways to its rail while they are being opened: what peers have to know of them, then the
-// connections. Peers are numbered by node.
+// connections. Peers are numbered by node, in errors by rank.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,8 @@ namespace moecomm {
 
 struct RailOptions {
   tcp::JobId job;
-  int32_t node, nodes;
+  NodeMap nodes;
+  int32_t rank;
   double timeout_seconds;
   std::string provider, interface;  ///< empty: chosen
   uint64_t shuffle = 0;             ///< not 0: deliver in random order, by this seed (for tests)
@@ -37,6 +38,8 @@ class Rail {
   std::unique_ptr<tcp::Links> take_links() { return std::move(links_); }
 
  private:
+  int32_t node() const { return options_.nodes.node_of(options_.rank); }
+
   const RailOptions options_;
   std::unique_ptr<fabric::FabricRemote> remote_;
   std::unique_ptr<tcp::Links> links_;

@@ -194,9 +194,14 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, const std::fun
       const std::optional<Loss> lost = loss(peer);
       if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch, seen(lost->peer));
     }
-    if (deadline.passed() && !all_arrived())
-      give_up({blame < 0 ? next : blame, Cause::no_signal, rank_}, phase, epoch,
-              seen(blame < 0 ? next : blame));
+    if (deadline.passed() && !all_arrived()) {
+      int late = blame;
+      // What comes from other nodes comes through ranks of this one: if such a rank is late, it is to blame.
+      for (int i = 0; i < nodes_.local_ranks && late < 0; ++i)
+        if (!arrived(first_ + i)) late = first_ + i;
+      if (late < 0) late = next;
+      give_up({late, Cause::no_signal, rank_}, phase, epoch, seen(late));
+    }
   }
 }
 
