@@ -145,6 +145,7 @@ class Case:
             experts=self.options.experts,
             ranks=self.options.ranks,
             layout=self.options.layout,
+            node_sums=1 < self.options.nodes < self.options.ranks,
         )
 
     def maybe_corrupt(self, result: torch.Tensor) -> None:

@@ -12,9 +12,10 @@ import moecomm
 from .case import Case
 from .ceilings import bare_rows_path, copy_engine_path, sm_push_path
 from .memcpy import memcpy_path
-from .paths import NotRun, Path
+from .paths import NotRun, Path, Yardstick
 from .permute import bare_alltoall_path, permuted_combine_path, permuted_dispatch_path
 from .product import combine_path, dispatch_path, kept_handle_path, weighted_kept_handle_path
+from .raw_fabric import raw_fabric
 from .timing import Clock
 from .vdev import vdev_combine_path, vdev_dispatch_path
 
@@ -57,10 +58,13 @@ def baseline(name: str, operation: str) -> Baseline:
     return known[name]
 
 
-def make_baselines(case: Case, clock: Clock) -> list[Path | NotRun]:
+def make_baselines(case: Case, clock: Clock) -> list[Path | Yardstick | NotRun]:
     """The baselines asked for, in that order; one that cannot be made on any rank runs on none."""
-    made: list[Path | NotRun] = []
+    made: list[Path | Yardstick | NotRun] = []
     for name in case.options.baselines:
+        if name == "fabric":
+            made.append(raw_fabric(case))
+            continue
         make = baseline(name, case.options.operation)
         made.append(attempt(name, lambda make=make: make(case, clock)))  # type: ignore[misc]
     return made

@@ -10,9 +10,9 @@ from typing import NoReturn
 _CEILINGS = ("sm-push", "copy-engine", "memcpy")
 BASELINES = {
     "cpu": {
-        "dispatch": ("memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "combine": ("memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "alltoall": ("memcpy", "gloo"),  # nothing around the bare exchange to tune
+        "dispatch": ("fabric", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "combine": ("fabric", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "alltoall": ("fabric", "memcpy", "gloo"),  # nothing around the bare exchange to tune
     },
     "cuda": {
         "dispatch": (*_CEILINGS, "nccl", "nccl-tuned", "nccl-rows", "torch-symm"),
@@ -23,6 +23,8 @@ BASELINES = {
 # What "all" leaves out: torch-symm takes all symmetric memory of its process to NVSHMEM, which is another
 # environment for the rest; gloo-rows is there to try on a CPU what nccl-rows does on GPUs.
 ON_REQUEST = ("torch-symm", "gloo-rows")
+# What "all" leaves out on one node.
+BETWEEN_NODES = ("fabric",)
 
 KEPT_HANDLE = ("plain", "weighted")
 
@@ -41,7 +43,12 @@ columns:
   busbw    remote bytes / time, mean over ranks, GB/s. Remote is one row per (token, other rank that owns one
            of its experts): the least that has to leave a rank, and the same number for every path,
            whatever the path really sends.
-  ceiling  (GPUs) time of sm-push, the same remote rows moved by bulk copies and nothing else, / time
+  wire     (several nodes) bytes of the rows that went to other nodes / time, mean over ranks, GB/s
+  sent     (several nodes) all bytes that went to other nodes / the least that the routing needs: one row per
+           (token, other node that has one of its experts)
+  puts     (several nodes) messages to other nodes, mean over ranks
+  ceiling  time of the ceiling / time. GPUs: sm-push, the same remote rows moved by bulk copies and nothing
+           else; several nodes: fabric, the least bytes at what the provider gives by itself; else memcpy
   SMs      (GPUs) multiprocessors at work, where that is known; 0: copy engines
   host     (GPUs) microseconds of CPU time to issue a call, waits for the GPU left out
   #wrong   values that differ from an independent computation, summed over ranks; N/A with -c 0
@@ -137,6 +144,12 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
             help="uniform | zipf | one-hot | balanced | trace FILE (.npy or .npz with top-k ids)",
         )
         add("--zipf", default="1", metavar="S", help="exponent of the zipf routing, or a list S,S (1.0)")
+        add(
+            "--limit-nodes",
+            type=int,
+            metavar="M",
+            help="a token's experts are on at most M nodes, those that score highest (uniform, zipf)",
+        )
         add("--wire", choices=("fp8",), help="rows travel as e4m3 with scales (GPUs); default: in their type")
         add(
             "--no-dequantize",
@@ -152,6 +165,18 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
             help="the dispatch along the handle of an earlier one: combine's backward; weighted: of a "
             "combine with weights, which multiplies rows and makes the weights' gradients (plain)",
         )
+    add(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks that share memory; fewer than there are: nodes emulated on this host, over libfabric "
+        "(found by the hosts)",
+    )
+    add(
+        "--fabric-provider",
+        metavar="NAME",
+        help="libfabric provider between nodes: tcp, shm, verbs, ... (the best one found)",
+    )
     add("--num-sms", metavar="N", help="SMs of one operation (GPUs), or a list N,N (moecomm's own choice)")
     add("--graph", action="store_true", help="replay the call from a CUDA graph; needs --capacity (GPUs)")
     add("--host-calls", type=int, default=20, metavar="N", help="calls to time the CPU with (GPUs, 20)")
@@ -175,7 +200,7 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
         metavar="LIST",
         help="also run baselines: all, or a list of "
         + "; ".join(f"{', '.join(names[operation])} ({device})" for device, names in BASELINES.items())
-        + f". all leaves out {', '.join(ON_REQUEST)}",
+        + f". all leaves out {', '.join(ON_REQUEST)}, and on one node {', '.join(BETWEEN_NODES)}",
     )
     add("--baselines-only", action="store_true", help="leave moecomm out")
     add("--seed", type=int, default=20240817, metavar="N", help="seed of data and routing")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .flags import BASELINES, ON_REQUEST, build_parser
+from .flags import BASELINES, BETWEEN_NODES, ON_REQUEST, build_parser
 from .sizes import parse_size, sweep
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -61,10 +61,14 @@ class Options:
     zipf: float
     num_sms: int | None
     variants: tuple[Variant, ...]
+    ranks_per_node: int | None  # None: found by the hosts
+    fabric_provider: str | None  # None: chosen
+    fabric_interface: str | None
     layout: Literal["expert", "rank"]
     alignment: int
     capacity: int | str | None  # rows, "auto" or None
     routing: str
+    limit_nodes: int | None  # most nodes of a token
     trace: str | None
     wire: str | None  # None: rows travel in their type; fp8
     dequantize: bool
@@ -89,6 +93,11 @@ class Options:
         """The options of every variant."""
         for variant in self.variants:
             yield replace(self, **asdict(variant), variants=(variant,))
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that were asked for."""
+        return 1 if self.ranks_per_node is None else self.ranks // self.ranks_per_node
 
     def label(self) -> str:
         """What sets this variant apart, in words for a table."""
@@ -167,13 +176,16 @@ def _dtypes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _baselines(operation: str, device: str, text: str) -> tuple[str, ...]:
+def _baselines(operation: str, device: str, nodes: int, text: str) -> tuple[str, ...]:
     known = BASELINES[device][operation]
-    standard = tuple(name for name in known if name not in ON_REQUEST)
+    left_out = ON_REQUEST if nodes > 1 else (*ON_REQUEST, *BETWEEN_NODES)
+    standard = tuple(name for name in known if name not in left_out)
     wanted = standard if text == "all" else tuple(word for word in text.split(",") if word)
     for name in wanted:
         if name not in known:
             raise ValueError(f"--baselines {name!r} is not known: use all or a list of {', '.join(known)}")
+        if name in BETWEEN_NODES and nodes == 1:
+            raise ValueError(f"--baselines {name} is for several nodes (--ranks-per-node)")
     return tuple(dict.fromkeys(wanted))
 
 
@@ -188,6 +200,22 @@ def _routing(words: Sequence[str]) -> tuple[str, str | None]:
     if rest:
         raise ValueError(f"--routing {kind} takes nothing after it, got {' '.join(rest)!r}")
     return kind, None
+
+
+def _ranks_per_node(given: int | None, ranks: int) -> int | None:
+    """What was asked for, here or in the environment, else what torchrun started on each host."""
+    source = "--ranks-per-node"
+    if given is None and (text := os.environ.get("MOECOMM_RANKS_PER_NODE")):
+        source = "MOECOMM_RANKS_PER_NODE"
+        (given,) = _list(text, source)
+    if given is None and "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return local if local < ranks and ranks % local == 0 else None
+    if given is not None:
+        _at_least(given, 1, source)
+        if ranks % given:
+            raise ValueError(f"{source} {given} does not divide the {ranks} ranks (-g)")
+    return given
 
 
 def _capacity(text: str | None) -> int | str | None:
@@ -235,6 +263,10 @@ def _at_least(value: int, least: int, flag: str) -> int:
 def _checked(operation: str, given: argparse.Namespace, program: str, arguments: list[str]) -> Options:
     device = find_device(given.device)
     ranks = _at_least(_ranks(given.ranks, device), 1, "-g")
+    ranks_per_node = _ranks_per_node(given.ranks_per_node, ranks)
+    nodes = ranks // (ranks_per_node or ranks)
+    if given.fabric_provider and nodes == 1:
+        raise ValueError("--fabric-provider is for several nodes (--ranks-per-node)")
     hidden = _at_least(given.hidden, 1, "--hidden")
     dtypes = _dtypes(given.dtype)
     for name in dtypes:
@@ -269,10 +301,17 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         hidden=hidden,
         **asdict(alike[0]),
         variants=tuple(alike),
+        ranks_per_node=ranks_per_node,
+        # What moecomm would take from the environment, so that the ceiling has it and the record says it.
+        fabric_provider=(given.fabric_provider or os.environ.get("MOECOMM_FABRIC_PROVIDER") or None)
+        if nodes > 1
+        else None,
+        fabric_interface=(os.environ.get("MOECOMM_FABRIC_INTERFACE") or None) if nodes > 1 else None,
         layout="expert",
         alignment=1,
         capacity=None,
         routing="balanced",
+        limit_nodes=None,
         trace=None,
         wire=None,
         dequantize=True,
@@ -281,7 +320,7 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         host_calls=_at_least(given.host_calls, 0, "--host-calls"),
         input=given.input,
         ids=given.ids,
-        baselines=_baselines(operation, device, given.baselines),
+        baselines=_baselines(operation, device, nodes, given.baselines),
         baselines_only=given.baselines_only,
         json=_writable(given.json, "-J"),
         plot=_writable(given.plot, "--plot"),
@@ -326,6 +365,7 @@ def _with_routing(options: Options, given: argparse.Namespace) -> Options:
         for topk in topks:
             if topk > experts:
                 raise ValueError(f"--topk has to be between 1 and --experts ({experts}), got {topk}")
+    _check_limit_nodes(given.limit_nodes, routing, options.nodes, counts, topks)
     if given.layout == "rank" and given.alignment != 1:
         raise ValueError("--alignment is for --layout expert: rank-major rows have no expert groups to align")
     kept_handle = getattr(given, "kept_handle", None)
@@ -354,8 +394,25 @@ def _with_routing(options: Options, given: argparse.Namespace) -> Options:
         alignment=_at_least(given.alignment, 1, "--alignment"),
         capacity=capacity,
         routing=routing,
+        limit_nodes=given.limit_nodes,
         trace=trace,
         wire=given.wire,
         dequantize=not given.no_dequantize,
         kept_handle=kept_handle,
     )
+
+
+def _check_limit_nodes(
+    limit: int | None, routing: str, nodes: int, experts: Sequence[int], topks: Sequence[int]
+) -> None:
+    if limit is None:
+        return
+    if not 1 <= limit <= nodes:
+        raise ValueError(f"--limit-nodes has to be between 1 and the nodes ({nodes}, by --ranks-per-node)")
+    if routing not in ("uniform", "zipf"):
+        raise ValueError(f"--limit-nodes is for --routing uniform and zipf, not {routing}")
+    reachable = limit * (min(experts) // nodes)
+    if max(topks) > reachable:
+        raise ValueError(
+            f"--topk {max(topks)} is more than the {reachable} experts that {limit} of {nodes} nodes have"
+        )

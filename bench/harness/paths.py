@@ -28,6 +28,29 @@ class Path:
 
 
 @dataclass(frozen=True)
+class Yardstick:
+    """A time that is not that of a call here, but worked out from a measurement beside it.
+
+    `sample()`, on all ranks, measures once and returns the seconds that this rank's call would take; it
+    raises NotMeasured on all ranks alike. `describe()` is the JSON row's note, after the samples.
+    """
+
+    name: str
+    sample: Callable[[], float]
+    describe: Callable[[], str]
+    remote: bool = True
+    sms: int | None = None
+
+    @property
+    def note(self) -> str:
+        return self.describe()
+
+
+class NotMeasured(Exception):
+    """A yardstick could not be measured; the text says why."""
+
+
+@dataclass(frozen=True)
 class NotRun:
     """A baseline that could not run, and why."""
 

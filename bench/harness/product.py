@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +24,34 @@ _WARMUP_BEFORE_CAPTURE = 2
 
 def communicator(options: Options, dtype: str) -> moecomm.Communicator:
     """A Communicator over the default group that serves every size of the run."""
-    return moecomm.Communicator(
-        num_experts=options.experts,
-        hidden=options.hidden,
-        top_k=options.topk,
-        max_tokens=max(options.sizes),
-        dtype=getattr(torch, dtype),
-        wire=options.wire,
-        device=options.device,
-        num_sms=options.num_sms if options.device == "cuda" else options.threads,
-        timeout=timedelta(seconds=options.timeout),
-    )
+    with _environment("MOECOMM_FABRIC_PROVIDER", options.fabric_provider):
+        return moecomm.Communicator(
+            num_experts=options.experts,
+            hidden=options.hidden,
+            top_k=options.topk,
+            max_tokens=max(options.sizes),
+            dtype=getattr(torch, dtype),
+            wire=options.wire,
+            device=options.device,
+            ranks_per_node=options.ranks_per_node,
+            num_sms=options.num_sms if options.device == "cuda" else options.threads,
+            timeout=timedelta(seconds=options.timeout),
+        )
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """Sets a variable, if there is a value, and puts it back: other runs may follow in this process."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif value is not None:
+            del os.environ[name]
 
 
 class _Inputs:

@@ -14,14 +14,14 @@ import torch
 
 import moecomm
 
-from . import machine, record, report
+from . import machine, record, report, wire
 from .case import Case, device_of
 from .contest import checked, make_baselines, product_path
 from .options import Options
-from .paths import NotRun, Path
+from .paths import NotMeasured, NotRun, Path, Yardstick
 from .product import communicator
 from .record import Missing, Row
-from .timing import Clock, CpuClock, CudaClock, measure, slowest, sum_over_ranks
+from .timing import Clock, CpuClock, CudaClock, Timing, measure, slowest, sum_over_ranks
 
 _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
 
@@ -59,7 +59,7 @@ def benchmark(options: Options, rank: int, ranks: int) -> int:
                     if comm is not None:
                         name = dtype if len(options.variants) == 1 else f"{dtype} {variant.label()}"
                         stats[name] = dict(comm.stats())
-                        if options.device == "cuda":
+                        if options.device == "cuda" or comm.nodes > 1:
                             say(f"# {comm!r}")
     say(report.footer(rows))
     say(report.comparison(rows))
@@ -79,10 +79,10 @@ def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> li
     """The rows of one size, in the order of the paths."""
     options = case.options
     own = None if comm is None else product_path(comm, case)
-    entries: list[Path | NotRun] = [*([] if own is None else [own]), *make_baselines(case, clock)]
+    entries: list[Path | Yardstick | NotRun] = [*([] if own is None else [own]), *make_baselines(case, clock)]
     wrong: dict[str, int | None] = {}
     for place, path in enumerate(entries):
-        if isinstance(path, NotRun):
+        if not isinstance(path, Path):
             continue
         if path is own:
             local = sum(path.check(round) for round in range(1, options.checks + 1))
@@ -92,10 +92,15 @@ def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> li
                 entries[place] = NotRun(path.name, problem)
                 continue
         wrong[path.name] = sum_over_ranks(local) if options.checks else None
+    between = None if comm is None or own is None else wire.count(comm, own, case)
     paths = [path for path in entries if isinstance(path, Path)]
+    samples: dict[str, list[float]] = {}
+    _sample(entries, samples)
     timings = measure(
         {path.name: path for path in paths}, iters=options.iters, warmup=options.warmup, clock=clock
     )
+    _sample(entries, samples)
+    timings |= {name: Timing(tuple(slowest(taken))) for name, taken in samples.items()}
     host = {path.name: _host(path, options, clock) for path in paths}
     return [
         _missing(path, case)
@@ -108,11 +113,25 @@ def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> li
             row_bytes=case.row_bytes,
             moved=case.traffic,
             timing=timings[path.name],
-            host_s=host[path.name],
-            wrong=wrong[path.name],
+            host_s=host.get(path.name),
+            wrong=wrong.get(path.name),
+            between=between if path is own else None,
         )
         for path in entries
     ]
+
+
+def _sample(entries: list[Path | Yardstick | NotRun], samples: dict[str, list[float]]) -> None:
+    """One sample of every yardstick, before and after what is held against it, as a machine's speed drifts;
+    one that can't be measured is left out.
+    """
+    for place, entry in enumerate(entries):
+        if isinstance(entry, Yardstick):
+            try:
+                samples.setdefault(entry.name, []).append(entry.sample())
+            except NotMeasured as problem:
+                samples.pop(entry.name, None)
+                entries[place] = NotRun(entry.name, str(problem))
 
 
 def _host(path: Path, options: Options, clock: Clock) -> float | None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from . import machine
 from .options import Options
-from .paths import Path
+from .paths import Path, Yardstick
 from .timing import Timing
 from .traffic import Traffic
+from .wire import Between
 
 SCHEMA = 1
 
@@ -43,6 +44,13 @@ class Row:
     num_sms: int | None = None  # asked for; None: moecomm's own choice
     sms: int | None = None  # at work, where that is known; 0: copy engines
     host_s: float | None = None  # CPU time to issue a call
+    # Of one call, all ranks together, where moecomm's ranks are on several nodes.
+    sent_bytes: int | None = None  # to other nodes
+    sent_row_bytes: int | None = None  # of these, rows
+    sent_puts: int | None = None
+    least_bytes: int | None = None  # rows that the routing needs on other nodes
+    least_puts: int | None = None  # puts of them, as large as moecomm's
+    wire_GBps: float | None = None  # rows to other nodes
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -65,7 +73,7 @@ class Missing:
 
 def make_row(
     *,
-    path: Path,
+    path: Path | Yardstick,
     options: Options,
     dtype: str,
     tokens: int,
@@ -74,9 +82,13 @@ def make_row(
     timing: Timing,
     host_s: float | None,
     wrong: int | None,
+    between: Between | None = None,
 ) -> Row:
     """Joins a timing with the bytes behind it."""
+    sent: dict[str, Any] = {} if between is None else asdict(between)
     per_rank = len(moved.useful_R) * timing.median * 1e9
+    if between is not None:
+        sent["wire_GBps"] = between.sent_row_bytes / per_rank
     return Row(
         path=path.name,
         dtype=dtype,
@@ -97,6 +109,7 @@ def make_row(
         num_sms=options.num_sms,
         sms=path.sms,
         host_s=host_s,
+        **sent,
     )
 
 

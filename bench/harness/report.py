@@ -10,16 +10,21 @@ from .options import Options
 from .record import Missing, Row
 
 _Cell = TypeVar("_Cell")
-CEILINGS = ("sm-push", "memcpy")  # the first of these that ran is what shares are of
+CEILINGS = ("sm-push", "fabric", "memcpy")  # the first of these that ran is what shares are of
 _TITLES = ("size", "count", "type", "path", "time", "min", "algbw", "busbw", "#wrong")
 _UNITS = ("(B)", "(tokens)", "", "", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
 _WIDTHS = (12, 10, 9, 11, 12, 12, 8, 8, 8)
+_WIRE_TITLES, _WIRE_WIDTHS = ("wire", "sent", "puts"), (8, 8, 8)
+_WIRE_UNITS = ("(GB/s)", "(/least)", "(a rank)")
 _GPU_TITLES, _GPU_UNITS, _GPU_WIDTHS = ("SMs", "host"), ("", "(us)"), (5, 9)
 
 
-def _with_gpu(common: Sequence[_Cell], gpu: Sequence[_Cell], options: Options) -> tuple[_Cell, ...]:
-    """The columns of a CPU's table, and on GPUs theirs before the last."""
-    return (*common[:-1], *gpu, common[-1]) if options.device == "cuda" else tuple(common)
+def _columns(
+    common: Sequence[_Cell], wire: Sequence[_Cell], gpu: Sequence[_Cell], options: Options
+) -> tuple[_Cell, ...]:
+    """The columns of a CPU's table, and before the last those of several nodes and of GPUs."""
+    more = (*(wire if options.nodes > 1 else ()), *(gpu if options.device == "cuda" else ()))
+    return (*common[:-1], *more, common[-1])
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], lead: str = " ") -> str:
@@ -56,9 +61,15 @@ def header(options: Options, flush_bytes: int, calibrations: Sequence[str] = ())
     if options.baselines and (options.alignment != 1 or options.capacity is not None):
         lines.append("# the baselines run with alignment 1 and exact sizes")
     lines += list(calibrations)
-    widths = _with_gpu(_WIDTHS, _GPU_WIDTHS, options)
-    lines += ["#", _line(_with_gpu(_TITLES, _GPU_TITLES, options), widths, "#")]
-    lines += [_line(_with_gpu(_UNITS, _GPU_UNITS, options), widths, "#")]
+    if options.nodes > 1:
+        limit = f"  at most {options.limit_nodes} a token" if options.limit_nodes else ""
+        lines.append(
+            f"# nodes {options.nodes} of {options.ranks_per_node} ranks{limit}"
+            f"  provider {options.fabric_provider or 'chosen'}"
+        )
+    widths = _columns(_WIDTHS, _WIRE_WIDTHS, _GPU_WIDTHS, options)
+    lines += ["#", _line(_columns(_TITLES, _WIRE_TITLES, _GPU_TITLES, options), widths, "#")]
+    lines += [_line(_columns(_UNITS, _WIRE_UNITS, _GPU_UNITS, options), widths, "#")]
     return "\n".join(lines)
 
 
@@ -81,7 +92,12 @@ def table_row(row: Row | Missing, options: Options) -> str:
         "-" if row.sms is None else str(row.sms),
         "-" if row.host_s is None else f"{row.host_s * 1e6:.1f}",
     )
-    return _line(_with_gpu(cells, gpu, options), _with_gpu(_WIDTHS, _GPU_WIDTHS, options))
+    wire = (
+        "-" if row.wire_GBps is None else f"{row.wire_GBps:.2f}",
+        "-" if not row.least_bytes or row.sent_bytes is None else f"{row.sent_bytes / row.least_bytes:.3f}",
+        "-" if row.sent_puts is None else f"{row.sent_puts / options.ranks:.1f}",
+    )
+    return _line(_columns(cells, wire, gpu, options), _columns(_WIDTHS, _WIRE_WIDTHS, _GPU_WIDTHS, options))
 
 
 def ceiling_of(paths: Sequence[str]) -> str | None:

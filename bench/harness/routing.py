@@ -6,6 +6,7 @@ asking. Ids are int32 of shape (T, K), distinct within a token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,18 +23,50 @@ def _rng(seed: int, *key: int) -> np.random.Generator:
     return np.random.default_rng([seed, _ROUTING_STREAM, *key])
 
 
-def _top_k(scores_TE: npt.NDArray[np.float64], topk: int) -> Ids:
+@dataclass(frozen=True)
+class Limit:
+    """Group-limited routing: the experts of a token are on `most` of `nodes` nodes."""
+
+    nodes: int
+    most: int
+
+
+def _limited(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit) -> npt.NDArray[np.float64]:
+    """The scores, minus infinity for experts of the nodes that a token may not use. It may use those whose
+    topk / most highest scores add up to most (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    """
+    tokens, experts = scores_TE.shape
+    scores_TNE = scores_TE.reshape(tokens, limit.nodes, experts // limit.nodes)
+    counted = min(max(topk // limit.most, 1), scores_TNE.shape[2])
+    node_TN = np.sort(scores_TNE, axis=2)[:, :, -counted:].sum(axis=2)
+    chosen_TM = np.argsort(-node_TN, axis=1, kind="stable")[:, : limit.most]
+    allowed_TN = np.zeros((tokens, limit.nodes), dtype=bool)
+    np.put_along_axis(allowed_TN, chosen_TM, True, axis=1)
+    return np.where(allowed_TN[:, :, None], scores_TNE, -np.inf).reshape(tokens, experts)
+
+
+def _top_k(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit | None) -> Ids:
+    if limit is not None:
+        scores_TE = _limited(scores_TE, topk, limit)
     best = np.argpartition(-scores_TE, topk - 1, axis=1)[:, :topk]
     order = np.argsort(-np.take_along_axis(scores_TE, best, axis=1), axis=1, kind="stable")
     return np.take_along_axis(best, order, axis=1).astype(np.int32)
 
 
-def uniform(tokens: int, topk: int, experts: int, seed: int, rank: int) -> Ids:
-    """Every set of `topk` experts is equally likely."""
-    return _top_k(_rng(seed, tokens, rank).random((tokens, experts)), topk)
+def uniform(tokens: int, topk: int, experts: int, seed: int, rank: int, limit: Limit | None = None) -> Ids:
+    """Every set of `topk` experts is equally likely; with a limit, of those that it leaves."""
+    return _top_k(_rng(seed, tokens, rank).random((tokens, experts)), topk, limit)
 
 
-def zipf(tokens: int, topk: int, experts: int, seed: int, rank: int, exponent: float = 1.0) -> Ids:
+def zipf(
+    tokens: int,
+    topk: int,
+    experts: int,
+    seed: int,
+    rank: int,
+    exponent: float = 1.0,
+    limit: Limit | None = None,
+) -> Ids:
     """The n-th most popular expert is drawn in proportion to 1 / n**exponent, without replacement within a
     token.
 
@@ -43,7 +76,7 @@ def zipf(tokens: int, topk: int, experts: int, seed: int, rank: int, exponent: f
     """
     popularity = _rng(seed, experts).permutation(experts) + 1.0
     gumbel = _rng(seed, tokens, rank).gumbel(size=(tokens, experts))
-    return _top_k(gumbel - exponent * np.log(popularity), topk)
+    return _top_k(gumbel - exponent * np.log(popularity), topk, limit)
 
 
 def one_hot(tokens: int, topk: int, experts: int) -> Ids:
@@ -120,10 +153,11 @@ def topk_ids(options: Options, tokens: int, rank: int) -> Ids:
     written to.
     """
     shape = (tokens, options.topk, options.experts)
+    limit = None if options.limit_nodes is None else Limit(options.nodes, options.limit_nodes)
     if options.routing == "uniform":
-        return _uniform(*shape, options.seed, rank)
+        return _uniform(*shape, options.seed, rank, limit)
     if options.routing == "zipf":
-        return _zipf(*shape, options.seed, rank, options.zipf)
+        return _zipf(*shape, options.seed, rank, options.zipf, limit)
     if options.routing == "one-hot":
         return one_hot(*shape)
     if options.routing == "balanced":

@@ -38,6 +38,23 @@ def pairs(ids_R: Sequence[Ids], experts: int) -> npt.NDArray[np.int64]:
     return found
 
 
+def node_rows(ids_R: Sequence[Ids], experts: int, ranks_per_node: int) -> npt.NDArray[np.int64]:
+    """(R, N): tokens of a rank that want an expert of another node, each counted once; 0 for its own node.
+
+    Example: 2 nodes of 2 ranks, an expert a rank, one token each, with ids [1, 2], [2, 3], [0, 1], [-1, 3]:
+    [[0, 1], [0, 1], [1, 0], [0, 0]].
+    """
+    per_node = experts // len(ids_R) * ranks_per_node
+    nodes = len(ids_R) // ranks_per_node
+    found = np.zeros((len(ids_R), nodes), dtype=np.int64)
+    for home, ids_TK in enumerate(ids_R):
+        node_TK = ids_TK // per_node  # -1 stays -1
+        for node in range(nodes):
+            if node != home // ranks_per_node:
+                found[home, node] = int((node_TK == node).any(axis=1).sum())
+    return found
+
+
 def traffic(
     ids_R: Sequence[Ids], experts: int, row_bytes: int, layout: str, wire_row_bytes: int | None = None
 ) -> Traffic:

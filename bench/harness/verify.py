@@ -275,13 +275,22 @@ def answers(
 
 
 def wrong_combine(
-    got_TH: torch.Tensor, ids_TK: Ids, key: DataKey, rank: int, *, experts: int, ranks: int, layout: str
+    got_TH: torch.Tensor,
+    ids_TK: Ids,
+    key: DataKey,
+    rank: int,
+    *,
+    experts: int,
+    ranks: int,
+    layout: str,
+    node_sums: bool = False,
 ) -> int:
     """Values of a combined (T, H) result that are further from the float64 sum than rounding can explain.
 
     expert layout: sum over k of weight * answer of expert k. rank layout: sum over owner ranks of the rank's
     answer. Rounding that is allowed, relative to the sum of magnitudes: twice to the row type (partial row,
-    result) and once for each product and sum of the accumulation.
+    result), with `node_sums` (ranks of a node are added up before they travel) once more, and once for each
+    product and sum of the accumulation.
     """
     tokens, topk = ids_TK.shape
     if got_TH.shape != (tokens, key.hidden):
@@ -293,7 +302,7 @@ def wrong_combine(
     )
     unit = _ROUNDOFF[key.dtype]
     accumulate = unit if key.dtype == "float64" else _ROUNDOFF["float32"]
-    allowed = 2.0 * unit + (2 * topk + 4) * accumulate
+    allowed = (3.0 if node_sums else 2.0) * unit + (2 * topk + 4) * accumulate
     wrong = _Count(device)
     for at in range(0, tokens, _BLOCK_ROWS):
         block = slice(at, at + _BLOCK_ROWS)

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fabric import needs_fabric
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "-b",
@@ -238,6 +240,44 @@ def test_a_corrupted_result_is_reported(name: str, tmp_path: Path) -> None:
     assert [row[-1] for row in table(done.stdout)] == ["2"] * len(PATHS[name])
     assert "FAILED" in done.stdout
     assert record(target)["wrong"] == 2 * len(PATHS[name])
+
+
+@needs_fabric
+@pytest.mark.parametrize(
+    ("name", "ranks", "per_node", "provider"),
+    [("dispatch", 2, 1, "tcp"), ("combine", 4, 2, "shm"), ("alltoall", 3, 1, "shm")],
+)
+def test_nodes_are_counted_and_held_against_the_provider(
+    name: str, ranks: int, per_node: int, provider: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.json"
+    shape = () if name == "alltoall" else ("--experts", str(4 * ranks), "--topk", "3")
+    done = program(
+        name, "-g", str(ranks), "--ranks-per-node", str(per_node), "--fabric-provider", provider, *shape,
+        "--baselines", "fabric,gloo", "-J", str(target),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# wrong values: 0 OK" in done.stdout
+    rows = table(done.stdout)
+    assert [row[3] for row in rows] == ["moecomm", "fabric", "gloo"]
+    assert all(len(row) == 12 for row in rows)
+    own, fabric, gloo = record(target)["rows"]
+    # Each row crosses once a node; a dispatch tells its ids and weights beside, all of them a record.
+    assert own["sent_row_bytes"] == own["least_bytes"] > 0
+    assert own["sent_bytes"] > own["least_bytes"]
+    assert own["sent_puts"] >= own["least_puts"] + ranks * (ranks // per_node - 1)
+    assert own["wire_GBps"] == pytest.approx(own["sent_row_bytes"] / ranks / own["time_s"] / 1e9)
+    assert gloo["sent_bytes"] is None and fabric["wrong"] is None
+    assert len(fabric["samples_s"]) == 2 and "both ways" in fabric["note"]
+    if name != "alltoall":
+        limited = tmp_path / "limited.json"
+        done = program(
+            name, "-g", str(ranks), "--ranks-per-node", str(per_node), "--fabric-provider", provider, *shape,
+            "--limit-nodes", "1", "-J", str(limited),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        (saved,) = record(limited)["rows"]
+        assert saved["sent_row_bytes"] == saved["least_bytes"] < own["least_bytes"]
 
 
 def test_unchecked_rows_say_so() -> None:

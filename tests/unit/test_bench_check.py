@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.harness import bulk, case, ceilings, data, options, routing, traffic, verify
+from bench.harness import bulk, case, ceilings, data, options, routing, traffic, verify, wire
 from bench.harness.data import DataKey
 from bench.harness.verify import Received
 
@@ -56,6 +56,21 @@ def test_zipf_is_skewed_and_uniform_is_not(seed: int) -> None:
     assert len(set(popular)) == 1  # all ranks like the same expert
 
 
+def test_a_limit_on_nodes_leaves_the_best_ones(seed: int) -> None:
+    scores_TE = np.array([[9.0, 0.0, 5.0, 6.0, 8.0, 1.0], [1.0, 2.0, 9.0, 0.0, 3.0, 8.5]])
+    # Three nodes of two experts. Two ids from one node: the sum of both scores decides; from two nodes: the
+    # best score of each does.
+    limited = [routing._top_k(scores_TE, 2, routing.Limit(3, most)).tolist() for most in (1, 2, 3)]
+    assert limited == [[[3, 2], [5, 4]], [[0, 4], [2, 5]], [[0, 4], [2, 5]]]
+    for make in (routing.uniform, routing.zipf):
+        ids_TK = make(500, 4, 16, seed, 1, limit=routing.Limit(4, 2))
+        _check_ids(ids_TK, 500, 4, 16)
+        nodes = np.array([len(set(row)) for row in (ids_TK // 4).tolist()])
+        assert nodes.max() == 2
+    free = routing.uniform(500, 4, 16, seed, 1)
+    assert np.array_equal(free, routing.uniform(500, 4, 16, seed, 1, limit=routing.Limit(4, 4)))
+
+
 def test_traces_are_read_and_wrap_round(tmp_path: Path) -> None:
     ids = np.array([[0, 1], [2, -1], [3, 0]], dtype=np.int64)
     np.save(tmp_path / "flat.npy", ids)
@@ -93,6 +108,26 @@ def test_traffic_counts_the_worked_example() -> None:
     assert counted.useful_R == (30, 10)
     assert counted.remote == 20
     assert traffic.traffic(ids_R, experts=4, row_bytes=10, layout="rank").useful_R == (20, 10)
+
+
+def test_rows_to_other_nodes_count_a_token_once_for_each_node(seed: int) -> None:
+    ids_R = [np.array([ids], dtype=np.int32) for ids in ([1, 2], [2, 3], [0, 1], [-1, 3])]
+    assert traffic.node_rows(ids_R, 4, 2).tolist() == [[0, 1], [0, 1], [1, 0], [0, 0]]
+    assert not traffic.node_rows(ids_R, 4, 4).any()
+    random_R = [routing.uniform(40, 3, 8, seed, rank) for rank in range(4)]
+    alone = traffic.pairs(random_R, 8)
+    np.fill_diagonal(alone, 0)
+    assert np.array_equal(traffic.node_rows(random_R, 8, 1), alone)  # one rank a node: nodes are ranks
+
+
+def test_the_least_between_nodes_is_rows_and_full_puts() -> None:
+    nodes = ["-g", "4", "--ranks-per-node", "2", "--experts", "4", "--topk", "4", "--routing", "one-hot"]
+    flags = [*nodes, "--hidden", "131072", "-b", "5"]
+    for name in ("dispatch", "combine"):
+        one = case.Case(options.parse(name, flags), 1, 5, "float32")
+        # Rows of 512 KiB, two a put: every rank's five tokens to one other node.
+        assert wire.least(one) == (4 * 5 * (1 << 19), 4 * 3)
+    assert wire.put_bytes(14336) == 73 * 14336 and wire.put_bytes(3 << 20) == 3 << 20
 
 
 def test_traffic_leaves_out_padding_ids() -> None:

@@ -111,6 +111,16 @@ def test_alltoall_is_balanced_top_1_with_an_expert_a_rank() -> None:
         ("--timeout 0", "--timeout"),
         ("--threads 0", "--threads"),
         ("-c 0 --inject-error", "-c 0"),
+        ("-g 4 --ranks-per-node 3", "--ranks-per-node 3"),
+        ("--ranks-per-node 0", "--ranks-per-node"),
+        ("--fabric-provider tcp", "--ranks-per-node"),
+        ("--ranks-per-node 2 --fabric-provider tcp", "--ranks-per-node"),
+        ("--baselines fabric", "--ranks-per-node"),
+        ("--limit-nodes 2", "--limit-nodes"),
+        ("-g 4 --ranks-per-node 1 --limit-nodes 0", "--limit-nodes"),
+        ("-g 4 --ranks-per-node 1 --limit-nodes 5", "--limit-nodes"),
+        ("-g 4 --ranks-per-node 1 --limit-nodes 2 --routing one-hot", "one-hot"),
+        ("-g 4 --ranks-per-node 1 --limit-nodes 1 --experts 16 --topk 8", "--topk 8"),
     ],
 )
 def test_a_bad_flag_is_one_line_and_status_2(
@@ -143,6 +153,32 @@ def test_under_torchrun_its_world_counts(
         options.parse("dispatch", ["-g", "2"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == ""  # rank 0 says it for all
+
+
+def test_several_nodes_have_a_ceiling_of_their_own() -> None:
+    given = options.parse(
+        "combine",
+        ["-g", "4", "--ranks-per-node", "2", "--fabric-provider", "shm", "--limit-nodes", "1", "--baselines"],
+    )
+    assert (given.nodes, given.ranks_per_node, given.fabric_provider, given.limit_nodes) == (2, 2, "shm", 1)
+    assert given.baselines == ("fabric", "memcpy", "gloo", "gloo-tuned")
+    one = options.parse("combine", ["-g", "4", "--ranks-per-node", "4", "--baselines"])
+    assert one.nodes == 1 and "fabric" not in one.baselines
+
+
+def test_nodes_come_from_the_environment_where_no_flag_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANKS_PER_NODE", "2"), ("FABRIC_PROVIDER", "tcp"), ("FABRIC_INTERFACE", "lo")):
+        monkeypatch.setenv(f"MOECOMM_{name}", value)
+    six = ["-g", "6", "--experts", "12"]
+    given = options.parse("dispatch", six)
+    assert (given.nodes, given.fabric_provider, given.fabric_interface) == (3, "tcp", "lo")
+    assert options.parse("dispatch", [*six, "--ranks-per-node", "1"]).nodes == 6
+    one = options.parse("dispatch", ["-g", "2"])
+    assert (one.nodes, one.fabric_provider, one.fabric_interface) == (1, None, None)
+    monkeypatch.delenv("MOECOMM_RANKS_PER_NODE")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert options.parse("dispatch", []).nodes == 2  # torchrun on two hosts
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine", "alltoall"])

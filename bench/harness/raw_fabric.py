@@ -1,0 +1,116 @@
+"""The ceiling between nodes: what the libfabric provider gives by itself, measured in the same run.
+
+fabric_raw (bench/fabric_raw.cpp) sends puts as large as moecomm's between two processes of this host, both
+ways at once as ranks do it, and nothing else; as many such pairs at a time as there are pairs of ranks. The
+ranks sleep meanwhile, so it has all cores. The ceiling's time is that of the least bytes of rows that a rank
+has to send (wire.least), at the rate of one direction.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch.distributed as dist
+
+from . import wire
+from .case import Case
+from .paths import NotMeasured, NotRun, Yardstick
+
+_SECONDS, _REPEATS = 0.15, 5
+_MOST_S = 60.0  # for one measurement
+
+
+def program() -> FilePath | None:
+    """fabric_raw as it was built, beside the extension; None where the build had no libfabric."""
+    extension = importlib.util.find_spec("moecomm._C")
+    if extension is None or extension.origin is None:
+        return None
+    found = FilePath(extension.origin).with_name("fabric_raw")
+    return found if os.access(found, os.X_OK) else None
+
+
+def command(binary: FilePath, put_bytes: int, provider: str | None, interface: str | None) -> list[str]:
+    """What measures one pair."""
+    asked = ["--provider", provider] if provider else []
+    asked += ["--interface", interface] if interface else []
+    times = ["--seconds", str(_SECONDS), "--repeats", str(_REPEATS)]
+    return [str(binary), "--both", "--sizes", str(put_bytes), *times, *asked]
+
+
+def measure(line: list[str], pairs: int) -> list[dict[str, Any]]:
+    """The records of `pairs` pairs at a time. Raises NotMeasured."""
+    running = []
+    try:
+        for _ in range(pairs):
+            running.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        records = []
+        for each in running:
+            out, err = each.communicate(timeout=_MOST_S)
+            if each.returncode != 0:
+                raise NotMeasured(" ".join(err.split()) or f"fabric_raw ended with status {each.returncode}")
+            records.append(json.loads(out))
+    except subprocess.TimeoutExpired:
+        raise NotMeasured(f"fabric_raw took more than {_MOST_S:g} s") from None
+    except (OSError, ValueError) as problem:
+        raise NotMeasured(f"fabric_raw: {problem}") from None
+    finally:
+        for each in running:
+            if each.poll() is None:
+                each.kill()
+                each.wait()
+    return records
+
+
+def rate(records: list[dict[str, Any]]) -> float:
+    """Bytes a second that a rank sends, while it receives as much: the mean over pairs."""
+    return float(sum(record["gb_per_s"] for record in records) / len(records) * 1e9)
+
+
+def described(records: list[dict[str, Any]], pairs: int) -> str:
+    """In words, of all measurements together."""
+    first = records[0]
+    low = min(record["gb_per_s_min"] for record in records)
+    high = max(record["gb_per_s_max"] for record in records)
+    return (
+        f"{first['provider']} (libfabric {first['version']}) on {first['interface']}, "
+        f"puts of {first['bytes']} bytes, {pairs} {'pair' if pairs == 1 else 'pairs'} both ways, "
+        f"{low:.2f} to {high:.2f} GB/s"
+    )
+
+
+def raw_fabric(case: Case) -> Yardstick | NotRun:
+    """The yardstick of one size; rank 0 measures for all."""
+    options = case.options
+    if os.environ.get("LOCAL_WORLD_SIZE", str(options.ranks)) != str(options.ranks):
+        return NotRun("fabric", "the ranks are on several hosts, fabric_raw measures within one")
+    least_bytes, _ = wire.least(case)
+    if least_bytes == 0:
+        return NotRun("fabric", "no row goes to another node")
+    binary = program()
+    if binary is None:
+        return NotRun("fabric", "fabric_raw is not built: install libfabric-dev and build again")
+    pairs = max(1, options.ranks // 2)
+    line = command(
+        binary, wire.put_bytes(case.wire_row_bytes), options.fabric_provider, options.fabric_interface
+    )
+    seen: list[dict[str, Any]] = []
+
+    def sample() -> float:
+        said: list[Any] = [None, ""]  # records, or why there are none
+        if dist.get_rank() == 0:
+            try:
+                said[0] = measure(line, pairs)
+            except NotMeasured as problem:
+                said[1] = str(problem)
+        dist.broadcast_object_list(said, src=0)
+        if said[0] is None:
+            raise NotMeasured(said[1][:200])
+        seen.extend(said[0])
+        return least_bytes / options.ranks / rate(said[0])
+
+    return Yardstick("fabric", sample, lambda: described(seen, pairs))

@@ -1,0 +1,84 @@
+"""What moecomm sends to other nodes in one call, and the least that the routing needs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import moecomm
+from moecomm.model import Shape
+
+from .case import Case
+from .paths import Path
+from .timing import sum_over_ranks
+from .traffic import node_rows
+
+_SETTLE_S, _MOST_SETTLING_S = 5e-3, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """Of one call, summed over ranks. Least: one row for each (token, other node that needs it), in puts as
+    full as moecomm's own.
+    """
+
+    sent_bytes: int
+    sent_row_bytes: int
+    sent_puts: int
+    least_bytes: int
+    least_puts: int
+
+
+def put_bytes(row_bytes: int) -> int:
+    """Bytes of a full put of rows."""
+    return row_bytes * max(1, Shape.put_bytes // row_bytes)
+
+
+def least(case: Case) -> tuple[int, int]:
+    """(bytes of rows, puts) that have to go to other nodes, all ranks together; from the ids alone.
+
+    A combine sends as many sums backwards.
+    """
+    per_node = case.options.ranks // case.options.nodes
+    rows_RN = node_rows(case.ids_R, case.options.experts, per_node)
+    rows_of_put = put_bytes(case.wire_row_bytes) // case.wire_row_bytes
+    return int(rows_RN.sum()) * case.wire_row_bytes, int((-(-rows_RN // rows_of_put)).sum())
+
+
+def count(comm: moecomm.Communicator, path: Path, case: Case) -> Between | None:
+    """Makes one call on all ranks and counts; None where all ranks share memory."""
+    if comm.nodes == 1:
+        return None
+    if path.before is not None:
+        path.before()
+    before = _settled(comm)
+    path.call()
+    after = _settled(comm)
+    sent = {name: sum_over_ranks(after[name] - before[name]) for name in after}
+    least_bytes, least_puts = least(case)
+    return Between(
+        sent_bytes=sent["network_bytes"],
+        sent_row_bytes=sent["network_row_bytes"],
+        sent_puts=sent["network_puts"],
+        least_bytes=least_bytes,
+        least_puts=least_puts,
+    )
+
+
+def _settled(comm: moecomm.Communicator) -> dict[str, int]:
+    """The counters of this rank's proxy, when all ranks are done and it has nothing more to send."""
+    sum_over_ranks(0)
+    until = time.monotonic() + _MOST_SETTLING_S
+    found = _counters(comm)
+    while time.monotonic() < until:
+        time.sleep(_SETTLE_S)
+        last, found = found, _counters(comm)
+        if found == last:
+            break
+    sum_over_ranks(0)  # no rank begins anew before all have read
+    return found
+
+
+def _counters(comm: moecomm.Communicator) -> dict[str, int]:
+    stats = comm.stats()
+    return {name: int(stats[name]) for name in ("network_bytes", "network_row_bytes", "network_puts")}
