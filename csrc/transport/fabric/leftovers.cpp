@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
-#include <iterator>
+#include <cstdio>
+#include <memory>
 
 namespace moecomm::fabric {
 namespace {
@@ -14,8 +14,10 @@ namespace {
 /// Also true for a zombie: it runs no more, its parent has only not asked yet.
 bool ended(int64_t pid) {
   if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string stat{std::istreambuf_iterator<char>(file), {}};
+  const auto path = "/proc/" + std::to_string(pid) + "/stat";
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
+  std::string stat(4096, 0);
+  stat.resize(file ? std::fread(stat.data(), 1, stat.size(), file.get()) : 0);
   const size_t name_end = stat.rfind(')');  // the name before it may hold anything
   if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
   return stat[name_end + 2] == 'Z' || stat[name_end + 2] == 'X';
