@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cstdio>
 #include <memory>
 #include <string_view>
 
 #include "common/error.hpp"
+#include "common/text_file.hpp"
 
 namespace moecomm {
 namespace {
@@ -60,19 +60,6 @@ bool parse(std::string_view word, int base, uint32_t& number) {
   const char* const end = word.data() + word.size();
   const auto parsed = std::from_chars(word.data(), end, number, base);
   return parsed.ec == std::errc() && parsed.ptr == end;
-}
-
-/// "" if there is no such file: a host without IPv4 has no table of its routes.
-std::string read_file(const char* path) {
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path, "re"), std::fclose);
-  std::string text;
-  std::array<char, 4096> piece;
-  while (file != nullptr) {
-    const size_t count = std::fread(piece.data(), 1, piece.size(), file.get());
-    if (count == 0) break;
-    text.append(piece.data(), count);
-  }
-  return text;
 }
 
 /// The first address that fits, IPv4 before IPv6; "" if there is none.
@@ -164,6 +151,7 @@ std::string choose_address(const std::string& wanted, const std::vector<Interfac
 
 std::string interface_address(const std::string& name_or_address) {
   return choose_address(name_or_address, host_addresses(),
+                        // A host without IPv4 has no such table.
                         default_route_interface(read_file("/proc/net/route")));
 }
 

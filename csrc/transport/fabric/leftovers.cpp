@@ -5,8 +5,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
-#include <memory>
+
+#include "common/text_file.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -14,10 +14,7 @@ namespace {
 /// Also true for a zombie: it runs no more, its parent has only not asked yet.
 bool ended(int64_t pid) {
   if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
-  const auto path = "/proc/" + std::to_string(pid) + "/stat";
-  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "r"), std::fclose);
-  std::string stat(4096, 0);
-  stat.resize(file ? std::fread(stat.data(), 1, stat.size(), file.get()) : 0);
+  const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");
   const size_t name_end = stat.rfind(')');  // the name before it may hold anything
   if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
   return stat[name_end + 2] == 'Z' || stat[name_end + 2] == 'X';

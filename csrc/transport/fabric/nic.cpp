@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <filesystem>
-#include <fstream>
 #include <string_view>
+
+#include "common/text_file.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -46,8 +48,9 @@ PciDevice pci_device(const std::string& bus_id, const std::string& sysfs) {
       fs::canonical(fs::path(sysfs) / "bus/pci/devices" / canonical_bus_id(bus_id), error);
   if (bus_id.empty() || error) return device;
   device.path = resolved.string();
-  std::ifstream numa(resolved / "numa_node");
-  if (!(numa >> device.numa)) device.numa = -1;
+  const std::string numa = read_file((resolved / "numa_node").string());
+  if (std::from_chars(numa.data(), numa.data() + numa.size(), device.numa).ec != std::errc())
+    device.numa = -1;
   return device;
 }
 

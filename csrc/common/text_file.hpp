@@ -1,0 +1,11 @@
+// Small text files of /proc and /sys.
+#pragma once
+
+#include <string>
+
+namespace moecomm {
+
+/// What a file holds; "" if there is no such file.
+std::string read_file(const std::string& path);
+
+}  // namespace moecomm
