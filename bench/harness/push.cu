@@ -1,9 +1,10 @@
 // The SM-issued exchange that other transfers are measured against: rows pushed to peers by bulk copies.
 //
 // Each block has some lanes, one thread each, and each lane a ring of slots in shared memory. A lane takes
-// every (blocks x lanes)-th row of the list. A row is bulk-copied from this GPU's memory into a slot, and when
-// it is there from the slot to its address in a peer's memory. Loads run ahead as far as the ring allows; a
-// slot is loaded again once the store from it, KEEP stores earlier, has been read out of shared memory.
+// every (blocks x lanes)-th row of the list. A row is bulk-copied from this GPU's memory into a slot, and
+// when it is there from the slot to its address in a peer's memory. Loads run ahead as far as the ring
+// allows; a slot is loaded again once the store from it, KEEP stores earlier, has been read out of shared
+// memory.
 //
 // Waits are bounded: a load that does not arrive ends the lane and sets *late. Needs sm_90. Row sizes are
 // multiples of 16 bytes, addresses are aligned to 16 bytes.
@@ -23,10 +24,12 @@ __device__ __forceinline__ void init(u32 barrier) {
 }
 
 __device__ __forceinline__ void load(u32 slot, u64 from, u32 bytes, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(slot),
-               "l"(from), "r"(bytes), "r"(barrier)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(slot),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ bool arrived(u32 barrier, u32 parity) {
@@ -64,9 +67,11 @@ extern "C" __global__ void push_rows(const u64* from_N, const u64* to_N, int row
 
   const int first = blockIdx.x * lanes + lane, step = gridDim.x * lanes;
   const int count = first < rows ? (rows - 1 - first) / step + 1 : 0;
-  for (int n = 0; n < count && n < slots; ++n) load(ring + n * pitch, from_N[first + n * step], row_bytes, full + n * 8);
+  for (int n = 0; n < count && n < slots; ++n)
+    load(ring + n * pitch, from_N[first + n * step], row_bytes, full + n * 8);
   // Addresses are read one row ahead, so that their latency is not part of the loop.
-  const int ahead = slots - KEEP;  // when row n has left, the slot of row n - KEEP is free: row n + ahead comes there
+  const int ahead =
+      slots - KEEP;  // when row n has left, the slot of row n - KEEP is free: row n + ahead comes there
   u64 next_to = count > 0 ? to_N[first] : 0;
   u64 next_from = 0;
   for (int n = 0; n < count; ++n) {

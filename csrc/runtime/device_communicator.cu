@@ -155,9 +155,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
       control_[r] = shm::Window::open(names[r], control_layout_.committed_bytes);
     control.push_back(control_[r].base());
   }
-  signals_ =
-      std::make_unique<shm::Signals>(control_layout_, control, config_.rank, pids, config_.timeout_seconds,
-                                     static_cast<int>(ranks));
+  signals_ = std::make_unique<shm::Signals>(control_layout_, control, config_.rank, pids,
+                                            config_.timeout_seconds, static_cast<int>(ranks));
 
   void* memory = nullptr;
   check_cuda(cudaMalloc(&memory, ranks * sizeof(std::byte*)), "cudaMalloc");
