@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,104 @@ def test_memory_page_has_the_numbers_of_the_plan() -> None:
         assert f"**{number:,}**".replace(",", " ") in page
     for name, _, _ in plan.sections:
         assert f"| {name} |" in page
+
+
+def formulas(title: str) -> dict[str, tuple[int, str]]:
+    """(copies, bytes of one copy as an expression) of each section in the table below a title of the memory
+    page. Factors stand side by side there: "4 M K"."""
+    found = {}
+    for name, copies, formula, *_ in table_rows(part("memory.md", title))[1:]:
+        tokens = re.findall(r"\w+|[-+*/(),]", formula)
+        text = tokens[0]
+        for before, token in pairwise(tokens):
+            factor = before not in ("min", *"(,+-*/") and token not in (*"),+-*/",)
+            text += f" * {token}" if factor else token
+        found[name] = (int(copies), text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "sizes", "dtype"),
+    [
+        (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16),
+        (4, 2, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16),
+        (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float64),
+        (7, 1, {"hidden": 2048, "top_k": 3, "max_tokens": 65}, torch.float32),
+        (1024, 8, {"hidden": 7168, "top_k": 8, "max_tokens": 128}, torch.bfloat16),
+    ],
+)
+def test_memory_page_has_the_formulas_of_the_plan(
+    ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    plan = moecomm.Communicator.memory_plan(
+        ranks=ranks, ranks_per_node=per_node, num_experts=ranks * 4, **sizes, dtype=dtype, device="cpu"
+    )
+    tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
+    weight = 8 if dtype == torch.float64 else 4
+    chunk_bytes = min(max(tokens * row // 16, 512 << 10), 4 << 20)
+    chunk = min(-(-chunk_bytes // row), tokens)
+    values = {
+        "R": ranks,
+        "L": per_node,
+        "N": ranks // per_node,
+        "M": tokens,
+        "K": top_k,
+        "H": sizes["hidden"],
+        "b": dtype.itemsize,
+        "w": weight,
+        "C": chunk,
+        "F": -(-tokens // chunk) + -(-weight * tokens * top_k // 2**20),
+        "min": min,
+    }
+    expected = formulas("Memory")
+    if ranks > per_node:
+        expected |= formulas("With several nodes")
+    if per_node == 1:
+        del expected["partial sums"]
+    taken: dict[str, list[int]] = {}
+    for name, _, size in plan.sections:
+        taken.setdefault(name, []).append(size)
+    assert taken == {
+        name: [-(-eval(text, values) // 4096) * 4096] * copies for name, (copies, text) in expected.items()
+    }
+    input_rows = sum(taken["input rows"])
+    assert plan.total_bytes - plan.committed_bytes == input_rows
+
+
+def test_memory_page_has_the_example_of_two_nodes() -> None:
+    plan = moecomm.Communicator.memory_plan(
+        ranks=4, ranks_per_node=2, num_experts=64, **EXAMPLE, device="cpu"
+    )
+    taken: dict[str, int] = {}
+    for name, _, size in plan.sections:
+        taken[name] = taken.get(name, 0) + size
+    rows = table_rows(part("memory.md", "A worked example of two nodes"))[1:]
+    assert number(next(row for row in rows if "taken at once" in row[0])[2]) == plan.committed_bytes
+    sections = [row for row in rows if not row[0].startswith("**")]
+    assert {name: number(all_copies) for name, _, all_copies in sections} == taken
+    for name, one_copy, _ in sections:
+        formula, _, result = one_copy.rpartition(" = ")
+        assert not formula or eval(formula, {"min": min}) == number(result), name
+
+
+def test_memory_page_has_the_windows_of_more_nodes() -> None:
+    rows = table_rows(part("memory.md", "How it grows with the nodes"))[1:]
+    assert {int(row[0]) for row in rows} >= {2, 16, 128}
+    for row in rows:
+        nodes, ranks, tokens = map(int, row[:3])
+        plan = moecomm.Communicator.memory_plan(
+            ranks=ranks,
+            ranks_per_node=ranks // nodes,
+            num_experts=ranks,
+            **(EXAMPLE | {"max_tokens": tokens}),
+            device="cpu",
+        )
+        relayed = sum(size for name, _, size in plan.sections if name == "relay rows")
+        assert row == [
+            *(f"{nodes}", f"{ranks}", f"{tokens}"),
+            *(f"{plan.committed_bytes / 2**20:.1f}", f"{relayed / 2**20:.1f}"),
+            f"{plan.committed_bytes * ranks / nodes / 2**30:.1f}",
+        ]
 
 
 def table_rows(text: str) -> list[list[str]]:
