@@ -733,6 +733,9 @@ void leftovers_case() {
   std::ofstream(file) << "x";
   named("fi_shm://" + name);
   CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::in_use && fs::exists(file));
+  named("fi_shm://" + std::to_string(child) + ":1:0");  // closed by its process, which goes on
+  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::none);
+  named("fi_shm://" + name);
   kill(child, SIGKILL);
   siginfo_t info;
   waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);  // ended, its number not yet given back

@@ -37,8 +37,10 @@ Leftovers remove_leftovers(const Card& own, const Card& peer, const std::string&
   if (const size_t scheme = name.find("://"); scheme != std::string::npos) name = name.substr(scheme + 3);
   const bool of_process = name.starts_with(std::to_string(peer.pid) + ":");
   if (!of_process || name.find('/') != std::string::npos) return Leftovers::none;
+  const std::string path = folder + "/" + name;
+  if (access(path.c_str(), F_OK) != 0) return Leftovers::none;
   if (!ended(peer.pid)) return Leftovers::in_use;
-  return unlink((folder + "/" + name).c_str()) == 0 ? Leftovers::removed : Leftovers::none;
+  return unlink(path.c_str()) == 0 ? Leftovers::removed : Leftovers::none;
 }
 
 }  // namespace moecomm::fabric

@@ -13,7 +13,7 @@ int64_t own_process();
 uint64_t own_process_namespace();
 
 enum class Leftovers {
-  none,    ///< nothing there that is this peer's
+  none,    ///< nothing there that is this peer's; who closes takes its file along
   in_use,  ///< its process runs
   removed,
 };
