@@ -1,8 +1,8 @@
-"""Faults between nodes: ranks that die, stop or leave, jobs that cannot be built, links that are cut. Typed
-errors on all ranks in bounded time, no hang, nothing left behind, life afterwards.
+"""Faults between nodes: ranks that die, stop, leave or are interrupted. Typed errors on all ranks in bounded
+time, no hang, nothing left behind, life afterwards.
 
-Nodes are emulated on one host (`ranks_per_node`), so a fault is that of a process; the last part joins two
-network namespaces, where the link itself can fail.
+Nodes are emulated on one host (`ranks_per_node`), so a fault is that of a process; test_node_links.py is
+about links that fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,151 +27,36 @@ import torch.distributed as dist
 from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import NO_GPUS, Died, RankPool, no_shared_memory_left
+from tests.multirank.harness import Died
+from tests.multirank.node_jobs import (
+    LONG,
+    NEVER_NOTICED,
+    SHORT,
+    Found,
+    caught,
+    communicator,
+    left_since,
+    life_afterwards,
+    refusals,
+    run,
+    small_case,
+    step,
+    steps,
+    verify_life,
+    warm_up,
+)
 
 pytestmark = needs_fabric
-
-Found = dict[str, Any]
-
-NEVER_NOTICED = 20.0
-"""Seconds; a generous bound, a loss is noticed within some tens of milliseconds. Timeouts of communicators
-are three times as long where it is used."""
-LONG, SHORT = 60.0, 2.0
-"""Timeouts of communicators: one that no test waits for, and one that it does."""
-
-
-def _case(size: int, per_node: int) -> Case:
-    return Case(tokens=(6,) * size, num_experts=2 * size, hidden=64, top_k=2, seed=5, ranks_per_node=per_node)
-
-
-def _communicator(case: Case, timeout: float) -> Any:
-    import moecomm
-
-    return moecomm.Communicator(**{**case.communicator, "timeout": timeout})
-
-
-def _step(comm: Any, case: Case, rank: int) -> None:
-    out = cases.dispatch(comm, case, rank)
-    comm.combine(out.tokens, out.handle, weights=out.weights)
-
-
-def _steps(comm: Any, case: Case, rank: int, count: int) -> None:
-    for _ in range(count):
-        _step(comm, case, rank)
-
-
-def _describe(error: Any) -> Found:
-    return {
-        "type": type(error).__name__,
-        "text": str(error),
-        **{name: getattr(error, name, None) for name in ("rank", "peer", "phase", "expected", "seen")},
-    }
-
-
-def _caught(call: Callable[[], Any]) -> Found:
-    """The error of ours that `call` raises, and after how long."""
-    import moecomm
-
-    before = time.monotonic()
-    try:
-        call()
-    except moecomm.MoecommError as error:
-        return {**_describe(error), "seconds": time.monotonic() - before}
-    return {"type": "nothing", "seconds": time.monotonic() - before}
-
-
-def _refusals(comm: Any, case: Case, rank: int) -> set[str]:
-    """Types of the errors that a broken communicator gives to whatever is asked of it."""
-    calls: list[Callable[[], Any]] = [
-        lambda: cases.dispatch(comm, case, rank),
-        lambda: cases.dispatch(comm, case, rank, async_op=True).wait(),
-        comm.check,
-    ]
-    return {_caught(call)["type"] for call in calls}
-
-
-def _resources() -> dict[str, int]:
-    """What this process holds that a communicator could leave behind."""
-    with open("/proc/self/maps") as maps:
-        windows = {line.split()[5] for line in maps if "/dev/shm/" in line}
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "files": len(os.listdir("/proc/self/fd")),
-        "windows": len(windows),
-    }
-
-
-def _left_since(before: dict[str, int], patience: float = 5.0) -> dict[str, int]:
-    """How much more there is than before; a thread that was joined can be seen for a moment longer."""
-    limit = time.monotonic() + patience
-    while True:
-        gc.collect()
-        left = {name: count - before[name] for name, count in _resources().items() if count > before[name]}
-        if not left or time.monotonic() > limit:
-            return left
-        time.sleep(0.02)
-
-
-def _warm_up(case: Case, rank: int) -> dict[str, int]:
-    """What the first communicator of a process brings for good (libraries, their threads) is not counted."""
-    with _communicator(case, LONG) as comm:
-        _step(comm, case, rank)
-    dist.barrier()
-    return _resources()
-
-
-def _life_afterwards(folder: str, rank: int, survivors: list[int], per_node: int) -> Any:
-    """The survivors, in the same processes, form a new group and work on it: as nodes of `per_node` ranks if
-    their number allows it, else of one each."""
-    place, size = survivors.index(rank), len(survivors)
-    dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/survivors", size)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=size)
-    case = _case(size, per_node if size % per_node == 0 else 1)
-    with _communicator(case, LONG) as comm:
-        return case, cases.play(comm, case, place)
-
-
-def _verify_life(results: Sequence[Any], victim: int) -> None:
-    afterwards = [found["afterwards"] for rank, found in enumerate(results) if rank != victim]
-    cases.verify(afterwards[0][0], [arrays for _, arrays in afterwards])
-
-
-def _pid(rank: int, world_size: int) -> int:
-    return os.getpid()
-
-
-def _run(
-    size: int,
-    body: Callable[..., Any],
-    *args: Any,
-    provider: str = "tcp",
-    may_die: Sequence[int] = (),
-    timeout: float = 90.0,
-    environment: dict[str, str] | None = None,
-) -> list[Any]:
-    """body(rank, size, *args) on fresh ranks; asserts that nothing of theirs is left in /dev/shm."""
-    chosen = {"MOECOMM_FABRIC_PROVIDER": provider, **(environment or {})}
-    with no_shared_memory_left():
-        with RankPool(size, timeout=timeout, environment=NO_GPUS | chosen) as pool:
-            owners = {str(pid) for pid in pool(_pid)}
-            results = pool(body, *args, may_die=may_die)
-        # Files of the shm provider are called "<process>:<endpoint>".
-        limit = time.monotonic() + 5.0
-        while left := [name for name in os.listdir("/dev/shm") if name.split(":")[0] in owners]:
-            assert time.monotonic() < limit, f"left in /dev/shm: {left}"
-            time.sleep(0.02)
-    return results
 
 
 # -- death ---------------------------------------------------------------------------------------------------
 
 
 def _killed(rank: int, world_size: int, per_node: int, victim: int, where: str, folder: str) -> Found:
-    case = _case(world_size, per_node)
-    before = _warm_up(case, rank)
-    comm = _communicator(case, LONG)
-    _steps(comm, case, rank, 5)
+    case = small_case(world_size, per_node)
+    before = warm_up(case, rank)
+    comm = communicator(case, LONG)
+    steps(comm, case, rank, 5)
     dist.barrier()
     if rank == victim:
         if where == "others in combine":
@@ -185,13 +69,13 @@ def _killed(rank: int, world_size: int, per_node: int, victim: int, where: str, 
     if where == "in a call":
         time.sleep(0.6)
 
-    found = _caught(partial(_steps, comm, case, rank, 1000))
-    found["refusals"] = _refusals(comm, case, rank)
+    found = caught(partial(steps, comm, case, rank, 1000))
+    found["refusals"] = refusals(comm, case, rank)
     comm.close()
     del comm
-    found["left"] = _left_since(before)
+    found["left"] = left_since(before)
     survivors = [r for r in range(world_size) if r != victim]
-    found["afterwards"] = _life_afterwards(folder, rank, survivors, per_node)
+    found["afterwards"] = life_afterwards(folder, rank, survivors, per_node)
     return found
 
 
@@ -211,7 +95,7 @@ def _killed(rank: int, world_size: int, per_node: int, victim: int, where: str, 
 def test_a_killed_rank_is_lost_to_all_nodes(
     size: int, per_node: int, victim: int, where: str, provider: str, tmp_path: Path
 ) -> None:
-    results = _run(size, _killed, per_node, victim, where, str(tmp_path), provider=provider, may_die=[victim])
+    results = run(size, _killed, per_node, victim, where, str(tmp_path), provider=provider, may_die=[victim])
     assert results[victim] == Died(-signal.SIGKILL)
     for rank, found in enumerate(results):
         if rank == victim:
@@ -222,14 +106,14 @@ def test_a_killed_rank_is_lost_to_all_nodes(
         assert found["refusals"] == {"PeerLost"}, found
         assert found["left"] == {}, found
         print(f"{where}: rank {rank} noticed after {found['seconds']:.3f} s")
-    _verify_life(results, victim)
+    verify_life(results, victim)
 
 
 def _killed_at_any_moment(rank: int, world_size: int, per_node: int, victim: int, delay: float) -> Found:
     """Rows of many chunks in a tight loop; a thread of the victim kills it wherever it is."""
-    case = replace(_case(world_size, per_node), tokens=(64,) * world_size, hidden=1 << 14)
-    comm = _communicator(case, LONG)
-    _step(comm, case, rank)
+    case = replace(small_case(world_size, per_node), tokens=(64,) * world_size, hidden=1 << 14)
+    comm = communicator(case, LONG)
+    step(comm, case, rank)
     dist.barrier()
     if rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -237,12 +121,12 @@ def _killed_at_any_moment(rank: int, world_size: int, per_node: int, victim: int
     def steps() -> None:
         while True:
             started[0] = time.monotonic()
-            _step(comm, case, rank)
+            step(comm, case, rank)
 
     started = [0.0]
-    found = _caught(steps)
+    found = caught(steps)
     found["seconds"] = time.monotonic() - started[0]
-    found["refusals"] = _refusals(comm, case, rank)
+    found["refusals"] = refusals(comm, case, rank)
     comm.close()
     return found
 
@@ -253,7 +137,7 @@ def test_death_at_any_moment(provider: str, seed: int) -> None:
     for size, per_node in ((2, 1), (4, 2), (3, 1)):
         victim, delay = int(rng.integers(0, size)), float(rng.uniform(0.0, 0.1))
         text = f"seed {seed}, {size} ranks, victim {victim}, delay {delay}"
-        results = _run(
+        results = run(
             size, _killed_at_any_moment, per_node, victim, delay, provider=provider, may_die=[victim]
         )
         for rank, found in enumerate(results):
@@ -266,23 +150,23 @@ def test_death_at_any_moment(provider: str, seed: int) -> None:
 
 
 def _stopped(rank: int, world_size: int, per_node: int, victim: int, folder: str) -> Found:
-    case = _case(world_size, per_node)
+    case = small_case(world_size, per_node)
     pids = _all_pids(world_size)
-    before = _warm_up(case, rank)
-    comm = _communicator(case, SHORT)
-    _steps(comm, case, rank, 3)
+    before = warm_up(case, rank)
+    comm = communicator(case, SHORT)
+    steps(comm, case, rank, 3)
     dist.barrier()
     if rank == victim:
         # Continued by another rank once everybody has noticed: it must hear that it was given up.
         os.kill(os.getpid(), signal.SIGSTOP)
-    found = _caught(partial(_steps, comm, case, rank, 3))
-    found["refusals"] = _refusals(comm, case, rank)
+    found = caught(partial(steps, comm, case, rank, 3))
+    found["refusals"] = refusals(comm, case, rank)
     comm.close()
     del comm
     if rank != victim:
-        found["left"] = _left_since(before)
+        found["left"] = left_since(before)
         survivors = [r for r in range(world_size) if r != victim]
-        found["afterwards"] = _life_afterwards(folder, rank, survivors, per_node)
+        found["afterwards"] = life_afterwards(folder, rank, survivors, per_node)
         dist.barrier()
         if rank == survivors[0]:
             os.kill(pids[victim], signal.SIGCONT)
@@ -301,7 +185,7 @@ def _all_pids(world_size: int) -> list[int]:
 def test_a_stopped_rank_is_a_timeout_with_rank_peer_and_phase(
     size: int, per_node: int, victim: int, provider: str, tmp_path: Path
 ) -> None:
-    results = _run(size, _stopped, per_node, victim, str(tmp_path), provider=provider)
+    results = run(size, _stopped, per_node, victim, str(tmp_path), provider=provider)
     for rank, found in enumerate(results):
         if rank == victim:
             continue
@@ -314,7 +198,7 @@ def test_a_stopped_rank_is_a_timeout_with_rank_peer_and_phase(
         assert found["refusals"] == {"PeerTimeout"} and found["left"] == {}, found
     assert results[victim]["type"] in ("PeerTimeout", "PeerLost"), results[victim]
     assert results[victim]["refusals"] == {results[victim]["type"]}, results[victim]
-    _verify_life(results, victim)
+    verify_life(results, victim)
 
 
 def _stop_for(pid: int, seconds: float, after: float = 0.0) -> subprocess.Popen[bytes]:
@@ -325,13 +209,13 @@ def _stop_for(pid: int, seconds: float, after: float = 0.0) -> subprocess.Popen[
 
 
 def _paused(rank: int, world_size: int, case: Case, victim: int) -> cases.Arrays:
-    with _communicator(case, LONG) as comm:
+    with communicator(case, LONG) as comm:
         dist.barrier()
         if rank == victim:
             stopper = _stop_for(os.getpid(), 0.4, after=0.05)
         limit = time.monotonic() + 0.6
         while time.monotonic() < limit:  # stopped in the middle of it
-            _steps(comm, case, rank, 10)
+            steps(comm, case, rank, 10)
             dist.barrier()
             more = torch.tensor([int(time.monotonic() < limit)])
             dist.all_reduce(more, dist.ReduceOp.MAX)
@@ -345,8 +229,8 @@ def _paused(rank: int, world_size: int, case: Case, victim: int) -> cases.Arrays
 
 @pytest.mark.parametrize(("size", "per_node", "provider"), [(2, 1, "shm"), (4, 2, "tcp")])
 def test_a_short_stop_is_only_a_delay(size: int, per_node: int, provider: str) -> None:
-    case = _case(size, per_node)
-    cases.verify(case, _run(size, _paused, case, size - 1, provider=provider))
+    case = small_case(size, per_node)
+    cases.verify(case, run(size, _paused, case, size - 1, provider=provider))
 
 
 # -- leaving -------------------------------------------------------------------------------------------------
@@ -357,11 +241,11 @@ class _UserError(Exception):
 
 
 def _leaves_early(rank: int, world_size: int, per_node: int, leaver: int, how: str) -> Found:
-    case = _case(world_size, per_node)
-    comm = _communicator(case, LONG)
-    _step(comm, case, rank)
+    case = small_case(world_size, per_node)
+    comm = communicator(case, LONG)
+    step(comm, case, rank)
     if rank != leaver:
-        return _caught(partial(_steps, comm, case, rank, 3))
+        return caught(partial(steps, comm, case, rank, 3))
     started = time.monotonic()
     if how == "close":
         comm.close()
@@ -379,7 +263,7 @@ def _leaves_early(rank: int, world_size: int, per_node: int, leaver: int, how: s
     [(2, 1, 0, "close"), (4, 2, 3, "drop"), (4, 2, 0, "exception of the user"), (3, 1, 1, "close")],
 )
 def test_a_rank_that_leaves_early_is_lost_too(size: int, per_node: int, leaver: int, how: str) -> None:
-    results = _run(size, _leaves_early, per_node, leaver, how)
+    results = run(size, _leaves_early, per_node, leaver, how)
     for rank, found in enumerate(results):
         assert found["seconds"] < NEVER_NOTICED, found
         if rank != leaver:
@@ -394,7 +278,7 @@ def _leaves_at_different_times(
     """In each round one rank is slow to receive what the others sent it last; they leave at once."""
     found = []
     for number in range(first, first + rounds):
-        comm = _communicator(case, LONG)
+        comm = communicator(case, LONG)
         slow = number % world_size
         kept: Any = None
         if rank == slow and number % 3 == 0:
@@ -429,9 +313,9 @@ def _leaves_at_different_times(
 def test_nobody_loses_rows_when_others_leave(
     size: int, per_node: int, provider: str, shuffle: bool, seed: int
 ) -> None:
-    case = replace(_case(size, per_node), hidden=4096, tokens=(9,) * size, weights=True)
+    case = replace(small_case(size, per_node), hidden=4096, tokens=(9,) * size, weights=True)
     environment = {"MOECOMM_FABRIC_SHUFFLE": str(1 + seed % 1000)} if shuffle else {}
-    results = _run(
+    results = run(
         size, _leaves_at_different_times, case, 8, seed % 12, provider=provider, environment=environment
     )
     for rounds in zip(*results, strict=True):

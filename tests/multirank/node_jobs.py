@@ -1,0 +1,149 @@
+"""What the tests of faults between nodes share: small jobs on emulated nodes, errors in a form that travels
+back to the test, and what a process holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left
+
+Found = dict[str, Any]
+
+NEVER_NOTICED = 20.0
+"""Seconds; a generous bound, a loss is noticed within some tens of milliseconds. Timeouts of communicators
+are three times as long where it is used."""
+LONG, SHORT = 60.0, 2.0
+"""Timeouts of communicators: one that no test waits for, and one that it does."""
+
+
+def small_case(size: int, per_node: int) -> Case:
+    return Case(tokens=(6,) * size, num_experts=2 * size, hidden=64, top_k=2, seed=5, ranks_per_node=per_node)
+
+
+def communicator(case: Case, timeout: float) -> Any:
+    import moecomm
+
+    return moecomm.Communicator(**{**case.communicator, "timeout": timeout})
+
+
+def step(comm: Any, case: Case, rank: int) -> None:
+    out = cases.dispatch(comm, case, rank)
+    comm.combine(out.tokens, out.handle, weights=out.weights)
+
+
+def steps(comm: Any, case: Case, rank: int, count: int) -> None:
+    for _ in range(count):
+        step(comm, case, rank)
+
+
+def describe(error: Any) -> Found:
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        **{name: getattr(error, name, None) for name in ("rank", "peer", "phase", "expected", "seen")},
+    }
+
+
+def caught(call: Callable[[], Any]) -> Found:
+    """The error of ours that `call` raises, and after how long."""
+    import moecomm
+
+    before = time.monotonic()
+    try:
+        call()
+    except moecomm.MoecommError as error:
+        return {**describe(error), "seconds": time.monotonic() - before}
+    return {"type": "nothing", "seconds": time.monotonic() - before}
+
+
+def refusals(comm: Any, case: Case, rank: int) -> set[str]:
+    """Types of the errors that a broken communicator gives to whatever is asked of it."""
+    calls: list[Callable[[], Any]] = [
+        lambda: cases.dispatch(comm, case, rank),
+        lambda: cases.dispatch(comm, case, rank, async_op=True).wait(),
+        comm.check,
+    ]
+    return {caught(call)["type"] for call in calls}
+
+
+def resources() -> dict[str, int]:
+    """What this process holds that a communicator could leave behind."""
+    with open("/proc/self/maps") as maps:
+        windows = {line.split()[5] for line in maps if "/dev/shm/" in line}
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "windows": len(windows),
+    }
+
+
+def left_since(before: dict[str, int], patience: float = 5.0) -> dict[str, int]:
+    """How much more there is than before; a thread that was joined can be seen for a moment longer."""
+    limit = time.monotonic() + patience
+    while True:
+        gc.collect()
+        left = {name: count - before[name] for name, count in resources().items() if count > before[name]}
+        if not left or time.monotonic() > limit:
+            return left
+        time.sleep(0.02)
+
+
+def warm_up(case: Case, rank: int) -> dict[str, int]:
+    """What the first communicator of a process brings for good (libraries, their threads) is not counted."""
+    with communicator(case, LONG) as comm:
+        step(comm, case, rank)
+    dist.barrier()
+    return resources()
+
+
+def life_afterwards(folder: str, rank: int, survivors: list[int], per_node: int) -> Any:
+    """The survivors, in the same processes, form a new group and work on it: as nodes of `per_node` ranks if
+    their number allows it, else of one each."""
+    place, size = survivors.index(rank), len(survivors)
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/survivors", size)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=size)
+    case = small_case(size, per_node if size % per_node == 0 else 1)
+    with communicator(case, LONG) as comm:
+        return case, cases.play(comm, case, place)
+
+
+def verify_life(results: Sequence[Any], victim: int) -> None:
+    afterwards = [found["afterwards"] for rank, found in enumerate(results) if rank != victim]
+    cases.verify(afterwards[0][0], [arrays for _, arrays in afterwards])
+
+
+def _pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def run(
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    provider: str = "tcp",
+    may_die: Sequence[int] = (),
+    timeout: float = 90.0,
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
+    """body(rank, size, *args) on fresh ranks; asserts that nothing of theirs is left in /dev/shm."""
+    chosen = {"MOECOMM_FABRIC_PROVIDER": provider, **(environment or {})}
+    with no_shared_memory_left():
+        with RankPool(size, timeout=timeout, environment=NO_GPUS | chosen) as pool:
+            owners = {str(pid) for pid in pool(_pid)}
+            results = pool(body, *args, may_die=may_die)
+        # Files of the shm provider are called "<process>:<endpoint>".
+        limit = time.monotonic() + 5.0
+        while left := [name for name in os.listdir("/dev/shm") if name.split(":")[0] in owners]:
+            assert time.monotonic() < limit, f"left in /dev/shm: {left}"
+            time.sleep(0.02)
+    return results
