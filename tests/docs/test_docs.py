@@ -20,6 +20,7 @@ from moecomm import _C
 from moecomm.backends import why_no_cuda
 from moecomm.memory import device_shape
 from tests import reference
+from tests.fabric import needs_fabric
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -54,6 +55,27 @@ def test_readme_example_runs(tmp_path: Path) -> None:
     run_example(tmp_path / "example.py", program, ranks, {"CUDA_VISIBLE_DEVICES": ""})
 
 
+@needs_fabric
+def test_readme_example_runs_between_nodes(tmp_path: Path) -> None:
+    """With what the README's command for emulated nodes sets."""
+    ranks, program = readme_example()
+    found = re.search(
+        r"<!-- example: nodes -->\n    (MOECOMM_\w+)=(\d+) torchrun .*--nproc-per-node (\d+) example.py\n",
+        (ROOT / "README.md").read_text(),
+    )
+    assert found, "README.md has no marked command for several nodes"
+    assert (found[1], int(found[3])) == ("MOECOMM_RANKS_PER_NODE", ranks)
+    assert int(found[2]) < ranks
+    said = "print(comm.nodes, 'nodes')\n"
+    text = run_example(
+        tmp_path / "example.py",
+        program.replace("comm.close()\n", said + "comm.close()\n"),
+        ranks,
+        {"CUDA_VISIBLE_DEVICES": "", found[1]: found[2]},
+    )
+    assert text.count(f"{ranks // int(found[2])} nodes") == ranks
+
+
 def test_readme_example_on_gpus_is_the_same_program() -> None:
     program = readme_example_on_gpus()
     compile(program, "README.md", "exec")
@@ -66,7 +88,8 @@ def test_readme_example_runs_on_gpus(tmp_path: Path) -> None:
     run_example(tmp_path / "example.py", readme_example_on_gpus(), 2, {})
 
 
-def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> None:
+def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> str:
+    """What the program printed."""
     path.write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
@@ -81,6 +104,7 @@ def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> No
     said = re.findall(r"rank (\d+): 64 tokens, (\d+) rows", done.stdout)
     assert sorted(int(rank) for rank, _ in said) == list(range(ranks)), done.stdout
     assert sum(int(rows) for _, rows in said) == ranks * 64 * 2
+    return done.stdout
 
 
 def test_memory_page_has_the_numbers_of_the_plan() -> None:
@@ -321,6 +345,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that the titles of a page have in links."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_pages_lead_to_a_title(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./-]*\.md|)#([^)]+)\)", page.read_text()):
+        to = page.parent / target if target else page
+        assert anchor in anchors(to), (
+            f"{page.name} links to {target}#{anchor}, and no title there is called so"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
