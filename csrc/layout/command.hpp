@@ -10,11 +10,13 @@ namespace moecomm {
 /// One order to the proxy, 16 bytes.
 struct Command {
   enum class Kind : uint8_t {
-    head,     ///< the Announcement of this epoch; a: bytes
-    ids,      ///< piece `index` of the ids; a: bytes
-    weights,  ///< piece `index` of the routing weights; a: bytes
-    grads,    ///< piece `index` of the outgoing gradients; a: bytes
-    chunk,    ///< rows of chunk `index` are in the staging slot a: b = rows now << 16 | rows of the chunk
+    head,        ///< the Announcement of this epoch; a: bytes
+    ids,         ///< piece `index` of the ids; a: bytes
+    weights,     ///< piece `index` of the routing weights; a: bytes
+    index,       ///< piece `index` of the relay indices; a: bytes
+    grads,       ///< piece `index` of the outgoing gradients; a: bytes
+    chunk,       ///< rows of chunk `index` are in the staging slot a: b = rows now << 16 | rows of the chunk
+    wire_chunk,  ///< the same, and the rows are in the format in which they are dispatched
   };
   Kind kind;
   uint8_t epoch;   ///< low bits
@@ -23,6 +25,27 @@ struct Command {
   uint32_t a, b;
 };
 static_assert(sizeof(Command) == 16);
+
+// A command in a slot of a ring of `slots`: two words, of which the high one is written last. Its top bit is
+// 1 in the first lap, 0 in the next and so on, so that an empty ring holds no command.
+MOECOMM_HD constexpr uint64_t command_turn(uint64_t ticket, uint64_t slots) {
+  return (ticket / slots + 1) & 1;
+}
+MOECOMM_HD constexpr uint64_t high_word(const Command& command, uint64_t ticket, uint64_t slots) {
+  return command_turn(ticket, slots) << 63 | static_cast<uint64_t>(command.kind) << 56 |
+         uint64_t{command.epoch} << 48 | uint64_t{command.other} << 32 | command.index;
+}
+MOECOMM_HD constexpr uint64_t low_word(const Command& command) {
+  return uint64_t{command.a} << 32 | command.b;
+}
+MOECOMM_HD constexpr Command command_from(uint64_t high, uint64_t low) {
+  return {static_cast<Command::Kind>(high >> 56 & 0x7f),
+          static_cast<uint8_t>(high >> 48),
+          static_cast<uint16_t>(high >> 32),
+          static_cast<uint32_t>(high),
+          static_cast<uint32_t>(low >> 32),
+          static_cast<uint32_t>(low)};
+}
 
 /// The 32 bits that arrive with a put. Epochs are told apart by three bits: those of one peer that can be
 /// under way at a time are three at most (docs/protocol.md).

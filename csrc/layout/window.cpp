@@ -1,6 +1,7 @@
 #include "layout/window.hpp"
 
 #include <algorithm>
+#include <bit>
 
 #include "layout/routing.hpp"
 
@@ -21,34 +22,45 @@ constexpr int64_t kPage = 4096;
 template <class Visit>
 void for_each_section(WindowLayout& layout, const Visit& visit) {
   const WindowShape& s = layout.shape;
-  const int64_t entries = s.max_tokens * s.top_k;
+  const int64_t weights = s.weights_bytes();
+  const bool cpu = !s.for_device();  // kernels keep rows, slots and gradients of the node in device memory
   visit("peer signals", layout.peers, s.ranks * int64_t{sizeof(PeerLines)});
   visit("doorbell", layout.owner, int64_t{sizeof(OwnerLines)});
-  for (auto& offset : layout.error_text) visit("error text", offset, kErrorText);
-  for (auto& offset : layout.ids) visit("expert ids", offset, entries * 4);
-  for (auto& offset : layout.weights) visit("routing weights", offset, entries * weight_bytes(s.dtype));
-  for (auto& offset : layout.weight_grads) visit("weight gradients", offset, entries * weight_bytes(s.dtype));
-  for (auto& offset : layout.rows) visit("token rows", offset, s.max_tokens * s.row_bytes());
-  for (auto& offset : layout.slots) visit("combine slots", offset, s.max_tokens * s.slots() * s.row_bytes());
+  if (cpu)
+    for (auto& offset : layout.error_text) visit("error text", offset, kErrorText);
+  for (auto& offset : layout.ids) visit("expert ids", offset, s.most_ids_bytes());
+  for (auto& offset : layout.weights) visit("routing weights", offset, weights);
+  if (cpu) {
+    for (auto& offset : layout.weight_grads) visit("weight gradients", offset, weights);
+    for (auto& offset : layout.rows) visit("token rows", offset, s.max_tokens * s.row_bytes());
+    for (auto& offset : layout.slots)
+      visit("combine slots", offset, s.max_tokens * s.slots() * s.row_bytes());
+  }
   if (const int64_t others = s.other_nodes(); others > 0) {
-    visit("relay progress", layout.progress, int64_t{sizeof(RelayProgress)});
+    visit("relay progress", layout.progress, int64_t{sizeof(RelayProgress)} + others * 8);
     for (auto& offset : layout.announcement)
       visit("announcements", offset, others * int64_t{sizeof(Announcement)});
     for (auto& offset : layout.relay_head)
       visit("relay heads", offset, others * int64_t{sizeof(Announcement)});
-    for (auto& offset : layout.relay_ids) visit("relay ids", offset, others * entries * 4);
-    for (auto& offset : layout.relay_weights) visit("relay weights", offset, others * s.weights_bytes());
-    for (auto& offset : layout.relay_grads) visit("relay gradients", offset, others * s.weights_bytes());
-    for (auto& offset : layout.outgoing_grads)
-      visit("outgoing gradients", offset, others * s.weights_bytes());
+    for (auto& offset : layout.relay_ids) visit("relay ids", offset, others * s.most_ids_bytes());
+    for (auto& offset : layout.relay_weights) visit("relay weights", offset, others * weights);
+    for (auto& offset : layout.relay_grads) visit("relay gradients", offset, others * weights);
+    for (auto& offset : layout.outgoing_grads) visit("outgoing gradients", offset, others * weights);
     for (auto& offset : layout.arrivals) visit("arrival flags", offset, others * s.arrival_flags() * 8);
     for (auto& offset : layout.relay_rows) visit("relay rows", offset, others * s.max_tokens * s.row_bytes());
     const int64_t chunk = s.chunk_rows() * s.row_bytes();
-    visit("staging", layout.staging, WindowLayout::kStagingChunks * chunk);
-    if (s.nodes().local_ranks > 1)
-      visit("partial sums", layout.partials, WindowLayout::kPartialRounds * chunk * s.slots());
+    visit("staging", layout.staging, s.staging_chunks() * chunk);
+    if (cpu) {
+      if (s.nodes().local_ranks > 1)
+        visit("partial sums", layout.partials, WindowLayout::kPartialRounds * chunk * s.slots());
+    } else {
+      const int64_t index = others * s.index_bytes(s.max_tokens);
+      for (auto& offset : layout.index) visit("relay indices", offset, index);
+      for (auto& offset : layout.relay_index) visit("indices from others", offset, index);
+      visit("commands", layout.commands, static_cast<int64_t>(s.commands() * 16));
+    }
   }
-  for (auto& offset : layout.input) visit("input rows", offset, s.max_tokens * s.row_bytes());
+  for (auto& offset : layout.input) visit("input rows", offset, cpu ? s.max_tokens * s.row_bytes() : 0);
 }
 
 }  // namespace
@@ -59,6 +71,18 @@ int64_t WindowShape::chunk_rows() const {
   const int64_t wanted = std::clamp<int64_t>((bytes + row_bytes() - 1) / row_bytes(), 1, kMostChunkRows);
   const int64_t least = (max_tokens + kMostChunks - 1) / kMostChunks;
   return std::min(std::max(wanted, least), max_tokens);
+}
+
+int64_t WindowShape::staging_chunks() const {
+  return for_device() ? other_nodes() * chunks(max_tokens) : WindowLayout::kStagingChunks;
+}
+
+uint64_t WindowShape::commands() const {
+  constexpr uint64_t kLeast = 4096;
+  if (!for_device()) return kLeast;
+  const int64_t each = 1 + pieces(most_ids_bytes()) + 2 * pieces(weights_bytes()) +
+                       pieces(index_bytes(max_tokens)) + chunks(max_tokens);
+  return std::max(kLeast, std::bit_ceil(static_cast<uint64_t>(4 * other_nodes() * each)));
 }
 
 int64_t WindowShape::largest_put() const {

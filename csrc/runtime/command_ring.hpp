@@ -14,46 +14,46 @@ namespace moecomm {
 
 class CommandRing {
  public:
+  struct Slot {
+    std::atomic<uint64_t> high{0}, low{0};
+  };
+  static_assert(sizeof(Slot) == 16);
+
+  /// A ring of its own.
+  CommandRing() : own_(std::make_unique<Slot[]>(kSlots)), slots_(own_.get()), count_(kSlots) {}
+  /// In zeroed memory for `count` slots, a power of two, which a GPU writes to as well: then nobody else
+  /// pushes, and never more than `count` commands wait.
+  CommandRing(void* memory, uint64_t count) : slots_(static_cast<Slot*>(memory)), count_(count) {}
+
   static constexpr uint64_t kSlots = 4096;
 
   /// False if the ring is full.
   bool push(const Command& command) {
     uint64_t ticket = head_.load(std::memory_order_relaxed);
     do {
-      if (ticket - tail_.load(std::memory_order_acquire) >= kSlots) return false;
+      if (ticket - tail_.load(std::memory_order_acquire) >= count_) return false;
     } while (!head_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_relaxed));
-    Slot& slot = slots_[ticket % kSlots];
-    slot.low.store(uint64_t{command.a} << 32 | command.b, std::memory_order_relaxed);
-    slot.high.store(turn(ticket) << 63 | static_cast<uint64_t>(command.kind) << 56 |
-                        uint64_t{command.epoch} << 48 | uint64_t{command.other} << 32 | command.index,
-                    std::memory_order_release);
+    Slot& slot = slots_[ticket % count_];
+    slot.low.store(low_word(command), std::memory_order_relaxed);
+    slot.high.store(high_word(command, ticket, count_), std::memory_order_release);
     return true;
   }
 
   /// The next command, by the one consumer.
   std::optional<Command> pop() {
     const uint64_t ticket = tail_.load(std::memory_order_relaxed);
-    Slot& slot = slots_[ticket % kSlots];
+    Slot& slot = slots_[ticket % count_];
     const uint64_t high = slot.high.load(std::memory_order_acquire);
-    if (high >> 63 != turn(ticket)) return std::nullopt;
+    if (high >> 63 != command_turn(ticket, count_)) return std::nullopt;
     const uint64_t low = slot.low.load(std::memory_order_relaxed);
     tail_.store(ticket + 1, std::memory_order_release);
-    return Command{static_cast<Command::Kind>(high >> 56 & 0x7f),
-                   static_cast<uint8_t>(high >> 48),
-                   static_cast<uint16_t>(high >> 32),
-                   static_cast<uint32_t>(high),
-                   static_cast<uint32_t>(low >> 32),
-                   static_cast<uint32_t>(low)};
+    return command_from(high, low);
   }
 
  private:
-  struct Slot {
-    std::atomic<uint64_t> high{0}, low{0};
-  };
-  /// 1 in the first lap, so that an empty ring holds no command.
-  static uint64_t turn(uint64_t ticket) { return (ticket / kSlots + 1) & 1; }
-
-  std::unique_ptr<Slot[]> slots_ = std::make_unique<Slot[]>(kSlots);
+  std::unique_ptr<Slot[]> own_;
+  Slot* const slots_;
+  const uint64_t count_;
   alignas(64) std::atomic<uint64_t> head_{0};
   alignas(64) std::atomic<uint64_t> tail_{0};
 };

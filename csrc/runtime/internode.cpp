@@ -20,7 +20,7 @@ Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::
       others_(nodes_.nodes() - 1),
       bases_(std::move(bases)),
       signals_(signals),
-      slot_target_(static_cast<size_t>(WindowLayout::kStagingChunks), -1),
+      slot_target_(static_cast<size_t>(layout.shape.staging_chunks()), -1),
       proxy_(layout, rank, own(), signals, std::move(remote), std::move(links), timeout_seconds) {}
 
 const std::byte* Internode::rows(int32_t rank, uint64_t epoch) const {
@@ -91,7 +91,7 @@ void Internode::announce(const SignalRecord& record, const RelayRoutes* routes, 
 }
 
 int64_t Internode::take_slot(int32_t other, uint64_t epoch) {
-  const auto slots = static_cast<uint64_t>(WindowLayout::kStagingChunks);
+  const auto slots = static_cast<uint64_t>(layout_.shape.staging_chunks());
   const auto slot = static_cast<int64_t>(staged_ % slots);
   const uint64_t uses = staged_++ / slots;
   int32_t& target = slot_target_[static_cast<size_t>(slot)];

@@ -24,6 +24,11 @@ constexpr auto kIdleSleep = std::chrono::microseconds(20), kLongSleep = std::chr
 constexpr int kIdleTurns = 4096;  // then the sleeps get long
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
+CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
+  if (!layout.shape.for_device()) return {};
+  return {base + layout.commands, layout.shape.commands()};
+}
+
 }  // namespace
 
 Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
@@ -39,10 +44,11 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       caps_(remote_->caps()),
       links_(std::move(links)),
       timeout_seconds_(timeout_seconds),
-      staging_done_(static_cast<size_t>(WindowLayout::kStagingChunks), 0),
+      ring_(make_ring(layout, base)),
+      staging_done_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
       outbound_(static_cast<size_t>(others_)),
       inbound_(static_cast<size_t>(others_)),
-      staged_rows_(static_cast<size_t>(WindowLayout::kStagingChunks), 0),
+      staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
       reasons_(static_cast<size_t>(nodes_.nodes())) {
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
@@ -164,13 +170,18 @@ void Proxy::translate(const Command& command) {
       put.src = layout_.weights[parity] + piece;
       put.dst = layout_.relayed_weights(layout_.relay_weights[parity], mine) + piece;
       break;
+    case Command::Kind::index:
+      put.src = layout_.relayed_index(layout_.index[parity], other) + piece;
+      put.dst = layout_.relayed_index(layout_.relay_index[parity], mine) + piece;
+      break;
     case Command::Kind::grads:
       immediate.kind = Immediate::Kind::part;
       immediate.index = static_cast<uint32_t>(shape.chunks(shape.max_tokens) + command.index);
       put.src = layout_.relayed_weights(layout_.outgoing_grads[parity], other) + piece;
       put.dst = layout_.relayed_weights(layout_.relay_grads[parity], mine) + piece;
       break;
-    case Command::Kind::chunk: {
+    case Command::Kind::chunk:
+    case Command::Kind::wire_chunk: {
       const int64_t slot = command.a, rows = command.b & 0xffff;
       int64_t& staged = staged_rows_[static_cast<size_t>(slot)];
       staged += command.b >> 16;
@@ -180,7 +191,7 @@ void Proxy::translate(const Command& command) {
       immediate.kind = Immediate::Kind::part;
       put.src = layout_.staging + slot * chunk_bytes;
       put.dst = layout_.relayed_rows(parity, mine) + command.index * chunk_bytes;
-      put.bytes = rows * shape.row_bytes();
+      put.bytes = rows * (command.kind == Command::Kind::chunk ? shape.row_bytes() : shape.wire_row_bytes);
       put.context = static_cast<uint64_t>(slot);
       stats_.row_bytes.fetch_add(put.bytes, std::memory_order_relaxed);
       break;
@@ -205,8 +216,7 @@ bool Proxy::issue() {
     const Put& put = out.ready.front();
     if (out.gone) {
       // Nobody will read it; who waits for the slot is told of the loss by its signals.
-      if (put.context != kNoContext)
-        signals_.store_own(&staging_done_[put.context], staging_done_[put.context] + 1);
+      put_done(put.context);
     } else {
       if (!remote_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
                         put.context)) {
@@ -224,14 +234,20 @@ bool Proxy::issue() {
   return busy;
 }
 
+/// The source bytes of a put may be written again.
+void Proxy::put_done(uint64_t context) {
+  uint64_t& put = progress().put;
+  std::atomic_ref(put).store(put + 1, std::memory_order_release);
+  if (context != kNoContext) signals_.store_own(&staging_done_[context], staging_done_[context] + 1);
+}
+
 bool Proxy::take_events() {
   events_.clear();
   remote_->poll(events_);
   for (const RemoteEvent& event : events_) {
     switch (event.kind) {
       case RemoteEvent::Kind::sent:
-        if (event.context != kNoContext)
-          signals_.store_own(&staging_done_[event.context], staging_done_[event.context] + 1);
+        put_done(event.context);
         break;
       case RemoteEvent::Kind::arrived:
         arrived(event.immediate);
@@ -301,10 +317,10 @@ bool Proxy::show_next(int32_t other) {
   }
   int64_t bodies = 0;
   if (record.operation == Operation::dispatch) {
-    const int64_t entries = int64_t{record.tokens} * shape.top_k;
-    bodies = WindowShape::pieces(entries * 4);
+    bodies = WindowShape::pieces(shape.ids_bytes(record.tokens, record.layout)) +
+             WindowShape::pieces(shape.index_bytes(record.tokens));
     if ((record.carries & kCarriesWeights) != 0)
-      bodies += WindowShape::pieces(entries * weight_bytes(shape.dtype));
+      bodies += WindowShape::pieces(int64_t{record.tokens} * shape.top_k * weight_bytes(shape.dtype));
   }
   if (state.bodies < bodies) return false;
   in.delivered = epoch;
@@ -316,10 +332,11 @@ bool Proxy::show_next(int32_t other) {
 /// Says up to which epoch all that belongs to a record that was shown has arrived.
 void Proxy::check_parts(int32_t other) {
   Inbound& in = inbound_[static_cast<size_t>(other)];
-  while (in.all_here < in.delivered) {
-    const uint64_t epoch = in.all_here + 1;
+  uint64_t* const all_here = progress().all_here(other);
+  while (*all_here < in.delivered) {
+    const uint64_t epoch = *all_here + 1;
     if (in.epochs[epoch & 1].parts < head(static_cast<int>(epoch & 1), other).parts) return;
-    signals_.store_own(&in.all_here, epoch);
+    signals_.store_own(all_here, epoch);
   }
 }
 

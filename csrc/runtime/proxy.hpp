@@ -44,7 +44,7 @@ class Proxy {
   /// Hands over a command; waits while the ring is full.
   void push(const Command& command);
   /// The epoch up to which everything that the rail's rank on that node sent unasked has arrived.
-  uint64_t* all_here(int32_t other) { return &inbound_[static_cast<size_t>(other)].all_here; }
+  uint64_t* all_here(int32_t other) { return progress().all_here(other); }
   /// How often a staging slot has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[static_cast<size_t>(slot)]; }
   /// Tells the rail that this rank has given up on a peer. Any thread.
@@ -81,7 +81,6 @@ class Proxy {
     uint64_t delivered = 0;        // epoch of the last record shown
     uint64_t arrived = 0;          // puts, all epochs
     uint64_t last = ~uint64_t{0};  // puts at the peer's farewell
-    uint64_t all_here = 0;         // read by waiters
     bool gone = false;
     std::string failure;  // of the network, not yet told; see suspect()
     Clock::time_point tell{};
@@ -100,6 +99,7 @@ class Proxy {
   void check_parts(int32_t other);
   void check_farewell(int32_t other);
   void suspect(int32_t other, const std::string& text);
+  void put_done(uint64_t context);
   void tell_failures(Clock::time_point now);
   void lose(int32_t other, Cause cause, const std::string& text);
   void say_farewell();
@@ -107,6 +107,7 @@ class Proxy {
   int32_t rail(int32_t other) const {
     return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
   }
+  RelayProgress& progress() const { return *reinterpret_cast<RelayProgress*>(base_ + layout_.progress); }
   Announcement& head(int parity, int32_t other) const {
     return *reinterpret_cast<Announcement*>(base_ +
                                             WindowLayout::relayed_head(layout_.relay_head[parity], other));
@@ -130,7 +131,7 @@ class Proxy {
   std::mutex sleep_mutex_;
   std::condition_variable awake_;
 
-  // Of the thread alone, but for Inbound::all_here.
+  // Of the thread alone.
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
   std::vector<int64_t> staged_rows_;  // of the chunk in each staging slot
