@@ -27,6 +27,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -45,7 +46,16 @@ from typing import Any
 GRACE_S = 4.0
 """How long the other ranks may go on after the first failure, so that their own errors can be shown too."""
 
-PRELOAD = ["torch", "torch.distributed", "torch.utils.checkpoint", "numpy", "pytest", "moecomm", "moecomm.nn"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.utils.checkpoint",
+    "torch._inductor.config",  # torch.use_deterministic_algorithms() looks into it: half a second a rank
+    "numpy",
+    "pytest",
+    "moecomm",
+    "moecomm.nn",
+]
 """Imported once by the fork server. What cannot be imported there fails in the rank, with its reason."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
@@ -334,6 +344,7 @@ def _describe_exit(code: int) -> str:
 def _rank_main(
     pipe: Any, rank: int, world_size: int, folder: str, environment: dict[str, str], timeout: float
 ) -> None:
+    gc.freeze()  # collections need not look at what the fork server has imported, and so copy its pages
     # The fork server ends when the test process does; this makes the ranks end with the fork server.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()

@@ -76,13 +76,20 @@ def _released(rank: int, world_size: int, how: str) -> list[Any]:
             cases.dispatch(comm, CASE, rank, async_op=True).wait()
             comm.close()
 
+    def held() -> list[int]:
+        gc.collect()
+        return [_mapped_windows(), _open_files(), _threads()]
+
     use()
-    gc.collect()
-    first = [_mapped_windows(), _open_files(), _threads()]
+    time.sleep(0.2)
+    first = held()
     for _ in range(10):
         use()
-    gc.collect()
-    return [first, [_mapped_windows(), _open_files(), _threads()]]
+    # A thread that was joined can be seen for a moment longer.
+    limit = time.monotonic() + 5.0
+    while (last := held()) != first and time.monotonic() < limit:
+        time.sleep(0.02)
+    return [first, last]
 
 
 @pytest.mark.parametrize("how", ["close", "with", "error", "gc", "async"])
