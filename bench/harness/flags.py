@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-_CEILINGS = ("sm-push", "copy-engine", "memcpy")
+_CEILINGS = ("fabric", "sm-push", "copy-engine", "memcpy")
 BASELINES = {
     "cpu": {
         "dispatch": ("fabric", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),

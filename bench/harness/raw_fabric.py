@@ -8,7 +8,6 @@ has to send (wire.least), at the rate of one direction.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,21 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import wire
+from . import native, wire
 from .case import Case
 from .paths import NotMeasured, NotRun, Yardstick
 
 _SECONDS, _REPEATS = 0.15, 5
 _MOST_S = 60.0  # for one measurement
-
-
-def program() -> FilePath | None:
-    """fabric_raw as it was built, beside the extension; None where the build had no libfabric."""
-    extension = importlib.util.find_spec("moecomm._C")
-    if extension is None or extension.origin is None:
-        return None
-    found = FilePath(extension.origin).with_name("fabric_raw")
-    return found if os.access(found, os.X_OK) else None
 
 
 def command(binary: FilePath, put_bytes: int, provider: str | None, interface: str | None) -> list[str]:
@@ -91,13 +81,11 @@ def raw_fabric(case: Case) -> Yardstick | NotRun:
     least_bytes, _ = wire.least(case)
     if least_bytes == 0:
         return NotRun("fabric", "no row goes to another node")
-    binary = program()
+    binary = native.program("fabric_raw")
     if binary is None:
-        return NotRun("fabric", "fabric_raw is not built: install libfabric-dev and build again")
+        return NotRun("fabric", native.missing("fabric_raw"))
     pairs = max(1, options.ranks // 2)
-    line = command(
-        binary, wire.put_bytes(case.wire_row_bytes), options.fabric_provider, options.fabric_interface
-    )
+    line = command(binary, wire.put_bytes(case), options.fabric_provider, options.fabric_interface)
     seen: list[dict[str, Any]] = []
 
     def sample() -> float:

@@ -10,7 +10,7 @@ from .options import Options
 from .record import Missing, Row
 
 _Cell = TypeVar("_Cell")
-CEILINGS = ("sm-push", "fabric", "memcpy")  # the first of these that ran is what shares are of
+CEILINGS = ("fabric", "sm-push", "memcpy")  # the first of these that ran is what shares are of
 _TITLES = ("size", "count", "type", "path", "time", "min", "algbw", "busbw", "#wrong")
 _UNITS = ("(B)", "(tokens)", "", "", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
 _WIDTHS = (12, 10, 9, 11, 12, 12, 8, 8, 8)

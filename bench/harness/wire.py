@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 
 import moecomm
-from moecomm.model import Shape
 
 from .case import Case
 from .paths import Path
@@ -14,6 +13,7 @@ from .timing import sum_over_ranks
 from .traffic import node_rows
 
 _SETTLE_S, _MOST_SETTLING_S = 5e-3, 2.0
+_PUTS_OF_A_NODE, _LEAST_PUT, _MOST_PUT = 16, 1 << 19, 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,16 @@ class Between:
     least_puts: int
 
 
-def put_bytes(row_bytes: int) -> int:
+def rows_of_put(case: Case) -> int:
+    """Rows of a full put as moecomm.MemoryPlan has it: a sixteenth of what the window holds, in bounds."""
+    most = max(case.options.sizes)
+    wanted = min(max(most * case.wire_row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT)
+    return min(max(1, -(-wanted // case.wire_row_bytes)), most)
+
+
+def put_bytes(case: Case) -> int:
     """Bytes of a full put of rows."""
-    return row_bytes * max(1, Shape.put_bytes // row_bytes)
+    return rows_of_put(case) * case.wire_row_bytes
 
 
 def least(case: Case) -> tuple[int, int]:
@@ -41,8 +48,7 @@ def least(case: Case) -> tuple[int, int]:
     """
     per_node = case.options.ranks // case.options.nodes
     rows_RN = node_rows(case.ids_R, case.options.experts, per_node)
-    rows_of_put = put_bytes(case.wire_row_bytes) // case.wire_row_bytes
-    return int(rows_RN.sum()) * case.wire_row_bytes, int((-(-rows_RN // rows_of_put)).sum())
+    return int(rows_RN.sum()) * case.wire_row_bytes, int((-(-rows_RN // rows_of_put(case))).sum())
 
 
 def count(comm: moecomm.Communicator, path: Path, case: Case) -> Between | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from bench.harness import bulk, case, ceilings, data, options, routing, traffic, verify, wire
 from bench.harness.data import DataKey
 from bench.harness.verify import Received
+from moecomm.memory import plan_memory, window_shape
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("bench_on_cpu")
@@ -122,12 +124,28 @@ def test_rows_to_other_nodes_count_a_token_once_for_each_node(seed: int) -> None
 
 def test_the_least_between_nodes_is_rows_and_full_puts() -> None:
     nodes = ["-g", "4", "--ranks-per-node", "2", "--experts", "4", "--topk", "4", "--routing", "one-hot"]
-    flags = [*nodes, "--hidden", "131072", "-b", "5"]
+    flags = [*nodes, "--hidden", "65536", "-b", "5"]
     for name in ("dispatch", "combine"):
         one = case.Case(options.parse(name, flags), 1, 5, "float32")
-        # Rows of 512 KiB, two a put: every rank's five tokens to one other node.
-        assert wire.least(one) == (4 * 5 * (1 << 19), 4 * 3)
-    assert wire.put_bytes(14336) == 73 * 14336 and wire.put_bytes(3 << 20) == 3 << 20
+        # Rows of 256 KiB, two a put: every rank's five tokens to one other node.
+        assert wire.put_bytes(one) == 1 << 19
+        assert wire.least(one) == (4 * 5 * (1 << 18), 4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(1, 8), (3, 2048), (1024, 2048), (512, 7168), (4096, 7168), (3, 1 << 22)]
+)
+def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
+    flags = ["-g", "2", "--ranks-per-node", "1", "--hidden", str(hidden), "-b", str(tokens)]
+    sizes = SimpleNamespace(options=options.parse("dispatch", flags), wire_row_bytes=2 * hidden)
+    plan = plan_memory(
+        window_shape(
+            ranks=2, top_k=4, hidden=hidden, max_tokens=tokens, dtype=torch.bfloat16, ranks_per_node=1
+        ),
+        1,
+    )
+    (staging,) = [size for name, _, size in plan.sections if name == "staging"]
+    assert staging == -(-16 * wire.put_bytes(sizes) // 4096) * 4096
 
 
 def test_traffic_leaves_out_padding_ids() -> None:
