@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """The reference tables: every program with its baselines at the sizes that docs/results.md shows.
 
-Runs on the GPUs if there are any (--device). Prints each run as it goes and one summary at the end. Only
---write changes files of the repository: docs/results/*.json, one a run, pictures of the sweeps, and this
-device's part of docs/results.md; --into keeps the records elsewhere, and --page makes the page of the records
-that are there. With the defaults it takes two to four minutes on two cores.
+Runs on the GPUs if there are any (--device). --nodes runs what is between nodes instead, emulated on this
+host: dispatch and combine over each provider, the provider by itself, and the proxy by itself. Prints each
+run as it goes and one summary at the end. Only --write changes files of the repository: docs/results/*.json,
+one a run, pictures of the sweeps, and its own part of docs/results.md; --into keeps the records elsewhere,
+and --page makes the page of the records that are there. With the defaults it takes two to four minutes on two
+cores, --nodes about seven.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from typing import Any
 if not __package__:  # started as a file: the folder above bench/ is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import launch, results
+from bench.harness import launch, native, node_results, results
 from bench.harness.entry import ranks_main
+from bench.harness.node_plan import PROVIDERS, NativeRun, native_plan, nodes_cpu_plan, nodes_cuda_plan
 from bench.harness.options import Options, find_device, parse
 from bench.harness.plan import Run, cpu_plan, cuda_plan
 
@@ -78,6 +81,28 @@ def execute(runs: Sequence[Run], folder: Path, limit: float, commit: str | None)
     return records
 
 
+def execute_native(
+    runs: Sequence[NativeRun], folder: Path, limit: float, commit: str | None
+) -> dict[str, dict[str, Any]]:
+    """The records of the runs of C++ programs, one after the other; those begun within `limit` seconds."""
+    begun = time.monotonic()
+    records: dict[str, dict[str, Any]] = {}
+    for place, run in enumerate(runs):
+        if time.monotonic() - begun > limit:
+            print(f"run_all.py: out of time, not run: {', '.join(each.name for each in runs[place:])}")
+            break
+        print(f"\n$ {shlex.join((run.program, *run.flags))}", flush=True)
+        try:
+            record = native.document(run.program, run.flags, commit)
+        except RuntimeError as problem:
+            print(f"run_all.py: {run.name} failed: {problem}", file=sys.stderr, flush=True)
+            continue
+        print("\n".join(json.dumps(line) for line in record["lines"]), flush=True)
+        (folder / f"{run.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        records[run.name] = record
+    return records
+
+
 def _options(run: Run, target: Path, commit: str | None) -> Options:
     given = parse(run.program, [*run.flags, "-J", str(target)])
     # The record shows the command a reader would type, without the folder this run happened to use.
@@ -119,21 +144,47 @@ def _write_page(plan: Sequence[Run], device: str, command: str) -> None:
         part = results.gpu_part(records, command, _draw(records))
     else:
         part = results.cpu_part(records, command)
+    _renew(device, part, len(records))
+
+
+def _write_nodes_page(command: str) -> None:
+    """The part between nodes, of all such records in docs/results/: of CPUs and GPUs, and of any label."""
+    paths = [path for path in RESULTS.glob("*.json") if node_results.is_one(path.stem)]
+    if not paths:
+        print("run_all.py: docs/results/ has no records between nodes", file=sys.stderr)
+        return
+    found = {path.stem: json.loads(path.read_text()) for path in paths}
+    # In the order in which they were made, which is the plan's.
+    records = dict(sorted(found.items(), key=lambda each: (each[1]["time"], each[0])))
+    _renew("nodes", node_results.part(records, command), len(records))
+
+
+def _renew(name: str, part: str, count: int) -> None:
     target = RESULTS.with_suffix(".md")
-    target.write_text(results.renewed(target.read_text() if target.exists() else "", device, part))
-    print(f"written: docs/results.md of {len(records)} records in docs/results/")
+    target.write_text(results.renewed(target.read_text() if target.exists() else "", name, part))
+    print(f"written: docs/results.md of {count} records in docs/results/")
 
 
 def _recorded_ranks() -> int:
-    """How many ranks the largest runs had whose records are in docs/results/."""
-    return max((json.loads(path.read_text())["ranks"] for path in RESULTS.glob("*.json")), default=2)
+    """How many ranks the largest runs on one node had whose records are in docs/results/."""
+    paths = [path for path in RESULTS.glob("*.json") if not node_results.is_one(path.stem)]
+    return max((json.loads(path.read_text())["ranks"] for path in paths), default=2)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="run_all.py", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
-    add("--write", action="store_true", help="write docs/results/ and this device's part of docs/results.md")
+    add(
+        "--nodes",
+        action="store_true",
+        help="what is between nodes, emulated on this host; CPUs unless --device",
+    )
+    add("--providers", default=",".join(PROVIDERS), metavar="LIST", help="with --nodes (%(default)s)")
+    add(
+        "--label", metavar="WORD", help="with --nodes: keeps these records apart from those of other machines"
+    )
+    add("--write", action="store_true", help="write docs/results/ and this part of docs/results.md")
     add("--into", metavar="FOLDER", help="keep the records there")
     add("--page", action="store_true", help="run nothing: renew the page of the records in docs/results/")
     add("-g", "--ranks", type=int, metavar="N", help="ranks (2; on GPUs as many as there are)")
@@ -146,41 +197,80 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _plan(given: argparse.Namespace, device: str) -> tuple[list[Run], list[NativeRun]]:
+    """What may be run; raises ValueError for what this machine cannot be."""
+    on_gpus = device == "cuda"
+    iters = given.iters or (20 if on_gpus else 15)
+    warmup = given.warmup if given.warmup is not None else (5 if on_gpus else 3)
+    if not given.nodes:
+        here = _recorded_ranks() if given.page else parse("dispatch", ["--device", device]).ranks
+        return (cuda_plan if on_gpus else cpu_plan)(given.ranks or here, iters, warmup), []
+    providers = [word for word in given.providers.split(",") if word]
+    if not providers:
+        raise ValueError("--providers is empty")
+    if not on_gpus:
+        return nodes_cpu_plan(providers, iters, warmup), native_plan(providers)
+    gpus = given.ranks or parse("dispatch", ["--device", device]).ranks
+    if gpus < 2 or gpus % 2:
+        raise ValueError(f"two nodes need an even number of GPUs, not {gpus}: use -g")
+    return nodes_cuda_plan(gpus, providers, iters, warmup), native_plan(providers)
+
+
+def _command(given: argparse.Namespace, device: str) -> str:
+    """What makes this part of the page again."""
+    what = ["--nodes"] if given.nodes else ["--device", device]
+    return shlex.join(["python", "bench/run_all.py", *what, "--write"])
+
+
 def main() -> int:
     """Runs the plan, prints the summary, and writes the results if asked."""
     parser = _parser()
     given = parser.parse_args()
-    device = find_device(given.device)
-    on_gpus = device == "cuda"
-    plan = (cuda_plan if on_gpus else cpu_plan)(
-        given.ranks or (_recorded_ranks() if given.page else parse("dispatch", ["--device", device]).ranks),
-        given.iters or (20 if on_gpus else 15),
-        given.warmup if given.warmup is not None else (5 if on_gpus else 3),
-    )
-    command = shlex.join(["python", "bench/run_all.py", "--device", device, "--write"])
+    if given.label and (not given.nodes or not given.label.isalnum()):
+        parser.exit(2, "run_all.py: error: --label is a word of letters and digits, for --nodes\n")
+    device = "cpu" if given.nodes and given.device == "auto" else find_device(given.device)
+    if given.page and given.nodes:
+        _write_nodes_page(_command(given, device))
+        return 0
+    try:
+        plan, native_runs = _plan(given, device)
+    except ValueError as problem:
+        parser.exit(2, f"run_all.py: error: {problem}\n")
     if given.page:
-        _write_page(plan, device, command)
+        _write_page(plan, device, _command(given, device))
         return 0
     words = given.only.split(",")
-    runs = [run for run in plan if any(word in run.name for word in words) and (run.quick or not given.quick)]
-    if not runs:
-        names = ", ".join(run.name for run in plan)
+
+    def wanted(run: Run | NativeRun) -> bool:
+        return any(word in run.name for word in words) and (run.quick or not given.quick)
+
+    runs, natives = [run for run in plan if wanted(run)], [run for run in native_runs if wanted(run)]
+    everything: list[Run | NativeRun] = [*runs, *natives]
+    if not everything:
+        names = ", ".join([run.name for run in plan] + [run.name for run in native_runs])
         parser.exit(2, f"run_all.py: error: --only {given.only!r} matches none of {names}\n")
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(given.into or scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for run in runs:
+        for run in everything:
             (folder / f"{run.name}.json").unlink(missing_ok=True)
         records = execute(runs, folder, given.limit, given.commit)
-    print("\n" + results.summary(records), flush=True)
+        records |= execute_native(natives, folder, given.limit - (time.monotonic() - begun), given.commit)
+    summary = node_results.summary if given.nodes else results.summary
+    print("\n" + summary(records), flush=True)
     print("\n".join(results.missing(records)), flush=True)
     if given.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
+        end = f".{given.label}.json" if given.label else ".json"
         for name, record in records.items():
-            (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        _write_page(plan, device, command)
-    failed = [run.name for run in runs if run.name not in records]
-    wrong = [name for name, record in records.items() if record["wrong"]]
+            (RESULTS / f"{name}{end}").write_text(json.dumps(record, indent=1) + "\n")
+        if given.nodes:
+            _write_nodes_page(_command(given, device))
+        else:
+            _write_page(plan, device, _command(given, device))
+    failed = [run.name for run in everything if run.name not in records]
+    wrong = [name for name, record in records.items() if record.get("wrong")]
     if failed or wrong:
         print(f"run_all.py: not run or failed: {failed}; wrong values: {wrong}", file=sys.stderr, flush=True)
     return int(bool(failed or wrong))

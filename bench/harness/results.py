@@ -1,4 +1,6 @@
-"""docs/results.md from the records in docs/results/: a part for each kind of device, renewed by itself."""
+"""docs/results.md from the records in docs/results/: a part for each kind of device, and one for what is
+between nodes (node_results.py), each renewed by itself.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,13 @@ def points(record: Record) -> list[dict[str, Record]]:
     return list(found.values())
 
 
-def _faster(paths: Mapping[str, Record], name: str) -> str:
+def faster(paths: Mapping[str, Record], name: str) -> str:
+    """How many times faster moecomm is than a baseline."""
     return f"{paths[name]['time_s'] / paths['moecomm']['time_s']:.2f}x" if name in paths else "-"
 
 
-def _wrong(paths: Mapping[str, Record]) -> str:
+def wrong(paths: Mapping[str, Record]) -> str:
+    """Wrong values of all paths of one point."""
     return str(sum(row["wrong"] or 0 for row in paths.values()))
 
 
@@ -85,11 +89,11 @@ def cpu_lines(records: Records) -> list[list[str]]:
                     own["dtype"],
                     f"{own['time_s'] * 1e3:.2f}",
                     f"{own['algbw_GBps']:.2f}",
-                    _faster(paths, "gloo"),
-                    _faster(paths, "gloo-tuned"),
+                    faster(paths, "gloo"),
+                    faster(paths, "gloo-tuned"),
                     f"{ceiling * 1e3:.2f}",
                     f"{100 * ceiling / own['time_s']:.0f}%",
-                    _wrong(paths),
+                    wrong(paths),
                 ]
             )
     return lines
@@ -142,10 +146,10 @@ def gpu_lines(records: Records) -> list[list[str]]:
                     f"{ceiling['busbw_GBps']:.1f}" if ceiling else "-",
                     "-" if sms is None else str(sms),
                     "-" if own["host_s"] is None else f"{own['host_s'] * 1e6:.1f}",
-                    _faster(paths, "nccl"),
-                    _faster(paths, "nccl-tuned"),
-                    _faster(paths, "torch-symm"),
-                    _wrong(paths),
+                    faster(paths, "nccl"),
+                    faster(paths, "nccl-tuned"),
+                    faster(paths, "torch-symm"),
+                    wrong(paths),
                 ]
             )
     return lines
@@ -190,12 +194,33 @@ def missing(records: Records) -> list[str]:
     return [f"- {name}: {path} n/a: {reason}" for name, path, reason in found]
 
 
-def _commands(records: Records) -> str:
-    commands = "\n".join(record["command"] for record in records.values())
-    return f"The commands:\n\n```\n{commands}\n```\n"
+def commands(records: Records) -> str:
+    """How each run is made again."""
+    listed = "\n".join(record["command"] for record in records.values())
+    return f"The commands:\n\n```\n{listed}\n```\n"
 
 
-def _software(records: Records) -> str:
+def machine(record: Record) -> str:
+    """The host of a record."""
+    hardware = record["hardware"]
+    return (
+        f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
+        f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory, "
+        f"{hardware['last_level_cache_bytes'] / 2**20:.0f} MiB last-level cache"
+    )
+
+
+def gpu_words(gpus: Mapping[str, Any]) -> str:
+    """The GPUs of a record."""
+    model = f"{gpus['names'][0]} ({gpus['sms']} SMs, {gpus['memory_bytes'] / 2**30:.0f} GiB)"
+    return (
+        f"{len(gpus['names'])} x {model}, links {gpus['links'] or 'unknown'}, "
+        f"driver {gpus['driver'] or 'unknown'}"
+    )
+
+
+def software(records: Records) -> str:
+    """Versions, commits, times and seed."""
     first = next(iter(records.values()))
     made = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if name != "python")
     # Runs may be renewed one by one: every commit and the span of times is said.
@@ -208,25 +233,19 @@ def _software(records: Records) -> str:
     span = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
     return (
         f"- software: {made}, Python {first['versions']['python']}\n"
-        f"- commit {', '.join(commits)}, {span}, seed {first['seed']}"
+        f"- commit {', '.join(commits)}, {span}" + (f", seed {first['seed']}" if "seed" in first else "")
     )
 
 
 def cpu_part(records: Records, command: str) -> str:
     """The CPU's part of the page."""
     first = next(iter(records.values()))
-    hardware = first["hardware"]
-    machine = (
-        f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
-        f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory, "
-        f"{hardware['last_level_cache_bytes'] / 2**20:.0f} MiB last-level cache"
-    )
     return f"""## CPU
 
 Made by `{command}`.
 
-- machine: {machine}
-{_software(records)}
+- machine: {machine(first)}
+{software(records)}
 - {first["ranks"]} ranks of {first["threads"]} compute thread each for every path
 
 {table(_CPU_TITLES, cpu_lines(records))}
@@ -238,18 +257,12 @@ memory costs. *memcpy* is the ceiling: all ranks at once copy as many bytes as t
 memory that they own already. For combine those are the expert rows that are summed. It reads them and writes
 fewer; dispatch reads fewer than it writes; so either may come out above 100 %.
 
-{_commands(records)}"""
+{commands(records)}"""
 
 
 def gpu_part(records: Records, command: str, pictures: Mapping[str, str]) -> str:
     """The GPUs' part of the page. `pictures`: file by run."""
     first = next(iter(records.values()))
-    gpus, hardware = first["gpus"], first["hardware"]
-    model = f"{gpus['names'][0]} ({gpus['sms']} SMs, {gpus['memory_bytes'] / 2**30:.0f} GiB)"
-    machine = (
-        f"{len(gpus['names'])} x {model}, links {gpus['links'] or 'unknown'}, "
-        f"driver {gpus['driver'] or 'unknown'}, {hardware['cores']} cores"
-    )
     growth = {name: record for name, record in records.items() if scaling.is_one(name)}
     single = {
         name: record for name, record in records.items() if name not in growth and len(points(record)) == 1
@@ -260,8 +273,8 @@ def gpu_part(records: Records, command: str, pictures: Mapping[str, str]) -> str
 
 Made by `{command}`.
 
-- machine: {machine}
-{_software(records)}
+- machine: {gpu_words(first["gpus"])}, {first["hardware"]["cores"]} cores
+{software(records)}
 - {first["ranks"]} ranks, one a GPU, hidden {first["options"]["hidden"]}; links' multicast off for every path
 
 Times are medians over iterations of the slowest rank, as called, with an empty L2; the paths of one line
@@ -287,7 +300,7 @@ number of SMs that is fastest. *nccl* is `all_to_all_single` between torch permu
             parts.append(f"![{name}](results/{pictures[name]})")
     if missing(records):
         parts.append("Not run:\n\n" + "\n".join(missing(records)))
-    parts.append(_commands(records))
+    parts.append(commands(records))
     return "\n\n".join(parts)
 
 
@@ -309,12 +322,12 @@ are defined in [bench/README.md](../bench/README.md).
 """
 
 
-def renewed(page: str, device: str, part: str) -> str:
-    """The page with the part of one device renewed and the other kept."""
+def renewed(page: str, name: str, part: str) -> str:
+    """The page with one part renewed and the others kept."""
     parts = dict(re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->\n", page, re.DOTALL))
-    parts[device] = part.rstrip("\n") + "\n"
-    order = sorted(parts, key=("cuda", "cpu").index)
-    return _HEAD + "".join(f"\n<!-- {name} -->\n{parts[name]}<!-- /{name} -->\n" for name in order)
+    parts[name] = part.rstrip("\n") + "\n"
+    order = sorted(parts, key=("cuda", "nodes", "cpu").index)
+    return _HEAD + "".join(f"\n<!-- {each} -->\n{parts[each]}<!-- /{each} -->\n" for each in order)
 
 
 def pictured(record: Record) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import run_all
+from bench.harness import native
+from bench.harness.node_plan import NativeRun
 from tests.fabric import needs_fabric
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,6 +282,80 @@ def test_nodes_are_counted_and_held_against_the_provider(
         assert done.returncode == 0, done.stdout + done.stderr
         (saved,) = record(limited)["rows"]
         assert saved["sent_row_bytes"] == saved["least_bytes"] < own["least_bytes"]
+
+
+def test_the_proxy_takes_every_command_whoever_pushes_it() -> None:
+    lines = native.lines("proxy_rate", ("--producers", "1,3", "--nodes", "3", "--seconds", "0.01"))
+    assert [(line["kind"], line["producers"]) for line in lines] == [
+        (kind, producers) for kind in ("rows", "chunks", "pieces") for producers in (1, 3)
+    ]
+    for line in lines:
+        assert line["repeats"] == 5 and line["nodes"] == 3
+        assert line["commands_per_s_min"] <= line["commands_per_s"] <= line["commands_per_s_max"]
+        assert line["puts_per_s"] == pytest.approx(line["commands_per_s"] / line["commands_a_put"], abs=1)
+    assert [line["commands_a_put"] for line in lines] == [64, 64, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        ("proxy_rate", ("--rows", "999"), "a chunk has at most"),
+        ("proxy_rate", ("--nodes", "1"), "--nodes: '1' will not do"),
+        ("proxy_rate", ("--producers", "0"), "--producers: '0'"),
+        ("proxy_rate", ("--fast",), "unknown option --fast"),
+        ("proxy_rate", ("--seconds",), "--seconds needs a value"),
+    ],
+)
+def test_a_native_program_says_what_it_cannot_do(name: str, flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(says)):
+        native.lines(name, flags)
+
+
+def test_native_programs_are_found_where_they_were_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = native.program("proxy_rate")
+    assert beside is not None
+    monkeypatch.setenv("MOECOMM_BENCH_PROGRAMS", str(tmp_path))
+    with pytest.raises(RuntimeError, match="proxy_rate is not built"):
+        native.lines("proxy_rate", ())
+    (tmp_path / "proxy_rate").symlink_to(beside)
+    assert native.program("proxy_rate") == tmp_path / "proxy_rate"
+    (tmp_path / "fabric_raw").write_text("#!/bin/sh\necho what\n")
+    (tmp_path / "fabric_raw").chmod(0o755)
+    with pytest.raises(RuntimeError, match="fabric_raw: "):
+        native.lines("fabric_raw", ())
+
+
+@needs_fabric
+def test_the_provider_and_the_proxy_get_records_and_their_part_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("--seconds", "0.01", "--repeats", "1")
+    runs = [
+        NativeRun("nodes-raw-shm", "fabric_raw", ("--provider", "shm", "--sizes", "4096", *short)),
+        NativeRun("nodes-raw-none", "fabric_raw", ("--provider", "no-such-provider", *short)),
+        NativeRun("nodes-proxy", "proxy_rate", short),
+    ]
+    monkeypatch.setattr(run_all, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(run_all, "_plan", lambda given, device: ([], runs))
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--nodes", "--write", "--label", "box", "--commit", "abc"])
+    assert run_all.main() == 1  # one of them failed, the others were run
+    captured = capsys.readouterr()
+    assert "nodes-raw-none failed" in captured.err and "no-such-provider" in captured.err
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
+        "nodes-proxy.box.json",
+        "nodes-raw-shm.box.json",
+    ]
+    raw = record(tmp_path / "results" / "nodes-raw-shm.box.json")
+    assert raw["git"] == {"commit": "abc", "dirty": None}
+    assert [(line["provider"], line["bytes"]) for line in raw["lines"]] == [("shm", 4096)]
+    assert "address" not in raw["lines"][0]
+    page = (tmp_path / "results.md").read_text()
+    assert "## Between nodes" in page and "shm (libfabric" in page and "a row each" in page
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--nodes", "--page"])
+    assert run_all.main() == 0
+    assert (tmp_path / "results.md").read_text() == page
 
 
 def test_unchecked_rows_say_so() -> None:

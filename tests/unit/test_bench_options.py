@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import run_all
-from bench.harness import options, sizes
+from bench.harness import node_plan, options, sizes
 
 pytestmark = pytest.mark.usefixtures("bench_on_cpu")
 
@@ -195,7 +195,13 @@ def test_ranks_share_the_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [run_all.cpu_plan(2, 3, 1), *(run_all.cuda_plan(ranks, 3, 1) for ranks in (1, 2, 3, 4, 8))]
+    "plan",
+    [
+        run_all.cpu_plan(2, 3, 1),
+        *(run_all.cuda_plan(ranks, 3, 1) for ranks in (1, 2, 3, 4, 8)),
+        node_plan.nodes_cpu_plan(("tcp", "shm"), 3, 1),
+        *(node_plan.nodes_cuda_plan(gpus, ("tcp", "shm"), 3, 1) for gpus in (2, 4, 6)),
+    ],
 )
 def test_the_plan_names_each_run_once_with_flags_that_parse(plan: list[run_all.Run]) -> None:
     assert len({run.name for run in plan}) == len(plan)
@@ -230,6 +236,61 @@ def test_both_kept_handles_are_in_the_plan_and_points_of_sweeps_have_fewer_itera
     assert found["cuda-backward-weighted"].kept_handle == "weighted"
     assert options.parse("dispatch", ["--kept-handle"]).kept_handle == "plain"
     assert (found["cuda-dispatch"].iters, found["cuda-dispatch-sms"].iters) == (20, 10)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        node_plan.nodes_cpu_plan(("tcp", "efa-direct"), 15, 3),
+        node_plan.nodes_cuda_plan(4, ("tcp", "efa-direct"), 20, 5),
+    ],
+)
+def test_the_plan_between_nodes_says_in_its_names_what_is_run(plan: list[run_all.Run]) -> None:
+    found = {run.name: options.parse(run.program, run.flags) for run in plan}
+    for name, given in found.items():
+        local = given.ranks_per_node
+        assert local and given.nodes > 1
+        place = f"nodes-{given.operation}-{given.nodes}x{local}-{given.fabric_provider}"
+        assert name.removeprefix("cuda-").startswith(place)
+        assert given.baselines[0] == "fabric"
+        if name.endswith("-limit"):
+            # Held against a run that differs in nothing else.
+            plain = found[name.removesuffix("-limit")]
+            assert (given.limit_nodes, plain.limit_nodes) == (given.nodes // 2, None)
+            for field in ("sizes", "hidden", "experts", "topk", "dtypes", "routing", "iters"):
+                assert getattr(given, field) == getattr(plain, field), field
+    assert {given.fabric_provider for given in found.values()} == {"tcp", "efa-direct"}
+    assert any(name.endswith("-limit") for name in found)
+
+
+def test_the_cases_that_are_held_to_a_share_of_the_ceiling() -> None:
+    cpu = options.parse("dispatch", node_plan.nodes_cpu_plan(("tcp",), 15, 3)[0].flags)
+    assert (cpu.nodes, cpu.ranks, cpu.hidden, cpu.sizes) == (2, 2, 2048, (1024,))
+    assert {"fabric", "gloo", "gloo-tuned", "gloo-rows"} <= set(cpu.baselines)
+    cuda = options.parse("dispatch", node_plan.nodes_cuda_plan(4, ("tcp",), 20, 5)[0].flags)
+    assert (cuda.nodes, cuda.ranks, cuda.hidden, cuda.sizes) == (2, 4, 7168, (4096,))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--nodes --providers ,", "--providers"),
+        ("--nodes --device cuda -g 3", "-g"),
+        ("--nodes --label a/b", "--label"),
+        ("--label box", "--nodes"),
+        ("--nodes --only no-such-run", "nodes-proxy"),
+    ],
+)
+def test_what_run_all_cannot_do_is_one_line(
+    words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_all, "find_device", lambda given: given)
+    monkeypatch.setattr("sys.argv", ["run_all.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        run_all.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
 
 
 def test_the_reference_cases() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness import machine, options, report, results, scaling
+from bench.harness import machine, node_results, options, report, results, scaling
 from bench.harness.machine import Gpus
 from bench.harness.record import Missing, Row, document
 
@@ -201,6 +201,89 @@ def test_runs_on_fewer_gpus_say_so_and_are_beside_the_model(monkeypatch: pytest.
     assert "### Several numbers of GPUs" in part and "### cuda-dispatch-on-3" not in part
     assert results.table(scaling.TITLES, scaling.lines(records)) in part
     assert "- dispatch: 55.1 us and 347.0 GB/s, from 3 GPUs" in part
+
+
+# -- between nodes -----------------------------------------------
+
+RAW = {
+    "provider": "net", "version": "1.17", "bytes": 65536, "in_flight": 32, "gb_per_s": 1.5,
+    "gb_per_s_min": 1.25, "gb_per_s_max": 1.75, "messages_per_s": 22888,
+}  # fmt: skip
+RATE = {
+    "kind": "rows", "producers": 2, "commands_a_put": 64, "commands_per_s": 6.4e6, "commands_per_s_min": 5e6,
+    "commands_per_s_max": 7e6, "puts_per_s": 1e5,
+}  # fmt: skip
+
+
+def _node_record(flags: str, own_s: float, sent: int, missing: tuple[Missing, ...] = ()) -> dict[str, Any]:
+    given = options.parse("dispatch", ["-g", "2", "--ranks-per-node", "1", *flags.split()])
+    own = dataclasses.replace(
+        _row("moecomm", own_s), experts=32, topk=4, sent_bytes=sent + 100, sent_row_bytes=sent, sent_puts=6,
+        least_bytes=sent, least_puts=4, wire_GBps=sent / 2 / own_s / 1e9,
+    )  # fmt: skip
+    others = [
+        dataclasses.replace(_row(path, seconds, None if path == "fabric" else 0), experts=32, topk=4)
+        for path, seconds in (("fabric", 1e-3), ("gloo", 12e-3), ("gloo-rows", 3e-3))
+    ]
+    return document(given, [own, *others], {}, missing)
+
+
+def _native_record(name: str, line: dict[str, Any]) -> dict[str, Any]:
+    whole = document(options.parse("dispatch", []), [], {})
+    kept = {key: whole[key] for key in ("time", "git", "hardware", "versions")}
+    return kept | {"program": name, "command": f"{name} --both", "lines": [line]}
+
+
+def test_runs_between_nodes_are_shown_beside_the_ceiling_and_what_had_to_be_sent() -> None:
+    (line,) = node_results.lines({"nodes-dispatch-2x1-tcp": _node_record("", 2e-3, 2_000_000)}, "cpu")
+    assert len(line) == len(node_results.titles("cpu"))
+    shown = dict(zip(node_results.titles("cpu"), line, strict=True))
+    assert shown["case"] == "4096, float32, top-4 of 32"
+    # A million bytes a rank: in 2 ms, and in the 1 ms that the provider would take.
+    assert (shown["ms"], shown["wire GB/s"], shown["fabric GB/s"], shown["of ceiling"]) == (
+        "2.00", "0.50", "1.00", "50%",
+    )  # fmt: skip
+    assert (shown["memcpy ms"], shown["sent / least"], shown["puts / least"]) == ("-", "1.000", "1.50")
+    assert (shown["than gloo"], shown["than gloo-tuned"], shown["than gloo-rows"]) == ("6.00x", "-", "1.50x")
+
+
+def test_what_a_limit_on_nodes_saves_is_shown_beside_the_run_without() -> None:
+    records = {
+        "nodes-dispatch-2x1-tcp": _node_record("", 2e-3, 2_000_000),
+        "nodes-dispatch-2x1-tcp-limit": _node_record("--limit-nodes 1", 1e-3, 999_925),
+        "nodes-combine-2x1-tcp-limit": _node_record("--limit-nodes 1", 1e-3, 500_000),  # its pair did not run
+    }
+    (line,) = node_results.limit_lines(records)
+    assert line == [
+        "nodes-dispatch-2x1-tcp-limit", "1 of 2",
+        "1.00", "2.00", "50%", "6", "6", "0%", "1.00", "2.00", "2.00x",
+    ]  # fmt: skip
+    assert node_results.lines(records, "cpu")[1][2].endswith("at most 1 of 2 nodes")
+
+
+def test_the_part_between_nodes_keeps_machines_apart() -> None:
+    absent = Missing(
+        path="gloo-tuned", dtype="float32", tokens=64, experts=32, topk=4, num_sms=None, reason="OSError: no"
+    )
+    records = {
+        "nodes-dispatch-2x1-tcp": _node_record("", 2e-3, 2_000_000, (absent,)),
+        "nodes-raw-tcp": _native_record("fabric_raw", RAW),
+        "nodes-proxy": _native_record("proxy_rate", RATE),
+    }
+    alone = node_results.part(records, "python bench/run_all.py --nodes --write")
+    assert "## Between nodes" in alone and "### Machine" not in alone
+    assert "net (libfabric 1.17)" in alone and "1.500" in alone and "22888" in alone
+    proxy = results.table(node_results._PROXY_TITLES, node_results.proxy_lines(records))
+    assert "a row each" in proxy and "6.40" in proxy and proxy in alone
+    assert "fabric_raw --both" in alone and "--ranks-per-node 1" not in records["nodes-proxy"]["command"]
+    assert "- nodes-dispatch-2x1-tcp: gloo-tuned n/a: OSError: no" in alone
+    other = _native_record("proxy_rate", RATE | {"commands_per_s": 12.34e6})
+    both = node_results.part(records | {"nodes-proxy.big": other}, "x")
+    first, second = both.split("### Machine 2")
+    assert "### Machine 1" in first and "6.40" in first and "12.34" not in first
+    assert "12.34" in second and "nodes-dispatch" not in second
+    page = results.renewed(results.renewed("", "cpu", "of the CPU"), "nodes", alone)
+    assert page.index("## Between nodes") < page.index("of the CPU")
 
 
 def test_the_parts_of_the_page_are_renewed_one_by_one() -> None:
