@@ -257,12 +257,14 @@ def main() -> int:
             (folder / f"{run.name}.json").unlink(missing_ok=True)
         records = execute(runs, folder, given.limit, given.commit)
         records |= execute_native(natives, folder, given.limit - (time.monotonic() - begun), given.commit)
+        end = f".{given.label}.json" if given.label else ".json"
+        for name in records:
+            (folder / f"{name}.json").rename(folder / f"{name}{end}")
     summary = node_results.summary if given.nodes else results.summary
     print("\n" + summary(records), flush=True)
     print("\n".join(results.missing(records)), flush=True)
     if given.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        end = f".{given.label}.json" if given.label else ".json"
         for name, record in records.items():
             (RESULTS / f"{name}{end}").write_text(json.dumps(record, indent=1) + "\n")
         if given.nodes:

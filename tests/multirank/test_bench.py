@@ -339,14 +339,14 @@ def test_the_provider_and_the_proxy_get_records_and_their_part_of_the_page(
     ]
     monkeypatch.setattr(run_all, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(run_all, "_plan", lambda given, device: ([], runs))
-    monkeypatch.setattr("sys.argv", ["run_all.py", "--nodes", "--write", "--label", "box", "--commit", "abc"])
+    words = ["--nodes", "--write", "--label", "box", "--commit", "abc", "--into", str(tmp_path / "kept")]
+    monkeypatch.setattr("sys.argv", ["run_all.py", *words])
     assert run_all.main() == 1  # one of them failed, the others were run
     captured = capsys.readouterr()
     assert "nodes-raw-none failed" in captured.err and "no-such-provider" in captured.err
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
-        "nodes-proxy.box.json",
-        "nodes-raw-shm.box.json",
-    ]
+    for folder in ("results", "kept"):
+        names = sorted(path.name for path in (tmp_path / folder).iterdir())
+        assert names == ["nodes-proxy.box.json", "nodes-raw-shm.box.json"]
     raw = record(tmp_path / "results" / "nodes-raw-shm.box.json")
     assert raw["git"] == {"commit": "abc", "dirty": None}
     assert [(line["provider"], line["bytes"]) for line in raw["lines"]] == [("shm", 4096)]
