@@ -38,30 +38,38 @@ class Rendezvous:
             f"moecomm/{group.group_name}/{_built[group.group_name]}", _get_default_store()
         )
 
-    def exchange(self, phase: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, phase: str, message: dict[str, Any], patience: float = 1.0) -> list[dict[str, Any]]:
         """Every rank's message of this phase, by rank.
 
-        Raises PeerTimeout, naming the rank that did not come within the timeout, or PeerLost if the store is
-        gone.
+        Raises PeerTimeout, naming the rank that did not come within `patience` times the timeout, or PeerLost
+        if the store is gone.
         """
         if self._store is None:
             return [message]
-        deadline = time.monotonic() + self.timeout
-        try:
-            self._store.set(f"{phase}/{self.rank}", json.dumps(message))
-        except RuntimeError as error:
-            raise self._lost(phase, error) from error
-        return [self._receive(phase, peer, deadline) for peer in range(self.size)]
+        limit = patience * self.timeout
+        deadline = time.monotonic() + limit
+        self._tell(phase, message)
+        return [self._receive(phase, peer, deadline, limit) for peer in range(self.size)]
 
-    def step(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """One step of all ranks: exchanges what `action` returns; what it raises on one rank, all raise."""
+    def step(
+        self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
+    ) -> list[dict[str, Any]]:
+        """One step of all ranks: exchanges what `action` returns; what it raises on one rank, all raise.
+
+        An `action` that waits for peers itself needs more `patience`: ranks that find theirs at once would
+        else blame those that wait for one that is missing.
+        """
         error: MoecommError | None = None
         try:
             message = action()
         except MoecommError as failed:
             error = failed
             message = {"error": to_message(failed)}
-        messages = self.exchange(phase, message)
+        if isinstance(error, (PeerTimeout, PeerLost)):
+            # It has waited, and the peer that it names would not answer here either.
+            self._tell(phase, message)
+            raise error
+        messages = self.exchange(phase, message, patience)
         if error is not None:
             raise error
         for rank, other in enumerate(messages):
@@ -69,7 +77,15 @@ class Rendezvous:
                 raise from_message(other["error"], rank)
         return messages
 
-    def _receive(self, phase: str, peer: int, deadline: float) -> dict[str, Any]:
+    def _tell(self, phase: str, message: dict[str, Any]) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.set(f"{phase}/{self.rank}", json.dumps(message))
+        except RuntimeError as error:
+            raise self._lost(phase, error) from error
+
+    def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
         assert self._store is not None
         key = f"{phase}/{peer}"
         try:
@@ -81,7 +97,7 @@ class Rendezvous:
             if time.monotonic() < deadline:
                 raise self._lost(phase, error) from error
             raise PeerTimeout(
-                f"rank {self.rank}, {phase}: rank {peer} did not come within {self.timeout:g} s; "
+                f"rank {self.rank}, {phase}: rank {peer} did not come within {limit:g} s; "
                 "every rank of the group has to build the communicator",
                 rank=self.rank,
                 peer=peer,

@@ -1,7 +1,9 @@
 #include "runtime/rail.hpp"
 
 #include <algorithm>
+#include <chrono>
 
+#include "common/deadline.hpp"
 #include "common/error.hpp"
 #include "transport/fabric/shuffle.hpp"
 #include "transport/interface.hpp"
@@ -41,8 +43,12 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
 void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
                    const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
   try {
+    remote_->introduce(cards, node());
+    const auto start = Clock::now();
     links_->connect(endpoints, options_.timeout_seconds, interrupt);
-    remote_->connect(cards, node(), options_.timeout_seconds, interrupt);
+    const std::chrono::duration<double> spent = Clock::now() - start;
+    remote_->connect(std::max(options_.timeout_seconds - spent.count(), options_.timeout_seconds / 2),
+                     interrupt);
   } catch (const Error& error) {
     if (error.details().peer < 0) throw;
     ErrorDetails details = error.details();

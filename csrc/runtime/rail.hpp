@@ -29,7 +29,8 @@ class Rail {
 
   std::vector<std::byte> card() const { return remote_->card(); }
   const std::string& endpoint() const { return links_->endpoint(); }
-  /// Connects to all peers. Errors as those of tcp::Links::connect and fabric::FabricRemote::connect.
+  /// Connects to all peers, within one and a half times the timeout. Errors as those of tcp::Links::connect
+  /// and fabric::FabricRemote::connect.
   void connect(const std::vector<std::vector<std::byte>>& cards, const std::vector<std::string>& endpoints,
                const std::function<void()>& interrupt);
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -14,10 +13,19 @@ import numpy as np
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, introduce, meet
+from moecomm.backends.base import (
+    DispatchCall,
+    PlanFields,
+    RawDispatch,
+    TensorPlan,
+    check_host_room,
+    connect_rail,
+    introduce,
+    meet,
+    new_job,
+)
 from moecomm.backends.order import InOrder
-from moecomm.env import read_env
-from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, kind_of
+from moecomm.errors import InvalidArgument, MoecommError, kind_of
 from moecomm.memory import plan_memory, window_shape
 from moecomm.nodes import find_nodes
 from moecomm.rendezvous import Rendezvous
@@ -94,7 +102,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
-        messages = meet(meeting, arguments, argument_error, lambda: {"job": secrets.token_hex(16)})
+        messages = meet(meeting, arguments, argument_error, lambda: {"job": new_job()})
         hosts = [str(message["node"]) for message in messages]
         self.nodes = find_nodes(hosts, arguments["ranks_per_node"])
 
@@ -111,7 +119,7 @@ class CpuBackend:
         self.plan_fields = _plan_fields(arguments["num_experts"] // meeting.size, meeting.size)
         self._plan_keys = itertools.count()
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
-        self._check_room(meeting, hosts)
+        check_host_room(meeting, hosts, self.memory.committed_bytes)
         host_ranks = hosts.count(hosts[meeting.rank])
         neighbours = self.nodes.local_ranks(meeting.rank)
         self._native = introduce(
@@ -131,51 +139,7 @@ class CpuBackend:
             unlink=lambda native: native.unlink_window(),
         )
         if self.nodes.nodes > 1:
-            self._connect_nodes(meeting, bytes.fromhex(str(messages[0]["job"])))
-
-    def _check_room(self, meeting: Rendezvous, hosts: list[str]) -> None:
-        messages = meeting.step("construction: memory", lambda: {"available": _C.shm_available_bytes()})
-        for host in dict.fromkeys(hosts):
-            ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
-            available = min(int(messages[rank]["available"]) for rank in ranks)
-            needed = self.memory.committed_bytes * len(ranks)
-            if needed > available:
-                raise OutOfMemory(
-                    f"the windows of {len(ranks)} ranks need {needed} bytes of /dev/shm, {available} are free"
-                    + ("" if len(ranks) == len(hosts) else f" on the host of rank {ranks[0]}")
-                    + "; give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
-                    needed=needed,
-                    available=available,
-                )
-
-    def _connect_nodes(self, meeting: Rendezvous, job: bytes) -> None:
-        """Opens the ways to the ranks of this rank's rail."""
-        rails: list[_C.Rail] = []
-
-        def open_rail() -> dict[str, Any]:
-            env = read_env()
-            rails.append(
-                self._native.open_rail(
-                    job=job,
-                    provider=env.fabric_provider or "",
-                    interface=env.fabric_interface or "",
-                    shuffle=env.fabric_shuffle or 0,
-                )
-            )
-            return {"card": rails[0].card.hex(), "endpoint": rails[0].endpoint}
-
-        def connect() -> dict[str, Any]:
-            peers = [messages[rank] for rank in self.nodes.rail(meeting.rank)]
-            cards = [_card(peer) for peer in peers]
-            self._native.connect_rail(rails[0], cards, [str(peer["endpoint"]) for peer in peers])
-            return {}
-
-        try:
-            messages = meeting.step("construction: network", open_rail)
-            meeting.step("construction: connections", connect)
-        except BaseException:
-            self._native.close()
-            raise
+            connect_rail(meeting, self.nodes, self._native, str(messages[0]["job"]))
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = 1
@@ -348,13 +312,6 @@ class CpuBackend:
     def __str__(self) -> str:
         network = self._native.network()
         return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
-
-
-def _card(message: dict[str, Any]) -> bytes:
-    try:
-        return bytes.fromhex(str(message["card"]))
-    except ValueError as error:
-        raise InvalidArgument("a rank sent no address card, expected one in hexadecimal") from error
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

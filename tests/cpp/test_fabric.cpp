@@ -505,6 +505,9 @@ void connect_case(const std::string& provider) {
   {
     auto remote = fresh(memory);
     CHECK(throws(ErrorKind::invalid_argument, "index", [&] { remote->connect({remote->card()}, 1, 1); }));
+    CHECK(throws(ErrorKind::invalid_argument, "comes after introduce()", [&] { remote->connect(1); }));
+    CHECK(throws(ErrorKind::invalid_argument, "card of peer 0 is not what this rank gave",
+                 [&] { remote->introduce({silent->card(), silent->card()}, 0); }));
     remote->connect({remote->card()}, 0, 1);  // alone: nothing to wait for
     std::vector<RemoteEvent> events;
     remote->poll(events);

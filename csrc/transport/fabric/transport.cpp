@@ -338,15 +338,19 @@ FabricRemote::~FabricRemote() {
 
 std::vector<std::byte> FabricRemote::card() const { return state_->own.to_bytes(); }
 
-void FabricRemote::connect(const std::vector<std::vector<std::byte>>& cards, int own_index,
-                           double timeout_seconds, const std::function<void()>& interrupt) {
+void FabricRemote::introduce(const std::vector<std::vector<std::byte>>& cards, int own_index) {
   State& state = *state_;
   const int count = static_cast<int>(cards.size());
   if (!state.peers.empty() || own_index < 0 || own_index >= count || count > kMaxPeers)
     throw Error(ErrorKind::invalid_argument,
-                "fabric: connect() is called once, with up to " + std::to_string(kMaxPeers) +
+                "fabric: introduce() is called once, with up to " + std::to_string(kMaxPeers) +
                     " cards and the own index among them; here " + std::to_string(count) + " cards, index " +
                     std::to_string(own_index));
+  const std::vector<std::byte> own_card = state.own.to_bytes();
+  // Who hands out another card than this one is told here, not by peers that cannot answer it.
+  if (cards[static_cast<size_t>(own_index)] != own_card)
+    throw Error(ErrorKind::invalid_argument, "fabric: the card of peer " + std::to_string(own_index) +
+                                                 " is not what this rank gave to the rendezvous");
   state.own_index = own_index;
   std::vector<State::Peer> peers(cards.size());
   state.expected_greetings.assign(cards.size(), 0);
@@ -367,9 +371,13 @@ void FabricRemote::connect(const std::vector<std::vector<std::byte>>& cards, int
     state.expected_greetings[at] = checksum(cards[at].data(), cards[at].size()) | 1;
   }
   state.peers = std::move(peers);
-  const std::vector<std::byte> own_card = state.own.to_bytes();
   state.greetings.back() = checksum(own_card.data(), own_card.size()) | 1;
+}
 
+void FabricRemote::connect(double timeout_seconds, const std::function<void()>& interrupt) {
+  State& state = *state_;
+  const int count = static_cast<int>(state.peers.size()), own_index = state.own_index;
+  if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after introduce()");
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
   auto next_interrupt = Clock::now() + kInterruptEvery;
   std::vector<int> waiting;  // for room, or for the connection

@@ -54,13 +54,20 @@ class FabricRemote final : public Remote {
   /// What peers need, for connect() there. Peers can connect as long as this end polls in its own connect().
   std::vector<std::byte> card() const;
 
+  /// Takes the cards, cards[i] of peer i; that at own_index has to be this one's. Errors: of the cards. Once.
+  /// From then on files of the shm provider that killed peers leave are removed at the end.
+  void introduce(const std::vector<std::vector<std::byte>>& cards, int own_index);
   /// Establishes the connections to all peers, both ways: sends a hello to each and returns when one of every
-  /// peer has arrived and all of its own are sent. cards[i] is peer i's; the one at own_index is not looked
-  /// at. Calls `interrupt` every few milliseconds; what it throws passes through. Errors: of the cards;
-  /// peer_timeout naming the peers that are missing; peer_lost if a peer refuses. After an error the object
-  /// can only be destroyed.
+  /// peer has arrived and all of its own are sent. Calls `interrupt` every few milliseconds; what it throws
+  /// passes through. Errors: peer_timeout naming the peers that are missing; peer_lost if a peer refuses.
+  /// After an error the object can only be destroyed.
+  void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
+  /// Both.
   void connect(const std::vector<std::vector<std::byte>>& cards, int own_index, double timeout_seconds,
-               const std::function<void()>& interrupt = {});
+               const std::function<void()>& interrupt = {}) {
+    introduce(cards, own_index);
+    connect(timeout_seconds, interrupt);
+  }
 
   const RemoteCaps& caps() const override;
   /// A put to a peer that has failed or was forgotten returns true and is dropped: who waits for it waits for

@@ -36,10 +36,8 @@ struct FabricRemote::State {};
 FabricRemote::FabricRemote(const FabricOptions&, void*, int64_t) { unavailable(); }
 FabricRemote::~FabricRemote() = default;
 std::vector<std::byte> FabricRemote::card() const { unavailable(); }
-void FabricRemote::connect(const std::vector<std::vector<std::byte>>&, int, double,
-                           const std::function<void()>&) {
-  unavailable();
-}
+void FabricRemote::introduce(const std::vector<std::vector<std::byte>>&, int) { unavailable(); }
+void FabricRemote::connect(double, const std::function<void()>&) { unavailable(); }
 const RemoteCaps& FabricRemote::caps() const { unavailable(); }
 bool FabricRemote::put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) { unavailable(); }
 void FabricRemote::poll(std::vector<RemoteEvent>&) { unavailable(); }
