@@ -1,0 +1,432 @@
+"""Communicators between nodes that cannot be built, or are disturbed meanwhile: a typed error on all ranks
+that says what to do, nothing left, and the next one works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fabric import needs_fabric
+from tests.multirank import cases
+from tests.multirank.harness import Died
+from tests.multirank.node_jobs import (
+    LONG,
+    NEVER_NOTICED,
+    SHORT,
+    Found,
+    caught,
+    communicator,
+    left_since,
+    run,
+    small_case,
+    warm_up,
+)
+
+pytestmark = needs_fabric
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def _steps_changed(change: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Every step of a construction in this process makes `change(phase, action)` of its action's message."""
+    from moecomm.rendezvous import Rendezvous
+
+    real = Rendezvous.step
+
+    def step(self: Any, phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
+        return real(self, phase, lambda: change(phase, action), *more, **named)
+
+    Rendezvous.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Rendezvous.step = real  # type: ignore[method-assign]
+
+
+# -- ranks that are missing ----------------------------------------------------------------------------------
+
+
+def _missing(rank: int, world_size: int, per_node: int, victim: int, phase: str, half: str) -> Found:
+    """The victim ends before or after its part of a step of the construction, or never begins one."""
+    case = small_case(world_size, per_node)
+    before = warm_up(case, rank)
+    if rank == victim and not phase:
+        time.sleep(SHORT + 0.5)
+        return {}
+
+    def change(reached: str, action: Callable[[], Any]) -> Any:
+        if reached == phase and half == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        message = action()
+        if reached == phase:
+            os.kill(os.getpid(), signal.SIGKILL)  # nobody gets the message
+        return message
+
+    if rank == victim:
+        with _steps_changed(change):
+            communicator(case, SHORT)
+    found = caught(lambda: communicator(case, SHORT))
+    found["left"] = left_since(before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "victim", "phase", "half", "provider"),
+    [
+        (2, 1, 0, "", "", "tcp"),
+        (4, 2, 3, "construction: network", "before", "tcp"),
+        (2, 1, 1, "construction: connections", "before", "shm"),
+        (4, 2, 0, "construction: connections", "before", "shm"),
+        (3, 1, 1, "construction: connections", "after", "tcp"),
+    ],
+)
+def test_a_rank_that_is_missing(
+    size: int, per_node: int, victim: int, phase: str, half: str, provider: str
+) -> None:
+    may_die = [victim] if phase else []
+    results = run(size, _missing, per_node, victim, phase, half, provider=provider, may_die=may_die)
+    if phase:
+        assert results[victim] == Died(-signal.SIGKILL)
+    for rank, found in enumerate(results):
+        if rank == victim:
+            continue
+        assert found["type"] in ("PeerTimeout", "PeerLost"), found
+        assert found["peer"] == victim and f"rank {victim}" in found["text"], found
+        assert found["phase"].startswith("construction") or found["phase"] == "connecting", found
+        assert found["seconds"] < NEVER_NOTICED and found["left"] == {}, found
+
+
+def _interrupted(rank: int, world_size: int) -> Found:
+    """Ctrl-C while a peer on another node does not come to the connections."""
+    case = small_case(world_size, 1)
+    before = warm_up(case, rank)
+
+    def change(phase: str, action: Callable[[], Any]) -> Any:
+        if phase == "construction: connections":
+            time.sleep(SHORT / 2.0)
+        return action()
+
+    if rank == 1:
+        with _steps_changed(change):
+            found = caught(lambda: communicator(case, SHORT / 2.0))
+    else:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        found = {"type": "nothing"}
+        try:
+            communicator(case, LONG)
+        except KeyboardInterrupt:
+            found["type"] = "KeyboardInterrupt"
+    found["left"] = left_since(before)
+    return found
+
+
+def test_an_interrupt_ends_a_construction() -> None:
+    interrupted, other = run(2, _interrupted)
+    assert interrupted == {"type": "KeyboardInterrupt", "left": {}}
+    assert other["type"] == "PeerTimeout" and other["peer"] == 0 and other["left"] == {}, other
+
+
+# -- settings ------------------------------------------------------------------------------------------------
+
+
+def _with_settings(
+    rank: int, world_size: int, per_node: int, trials: list[tuple[int, dict[str, str], dict[str, Any]]]
+) -> tuple[list[Found], cases.Arrays]:
+    """In each trial one rank, or all for -1, has other environment variables and arguments."""
+    import moecomm
+
+    case = small_case(world_size, per_node)
+    before = warm_up(case, rank)
+    found = []
+    for guilty, environment, arguments in trials:
+        mine = guilty in (rank, -1)
+        kept = dict(os.environ)
+        os.environ.update(environment if mine else {})
+        chosen = {**case.communicator, "timeout": LONG, **(arguments if mine else {})}
+        found.append(caught(lambda chosen=chosen: moecomm.Communicator(**chosen)))  # type: ignore[misc]
+        os.environ.clear()
+        os.environ.update(kept)
+        found[-1]["left"] = left_since(before)
+    with communicator(case, LONG) as comm:
+        return found, cases.play(comm, case, rank)
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any], str, list[str]]] = {
+    "provider": (
+        {"MOECOMM_FABRIC_PROVIDER": "infiniband"},
+        {},
+        "Unsupported",
+        ["fabric provider 'infiniband'", "offers", "shm", "(", "lo", "MOECOMM_FABRIC_PROVIDER"],
+    ),
+    "interface": (
+        {"MOECOMM_FABRIC_INTERFACE": "nowhere7"},
+        {},
+        "Unsupported",
+        ["'nowhere7'", "offers", "lo", "name one of these"],
+    ),
+    "address of another host": (
+        {"MOECOMM_FABRIC_INTERFACE": "203.0.113.9"},
+        {},
+        "Unsupported",
+        ["'203.0.113.9'", "offers", "lo", "an address of this host"],
+    ),
+    "seed of shuffling": (
+        {"MOECOMM_FABRIC_SHUFFLE": "often"},
+        {},
+        "InvalidArgument",
+        ["MOECOMM_FABRIC_SHUFFLE is 'often'"],
+    ),
+    "nodes of unequal size": (
+        {},
+        {"ranks_per_node": 3},
+        "InvalidArgument",
+        ["ranks_per_node is 3", "divisor"],
+    ),
+}
+
+
+def test_bad_settings() -> None:
+    """Of all ranks, of one alone; the others name it."""
+    names = [name for name in BAD_SETTINGS for _ in range(2)]
+    trials = [
+        (-1 if i % 2 else i // 2 % 4, BAD_SETTINGS[name][0], BAD_SETTINGS[name][1])
+        for i, name in enumerate(names)
+    ]
+    results = run(4, _with_settings, 2, trials)
+    cases.verify(small_case(4, 2), [arrays for _, arrays in results])
+    for i, name in enumerate(names):
+        _, _, type_name, words = BAD_SETTINGS[name]
+        guilty = trials[i][0]
+        for rank, (found, _) in enumerate(results):
+            error = found[i]
+            assert (error["type"], error["left"]) == (type_name, {}), f"{name}: rank {rank} {error}"
+            assert all(word in error["text"] for word in words), f"{name}: {error['text']!r}, needs {words}"
+            assert guilty in (rank, -1) or f"rank {guilty}: " in error["text"], f"{name}: {error}"
+            assert error["seconds"] < NEVER_NOTICED, f"{name}: {error}"
+
+
+def test_settings_that_differ() -> None:
+    """What has to be the same on all nodes and is not on one rank."""
+    trials: list[tuple[int, dict[str, str], dict[str, Any]]] = [
+        (1, {}, {"ranks_per_node": 2}),
+        (2, {}, {"ranks_per_node": 4}),
+        (3, {"MOECOMM_FABRIC_PROVIDER": "shm"}, {}),
+        (0, {"MOECOMM_FABRIC_PROVIDER": "shm"}, {}),
+    ]
+    results = run(4, _with_settings, 1, trials)
+    cases.verify(small_case(4, 1), [arrays for _, arrays in results])
+    for rank, (found, _) in enumerate(results):
+        for i, error in enumerate(found):
+            assert (error["type"], error["left"]) == ("MismatchedArguments", {}), f"{i}: rank {rank} {error}"
+            assert error["seconds"] < NEVER_NOTICED, error
+        for error, other in zip(found[:2], (2, 4), strict=True):
+            assert f"ranks_per_node: rank 0 has 1, rank {other // 2} has {other}" in error["text"], error
+        for error in found[2:]:
+            assert "provider shm" in error["text"] and "MOECOMM_FABRIC_PROVIDER" in error["text"], error
+
+
+# -- forged messages -----------------------------------------------------------------------------------------
+
+
+def _forge(card: str, how: str, random_bytes: bytes) -> Any:
+    if how == "no hexadecimal":
+        return "xyz" + card
+    if how == "empty":
+        return ""
+    if how == "half":
+        return card[: len(card) // 4 * 2]
+    if how == "longer":
+        return card + "00"
+    if how == "one bit":
+        place = random_bytes[0] * len(card) // 2 // 256
+        wrong = bytearray(bytes.fromhex(card))
+        wrong[place] ^= 1 << (random_bytes[1] % 8)
+        return wrong.hex()
+    if how == "noise":
+        return random_bytes.hex()
+    assert how == "a number"
+    return 7
+
+
+FORGED = ["no hexadecimal", "empty", "half", "longer", "one bit", "noise", "a number", "none", "endpoint"]
+
+
+def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[str, Found], cases.Arrays]:
+    case = small_case(world_size, per_node)
+    before = warm_up(case, rank)
+    rng = random.Random(seed)
+    found = {}
+    for i, how in enumerate(FORGED):
+        noise = rng.randbytes(200)
+
+        def change(phase: str, action: Callable[[], Any], how: str = how, noise: bytes = noise) -> Any:
+            message = action()
+            if phase != "construction: network":
+                return message
+            if how == "none":
+                return {"endpoint": message["endpoint"]}
+            if how == "endpoint":
+                return {**message, "endpoint": "somewhere:9"}
+            return {**message, "card": _forge(message["card"], how, noise)}
+
+        guilty = i % world_size
+        with _steps_changed(change) if rank == guilty else contextlib.nullcontext():
+            found[how] = caught(lambda: communicator(case, LONG))
+        found[how]["left"] = left_since(before)
+    with communicator(case, LONG) as comm:
+        return found, cases.play(comm, case, rank)
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
+def test_forged_cards_are_refused_by_all(size: int, per_node: int, seed: int) -> None:
+    results = run(size, _forged, per_node, seed)
+    cases.verify(small_case(size, per_node), [arrays for _, arrays in results])
+    for rank, (found, _) in enumerate(results):
+        for how, error in found.items():
+            # A changed bit may be that of the format's number: another version.
+            assert error["type"] in ("InvalidArgument", "MismatchedArguments"), f"{how}: rank {rank} {error}"
+            assert (how if how == "endpoint" else "card") in error["text"], f"{how}: rank {rank} {error}"
+            assert error["seconds"] < NEVER_NOTICED and error["left"] == {}, f"{how}: rank {rank} {error}"
+
+
+# -- strangers -----------------------------------------------------------------------------------------------
+
+_HELLO = b"moecomm\x1a" + (1).to_bytes(4, "little")
+"""What a link begins with, before an answer code and who calls whom."""
+
+
+def _bother(endpoint: str, over: threading.Event, heard: list[bytes]) -> None:
+    """Callers that are no ranks: silent ones, talkative ones, some that leave at once, one of another job."""
+    host, port = endpoint.rsplit(":", 1)
+    kept = []
+    words = [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        _HELLO + bytes(4) + bytes(range(16)) + bytes(16),  # of another job
+        (99).to_bytes(8, "little") * 100,
+        _HELLO[:5],
+    ]
+    number = 0
+    while not over.is_set():
+        try:
+            caller = socket.create_connection((host, int(port)), timeout=1.0)
+            caller.settimeout(0.05)
+            caller.sendall(words[number % len(words)])
+            if number % 7 == 0:
+                heard.append(caller.recv(100))
+            if number % 3:
+                caller.close()
+            else:
+                kept.append(caller)
+        except OSError:
+            over.wait(0.001)
+        number += 1
+    for caller in kept:
+        caller.close()
+
+
+def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes], cases.Arrays]:
+    """The last rank lets strangers call at the first one, which waits for it, and comes late itself."""
+    from moecomm.rendezvous import Rendezvous
+
+    case = small_case(world_size, per_node)
+    heard: list[bytes] = []
+    over = threading.Event()
+    strangers: list[threading.Thread] = []
+    real = Rendezvous.step
+
+    def step(self: Any, phase: str, action: Callable[[], Any], *more: Any, **named: Any) -> Any:
+        if phase != "construction: network":
+            return real(self, phase, action, *more, **named)
+        messages = real(self, phase, action)
+        # The last rank's rail begins at this one.
+        endpoint = messages[world_size % per_node + (world_size - 1) % per_node]["endpoint"]
+        for _ in range(3):
+            strangers.append(threading.Thread(target=_bother, args=(endpoint, over, heard)))
+            strangers[-1].start()
+        time.sleep(0.5)
+        return messages
+
+    if rank == world_size - 1:
+        Rendezvous.step = step  # type: ignore[method-assign]
+    try:
+        with communicator(case, LONG) as comm:
+            Rendezvous.step = real  # type: ignore[method-assign]
+            return len(heard), set(heard), cases.play(comm, case, rank)
+    finally:
+        over.set()
+        for stranger in strangers:
+            stranger.join()
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
+def test_strangers_do_not_disturb(size: int, per_node: int) -> None:
+    results = run(size, _bothered, per_node)
+    cases.verify(small_case(size, per_node), [arrays for _, _, arrays in results])
+    count, heard, _ = results[-1]
+    assert count > 0, "nobody called"
+    # Words for those that are no part of moecomm, or a refusal that holds nothing of the job.
+    assert all(each == b"" or each.startswith((b"moecomm: refused", _HELLO)) for each in heard), heard
+    assert b"" not in heard or len(heard) > 1, heard
+
+
+# -- no libfabric --------------------------------------------------------------------------------------------
+
+_ALONE = """
+import datetime, json, sys
+import torch.distributed as dist
+import moecomm
+
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
+try:
+    moecomm.Communicator(
+        num_experts=4, hidden=64, top_k=2, max_tokens=8, device="cpu", ranks_per_node=1, timeout=60.0
+    )
+    found = ["nothing", ""]
+except moecomm.MoecommError as error:
+    found = [type(error).__name__, str(error)]
+dist.barrier()
+print(json.dumps(found))
+"""
+
+
+def test_a_host_without_libfabric(tmp_path: Path) -> None:
+    """On one host there is a file of that name that is no library: no other is looked for then."""
+    (tmp_path / "libfabric.so.1").write_bytes(b"")
+    ranks = []
+    for rank in range(2):
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+        environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
+        if rank == 1:
+            environment["LD_LIBRARY_PATH"] = f"{tmp_path}:{environment.get('LD_LIBRARY_PATH', '')}"
+        arguments = [sys.executable, "-c", _ALONE, str(rank), "2", str(tmp_path / "store")]
+        ranks.append(subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        found = [json.loads(each.communicate(timeout=90.0)[0]) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert [each.returncode for each in ranks] == [0, 0]
+    for rank, (type_name, text) in enumerate(found):
+        assert type_name == "Unsupported", found
+        assert "libfabric cannot be opened" in text and "install" in text, found
+        assert text.startswith("rank 1: ") == (rank == 0), found
