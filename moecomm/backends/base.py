@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from moecomm.errors import MismatchedArguments, MoecommError, Unsupported
+from moecomm import _C
+from moecomm.env import read_env
+from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError, OutOfMemory, Unsupported
 from moecomm.memory import MemoryPlan
 from moecomm.nodes import NodeMap
 from moecomm.rendezvous import Rendezvous
@@ -23,6 +26,11 @@ class _Native(Protocol):
 
 
 Native = TypeVar("Native", bound=_Native)
+
+
+class _RailNative(_Native, Protocol):
+    def open_rail(self, *, job: bytes, provider: str, interface: str, shuffle: int) -> _C.Rail: ...
+    def connect_rail(self, rail: _C.Rail, cards: list[bytes], endpoints: list[str]) -> None: ...
 
 
 class RawDispatch(NamedTuple):
@@ -257,3 +265,64 @@ def introduce(
         if made:
             unlink(made[0])
     return made[0]
+
+
+def check_host_room(meeting: Rendezvous, hosts: list[str], needed: int) -> None:
+    """Raises OutOfMemory on all ranks where /dev/shm of a host has not `needed` bytes for each of its
+    ranks."""
+    messages = meeting.step("construction: host memory", lambda: {"available": _C.shm_available_bytes()})
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+        available = min(int(messages[rank]["available"]) for rank in ranks)
+        if needed * len(ranks) > available:
+            raise OutOfMemory(
+                f"the windows of {len(ranks)} ranks need {needed * len(ranks)} bytes of /dev/shm, "
+                f"{available} are free"
+                + ("" if len(ranks) == len(hosts) else f" on the host of rank {ranks[0]}")
+                + "; give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
+                needed=needed * len(ranks),
+                available=available,
+            )
+
+
+def new_job() -> str:
+    """A name of this construction that nobody can guess; that of rank 0 is everybody's."""
+    return secrets.token_hex(16)
+
+
+def connect_rail(meeting: Rendezvous, nodes: NodeMap, native: _RailNative, job: str) -> None:
+    """Opens the ways to the ranks of this rank's rail; an error closes the communicator."""
+    rails: list[_C.Rail] = []
+
+    def open_rail() -> dict[str, Any]:
+        env = read_env()
+        rails.append(
+            native.open_rail(
+                job=bytes.fromhex(job),
+                provider=env.fabric_provider or "",
+                interface=env.fabric_interface or "",
+                shuffle=env.fabric_shuffle or 0,
+            )
+        )
+        return {"card": rails[0].card.hex(), "endpoint": rails[0].endpoint}
+
+    def connect() -> dict[str, Any]:
+        peers = [messages[rank] for rank in nodes.rail(meeting.rank)]
+        cards = [_card(peer) for peer in peers]
+        native.connect_rail(rails[0], cards, [str(peer.get("endpoint")) for peer in peers])
+        return {}
+
+    try:
+        messages = meeting.step("construction: network", open_rail)
+        # connect() takes up to one and a half times the timeout.
+        meeting.step("construction: connections", connect, patience=2.0)
+    except BaseException:
+        native.close()
+        raise
+
+
+def _card(message: dict[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(str(message["card"]))
+    except (KeyError, ValueError) as error:
+        raise InvalidArgument("a rank sent no address card, expected one in hexadecimal") from error
