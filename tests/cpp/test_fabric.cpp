@@ -703,6 +703,10 @@ void card_case() {
 
   Card other = card;
   require_compatible(card, 0, other, 1);
+  Card lonely = other;
+  lonely.interface = "lo 127.0.0.1";
+  CHECK(throws(ErrorKind::mismatched_arguments, "loopback", [&] { require_compatible(card, 0, lonely, 1); }));
+  require_compatible(lonely, 0, lonely, 1);
   other.protocol_version = 4;
   CHECK(throws(ErrorKind::mismatched_arguments, "protocol 25 version 4",
                [&] { require_compatible(card, 0, other, 1); }));

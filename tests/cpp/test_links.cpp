@@ -690,6 +690,10 @@ void test_arguments() {
   };
   CHECK(refused("3 endpoints, expected 2", [](auto& all) { all.push_back(all[1]); }));
   CHECK(refused("endpoint of peer 1 is 'x'", [](auto& all) { all[1] = std::string("x"); }));
+  Rail rail(2);
+  rail.endpoints[1] = "192.0.2.1:80";
+  CHECK(throws(ErrorKind::mismatched_arguments, "loopback",
+               [&] { rail.links[0].connect(rail.endpoints, kLong); }));
   CHECK(refused("IPv4 or IPv6", [](auto& all) { all[1] = "[::1]:80"; }));
   CHECK(refused("expected this rank's own", [](auto& all) { std::swap(all[0], all[1]); }));
 }

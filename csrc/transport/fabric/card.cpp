@@ -85,6 +85,14 @@ class Reader {
 
 }  // namespace
 
+bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
+/// By the address that ends the name of an interface: one that only its own host reaches.
+static bool on_loopback(const std::string& interface) {
+  const size_t space = interface.rfind(' ');
+  return space != std::string::npos && is_loopback(interface.substr(space + 1));
+}
+
 uint64_t checksum(const std::byte* bytes, size_t count) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (size_t i = 0; i < count; ++i) hash = (hash ^ static_cast<uint64_t>(bytes[i])) * 0x100000001b3u;
@@ -149,11 +157,17 @@ void require_compatible(const Card& own, int own_index, const Card& other, int o
            std::to_string(card.protocol) + " version " + std::to_string(card.protocol_version) +
            ") of libfabric " + version_text(card.library) + " on " + card.interface;
   };
-  if (own.provider == other.provider && own.protocol == other.protocol &&
-      own.protocol_version == other.protocol_version)
-    return;
   ErrorDetails details;
   details.peer = other_index;
+  if (own.provider == other.provider && own.protocol == other.protocol &&
+      own.protocol_version == other.protocol_version) {
+    if (on_loopback(own.interface) == on_loopback(other.interface)) return;
+    throw Error(ErrorKind::mismatched_arguments,
+                "fabric: " + side(own, own_index) + ", but " + side(other, other_index) +
+                    "; only its own host reaches a loopback address: set MOECOMM_FABRIC_INTERFACE to an "
+                    "interface that is up and that the other nodes reach",
+                details);
+  }
   throw Error(ErrorKind::mismatched_arguments,
               "fabric: " + side(own, own_index) + ", but " + side(other, other_index) +
                   "; set MOECOMM_FABRIC_PROVIDER to the same provider everywhere, with the same libfabric",

@@ -42,6 +42,9 @@ struct Card {
 /// Error(mismatched_arguments) if two peers cannot talk to each other.
 void require_compatible(const Card& own, int own_index, const Card& other, int other_index);
 
+/// Of a numeric address that only its own host reaches.
+bool is_loopback(const std::string& address);
+
 /// Of any bytes; what cards end with (FNV-1a, 64 bits).
 uint64_t checksum(const std::byte* bytes, size_t count);
 

@@ -16,6 +16,7 @@
 #include <set>
 
 #include "common/error.hpp"
+#include "transport/fabric/card.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/nic.hpp"
 
@@ -55,13 +56,11 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-bool loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
-
 /// Which of a provider's interfaces is taken when nobody asks: those that other hosts reach, IPv4 first.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which an address book cannot carry
   const bool v6 = address.find(':') != std::string::npos;
-  return (loopback(address) ? 2 : 0) + (v6 ? 1 : 0);
+  return (is_loopback(address) ? 2 : 0) + (v6 ? 1 : 0);
 }
 
 std::string ip_text(const sockaddr* address) {

@@ -26,4 +26,7 @@ Address parse_endpoint(const std::string& what, const std::string& endpoint);
 
 std::string endpoint_text(const Address& address);
 
+/// Of an address that only its own host reaches.
+bool is_loopback(const Address& address);
+
 }  // namespace moecomm::tcp

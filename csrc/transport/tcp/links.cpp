@@ -104,6 +104,15 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
       throw Error(ErrorKind::invalid_argument,
                   what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
                       ": choose interfaces with addresses of one kind, IPv4 or IPv6, on all nodes");
+    if (is_loopback(addresses_.back()) != is_loopback(own_)) {
+      ErrorDetails details;
+      details.peer = static_cast<int32_t>(peer);
+      throw Error(ErrorKind::mismatched_arguments,
+                  what + " is " + endpoints[peer] + ", and this rank is at " + endpoint_ +
+                      ": only its own host reaches a loopback address; set MOECOMM_FABRIC_INTERFACE to an "
+                      "interface that is up and that the other nodes reach",
+                  details);
+    }
   }
   if (endpoints[options_.self] != endpoint_)
     throw Error(ErrorKind::invalid_argument, "endpoint of peer " + std::to_string(options_.self) + " is " +
