@@ -1,0 +1,258 @@
+"""Two hosts with a network between them, as near to it as one machine comes: two network namespaces, each
+with an address of its own, joined by a veth pair. Results are the same over it, also when it is slow or away
+for a moment; when it is cut, both sides say so, and go on once it is back.
+
+Needs root, `ip` and `tc`; the ranks still share /dev/shm and process numbers, so `ranks_per_node=1` makes
+nodes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fabric import needs_fabric
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.node_jobs import (
+    LONG,
+    NEVER_NOTICED,
+    SHORT,
+    Found,
+    caught,
+    communicator,
+    left_since,
+    refusals,
+    run,
+    small_case,
+    steps,
+    warm_up,
+)
+
+pytestmark = needs_fabric
+
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """By rank: the names of namespaces, of their ends of the link, and their addresses."""
+
+    namespaces: tuple[str, str]
+    interfaces: tuple[str, str]
+    addresses: tuple[str, str]
+
+    def enter(self, rank: int) -> None:
+        """From here on this thread, and those that it starts, are on that rank's host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.namespaces[rank]}") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"setns of {self.namespaces[rank]}")
+
+    def set_link(self, rank: int, state: str) -> None:
+        _tool("ip", "-n", self.namespaces[rank], "link", "set", self.interfaces[rank], state)
+
+    def await_link(self) -> None:
+        """The system takes up to a second to see that an end of a link that is up has another end."""
+        limit = time.monotonic() + 20.0
+        for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
+            while "state UP" not in _tool("ip", "-n", namespace, "link", "show", interface):
+                assert time.monotonic() < limit, f"{interface} is not up"
+                time.sleep(0.02)
+
+    def shape(self, rate: str) -> None:
+        """Both ends send no faster."""
+        for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
+            limits = ("rate", rate, "burst", "64kb", "latency", "50ms")
+            _tool("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
+
+
+def _tool(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20.0)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: makes network namespaces")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}: apt-get install iproute2")
+    number = os.getpid() % 16384  # of a /30 for tests of networks (RFC 2544), and in names
+    names = (f"moecomm{number}a", f"moecomm{number}b")
+    made = Hosts(names, (f"va{number}", f"vb{number}"), _addresses(number))
+    try:
+        try:
+            for name in names:
+                _tool("ip", "netns", "add", name)
+            ends = [["name", end, "netns", name] for end, name in zip(made.interfaces, names, strict=True)]
+            _tool("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        except OSError as error:
+            pytest.skip(f"cannot make network namespaces: {error}")
+        for rank in range(2):
+            address = ("dev", made.interfaces[rank], f"{made.addresses[rank]}/30")
+            _tool("ip", "-n", names[rank], "addr", "add", *address)
+            _tool("ip", "-n", names[rank], "link", "set", "lo", "up")
+            made.set_link(rank, "up")
+        made.await_link()
+        yield made
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                _tool("ip", "netns", "del", name)
+
+
+def _addresses(number: int) -> tuple[str, str]:
+    base = 4 * number
+    return (
+        f"198.18.{base // 256 % 256}.{base % 256 + 1}",
+        f"198.18.{base // 256 % 256}.{base % 256 + 2}",
+    )
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+def _on_hosts(
+    rank: int, world_size: int, hosts: Hosts, some: list[Case]
+) -> list[tuple[bool, cases.Arrays, dict[str, float]]]:
+    hosts.enter(rank)
+    found = []
+    for case in some:
+        with communicator(case, LONG) as comm:
+            found.append((hosts.addresses[rank] in str(comm), cases.play(comm, case, rank), comm.stats()))
+    return found
+
+
+def _verify(some: list[Case], results: list[list[tuple[bool, cases.Arrays, dict[str, float]]]]) -> None:
+    for case, found in zip(some, zip(*results, strict=True), strict=True):
+        assert all(by_address for by_address, _, _ in found), "not by the address of the link"
+        assert all(stats["network_puts"] > 0 for _, _, stats in found)
+        cases.verify(case, [arrays for _, arrays, _ in found])
+
+
+def test_results_over_a_network(hosts: Hosts, seed: int) -> None:
+    base = Case(
+        tokens=(300, 217),
+        num_experts=8,
+        hidden=1024,
+        top_k=3,
+        weights=True,
+        seed=seed,
+        ranks_per_node=1,
+    )
+    some = [base, replace(base, layout="rank", dtype="bfloat16", slack=-5), replace(base, tokens=(0, 9))]
+    _verify(some, run(2, _on_hosts, hosts, some))
+
+
+def test_results_over_a_slow_network(hosts: Hosts, seed: int) -> None:
+    """Where rows take long, and more of them are on their way than the network keeps: it drops some."""
+    try:
+        hosts.shape("100mbit")
+    except OSError as error:
+        pytest.skip(f"cannot shape a link: {error}")
+    case = Case(
+        tokens=(160, 200),
+        num_experts=4,
+        hidden=1024,
+        top_k=2,
+        weights=True,
+        seed=seed,
+        ranks_per_node=1,
+    )
+    _verify([case], run(2, _on_hosts, hosts, [case]))
+
+
+# -- a link that fails ---------------------------------------------------------------------------------------
+
+
+def _away_for_a_moment(rank: int, world_size: int, hosts: Hosts, case: Case) -> cases.Arrays:
+    def cut() -> None:
+        time.sleep(0.1)
+        hosts.set_link(1, "down")
+        time.sleep(0.5)
+        hosts.set_link(1, "up")
+
+    hosts.enter(rank)
+    with communicator(case, LONG) as comm:
+        steps(comm, case, rank, 3)
+        dist.barrier()
+        cutting = threading.Thread(target=cut)
+        if rank == 0:
+            cutting.start()
+        more = torch.ones(1)
+        while more.item():
+            steps(comm, case, rank, 5)
+            more.fill_(cutting.is_alive())
+            dist.broadcast(more, 0)
+        return cases.play(comm, case, rank)
+
+
+def test_a_link_that_is_away_for_a_moment(hosts: Hosts) -> None:
+    case = replace(small_case(2, 1), tokens=(64, 64), hidden=1 << 12)
+    cases.verify(case, run(2, _away_for_a_moment, hosts, case))
+
+
+def _cut(rank: int, world_size: int, hosts: Hosts, case: Case, cut_at: int) -> Found:
+    """Rows are on their way when the link goes; a construction fails meanwhile; then it comes back."""
+    hosts.enter(rank)
+    before = warm_up(case, rank)
+    comm = communicator(case, SHORT)
+    steps(comm, case, rank, 3)
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(0.2, hosts.set_link, (cut_at, "down")).start()
+    found = caught(partial(steps, comm, case, rank, 1_000_000))
+    found["since the cut"] = found.pop("seconds") - 0.2
+    found["refusals"] = refusals(comm, case, rank)
+    closing = time.monotonic()
+    comm.close()
+    del comm
+    found["closing"] = time.monotonic() - closing
+    found["left"] = left_since(before)
+
+    dist.barrier()
+    found["without a link"] = caught(lambda: communicator(case, SHORT))
+    found["left then"] = left_since(before)
+    dist.barrier()
+    if rank == 0:
+        hosts.set_link(cut_at, "up")
+        hosts.await_link()
+    dist.barrier()
+    with communicator(case, LONG) as comm:
+        found["afterwards"] = cases.play(comm, case, rank)
+    return found
+
+
+@pytest.mark.parametrize("cut_at", [0, 1])
+def test_a_link_that_is_cut(hosts: Hosts, cut_at: int) -> None:
+    case = replace(small_case(2, 1), tokens=(64, 64), hidden=1 << 14)
+    results = run(2, _cut, hosts, case, cut_at)
+    cases.verify(case, [found["afterwards"] for found in results])
+    for rank, found in enumerate(results):
+        assert found["type"] in ("PeerTimeout", "PeerLost"), found
+        assert (found["rank"], found["peer"]) == (rank, 1 - rank), found
+        assert found["phase"] in found["text"] and f"rank {1 - rank}" in found["text"], found
+        assert found["since the cut"] < NEVER_NOTICED and found["closing"] < NEVER_NOTICED, found
+        assert found["refusals"] == {found["type"]}, found
+        assert found["left"] == {} and found["left then"] == {}, found
+        failed = found["without a link"]
+        # The host whose end is down has only its loopback left.
+        assert failed["type"] == "MismatchedArguments", failed
+        assert "127.0.0.1" in failed["text"] and "MOECOMM_FABRIC_INTERFACE" in failed["text"], failed
+        print(f"rank {rank}: {found['text']} after {found['since the cut']:.2f} s, {found['closing']:.2f} s")
