@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +16,24 @@ class InOrder:
     behind them."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._owner = os.getpid()
         self._gate = threading.Lock()  # held while a call takes its place
         self._running = threading.Lock()  # held while an operation runs
         self._pool: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
 
+    def _in_child(self) -> None:
+        """A forked child has neither the thread, nor those that held the locks: what was under way is not its
+        own. (Its operations are refused further down.)"""
+        if os.getpid() != self._owner:
+            self._begin()
+
     def run(self, operation: Callable[[], Result]) -> Result:
         """The result of `operation` after everything before it."""
+        self._in_child()
         with self._gate:
             if self._last is not None and not self._last.done():
                 future = self._enqueue(operation)
@@ -37,6 +49,7 @@ class InOrder:
 
     def submit(self, operation: Callable[[], Result]) -> Future[Result]:
         """Starts `operation` in the communicator's own thread, after everything before it."""
+        self._in_child()
         with self._gate:
             return self._enqueue(operation)
 
@@ -53,6 +66,7 @@ class InOrder:
 
     def finish(self) -> None:
         """Waits for what was submitted; nothing may be submitted afterwards."""
+        self._in_child()
         with self._gate:
             pool, self._pool = self._pool, None
         if pool is not None:
