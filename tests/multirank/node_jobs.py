@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left
+from tests.multirank.harness import NO_GPUS, Died, RankPool, no_shared_memory_left
 
 Found = dict[str, Any]
 
@@ -135,12 +135,18 @@ def run(
     timeout: float = 90.0,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """body(rank, size, *args) on fresh ranks; asserts that nothing of theirs is left in /dev/shm."""
+    """body(rank, size, *args) on fresh ranks; asserts that nothing of theirs is left in /dev/shm, and that
+    they end by themselves."""
     chosen = {"MOECOMM_FABRIC_PROVIDER": provider, **(environment or {})}
     with no_shared_memory_left():
         with RankPool(size, timeout=timeout, environment=NO_GPUS | chosen) as pool:
             owners = {str(pid) for pid in pool(_pid)}
+            processes = list(pool._processes)
             results = pool(body, *args, may_die=may_die)
+        # Where one has died the pool ends the others at once.
+        if not any(isinstance(result, Died) for result in results):
+            codes = [process.exitcode for process in processes]
+            assert codes == [0] * size, f"ranks ended with {codes}"
         # Files of the shm provider are called "<process>:<endpoint>".
         limit = time.monotonic() + 5.0
         while left := [name for name in os.listdir("/dev/shm") if name.split(":")[0] in owners]:

@@ -1,0 +1,397 @@
+"""Mistakes between nodes: the same typed errors on all ranks as on one node, and work as usual after them,
+also when what they leave behind is still on its way; interrupts, forked children, the end of the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fabric import needs_fabric
+from tests.multirank import cases
+from tests.multirank.cases import Case
+from tests.multirank.harness import NO_GPUS, Died, RankPool
+from tests.multirank.node_jobs import (
+    LONG,
+    NEVER_NOTICED,
+    Found,
+    caught,
+    communicator,
+    left_since,
+    refusals,
+    run,
+    small_case,
+    steps,
+    warm_up,
+)
+from tests.multirank.test_bad_input import (
+    BAD_DISPATCH,
+    CASE,
+    COMBINE_WORDS,
+    _bad_combines,
+    _bad_dispatches,
+    _different_calls,
+    _overflow_then_mistake,
+    _overflows,
+)
+
+pytestmark = needs_fabric
+
+REPOSITORY = Path(__file__).parents[2]
+ON_NODES = replace(CASE, ranks_per_node=1)
+"""The case of those tests, as their ranks play it here."""
+
+
+# -- the mistakes of one node, with the ranks on three -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Callable[..., list[Any]]]:
+    """The ranks of test_bad_input.py on three nodes; what travels comes late and in random order."""
+    chosen = {
+        "MOECOMM_RANKS_PER_NODE": "1",
+        "MOECOMM_FABRIC_PROVIDER": "tcp",
+        "MOECOMM_FABRIC_SHUFFLE": "7",
+    }
+    with RankPool(3, timeout=90.0, environment=NO_GPUS | chosen) as pool:
+        yield pool
+
+
+def test_dispatch_arguments(three: Callable[..., list[Any]]) -> None:
+    names = [name for name in BAD_DISPATCH for _ in range(4)]
+    results = three(_bad_dispatches, names)
+    cases.verify(ON_NODES, [arrays for _, arrays in results])
+    for i, name in enumerate(names):
+        _, type_name, words = BAD_DISPATCH[name]
+        for rank, (errors, _) in enumerate(results):
+            error = errors[i]
+            assert error is not None and error.name == type_name, f"{name}: rank {rank} raised {error}"
+            assert all(word in error.text for word in words), f"{name}: {error.text!r} lacks one of {words}"
+            assert i % 4 in (rank, 3) or f"rank {i % 4}" in error.text, f"{name}: {error.text!r}"
+
+
+def test_combine_arguments(three: Callable[..., list[Any]]) -> None:
+    results = three(_bad_combines)
+    cases.verify(ON_NODES, [arrays for _, arrays in results])
+    for name, words in COMBINE_WORDS.items():
+        for rank, (errors, _) in enumerate(results):
+            error = errors[name]
+            assert error is not None and error.name == "InvalidArgument", f"{name}: rank {rank}: {error}"
+            assert all(word in error.text for word in words), f"{name}: {error.text!r} lacks one of {words}"
+            assert rank == 1 or "rank 1" in error.text, f"{name}: {error.text!r} does not say which rank"
+
+
+def test_calls_that_differ_between_nodes(three: Callable[..., list[Any]]) -> None:
+    results = three(_different_calls)
+    cases.verify(ON_NODES, [arrays for _, arrays in results])
+    for errors, _ in results:
+        for name, error in errors.items():
+            assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
+            assert name.split(",")[0].split()[0] in error.text and "rank 2" in error.text, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_too_small_a_capacity(three: Callable[..., list[Any]], layout: str, seed: int) -> None:
+    case = replace(CASE, slack=-3, layout=layout, seed=seed)
+    results = three(_overflows, case)
+    cases.verify(replace(case, slack=None, ranks_per_node=1), [arrays for _, _, arrays in results])
+    for errors, _, _ in results:
+        for name in ("check", "next dispatch"):
+            error = errors[name]
+            assert error is not None and error.name == "CapacityExceeded", f"{name}: {error}"
+            assert (error.needed, error.capacity) == (max(case.needed()), case.capacity)
+        assert errors["check again"] is None and errors["the one after"] is None
+
+
+def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Callable[..., list[Any]]) -> None:
+    case = replace(CASE, slack=-3)
+    results = three(_overflow_then_mistake, case, "id too large")
+    cases.verify(replace(case, slack=None, ranks_per_node=1), [arrays for _, arrays in results])
+    assert all(error is not None and "MoecommError" in error.bases for error, _ in results)
+
+
+# -- operations that are left in the middle ------------------------------------------------------------------
+
+
+def _left_in_the_middle(rank: int, world_size: int, case: Case, count: int) -> tuple[list[str], cases.Arrays]:
+    """Good operations among bad ones and ones that this or another rank leaves between their halves, all in
+    an order that the ranks share. Returns what went otherwise than it should."""
+    import moecomm
+
+    rng = np.random.default_rng(case.seed)
+    want = torch.from_numpy(case.expected(rank).tokens)
+    wrong = []
+    with communicator(case, LONG) as comm:
+        backend = comm._backend
+        make_output = backend._empty
+
+        def no_memory(*_: Any) -> None:
+            raise moecomm.OutOfMemory("no room for an output", needed=1, available=0)
+
+        def raises(number: int, name: str, call: Callable[[], Any]) -> None:
+            found = caught(call)
+            if found["type"] != name:
+                wrong.append(f"{number}: {found}, expected {name}")
+
+        for number in range(count):
+            what, guilty = int(rng.integers(0, 7)), int(rng.integers(-1, world_size))
+            mine = guilty in (rank, -1)
+            if what == 0:  # ids
+                ids_TK = torch.from_numpy(case.ids(rank))
+                if mine:
+                    ids_TK[-1, 0] = case.num_experts
+                x_TH = torch.from_numpy(case.x(rank))
+                raises(number, "InvalidRouting", lambda x=x_TH, ids=ids_TK: comm.dispatch(x, ids))
+            elif what == 1 and guilty >= 0:
+                odd = replace(case, layout="rank") if mine else case
+                raises(number, "MismatchedArguments", lambda odd=odd: cases.dispatch(comm, odd, rank))
+            elif what == 2:  # a dispatch that is begun, and an error before its second half
+                backend._empty = no_memory if mine else make_output
+                raises(
+                    number,
+                    "OutOfMemory" if mine else "nothing",
+                    partial(cases.dispatch, comm, case, rank),
+                )
+                backend._empty = make_output
+            elif what == 3:  # nobody waits for it
+                cases.dispatch(comm, case, rank, async_op=True)
+            elif what == 4:
+                cases.dispatch(comm, replace(case, slack=-1), rank)
+                raises(number, "CapacityExceeded", comm.check)
+            elif what == 5:
+                out = cases.dispatch(comm, case, rank)
+                rows_PH = out.tokens[1:] if mine else out.tokens
+                raises(number, "InvalidArgument", partial(comm.combine, rows_PH, out.handle))
+            out = cases.dispatch(comm, case, rank)
+            if not torch.equal(out.tokens, want):
+                wrong.append(f"{number}: other rows after {what} of {guilty}")
+            if what == 6:
+                comm.combine(out.tokens, out.handle)
+        return wrong, cases.play(comm, case, rank)
+
+
+@pytest.mark.parametrize(("size", "per_node", "provider"), [(2, 1, "tcp"), (4, 2, "tcp"), (3, 1, "shm")])
+def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, seed: int) -> None:
+    # Rows of 16 KiB: several chunks from each rank to each node.
+    case = Case(
+        tokens=(90, *(64,) * (size - 1)),
+        num_experts=2 * size,
+        hidden=1 << 12,
+        top_k=2,
+        weights=True,
+        seed=seed,
+        ranks_per_node=per_node,
+    )
+    environment = {"MOECOMM_FABRIC_SHUFFLE": str(1 + seed % 1000)}
+    results = run(size, _left_in_the_middle, case, 40, provider=provider, environment=environment)
+    assert [wrong for wrong, _ in results] == [[]] * size
+    cases.verify(case, [arrays for _, arrays in results])
+
+
+# -- interrupts ----------------------------------------------------------------------------------------------
+
+
+def _interrupted(rank: int, world_size: int, per_node: int) -> Found:
+    """Ctrl-C on rank 0 while it waits for the last rank, which is on another node and comes late."""
+    case = small_case(world_size, per_node)
+    before = warm_up(case, rank)
+    comm = communicator(case, LONG)
+    steps(comm, case, rank, 3)
+    dist.barrier()
+    if rank == world_size - 1:
+        time.sleep(0.8)
+    found: Found
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        started = time.monotonic()
+        found = {"type": "nothing"}
+        try:
+            cases.dispatch(comm, case, rank)
+        except KeyboardInterrupt:
+            found = {"type": "KeyboardInterrupt"}
+        found["seconds"] = time.monotonic() - started
+    else:
+        found = caught(partial(steps, comm, case, rank, 2))
+    found["refusals"] = refusals(comm, case, rank)
+    comm.close()
+    del comm
+    found["left"] = left_since(before)
+    return found
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
+def test_an_interrupt_during_a_wait(size: int, per_node: int) -> None:
+    results = run(size, _interrupted, per_node)
+    for rank, found in enumerate(results):
+        assert found["seconds"] < NEVER_NOTICED and found["left"] == {}, found
+        if rank == 0:
+            assert (found["type"], found["refusals"]) == ("KeyboardInterrupt", {"CommunicatorClosed"}), found
+        else:
+            assert (found["type"], found["rank"], found["peer"]) == ("PeerLost", rank, 0), found
+            assert found["refusals"] == {"PeerLost"}, found
+
+
+# -- forked children -----------------------------------------------------------------------------------------
+
+
+def _with_children(rank: int, world_size: int, case: Case) -> tuple[list[int], cases.Arrays]:
+    """Children of all kinds of moments look at the communicator, drop it, and end."""
+    import moecomm
+
+    def child(comm: Any) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            try:
+                cases.dispatch(comm, case, rank)
+            except moecomm.CommunicatorClosed:
+                status = 0
+            comm.close()
+            del comm
+            gc.collect()
+        finally:
+            os._exit(status)
+
+    comm = communicator(case, LONG)
+    pids = [child(comm)]
+    steps(comm, case, rank, 2)
+    work = cases.dispatch(comm, case, rank, async_op=True)
+    pids.append(child(comm))
+    work.wait()
+    steps(comm, case, rank, 2)
+    pids.append(child(comm))
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    arrays = cases.play(comm, case, rank)
+    comm.close()
+    return statuses, arrays
+
+
+@pytest.mark.parametrize(("size", "per_node", "provider"), [(2, 1, "shm"), (4, 2, "tcp")])
+def test_forked_children_are_harmless(size: int, per_node: int, provider: str) -> None:
+    case = small_case(size, per_node)
+    results = run(size, _with_children, case, provider=provider)
+    assert [statuses for statuses, _ in results] == [[0, 0, 0]] * size
+    cases.verify(case, [arrays for _, arrays in results])
+
+
+def _close_pipes() -> None:
+    """Those to the test process, which waits for their end; not what the communicator has opened."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.family == socket.AF_UNIX:
+                os.close(int(name))
+
+
+def _dies_with_a_child(rank: int, world_size: int, file: str) -> Found:
+    """The child lives on and holds what it has inherited."""
+    case = small_case(world_size, 1)
+    comm = communicator(case, LONG)
+    steps(comm, case, rank, 3)
+    if rank == 1:
+        if os.fork() == 0:
+            _close_pipes()
+            limit = time.monotonic() + 3.0 * NEVER_NOTICED
+            while not os.path.exists(file) and time.monotonic() < limit:
+                time.sleep(0.02)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = caught(partial(steps, comm, case, rank, 1000))
+    comm.close()
+    return found
+
+
+def test_a_loss_is_noticed_although_a_child_lives_on(tmp_path: Path) -> None:
+    file = tmp_path / "over"
+    try:
+        results = run(3, _dies_with_a_child, str(file), may_die=[1])
+    finally:
+        file.touch()
+    assert results[1] == Died(-signal.SIGKILL)
+    for rank in (0, 2):
+        found = results[rank]
+        assert (found["type"], found["peer"]) == ("PeerLost", 1) and found["seconds"] < NEVER_NOTICED, found
+
+
+# -- the end of the interpreter ------------------------------------------------------------------------------
+
+_ENDS = """
+import datetime, json, os, sys, time
+import torch
+import torch.distributed as dist
+import moecomm
+
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
+comm = moecomm.Communicator(
+    num_experts=4, hidden=64, top_k=1, max_tokens=8, dtype=torch.float32, device="cpu", ranks_per_node=1,
+    timeout=60.0,
+)
+x, ids = torch.ones(4, 64, requires_grad=True), torch.arange(4).view(4, 1)
+kept = comm.dispatch(x, ids)
+if os.fork() == 0:
+    sys.exit(0)
+assert os.wait()[1] == 0
+if rank == 1:
+    try:
+        print("waiting", flush=True)
+        time.sleep(2.0)
+        # What the other has announced before its end is as good as any; then it is missed.
+        comm.dispatch(x, ids)
+        comm.dispatch(x, ids)
+    except moecomm.PeerLost as error:
+        print(json.dumps([error.peer, str(error)]), flush=True)
+else:
+    print("waiting", flush=True)
+    comm.dispatch(x, ids)
+"""
+
+
+def test_ctrl_c_ends_the_interpreter(tmp_path: Path) -> None:
+    """Nobody catches it, and nobody closes: neither rank hangs on its way out, nor do their children."""
+    environment = {**os.environ, **NO_GPUS, "GLOO_SOCKET_IFNAME": "lo", "MOECOMM_FABRIC_PROVIDER": "tcp"}
+    environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ENDS, str(rank), "2", str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for each in ranks:
+            assert each.stdout is not None and each.stdout.readline() == "waiting\n"
+        time.sleep(0.3)
+        ranks[0].send_signal(signal.SIGINT)
+        said = [each.communicate(timeout=3.0 * NEVER_NOTICED) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert ranks[0].returncode == -signal.SIGINT and "KeyboardInterrupt" in said[0][1], said
+    assert ranks[1].returncode == 0, said
+    peer, text = json.loads(said[1][0])
+    assert peer == 0 and "rank 0" in text, said
