@@ -30,7 +30,6 @@ from moecomm.construction import (
 )
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
-from moecomm.nodes import require_one_node
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import (
     check_dispatch,
@@ -186,7 +185,6 @@ class Communicator:
             place = choose_device(device)
         check_wire(wire, place, hidden, dtype)
         if place.type == "cuda":
-            require_one_node(ranks // ranks_per_node)
             sizes = device_shape(
                 ranks=ranks,
                 num_experts=num_experts,
@@ -195,8 +193,9 @@ class Communicator:
                 max_tokens=max_tokens,
                 dtype=dtype,
                 wire=wire,
+                ranks_per_node=ranks_per_node,
             )
-            return plan_device_memory(sizes, ranks)
+            return plan_device_memory(sizes, ranks_per_node)
         shape = window_shape(
             ranks=ranks,
             top_k=top_k,

@@ -41,6 +41,8 @@ class MemoryPlan:
     """Memory taken when the communicator is built: all, but for the CPU's input rows."""
     ranks: int
     """Ranks of a node."""
+    host_bytes: int = 0
+    """GPUs on several nodes: host memory that is pinned beside the window, for the network."""
 
     def __str__(self) -> str:
         lines = [
@@ -51,6 +53,8 @@ class MemoryPlan:
         lines.append(f"{'total':<18} {'':>14} {self.total_bytes:>14}")
         lines.append(f"{'taken at once':<18} {'':>14} {self.committed_bytes:>14}")
         lines.append(f"{'all ranks at once':<18} {'':>14} {self.committed_bytes * self.ranks:>14}")
+        if self.host_bytes:
+            lines.append(f"{'pinned host memory':<18} {'':>14} {self.host_bytes:>14}")
         return "\n".join(lines)
 
 
@@ -94,6 +98,7 @@ def device_shape(
     max_tokens: int,
     dtype: torch.dtype,
     wire: str | None,
+    ranks_per_node: int | None = None,
 ) -> _C.DeviceShape:
     """The runtime's description of a window in device memory, for sizes that `window_shape` takes."""
     return _C.DeviceShape(
@@ -104,17 +109,19 @@ def device_shape(
         max_tokens=max_tokens,
         dtype=NATIVE_DTYPES[dtype],
         wire=_C.WireFormat.fp8 if wire == "fp8" else _C.WireFormat.same,
+        ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
     )
 
 
 def plan_device_memory(shape: _C.DeviceShape, ranks: int) -> MemoryPlan:
-    """The sections of a window of `shape` in device memory."""
+    """The sections of a window of `shape` in device memory; `ranks`: of a node."""
     total = _C.device_window_bytes(shape)
     return MemoryPlan(
         sections=tuple(_C.device_window_sections(shape)),
         total_bytes=total,
         committed_bytes=total,
         ranks=ranks,
+        host_bytes=_C.device_host_bytes(shape),
     )
 
 

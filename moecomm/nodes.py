@@ -91,16 +91,6 @@ def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
     return nodes
 
 
-def require_one_node(nodes: int) -> None:
-    """Raises Unsupported for a group on several."""
-    if nodes > 1:
-        raise Unsupported(
-            f"ranks are on {nodes} nodes: this version carries CPU tensors between nodes, and tensors on "
-            "GPUs within one; build the communicator on a group of ranks that share a host, without "
-            "ranks_per_node"
-        )
-
-
 def _ranks_per_host(hosts: Sequence[str]) -> int:
     spans = _spans(hosts, 0)
     seen: dict[str, tuple[int, int]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -32,13 +32,22 @@ class SymmetricMemory:
     for it. Not to be closed while a CUDA graph is being captured: it waits for the device.
     """
 
-    def __init__(self, meeting: Rendezvous, bytes: int, device_index: int, *, api: Any = None) -> None:
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        bytes: int,
+        device_index: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        api: Any = None,
+    ) -> None:
         """Collective over `meeting`, once a meeting; returns when all ranks have mapped all memory, which is
         zero then.
 
         `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
-        `device_index`: as torch.cuda counts. Ranks may share a GPU. `api`: stands in for
-        cuda.bindings.driver in tests.
+        `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: those that map each other's
+        memory, this one among them, the same list on each of them; None: all of the meeting. `api`: stands
+        in for cuda.bindings.driver in tests.
 
         Raises on all ranks, with everything freed: OutOfMemory with `needed` and `available` bytes of the
         device; Unsupported if cuda-bindings or a driver is missing, if a GPU cannot share memory, or if two
@@ -46,13 +55,15 @@ class SymmetricMemory:
         PeerLost.
         """
         self._meeting = meeting
+        self._ranks = list(range(meeting.size) if ranks is None else ranks)
+        self._others = [rank for rank in self._ranks if rank != meeting.rank]
         self._index = device_index
         self._api = api
         self._context: Any = None
         self.bytes = bytes
         """Size of one allocation."""
         self.bases: list[int] = []
-        """Device address of every rank's allocation as mapped here, by rank; empty when closed."""
+        """Device address of the allocation of each of `ranks` as mapped here; empty when closed."""
         # Freed last in, first out.
         self._kept = ExitStack()
         self._close = weakref.finalize(self, _free, self._kept, os.getpid())
@@ -78,7 +89,7 @@ class SymmetricMemory:
         # Descriptors cannot leave a host, and fabric handles need a machine that is set up for them: they are
         # used only where they must be.
         kinds = self._driver.api.CUmemAllocationHandleType
-        across_hosts = len({peer["host"] for peer in peers}) > 1
+        across_hosts = len({peers[rank]["host"] for rank in self._ranks}) > 1
         kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         if across_hosts:
             kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC
@@ -96,16 +107,15 @@ class SymmetricMemory:
         def attach() -> Message:
             shared: Mapping[int, int | bytes]
             if across_hosts:
-                shared = {peer: bytes.fromhex(message["handle"]) for peer, message in enumerate(handles)}
+                shared = {peer: bytes.fromhex(handles[peer]["handle"]) for peer in self._others}
             else:
                 shared = self._take(peers, passing)
-            for peer in range(self._meeting.size):
-                if peer != self._meeting.rank:
-                    self._attach(peer, peers[peer], shared[peer], kind)
+            for peer in self._others:
+                self._attach(peer, peers[peer], shared[peer], kind)
             return {}
 
         self._step("construction: GPU mapping", attach)
-        self.bases.extend(self._base + peer * self.bytes for peer in range(self._meeting.size))
+        self.bases.extend(self._address(peer) for peer in self._ranks)
         self._kept.callback(_synchronize, self._driver, self._context)
 
     def _introduce(self, passing: ExitStack) -> Message:
@@ -153,7 +163,8 @@ class SymmetricMemory:
                 )
             )
         ordinals = {self._driver.gpu(device).uuid: device for device in self._driver.devices()}
-        for rank, peer in enumerate(peers):
+        for rank in self._others:
+            peer = peers[rank]
             other = ordinals.get(peer["uuid"])
             if other is None or peer["uuid"] == self._gpu.uuid:
                 continue
@@ -165,12 +176,12 @@ class SymmetricMemory:
         driver = self._driver
         handle = self._create(self._properties(kind))
         passing.callback(driver.free, "cuMemRelease", handle)  # the mapping keeps the memory
-        reserved = self.bytes * self._meeting.size
+        reserved = self.bytes * len(self._ranks)
         self._base = int(driver.call("cuMemAddressReserve", reserved, self._alignment, 0, 0))
         self._kept.callback(driver.free, "cuMemAddressFree", self._base, reserved)
         self._map(self._meeting.rank, handle)
         with driver.current(self._context):
-            driver.call("cuMemsetD8", self._base + self._meeting.rank * self.bytes, 0, self.bytes)
+            driver.call("cuMemsetD8", self._address(self._meeting.rank), 0, self.bytes)
             driver.call("cuCtxSynchronize")
         shared = driver.call("cuMemExportToShareableHandle", handle, kind, 0)
         if isinstance(shared, int):
@@ -188,23 +199,22 @@ class SymmetricMemory:
 
     def _send(self, peers: list[Message], descriptor: int) -> Message:
         rank = self._meeting.rank
-        for peer, message in enumerate(peers):
-            if peer != rank:
-                descriptors.send(
-                    descriptor,
-                    message["mailbox"],
-                    pid=message["pid"],
-                    rank=rank,
-                    peer=peer,
-                    phase="construction: GPU handles",
-                    timeout=self._meeting.timeout,
-                )
+        for peer in self._others:
+            descriptors.send(
+                descriptor,
+                peers[peer]["mailbox"],
+                pid=peers[peer]["pid"],
+                rank=rank,
+                peer=peer,
+                phase="construction: GPU handles",
+                timeout=self._meeting.timeout,
+            )
         return {}
 
     def _take(self, peers: list[Message], passing: ExitStack) -> dict[int, int]:
         """Descriptors of the others' memory, by rank. All have been sent before this."""
         taken = self._mailbox.take(
-            {peer: message["pid"] for peer, message in enumerate(peers) if peer != self._meeting.rank},
+            {peer: peers[peer]["pid"] for peer in self._others},
             rank=self._meeting.rank,
             phase="construction: GPU mapping",
             timeout=self._meeting.timeout,
@@ -229,7 +239,7 @@ class SymmetricMemory:
     def _map(self, rank: int, handle: Any) -> None:
         """Into this rank's place for the memory of `rank`, for loads and stores of this GPU."""
         api = self._driver.api
-        address = self._base + rank * self.bytes
+        address = self._address(rank)
         self._driver.call("cuMemMap", address, self.bytes, 0, handle, 0)
         self._kept.callback(self._driver.free, "cuMemUnmap", address, self.bytes)
         access = api.CUmemAccessDesc()
@@ -237,6 +247,10 @@ class SymmetricMemory:
         access.location.id = int(self._device)
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._driver.call("cuMemSetAccess", address, self.bytes, [access], 1)
+
+    def _address(self, rank: int) -> int:
+        """This process's place for the memory of one of the ranks."""
+        return self._base + self._ranks.index(rank) * self.bytes
 
     def _properties(self, kind: Any) -> Any:
         api = self._driver.api

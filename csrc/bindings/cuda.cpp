@@ -4,6 +4,7 @@
 
 #include <pybind11/stl.h>
 
+#include "bindings/network.hpp"
 #include "runtime/device_communicator.hpp"
 
 namespace py = pybind11;
@@ -48,6 +49,7 @@ py::dict stats_dict(DeviceCommunicator& self) {
   out["rows_in"] = s.rows_in;
   out["rows_out"] = counters.rows_out;
   out["bytes_wire"] = counters.bytes_wire;
+  add_network_stats(out, self.proxy());
   return out;
 }
 
@@ -72,13 +74,17 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   py::enum_<WireFormat>(m, "WireFormat").value("same", WireFormat::same).value("fp8", WireFormat::fp8);
   py::class_<DeviceShape>(m, "DeviceShape")
       .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
-                       DType dtype, WireFormat wire) {
-             const DeviceShape shape{ranks, top_k, num_experts, hidden, max_tokens, dtype, wire};
+                       DType dtype, WireFormat wire, int32_t ranks_per_node) {
+             const DeviceShape shape{ranks,      top_k, num_experts, hidden,
+                                     max_tokens, dtype, wire,        ranks_per_node};
              check_shape(shape);
              return shape;
            }),
            py::kw_only(), py::arg("ranks"), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden"),
-           py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"));
+           py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"), py::arg("ranks_per_node"));
+  m.def("device_host_bytes", [](const DeviceShape& shape) {
+    return shape.other_nodes() == 0 ? 0 : WindowLayout::make(host_window_shape(shape)).committed_bytes;
+  });
   m.def("device_window_sections", [](const DeviceShape& shape) {
     py::list out;
     for (const Section& section : device_window_sections(shape))
@@ -90,13 +96,16 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   m.def("device_plan_fields", &plan_fields);
 
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<DeviceCommunicator>(m, "DeviceCommunicator")
+  py::class_<DeviceCommunicator> communicator(m, "DeviceCommunicator");
+  bind_network<DeviceCommunicator>(communicator, interrupt);
+  communicator
       .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
-                       int32_t device) {
-             return std::make_unique<DeviceCommunicator>(DeviceConfig{shape, rank, timeout, num_sms, device});
+                       int32_t device, int32_t host_ranks) {
+             return std::make_unique<DeviceCommunicator>(
+                 DeviceConfig{shape, rank, timeout, num_sms, device, host_ranks});
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
-           py::arg("device"))
+           py::arg("device"), py::arg("host_ranks"))
       .def("link_control", &DeviceCommunicator::link_control)
       .def("unlink_control", &DeviceCommunicator::unlink_control)
       .def(
@@ -145,7 +154,11 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("close", &DeviceCommunicator::close, Release())
       .def_property_readonly("closed", &DeviceCommunicator::closed)
       .def("stats", &stats_dict)
-      .def("reset_stats", [](DeviceCommunicator& self) { self.stats() = DeviceStats{}; })
+      .def("reset_stats",
+           [](DeviceCommunicator& self) {
+             self.stats() = DeviceStats{};
+             if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
+           })
       .def("__str__", &DeviceCommunicator::heuristics_text);
 }
 

@@ -3,15 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
-
 #if defined(MOECOMM_CUDA_VERSION)
 #include "bindings/cuda.hpp"
 #endif
+#include "bindings/network.hpp"
 #include "kernels/cpu/heuristics.hpp"
 #include "runtime/communicator.hpp"
 #include "runtime/host_pool.hpp"
-#include "runtime/rail.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/provider.hpp"
 
@@ -61,25 +59,8 @@ py::dict stats_dict(Communicator& communicator) {
   out["bytes_wire"] = s.bytes_wire;
   out["plans_made"] = s.plans_made;
   out["plans_reused"] = s.plans_reused;
-  const Proxy* const proxy = communicator.proxy();
-  out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
-  out["network_bytes"] = proxy == nullptr ? 0 : proxy->stats().bytes.load();
-  out["network_row_bytes"] = proxy == nullptr ? 0 : proxy->stats().row_bytes.load();
+  add_network_stats(out, communicator.proxy());
   return out;
-}
-
-tcp::JobId job_id(const std::string& bytes) {
-  tcp::JobId job{};
-  if (bytes.size() != job.size())
-    throw Error(ErrorKind::invalid_argument, "a job's id has " + std::to_string(bytes.size()) +
-                                                 " bytes, expected " + std::to_string(job.size()));
-  std::memcpy(job.data(), bytes.data(), job.size());
-  return job;
-}
-
-std::vector<std::byte> to_bytes(const std::string& text) {
-  const auto* const first = reinterpret_cast<const std::byte*>(text.data());
-  return {first, first + text.size()};
 }
 
 }  // namespace
@@ -183,7 +164,9 @@ PYBIND11_MODULE(_C, m) {
                              })
       .def_property_readonly("endpoint", &Rail::endpoint);
 
-  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+  py::class_<Communicator, std::shared_ptr<Communicator>> communicator(m, "Communicator");
+  bind_network<Communicator>(communicator, run_signal_handlers);
+  communicator
       .def(py::init([](const WindowShape& shape, int32_t rank, int64_t num_experts, int32_t threads,
                        double timeout, int32_t host_ranks) {
              return std::make_shared<Communicator>(
@@ -200,31 +183,6 @@ PYBIND11_MODULE(_C, m) {
           },
           py::arg("names"), py::arg("pids"), Release())
       .def("unlink_window", &Communicator::unlink_window)
-      .def(
-          "open_rail",
-          [](Communicator& self, const py::bytes& job, const std::string& provider,
-             const std::string& interface, uint64_t shuffle) {
-            const RailOptions options{job_id(job),
-                                      self.config().shape.nodes(),
-                                      self.config().rank,
-                                      self.config().timeout_seconds,
-                                      provider,
-                                      interface,
-                                      shuffle};
-            const py::gil_scoped_release release;
-            return std::make_unique<Rail>(options, self.layout(), self.base());
-          },
-          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("shuffle"))
-      .def(
-          "connect_rail",
-          [](Communicator& self, Rail& rail, const std::vector<std::string>& cards,
-             const std::vector<std::string>& endpoints) {
-            std::vector<std::vector<std::byte>> bytes;
-            for (const std::string& card : cards) bytes.push_back(to_bytes(card));
-            rail.connect(bytes, endpoints, run_signal_handlers);
-            self.connect_nodes(rail.take_remote(), rail.take_links());
-          },
-          py::arg("rail"), py::arg("cards"), py::arg("endpoints"), Release())
       .def(
           "begin_dispatch",
           [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens,
@@ -277,11 +235,6 @@ PYBIND11_MODULE(_C, m) {
            [](Communicator& self) {
              self.stats() = Stats{};
              if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
-           })
-      .def("network",
-           [](Communicator& self) {
-             const Proxy* const proxy = self.proxy();
-             return proxy == nullptr ? std::string() : proxy->caps().text();
            })
       .def("__str__", &Communicator::heuristics_text);
 #if defined(MOECOMM_CUDA_VERSION)

@@ -40,7 +40,14 @@ struct DevicePlan {
   int64_t slots;        ///< [ranks][max_tokens] this rank's combine slot at the token's home, or -1
   int64_t rows;         ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
                         ///< layout the same row for each k that this rank owns
-  int64_t total;        ///< words
+
+  // With several nodes; [other] is the number of another node.
+  int64_t node_tokens;   ///< [other] tokens of this rank that the node needs
+  int64_t home_index;    ///< [other][max_tokens] their numbers, ascending (relay index); -1: not needed there
+  int64_t relay_tokens;  ///< [other] tokens of the rail's rank that this node needs
+  int64_t relay_index;   ///< [other][max_tokens] their numbers, likewise
+  int64_t relay_ids;     ///< [other][max_tokens][top_k] experts of the rail's tokens, -1: none
+  int64_t total;         ///< words
 
   static DevicePlan make(const DeviceShape& shape) {
     DevicePlan p{};
@@ -61,6 +68,12 @@ struct DevicePlan {
     place(p.home, tokens);
     place(p.slots, shape.ranks * tokens);
     place(p.rows, shape.ranks * tokens * shape.top_k);
+    const int64_t others = shape.other_nodes();
+    place(p.node_tokens, others);
+    place(p.home_index, others * tokens);
+    place(p.relay_tokens, others);
+    place(p.relay_index, others * tokens);
+    place(p.relay_ids, others * tokens * shape.top_k);
     p.total = end;
     return p;
   }

@@ -20,7 +20,7 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("peer signals", w.sources, s.ranks * int64_t{sizeof(SourceLines)});
   visit("kernel state", w.state, int64_t{sizeof(DeviceState)});
   visit("lost peers", w.losses, s.ranks * int64_t{sizeof(PeerLoss)});
-  visit("route counts", w.route_counts, kMaxRouteBlocks * s.counts() * 4);
+  visit("route counts", w.route_counts, kMaxRouteBlocks * s.bins() * 4);
   for (auto& offset : w.error_text) visit("error text", offset, kErrorText);
   for (auto& offset : w.counts) visit("row counts", offset, s.ranks * s.counts() * 4);
   for (auto& offset : w.codes) visit("expert codes", offset, s.ranks * entries * 4);
@@ -30,6 +30,17 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * 4);
   visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * 4);
   for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
+  if (const int64_t others = s.other_nodes(); others > 0) {
+    visit("relay state", w.relay_state, others * int64_t{sizeof(RelayState)});
+    for (auto& offset : w.relay_text) visit("texts of other nodes", offset, others * kErrorText);
+    for (auto& offset : w.relay_grads) visit("gradients for other nodes", offset, others * entries * weight);
+    visit("partial sum flags", w.partial_arrived, s.ranks * (s.max_chunks() + 1) * 4);
+    visit("partial sum credits", w.partial_credits, s.ranks * (s.max_chunks() + 1) * 4);
+    const WindowShape host = host_window_shape(s);
+    visit("staged rows", w.staged_rows, others * host.chunks(s.max_tokens) * 4);
+    for (auto& offset : w.partials)
+      visit("partial sums", offset, others * w.partial_tokens * s.node_slots() * s.row_bytes());
+  }
 }
 
 /// Combine needs a slot for each possible owner of each token. Dispatch uses the same memory for the rows of
@@ -44,6 +55,15 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
+/// Sums on their way to other nodes may take half as much memory as those of this rank's own tokens; where
+/// that is not enough for all tokens, they take turns.
+int64_t partial_tokens(const DeviceShape& s) {
+  if (s.other_nodes() == 0) return 0;
+  const int64_t fitting = s.max_tokens * s.slots() / (int64_t{2} * s.other_nodes() * s.node_slots());
+  if (fitting >= s.max_tokens) return s.max_tokens;
+  return std::min(s.max_tokens, std::max(fitting / kMaxChunk * kMaxChunk, kLeastStage));
+}
+
 int32_t code_bits(const DeviceShape& s) {
   return static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(s.max_tokens - 1)));
 }
@@ -56,6 +76,7 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   window.code_bits = code_bits(shape);
   const int64_t rows = rows_bytes(shape);
   window.stage_tokens = fitting_tokens(shape, rows);
+  window.partial_tokens = partial_tokens(shape);
   int64_t end = 0;
   for_each_section(window, rows, [&](const char* name, int64_t& offset, int64_t bytes) {
     offset = end;
@@ -79,7 +100,7 @@ void check_shape(const DeviceShape& s) {
   if (s.ranks > kMostRanks)
     refuse("the group has " + std::to_string(s.ranks) + " ranks, on CUDA at most " +
            std::to_string(kMostRanks));
-  if (s.counts() > kMostCounts)
+  if (s.bins() > kMostCounts)
     refuse("num_experts is " + std::to_string(s.num_experts) +
            ", on CUDA experts and ranks together are at most " + std::to_string(kMostCounts));
   if (s.num_experts << code_bits(s) > int64_t{1} << 31)
@@ -100,6 +121,13 @@ DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
   window.wire_bytes = window.shape.wire_row_bytes();
   window.stage_tokens = fitting_tokens(window.shape, rows_bytes(shape));
   return window;
+}
+
+WindowShape host_window_shape(const DeviceShape& s) {
+  WindowShape shape{s.ranks, s.top_k, s.hidden, s.max_tokens, s.dtype, s.ranks_per_node};
+  shape.device_counts = s.counts();
+  shape.wire_row_bytes = s.wire_row_bytes();
+  return shape;
 }
 
 std::vector<Section> device_window_sections(const DeviceShape& shape) {

@@ -40,7 +40,10 @@ struct DeviceShape {
   int64_t max_tokens;
   DType dtype;
   WireFormat wire;
+  int32_t ranks_per_node = 0;  ///< 0: all
 
+  MOECOMM_HD NodeMap nodes() const { return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node}; }
+  MOECOMM_HD int32_t other_nodes() const { return nodes().nodes() - 1; }
   MOECOMM_HD int32_t local_experts() const { return static_cast<int32_t>(num_experts / ranks); }
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
   /// Bytes of the values of a row on the wire; the scales follow.
@@ -59,13 +62,26 @@ struct DeviceShape {
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
-  /// Most ranks that one token can have as owners.
-  MOECOMM_HD int32_t slots() const { return ranks < top_k ? ranks : top_k; }
+  /// Most sums that one token can get: one of each owner on its node, and one of each other node.
+  MOECOMM_HD int32_t slots() const {
+    const int32_t senders = nodes().local_ranks + other_nodes();
+    return senders < top_k ? senders : top_k;
+  }
+  /// Most owners of one token on one node.
+  MOECOMM_HD int32_t node_slots() const {
+    const int32_t owners = nodes().local_ranks;
+    return owners < top_k ? owners : top_k;
+  }
   /// Chunks of up to max_tokens tokens, whatever number of them comes.
   MOECOMM_HD int64_t max_chunks() const;
   /// Numbers that each source announces: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
+  /// Numbers that a source counts: those, and with several nodes tokens for each node.
+  MOECOMM_HD int64_t bins() const { return other_nodes() > 0 ? counts() + nodes().nodes() : counts(); }
 };
+
+/// The part of the path between nodes that is in host memory.
+WindowShape host_window_shape(const DeviceShape& shape);
 
 MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
   int64_t most = 0;
@@ -109,6 +125,17 @@ struct DeviceState {
   uint64_t wait_ns;                       ///< of it waiting for other ranks to begin theirs,
   uint64_t rows_out, bytes_wire;          ///< and what arrived
   alignas(kLine) uint64_t bad_id;         ///< index of the first bad id, all ones if there is none
+  alignas(kLine) uint64_t commands;       ///< ever given to the proxy
+  uint64_t commands_before;               ///< and by the end of the last operation
+  uint32_t relay_next;                    ///< next item of what is relayed
+  uint32_t relay_summed;                  ///< next item of what is summed for other nodes
+};
+
+/// What the relay blocks of a rank know of another node.
+struct RelayState {
+  alignas(kLine) uint32_t forwarded;  ///< epoch (low 32 bits) of the newest record of the rail handed on here
+  uint32_t parts;                     ///< blocks that have handed on theirs of it
+  int32_t tokens;                     ///< of that rank, if its operation is the same as here, else 0
 };
 
 /// Sections exist twice where their use alternates by epoch.
@@ -133,6 +160,17 @@ struct DeviceWindow {
                     ///< the last: its gradients of weights
   int64_t credits;  ///< uint32[ranks][max_chunks + 1]: epoch in which this reader has read a chunk
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
+
+  // With several nodes; [other] is the number of another node (NodeMap::other). What goes to and comes from
+  // other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do with it.
+  int64_t relay_state;      ///< RelayState[other], this rank's own
+  int64_t relay_text[2];    ///< char[other][kErrorText]: of the rail's ranks
+  int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by the owners of this node
+  int64_t partial_arrived;  ///< uint32[node * local ranks + owner][max_chunks + 1], as `arrived`
+  int64_t partial_credits;  ///< uint32[home][max_chunks + 1]: epoch in which its relay has read a chunk
+  int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows in place for the network
+  int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
+  int64_t partial_tokens;   ///< tokens of one home for whose sums there is room; it is used in turn
   int64_t total_bytes;
 
   static DeviceWindow make(const DeviceShape& shape);

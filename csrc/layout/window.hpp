@@ -59,7 +59,7 @@ struct WindowShape {
   /// Commands that the proxy's ring holds: those of two operations and more.
   uint64_t commands() const;
   /// Pieces in which `bytes` of ids, weights or gradients travel.
-  static int64_t pieces(int64_t bytes) { return (bytes + kPieceBytes - 1) / kPieceBytes; }
+  MOECOMM_HD static int64_t pieces(int64_t bytes) { return (bytes + kPieceBytes - 1) / kPieceBytes; }
   /// Arrival flags of one other node: its chunks, then the pieces of gradients.
   int64_t arrival_flags() const { return chunks(max_tokens) + pieces(weights_bytes()); }
 
@@ -71,7 +71,9 @@ struct WindowShape {
 /// What a rank announces to another node.
 struct Announcement {
   SignalRecord record;
-  uint64_t parts;         ///< chunks of rows that it sends there in this epoch, whatever happens
+  uint64_t parts;  ///< chunks, and from GPUs all that raises arrival flags, that it sends there in this
+                   ///< epoch, whatever happens
+  int64_t rows;    ///< rows in them
   char text[kErrorText];  ///< if record.error
 };
 

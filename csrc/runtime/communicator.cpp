@@ -79,11 +79,7 @@ void Communicator::make_signals(const std::vector<int64_t>& pids) {
 }
 
 void Communicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
-  if (remote->caps().max_message < layout_.shape.largest_put())
-    throw Error(ErrorKind::unsupported,
-                "provider " + remote->caps().provider + " takes messages of at most " +
-                    std::to_string(remote->caps().max_message) + " bytes, rows travel in pieces of up to " +
-                    std::to_string(layout_.shape.largest_put()));
+  require_message_size(*remote, layout_.shape);
   internode_ = std::make_unique<Internode>(layout_, config_.rank, bases_, *signals_, std::move(remote),
                                            std::move(links), config_.timeout_seconds);
   signals_->set_on_abort([this](int peer, Cause cause) { internode_->proxy().announce_loss(peer, cause); });

@@ -79,7 +79,12 @@ std::string phase_text(const HostStatus::Broken& broken) {
   return operation + " (blocks of this GPU)";
 }
 
-WindowShape control_shape(int32_t ranks) { return {ranks, 1, 4, 1, DType::float32}; }
+/// Of the host memory in which ranks notice each other's end; with several nodes also what the proxy and the
+/// kernels share.
+WindowShape control_shape(const DeviceShape& shape) {
+  if (shape.other_nodes() > 0) return host_window_shape(shape);
+  return {shape.ranks, 1, 4, 1, DType::float32};
+}
 
 }  // namespace
 
@@ -104,8 +109,9 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
     : config_(config),
       window_(DeviceWindow::make(config.shape)),
       owner_(getpid()),
-      control_layout_(WindowLayout::make(control_shape(config.shape.ranks))),
-      control_(static_cast<size_t>(config.shape.ranks)) {
+      nodes_(config.shape.nodes()),
+      control_layout_(WindowLayout::make(control_shape(config.shape))),
+      control_(static_cast<size_t>(nodes_.local_ranks)) {
   const DeviceShape& s = config_.shape;
   const DeviceGuard guard(config_.device);
   int sms = 0, major = 0;
@@ -121,8 +127,13 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
         intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
-  control_[config_.rank] =
+  control_[own_index()] =
       shm::Window::create(control_layout_.committed_bytes, control_layout_.committed_bytes);
+  if (nodes_.nodes() == 1) return;
+  check_cuda(cudaHostRegister(base(), static_cast<size_t>(control_layout_.committed_bytes),
+                              cudaHostRegisterPortable | cudaHostRegisterMapped),
+             "cudaHostRegister, which several nodes need");
+  registered_ = true;
 }
 
 DeviceCommunicator::~DeviceCommunicator() {
@@ -136,34 +147,38 @@ DeviceCommunicator::~DeviceCommunicator() {
   if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
   if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
   if (bases_ != nullptr) cudaFree(bases_);
+  if (registered_) cudaHostUnregister(base());
 }
 
 std::string DeviceCommunicator::link_control() {
-  control_[config_.rank].link();
-  return control_[config_.rank].name();
+  control_[own_index()].link();
+  return control_[own_index()].name();
 }
 
-void DeviceCommunicator::unlink_control() noexcept { control_[config_.rank].unlink(); }
+void DeviceCommunicator::unlink_control() noexcept { control_[own_index()].unlink(); }
 
 void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                                  const std::vector<int64_t>& pids) {
   const DeviceGuard guard(config_.device);
-  const size_t ranks = bases.size();
   std::vector<std::byte*> control;
-  for (size_t r = 0; r < ranks; ++r) {
-    if (static_cast<int32_t>(r) != config_.rank)
-      control_[r] = shm::Window::open(names[r], control_layout_.committed_bytes);
-    control.push_back(control_[r].base());
+  for (size_t i = 0; i < control_.size(); ++i) {
+    if (i != own_index()) control_[i] = shm::Window::open(names[i], control_layout_.committed_bytes);
+    control.push_back(control_[i].base());
   }
+  const int threads = std::max(config_.host_ranks, nodes_.local_ranks) * (nodes_.nodes() > 1 ? 2 : 1);
   signals_ = std::make_unique<shm::Signals>(control_layout_, control, config_.rank, pids,
-                                            config_.timeout_seconds, static_cast<int>(ranks));
+                                            config_.timeout_seconds, threads);
 
+  const auto ranks = static_cast<size_t>(config_.shape.ranks);
+  const auto first = static_cast<size_t>(nodes_.first(nodes_.node_of(config_.rank)));
+  std::vector<uintptr_t> all_bases(ranks, 0);
+  std::copy(bases.begin(), bases.end(), all_bases.begin() + static_cast<ptrdiff_t>(first));
   void* memory = nullptr;
   check_cuda(cudaMalloc(&memory, ranks * sizeof(std::byte*)), "cudaMalloc");
   bases_ = static_cast<std::byte**>(memory);
-  check_cuda(cudaMemcpy(bases_, bases.data(), ranks * sizeof(std::byte*), cudaMemcpyHostToDevice),
+  check_cuda(cudaMemcpy(bases_, all_bases.data(), ranks * sizeof(std::byte*), cudaMemcpyHostToDevice),
              "cudaMemcpy");
-  std::byte* const own = reinterpret_cast<std::byte*>(bases[config_.rank]);
+  std::byte* const own = reinterpret_cast<std::byte*>(bases[own_index()]);
   DeviceState state{};
   state.bad_id = ~uint64_t{0};
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -177,6 +192,9 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     device::Comm comm{};
     comm.window = window_.with_wire(wire);
     comm.rank = config_.rank;
+    comm.first_rank = static_cast<int32_t>(first);
+    comm.local_ranks = nodes_.local_ranks;
+    comm.rail = rail();
     comm.local_experts = config_.shape.local_experts();
     comm.bases = bases_;
     comm.own = own;
@@ -189,6 +207,34 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   state_ = reinterpret_cast<DeviceState*>(own + window_.state);
   check_cuda(cudaStreamCreateWithFlags(&watch_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   watcher_ = std::thread([this] { watch(); });
+}
+
+device::Rail DeviceCommunicator::rail() const {
+  device::Rail rail{};
+  rail.node = nodes_.node_of(config_.rank);
+  rail.others = nodes_.nodes() - 1;
+  if (rail.others == 0) return rail;
+  void* memory = nullptr;
+  check_cuda(cudaHostGetDevicePointer(&memory, base(), 0), "cudaHostGetDevicePointer");
+  const WindowShape& shape = control_layout_.shape;
+  rail.memory = static_cast<std::byte*>(memory);
+  rail.layout = control_layout_;
+  rail.chunk_rows = shape.chunk_rows();
+  rail.chunks = shape.chunks(shape.max_tokens);
+  rail.arrival_flags = shape.arrival_flags();
+  rail.ids_bytes = shape.most_ids_bytes();
+  rail.counts_bytes = shape.counts_bytes();
+  rail.commands = shape.commands();
+  return rail;
+}
+
+void DeviceCommunicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
+  require_message_size(*remote, control_layout_.shape);
+  proxy_ = std::make_unique<Proxy>(control_layout_, config_.rank, base(), *signals_, std::move(remote),
+                                   std::move(links), config_.timeout_seconds);
+  signals_->set_on_abort([this](int peer, Cause cause) { proxy_->announce_loss(peer, cause); });
+  signals_->set_reason(
+      [this](int peer) { return nodes_.same_node(peer, config_.rank) ? "" : proxy_->reason(peer); });
 }
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
@@ -244,14 +290,17 @@ void DeviceCommunicator::require_usable() {
   if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
   note_broken();
   if (broken_) throw *broken_;
-  if (!signals_) throw Error(ErrorKind::closed, "the communicator is not connected");
+  if (!signals_ || (nodes_.nodes() > 1 && !proxy_))
+    throw Error(ErrorKind::closed, "the communicator is not connected");
 }
 
 void DeviceCommunicator::note_broken() {
   const HostStatus::Broken& broken = pinned_->status->broken;
   if (broken_ || load_acquire(broken.set) == 0) return;
-  broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
-                            config_.timeout_seconds, broken.expected, broken.seen);
+  broken_ = shm::loss_error(
+      {broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken), config_.timeout_seconds,
+      broken.expected, broken.seen,
+      proxy_ && !nodes_.same_node(broken.peer, config_.rank) ? proxy_->reason(broken.peer) : std::string{});
 }
 
 std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
@@ -349,10 +398,11 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send.layout = d.layout;
   send.ticket = ++ticket_;
   send.warps = heuristics_.send_warps;
+  send.relay_blocks = relay_blocks();
   send.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
-  check_cuda(
-      intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
-      "launch of dispatch (sending)");
+  check_cuda(intranode::launch_send(
+                 launch(start_sending(stream), heuristics_.send_blocks + relay_blocks(), false), comm, send),
+             "launch of dispatch (sending)");
   pending_ = d;
   pending_stream_ = stream;
   ++stats_.dispatch_calls;
@@ -422,9 +472,10 @@ void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::
   send.tokens = tokens;
   send.layout = layout;
   send.warps = heuristics_.send_warps;
-  check_cuda(
-      intranode::launch_send(launch(start_sending(stream), heuristics_.send_blocks, false), comm, send),
-      "launch of the backward of combine (sending)");
+  send.relay_blocks = relay_blocks();
+  check_cuda(intranode::launch_send(
+                 launch(start_sending(stream), heuristics_.send_blocks + relay_blocks(), false), comm, send),
+             "launch of the backward of combine (sending)");
   intranode::ReceiveArguments receive{};
   receive.operation = Operation::redispatch;
   receive.x = x;
@@ -446,8 +497,10 @@ void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, c
   const DeviceGuard guard(config_.device);
   abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
-  check_cuda(intranode::launch_reduce(launch(start_sending(stream), heuristics_.reduce_blocks, false), comm,
-                                      arguments),
+  intranode::CombineArguments all = arguments;
+  all.relay_blocks = relay_blocks();
+  check_cuda(intranode::launch_reduce(
+                 launch(start_sending(stream), heuristics_.reduce_blocks + relay_blocks(), false), comm, all),
              "launch of combine (owners)");
   check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, true), comm, arguments),
              "launch of combine (home)");
@@ -496,6 +549,7 @@ void DeviceCommunicator::close() noexcept {
   }
   stop_.store(true, std::memory_order_release);
   if (watcher_.joinable()) watcher_.join();
+  if (proxy_) proxy_->close(!broken_ && load_acquire(pinned_->status->broken.set) == 0);
   if (signals_) signals_->close();
 }
 

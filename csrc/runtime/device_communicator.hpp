@@ -22,10 +22,15 @@
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
+#include "runtime/proxy.hpp"
 #include "transport/shm/signal.hpp"
 #include "transport/shm/window.hpp"
 
 namespace moecomm {
+
+namespace device {
+struct Rail;
+}
 
 struct DeviceConfig {
   DeviceShape shape;
@@ -33,6 +38,7 @@ struct DeviceConfig {
   double timeout_seconds;
   int32_t num_sms;  ///< of one operation; 0: as the heuristics say
   int32_t device;
+  int32_t host_ranks;  ///< ranks of this host, which share its cores
 };
 
 /// What a dispatch starts with. Addresses are of this device's memory.
@@ -77,9 +83,15 @@ class DeviceCommunicator {
   /// it by.
   std::string link_control();
   void unlink_control() noexcept;
-  /// bases[r] is rank r's window as mapped here, zero where nobody has written; names[r] its control segment.
+  /// Of the node's rank i, bases[i] is the window as mapped here, zero where nobody has written; names[i] its
+  /// control segment. On one node, ready for operations afterwards.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
+  /// With several nodes, after connect: the ways to the rail. Peers of both are numbered by node.
+  void connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links);
+  /// The control segment with several nodes: what other nodes write to, and what leaves for them.
+  const WindowLayout& layout() const { return control_layout_; }
+  std::byte* base() const { return control_[own_index()].base(); }
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
   /// Starts to send and to plan. finish_dispatch has to follow, or the next operation abandons it.
@@ -110,10 +122,16 @@ class DeviceCommunicator {
   /// What kernels that have ended have counted; waits for a small copy.
   DeviceCounters counters();
   std::string heuristics_text() const;
+  const DeviceConfig& config() const { return config_; }
+  /// What goes to other nodes; null on one node.
+  Proxy* proxy() { return proxy_.get(); }
 
  private:
   struct Pinned;  // HostStatus, losses, texts
   device::Comm* comm(WireFormat wire) const;
+  size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
+  int32_t relay_blocks() const { return nodes_.nodes() > 1 ? heuristics_.relay_blocks : 0; }
+  device::Rail rail() const;
   intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
   cudaStream_t start_sending(cudaStream_t stream);
   void end_sending(cudaStream_t stream);
@@ -129,6 +147,7 @@ class DeviceCommunicator {
   intranode::Heuristics heuristics_;
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
+  const NodeMap nodes_;
 
   std::unique_ptr<Pinned> pinned_;
   std::byte** bases_ = nullptr;             // in device memory
@@ -138,7 +157,9 @@ class DeviceCommunicator {
 
   WindowLayout control_layout_;
   std::vector<shm::Window> control_;
+  bool registered_ = false;  // the own control segment, for the GPU
   std::unique_ptr<shm::Signals> signals_;
+  std::unique_ptr<Proxy> proxy_;  // with several nodes
   std::thread watcher_;
   cudaStream_t watch_stream_ = nullptr;
   PeerLoss* losses_ = nullptr;    // in the window

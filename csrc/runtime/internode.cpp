@@ -73,9 +73,9 @@ void Internode::announce(const SignalRecord& record, const RelayRoutes* routes, 
     auto* const announcement = reinterpret_cast<Announcement*>(
         own() + WindowLayout::relayed_head(layout_.announcement[record.epoch & 1], other));
     announcement->record = record;
-    announcement->parts = routes == nullptr ? 0
-                                            : static_cast<uint64_t>(shape.chunks(static_cast<int64_t>(
-                                                  routes->tokens[static_cast<size_t>(other)].size())));
+    announcement->rows =
+        routes == nullptr ? 0 : static_cast<int64_t>(routes->tokens[static_cast<size_t>(other)].size());
+    announcement->parts = static_cast<uint64_t>(shape.chunks(announcement->rows));
     int64_t bytes = offsetof(Announcement, text);
     if (text != nullptr) {
       std::memcpy(announcement->text, text, kErrorText);

@@ -31,6 +31,15 @@ CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
 
 }  // namespace
 
+void require_message_size(const Remote& remote, const WindowShape& shape) {
+  const RemoteCaps& caps = remote.caps();
+  if (caps.max_message < shape.largest_put())
+    throw Error(ErrorKind::unsupported, "provider " + caps.provider + " takes messages of at most " +
+                                            std::to_string(caps.max_message) +
+                                            " bytes, rows travel in pieces of up to " +
+                                            std::to_string(shape.largest_put()));
+}
+
 Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
              std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds)
     : layout_(layout),
@@ -112,7 +121,7 @@ void Proxy::run() {
       next_words_ = now + kWordsInterval;
     }
     if (stop_.load() == 1) {
-      say_farewell();
+      say_farewell(busy);
       if (finished()) return;
     }
     idle = busy ? 0 : idle + 1;
@@ -402,9 +411,11 @@ void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
   signals_.deliver_gone(rail(other), cause);
 }
 
-void Proxy::say_farewell() {
+/// `busy`: there may be more commands.
+void Proxy::say_farewell(bool busy) {
   if (!farewell_)
     farewell_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kFarewellSeconds)));
+  if (busy) return;
   for (int32_t other = 0; other < others_; ++other) {
     Outbound& out = outbound_[static_cast<size_t>(other)];
     if (out.farewell || out.gone || !out.ready.empty()) continue;

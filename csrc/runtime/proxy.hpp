@@ -34,6 +34,9 @@ struct WireStats {
   void reset() { puts = bytes = row_bytes = 0; }
 };
 
+/// Throws Error(unsupported) if a network does not take puts as large as those between windows of `shape`.
+void require_message_size(const Remote& remote, const WindowShape& shape);
+
 class Proxy {
  public:
   /// `base` is the own window. Starts the thread. Peers of `remote` and `links` are numbered by node.
@@ -102,7 +105,7 @@ class Proxy {
   void put_done(uint64_t context);
   void tell_failures(Clock::time_point now);
   void lose(int32_t other, Cause cause, const std::string& text);
-  void say_farewell();
+  void say_farewell(bool busy);
   bool finished() const;
   int32_t rail(int32_t other) const {
     return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));

@@ -1,4 +1,5 @@
-"""CUDA tensors over NVLink: ranks are processes of one host, a GPU each.
+"""CUDA tensors over NVLink between the GPUs of a node, over libfabric between nodes: a rank is a process with
+a GPU.
 
 Every operation is put on the caller's current stream and follows the operation before it on the device, also
 when that one was on another stream. The host waits in one place, for the row count of a dropless dispatch.
@@ -15,12 +16,22 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan, introduce, meet
+from moecomm.backends.base import (
+    DispatchCall,
+    PlanFields,
+    RawDispatch,
+    TensorPlan,
+    check_host_room,
+    connect_rail,
+    introduce,
+    meet,
+    new_job,
+)
 from moecomm.backends.device import CudaDevice
 from moecomm.backends.side_work import SideWork
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.memory import device_shape, plan_device_memory
-from moecomm.nodes import find_nodes, require_one_node
+from moecomm.nodes import find_nodes
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import SCALE_COLUMNS, WIRE_FP8, weight_dtype
 from moecomm.types import Work
@@ -84,8 +95,9 @@ class CudaBackend:
                 max_tokens=arguments["max_tokens"],
                 dtype=dtype,
                 wire=arguments["wire"],
+                ranks_per_node=self.nodes.ranks_per_node,
             )
-            self.memory = plan_device_memory(shape, meeting.size)
+            self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
             fields = _C.device_plan_fields(shape)
             self.plan_fields = PlanFields(
                 words=fields["total"][1],
@@ -108,9 +120,10 @@ class CudaBackend:
     # -- construction ----------------------------------------------------------------------------------
 
     def _meet(self, meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
-        messages = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid()})
-        self.nodes = find_nodes([message["node"] for message in messages], arguments["ranks_per_node"])
-        require_one_node(self.nodes.nodes)
+        messages = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid(), "job": new_job()})
+        self._hosts = [str(message["node"]) for message in messages]
+        self._job = str(messages[0]["job"])
+        self.nodes = find_nodes(self._hosts, arguments["ranks_per_node"])
         seen: dict[str, int] = {}
         for rank, message in enumerate(messages):
             other = seen.setdefault(message["gpu"], rank)
@@ -126,6 +139,8 @@ class CudaBackend:
         def look() -> dict[str, Any]:
             return {"available": _translated(lambda: self._gpu.free_bytes(needed))}
 
+        if self.memory.host_bytes:
+            check_host_room(meeting, self._hosts, self.memory.host_bytes)
         messages = meeting.step("construction: memory", look)
         for rank, message in enumerate(messages):
             available = int(message["available"])
@@ -143,7 +158,8 @@ class CudaBackend:
         from moecomm.symmetric import SymmetricMemory
 
         # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
-        window = SymmetricMemory(meeting, self.memory.total_bytes, self._gpu.index)
+        neighbours = self.nodes.local_ranks(meeting.rank)
+        window = SymmetricMemory(meeting, self.memory.total_bytes, self._gpu.index, ranks=neighbours)
         try:
             native = introduce(
                 meeting,
@@ -153,11 +169,18 @@ class CudaBackend:
                     timeout=meeting.timeout,
                     num_sms=num_sms,
                     device=self._gpu.index,
+                    host_ranks=self._hosts.count(self._hosts[meeting.rank]),
                 ),
                 link=lambda native: native.link_control(),
-                connect=lambda native, names, pids: native.connect(list(window.bases), names, pids),
+                connect=lambda native, names, pids: native.connect(
+                    list(window.bases),
+                    [names[rank] for rank in neighbours],
+                    [pids[rank] for rank in neighbours],
+                ),
                 unlink=lambda native: native.unlink_control(),
             )
+            if self.nodes.nodes > 1:
+                connect_rail(meeting, self.nodes, native, self._job)
         except BaseException:
             window.close()
             raise
@@ -469,7 +492,8 @@ class CudaBackend:
             self._release()
 
     def __str__(self) -> str:
-        return str(self._native)
+        network = self._native.network()
+        return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
 
     # -- tensors ---------------------------------------------------------------------------------------
 

@@ -80,6 +80,62 @@ void test_sections() {
   });
 }
 
+/// Calls body(shape) for sizes of communicators on several nodes.
+template <class Body>
+void for_each_node_shape(const Body& body) {
+  for (const auto& [ranks, per_node] : {std::pair{2, 1}, {4, 2}, {6, 2}, {4, 1}, {16, 8}, {128, 8}})
+    for (const int32_t top_k : {1, 2, 8, 32})
+      for (const int64_t hidden : {16, 7168})
+        for (const int64_t tokens : {1, 64, 65, 513, 4096})
+          body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, DType::bfloat16,
+                           WireFormat::fp8, per_node});
+}
+
+void test_sections_of_nodes() {
+  bool turns = false;
+  for_each_node_shape([&](const DeviceShape& s) {
+    const DeviceWindow w = DeviceWindow::make(s);
+    const int64_t others = s.ranks / s.ranks_per_node - 1, owners = std::min(s.ranks_per_node, s.top_k);
+    CHECK(s.other_nodes() == others && s.node_slots() == owners);
+    CHECK(s.slots() == std::min<int64_t>(s.top_k, s.ranks_per_node + others));
+    CHECK(s.bins() == s.num_experts + s.ranks + others + 1);
+    const int64_t fields[] = {w.relay_state,    w.relay_text[0],   w.relay_text[1],   w.relay_grads[0],
+                              w.relay_grads[1], w.partial_arrived, w.partial_credits, w.staged_rows,
+                              w.partials[0],    w.partials[1],     w.total_bytes};
+    CHECK(fields[0] == w.rows[1] + (w.rows[1] - w.rows[0]));
+    for (size_t i = 1; i < std::size(fields); ++i) CHECK(fields[i] > fields[i - 1] && fields[i] % kPage == 0);
+    // Both sections together take no more than the slots of this rank's own tokens, but for a few tokens.
+    CHECK(w.partial_tokens >= std::min(s.max_tokens, kFewestStaged) && w.partial_tokens <= s.max_tokens);
+    CHECK(w.partial_tokens == s.max_tokens || w.partial_tokens % kMaxChunk == 0);
+    CHECK(w.partials[1] - w.partials[0] ==
+          rounded(others * w.partial_tokens * owners * s.row_bytes(), kPage));
+    if (w.partial_tokens > kFewestStaged)
+      CHECK(2 * others * w.partial_tokens * owners <= s.max_tokens * s.slots());
+    turns = turns || w.partial_tokens < s.max_tokens;
+
+    const WindowShape host = host_window_shape(s);
+    const WindowLayout layout = WindowLayout::make(host);
+    const int64_t row = s.max_tokens * s.row_bytes(), chunk = host.chunk_rows() * s.row_bytes();
+    CHECK(host.for_device() && host.staging_chunks() == others * host.chunks(s.max_tokens));
+    CHECK(layout.relay_rows[1] - layout.relay_rows[0] == rounded(others * row, kPage));
+    CHECK(layout.index[0] - layout.staging == rounded(host.staging_chunks() * chunk, kPage));
+    CHECK(layout.committed_bytes == layout.total_bytes);  // nothing is taken later
+    // A ring that never fills: two operations at most are under way.
+    const int64_t most = others * (1 + WindowShape::pieces(host.most_ids_bytes()) +
+                                   WindowShape::pieces(host.index_bytes(s.max_tokens)) +
+                                   2 * WindowShape::pieces(host.weights_bytes()) + host.chunks(s.max_tokens));
+    CHECK(static_cast<int64_t>(host.commands()) >= 2 * most &&
+          (host.commands() & (host.commands() - 1)) == 0);
+
+    const DevicePlan plan = DevicePlan::make(s);
+    const int64_t tokens = others * s.max_tokens;
+    CHECK(plan.relay_tokens - plan.home_index == rounded(tokens, 64));
+    CHECK(plan.relay_ids - plan.relay_index == rounded(tokens, 64));
+    CHECK(plan.total - plan.relay_ids == rounded(tokens * s.top_k, 64));
+  });
+  CHECK(turns);
+}
+
 void check_stage(const DeviceWindow& w, int64_t room) {
   const DeviceShape& s = w.shape;
   CHECK(s.ranks * w.stage_tokens * s.wire_row_bytes() <= room);
@@ -204,6 +260,7 @@ int main() {
   test_chunks();
   test_rows_on_the_wire();
   test_sections();
+  test_sections_of_nodes();
   test_stage();
   test_formula();
   test_worked_example();

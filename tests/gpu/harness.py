@@ -59,11 +59,26 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def on_nodes(ranks_per_node: int) -> dict[str, str]:
+    """The environment of ranks whose communicators take so many of them for a node; between nodes rows go
+    over TCP on this host."""
+    return {
+        "MOECOMM_RANKS_PER_NODE": str(ranks_per_node),
+        "MOECOMM_FABRIC_PROVIDER": "tcp",
+        "MOECOMM_FABRIC_INTERFACE": "127.0.0.1",
+    }
+
+
 class GpuPool:
     """A set of ranks, one a GPU, that runs one function after another; a fresh set after a failure."""
 
-    def __init__(self, world_size: int, *, timeout: float = TIMEOUT_S) -> None:
-        self._pool = RankPool(world_size, timeout=timeout, environment=ENVIRONMENT)
+    def __init__(
+        self, world_size: int, *, timeout: float = TIMEOUT_S, ranks_per_node: int | None = None
+    ) -> None:
+        """`ranks_per_node`: of nodes that are emulated on this host."""
+        self.ranks_per_node = ranks_per_node
+        environment = ENVIRONMENT if ranks_per_node is None else ENVIRONMENT | on_nodes(ranks_per_node)
+        self._pool = RankPool(world_size, timeout=timeout, environment=environment)
 
     def __call__(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moecomm.env import read_env
 from tests.sizes import Sizes
 
 CHUNK = 8192  # tokens or rows that are checked at a time
@@ -295,24 +296,36 @@ class Oracle:
         return kept
 
     def _summed(self, part: slice, kept_ONK: torch.Tensor, weighted: bool) -> torch.Tensor:
-        """The contract of combine: owners sum by ascending k and round, the home sums by ascending owner."""
-        job, x = self.job, self.x_NH[part]
-        total = torch.zeros(x.shape, dtype=job.accumulate, device=self.device)
+        """The contract of combine: owners sum by ascending k and round, another node's sums are added up and
+        rounded there, and the home adds by ascending owner."""
+        job = self.job
+        per_node = read_env().ranks_per_node or job.size
+        total = node_total = torch.zeros(self.x_NH[part].shape, dtype=job.accumulate, device=self.device)
         for owner in range(job.size):
-            partial = torch.zeros_like(total)
-            for k in range(job.top_k):
-                here = kept_ONK[owner, :, k]
-                if job.layout == "rank":
-                    here = kept_ONK[owner].any(1)
-                factor = self._factors(part, owner, k)
-                value = (x * factor[:, None]).to(job.accumulate)
-                if weighted:
-                    value = value * self.weights_NK[part, k, None]
-                partial = torch.where(here[:, None], partial + value, partial)
-                if job.layout == "rank":
-                    break
-            total = total + partial.to(job.torch_dtype).to(job.accumulate)
+            value = self._partial(part, kept_ONK, owner, weighted)
+            if owner // per_node == self.rank // per_node:
+                total = total + value
+                continue
+            node_total = value if owner % per_node == 0 else node_total + value
+            if (owner + 1) % per_node == 0:
+                total = total + node_total.to(job.torch_dtype).to(job.accumulate)
         return total.to(job.torch_dtype)
+
+    def _partial(self, part: slice, kept_ONK: torch.Tensor, owner: int, weighted: bool) -> torch.Tensor:
+        job, x = self.job, self.x_NH[part]
+        partial = torch.zeros(x.shape, dtype=job.accumulate, device=self.device)
+        for k in range(job.top_k):
+            here = kept_ONK[owner, :, k]
+            if job.layout == "rank":
+                here = kept_ONK[owner].any(1)
+            factor = self._factors(part, owner, k)
+            value = (x * factor[:, None]).to(job.accumulate)
+            if weighted:
+                value = value * self.weights_NK[part, k, None]
+            partial = torch.where(here[:, None], partial + value, partial)
+            if job.layout == "rank":
+                break
+        return partial.to(job.torch_dtype).to(job.accumulate)
 
     def _factors(self, part: slice, owner: int, k: int) -> torch.Tensor:
         """As `factor_P`, by token and place."""

@@ -38,6 +38,7 @@ def _arguments(case: Case) -> dict[str, Any]:
 
 
 def _check(pool: GpuPool, some: Sequence[Case]) -> None:
+    some = [replace(case, ranks_per_node=pool.ranks_per_node) for case in some]
     for case, results in zip(some, zip(*pool(_play, list(some)), strict=True), strict=True):
         cases.verify(case, results)
 
@@ -118,7 +119,8 @@ def _many_steps(rank: int, world_size: int, some: list[Case]) -> list[cases.Arra
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
     """Nothing of an earlier step shows."""
-    some = cases.many_steps(size, seed)
+    per_node = pool(size).ranks_per_node
+    some = [replace(case, ranks_per_node=per_node) for case in cases.many_steps(size, seed)]
     for case, results in zip(some, zip(*pool(size)(_many_steps, some), strict=True), strict=True):
         cases.verify(case, results)
 

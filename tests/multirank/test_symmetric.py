@@ -94,6 +94,30 @@ def _different_granularity(rank: int, world_size: int) -> int:
     return size
 
 
+def _in_nodes(rank: int, world_size: int, per_node: int) -> list[int]:
+    """Each node's ranks map each other's memory and no other; the pairs of (mapped, cuMemMap calls)."""
+    from moecomm.symmetric import SymmetricMemory
+
+    first = rank // per_node * per_node
+    fake = FakeDriver(gpus=list(range(world_size)))
+    neighbours = range(first, first + per_node)
+    memory = SymmetricMemory(_meeting(), 1, rank, ranks=neighbours, api=fake)
+    for slot, base in enumerate(memory.bases):
+        _store(base + 8 * (rank - first), 100 * slot + rank + 1)
+    _barrier()
+    found = [_load(memory.bases[rank - first] + 8 * slot) for slot in range(per_node)]
+    assert found == [100 * (rank - first) + mate + 1 for mate in neighbours]
+    _barrier()
+    memory.close()
+    assert not fake.handles
+    return [len(neighbours), sum(entry[0] == "cuMemMap" for entry in fake.log)]
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (4, 2)])
+def test_only_ranks_of_a_node_map_each_other(pool: Pools, world_size: int, per_node: int) -> None:
+    assert pool(world_size)(_in_nodes, per_node) == [[per_node, per_node]] * world_size
+
+
 def test_the_size_is_the_same_on_all_ranks(pool: Pools) -> None:
     assert pool(3)(_different_granularity) == [GRANULARITY << 2] * 3
 
@@ -219,10 +243,10 @@ def _one_leaves(rank: int, world_size: int, phase: str) -> tuple[Any, ...]:
     meeting = _meeting(1.0)
     exchange = meeting.exchange
 
-    def leave(name: str, message: dict[str, Any]) -> Any:
+    def leave(name: str, *others: Any) -> Any:
         if name == phase and rank == 1:
             os._exit(0)
-        return exchange(name, message)
+        return exchange(name, *others)
 
     meeting.exchange = leave
     fake = FakeDriver()

@@ -67,7 +67,9 @@ def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 class LoopbackNative:
     """One rank's dispatch and combine, expert-major or rank-major, in plain torch."""
 
-    def __init__(self, *, shape: Any, rank: int, timeout: float, num_sms: int, device: Any) -> None:
+    def __init__(
+        self, *, shape: Any, rank: int, timeout: float, num_sms: int, device: Any, host_ranks: int
+    ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
         self.calls: list[str] = []
         self.failed: tuple[str, str] | None = None
@@ -88,6 +90,9 @@ class LoopbackNative:
     def connect(self, bases: list[int], names: list[str], pids: list[int]) -> None:
         assert len(bases) == len(names) == len(pids) == self.shape.ranks == 1
         self.calls.append("connect")
+
+    def network(self) -> str:
+        return ""
 
     def check(self) -> None:
         pending, self.pending = self.pending, None
@@ -370,9 +375,9 @@ class FakeWindow:
 
     last: FakeWindow
 
-    def __init__(self, meeting: Any, bytes: int, device_index: int) -> None:
+    def __init__(self, meeting: Any, bytes: int, device_index: int, *, ranks: list[int]) -> None:
         self.bytes, self.closed = bytes, False
-        self.bases = [1 << 20] * meeting.size
+        self.bases = [1 << 20] * len(ranks)
         FakeWindow.last = self
 
     def close(self) -> None:
@@ -389,6 +394,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         "device_plan_fields": device_plan_fields,
         "device_window_sections": lambda shape: [("control", 0, 4096), ("rows", 4096, 8192)],
         "device_window_bytes": lambda shape: 12288,
+        "device_host_bytes": lambda shape: 0,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(_C, name, fake, raising=False)

@@ -107,9 +107,6 @@ def test_sizes_that_no_window_can_have(changes: dict[str, Any], words: list[str]
 def test_what_this_version_has_not() -> None:
     with pytest.raises(moecomm.Unsupported, match="wire is 'fp8'"):
         _plan(wire="fp8")
-    if hasattr(_C, "device_window_sections"):
-        with pytest.raises(moecomm.Unsupported, match="2 nodes"):
-            _plan(ranks_per_node=2, device="cuda")
 
 
 def test_planning_allocates_nothing() -> None:
@@ -205,3 +202,32 @@ def test_sizes_that_no_window_on_cuda_can_have() -> None:
         _device_plan(dtype=torch.float64, wire="fp8")
     with pytest.raises(moecomm.Unsupported, match="wire is 'int4'"):
         _device_plan(wire="int4")
+
+
+@needs_cuda_part
+@pytest.mark.parametrize(("ranks", "per_node", "top_k"), [(2, 1, 8), (4, 2, 2), (16, 8, 8), (128, 8, 8)])
+def test_formula_on_cuda_with_nodes(ranks: int, per_node: int, top_k: int) -> None:
+    tokens, hidden = 4096, 7168
+    plan = _device_plan(
+        ranks=ranks,
+        ranks_per_node=per_node,
+        num_experts=8 * ranks,
+        top_k=top_k,
+        max_tokens=tokens,
+        hidden=hidden,
+        dtype=torch.bfloat16,
+    )
+    row, others = 2 * hidden, ranks // per_node - 1
+    slots, owners = min(per_node + others, top_k), min(per_node, top_k)
+    assert _sizes(plan, "rows") == [max(tokens * slots, 64 * ranks) * row] * 2
+    # Both together at most as much as one section of slots, but no less than for 64 tokens.
+    places = tokens * slots // (2 * others * owners)
+    places = tokens if places >= tokens else max(places // 8 * 8, 64)
+    assert _sizes(plan, "partial sums") == [others * places * owners * row] * 2
+    # Host memory: what comes from other nodes twice, and what leaves for them once; the rest is small.
+    rows = others * tokens * row
+    assert 3 * rows < plan.host_bytes < 3.1 * rows + (1 << 22)
+    assert plan.ranks == per_node and plan.total_bytes == plan.committed_bytes
+    assert str(plan).splitlines()[-1] == f"{'pinned host memory':<18} {'':>14} {plan.host_bytes:>14}"
+    within = _device_plan(ranks=per_node, num_experts=8 * per_node, top_k=min(top_k, 8))
+    assert within.host_bytes == 0 and "pinned" not in str(within)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.nodes import NodeMap, find_nodes, require_one_node
+from moecomm.nodes import NodeMap, find_nodes
 
 
 def hosts(*counts: int) -> list[str]:
@@ -165,9 +165,3 @@ def test_any_hosts_make_a_map_whose_nodes_are_within_them(found: list[int], per_
         assert nodes.nodes == len(set(names))
     else:
         assert nodes.ranks_per_node == min(per_node, len(names))
-
-
-def test_one_node_is_required() -> None:
-    require_one_node(1)
-    with pytest.raises(Unsupported, match="ranks are on 3 nodes"):
-        require_one_node(3)

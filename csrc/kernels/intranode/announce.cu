@@ -1,6 +1,7 @@
 // An operation that says that one rank's arguments are bad: its record carries the error, its window the
 // text. The rank meets the others like in any operation, so that all stay in step. And the end of a dispatch
 // whose host has found a reason not to receive it. One block each.
+#include "kernels/internode/relay_records.cuh"
 #include "kernels/intranode/kernel.cuh"
 
 namespace moecomm::intranode {
@@ -14,7 +15,7 @@ struct AnnounceArguments {
 __global__ void __launch_bounds__(kThreads, 1)
     announce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AnnounceArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm)) {
+  if (!already_failed(comm) && (comm.rail.others == 0 || device::wait_sent(comm, Operation::none, epoch))) {
     char* const text = comm.mine<char>(comm.window.error_text[epoch & 1]);
     for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) text[i] = args.text[i];
     __syncthreads();
@@ -25,7 +26,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     record.operation = Operation::none;
     record.error = args.error;
     record.capacity = -1;
-    device::signal_records(comm, record, static_cast<int>(threadIdx.x), kThreads);
+    device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+    for (int32_t other = 0; other < comm.rail.others; ++other) {
+      char* const copy = device::outgoing_head(comm, epoch, other).text;
+      for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) copy[i] = args.text[i];
+      __syncthreads();
+      if (threadIdx.x == 0) device::send_head(comm, record, other, 0, 0, true);
+    }
+    if (comm.rail.others > 0 && internode::relay_records(comm, Operation::none, nullptr, epoch, {0, 1}))
+      device::wait_all_here(comm, Operation::none, epoch);
     // Its own error is raised on the host; another rank's of the same operation gives way to it.
     device::wait_records(comm, Operation::none, epoch);
   }

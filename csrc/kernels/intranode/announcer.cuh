@@ -31,9 +31,10 @@ class Announcer {
     wait_stores<kLag>();
     announce();
   }
-  /// All groups of `chunk` were committed.
-  __device__ void chunk_stored(int64_t chunk, const PeerSet& peers) {
+  /// All groups of `chunk` of `source` were committed.
+  __device__ void chunk_stored(int32_t source, int64_t chunk, const PeerSet& peers) {
     flush();
+    source_ = source;
     chunk_ = chunk;
     peers_ = peers;
     groups_ = 0;
@@ -49,13 +50,14 @@ class Announcer {
 
   __device__ void announce() {
     peers_.for_each([&](int32_t peer) {
-      ptx::store_release_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, comm_.rank, chunk_), epoch_);
+      ptx::store_release_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, source_, chunk_), epoch_);
     });
     chunk_ = -1;
   }
 
   const device::Comm& comm_;
   const uint32_t epoch_;
+  int32_t source_ = 0;
   int64_t chunk_ = -1;
   int groups_ = 0;
   PeerSet peers_;

@@ -29,9 +29,10 @@ struct SendArguments {
   int64_t alignment;
   int64_t capacity;  ///< -1: as many rows as needed
   RowLayout layout;
-  uint64_t ticket;  ///< dropless: number under which the host waits for the row count
-  int32_t warps;    ///< of a block that move rows, at most
-  bool quantise;    ///< x is in the communicator's dtype, the wire is not
+  uint64_t ticket;       ///< dropless: number under which the host waits for the row count
+  int32_t warps;         ///< of a block that move rows, at most
+  int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
+  bool quantise;         ///< x is in the communicator's dtype, the wire is not
 };
 
 /// Where rows arrive.
@@ -61,6 +62,7 @@ struct CombineArguments {
   int32_t* plan;
   int64_t tokens;
   RowLayout layout;
+  int32_t relay_blocks = 0;  ///< as in SendArguments
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.

@@ -13,6 +13,7 @@ struct Heuristics {
   int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
   int send_warps;                   ///< of a block that move rows, at most
   int reduce_blocks, sum_blocks;    ///< of combine
+  int relay_blocks;                 ///< beside them, with several nodes
 
   std::string text() const {
     return std::to_string(send_blocks + receive_blocks) + " SMs: dispatch " + std::to_string(send_blocks) +
@@ -35,6 +36,8 @@ inline Heuristics choose_heuristics(int sms, int budget) {
   // The owners of a combine read most; past what fills the links, SMs are better used at the home.
   h.reduce_blocks = std::clamp(total * 13 / 24, 1, 26);
   h.sum_blocks = total - h.reduce_blocks;
+  // They keep up with a network of 50 GB/s a rank.
+  h.relay_blocks = std::clamp(total / 8, 1, 12);
   return h;
 }
 

@@ -6,7 +6,7 @@
 
 #include "kernels/intranode/arguments.hpp"
 #include "kernels/intranode/pipe.cuh"
-#include "transport/device/signal.cuh"
+#include "transport/device/rail.cuh"
 
 namespace moecomm::intranode {
 
@@ -46,18 +46,40 @@ __device__ inline int route_blocks(int64_t tokens, int blocks) {
                               max((tokens + kTokens - 1) / kTokens, int64_t{1})));
 }
 
+/// Bytes of the routing weights of `tokens` tokens, or of their gradients.
+__device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
+  return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
+}
+
 /// Announces an operation along a plan that is known. Whole block.
-__device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, uint64_t plan,
+__device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
+  const PlanView plan{words, comm.plan_fields};
   SignalRecord record{};
   record.epoch = epoch;
   record.operation = operation;
   record.capacity = -1;
-  record.plan = plan;
+  record.plan = plan.header().id;
   record.tokens = static_cast<int32_t>(tokens);
   record.layout = layout;
   record.carries = carries;
-  device::signal_records(comm, record, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x),
+                         static_cast<int>(blockDim.x));
+  // In the backward of combine rows go to other nodes as in the dispatch. In a combine they come from where
+  // the rows of the dispatch went: a node gets the sums of its tokens, and all gradients of their weights.
+  const bool back = operation == Operation::combine;
+  for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;
+       other += static_cast<int32_t>(blockDim.x)) {
+    int64_t rows = 0, parts = 0;
+    if (record.plan != 0) {
+      if ((carries & kCarriesRows) != 0)
+        rows = plan.at(back ? plan.fields.relay_tokens : plan.fields.node_tokens)[other];
+      parts = device::chunks_of(comm.rail, rows);
+      if (back && (carries & kCarriesWeights) != 0)
+        parts += WindowShape::pieces(weights_bytes(comm, plan.at(plan.fields.tokens)[comm.rail_rank(other)]));
+    }
+    device::send_head(comm, record, other, rows, parts, false);
+  }
 }
 
 /// The receiving kernel of an operation along a known plan waits for all ranks and compares what they do.
@@ -100,6 +122,9 @@ __device__ inline void end_operation(const Comm& comm, uint64_t epoch, uint64_t*
   state.route_counted = 0;
   state.route_done = 0;
   state.bad_id = ~uint64_t{0};
+  state.relay_next = 0;
+  state.relay_summed = 0;
+  state.commands_before = state.commands;
   if (total != nullptr) *total += ptx::global_nanoseconds() - state.started_ns;
   state.epoch = epoch;
 }

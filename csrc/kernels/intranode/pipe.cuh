@@ -27,7 +27,9 @@ template <int warps>
 struct MemoryOfWarps {
   alignas(128) std::byte pieces[warps][kWarpBytes];
   int32_t meta[warps][kMetaWords];
-  int32_t counts[warps][kMaxChunk];  ///< entries of meta for each token of a chunk
+  int32_t numbers[warps][kMetaWords];  ///< with several nodes: what goes with an entry of meta
+  int32_t from[warps][kMaxChunk];      ///< likewise, with a token of a chunk
+  int32_t counts[warps][kMaxChunk];    ///< entries of meta for each token of a chunk
   uint64_t barriers[warps][8];
   alignas(16) float scales[warps][kScaleBuffer];
   int32_t shared_word;

@@ -56,6 +56,17 @@ __device__ void place_weights(const Comm& comm, const ReceiveArguments& args, ui
   }
 }
 
+/// Whose sum is this rank's among those of a token, lane k knowing the owner of its k: at a home on this node
+/// each owner here and each other node has one; for one on another node, each owner here.
+__device__ int slot_between_nodes(const Comm& comm, int32_t home, int32_t owner) {
+  int32_t sender = owner;
+  if (owner >= 0 && !comm.is_local(owner))
+    sender = comm.is_local(home) ? owner - owner % comm.local_ranks : -1;
+  const uint32_t same = __match_any_sync(0xffffffffu, sender >= 0 ? sender : -1 - lane_id());
+  const bool leads = sender >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+  return __popc(__ballot_sync(0xffffffffu, leads && sender < comm.rank));
+}
+
 /// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
 /// into the plan, and what goes with a row to its place. Loads of all tokens are under way together.
 __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
@@ -87,7 +98,8 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     const bool here = __any_sync(0xffffffffu, mine);
     const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
     const bool leads = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
-    const int slot = __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank));
+    const int slot = comm.rail.others == 0 ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank))
+                                           : slot_between_nodes(comm, item.source, owner);
     if (mine) chunk.local[i] = expert - comm.rank * comm.local_experts;
     if (!by_expert && here) chunk.place[i] = fitting(bases[0] + place[i]);
     if (mine)
@@ -465,7 +477,8 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
     // Its rows have been loaded, so nothing has to be ordered before this.
     if (in_turn && lane_id() == 0)
-      ptx::store_relaxed_sys(comm.flag(comm.bases[item.source], comm.window.credits, comm.rank, item.chunk),
+      ptx::store_relaxed_sys(comm.flag(comm.bases[comm.through(item.source)], comm.window.credits,
+                                       comm.pair(item.source, comm.rank), item.chunk),
                              static_cast<uint32_t>(epoch));
   }
   wait_stores<0>();

@@ -4,6 +4,9 @@
 //   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
+// Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
+// relay them (relay_sums.cuh).
+#include "kernels/internode/relay_sums.cuh"
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/strip.cuh"
 
@@ -61,16 +64,21 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
 
 /// Sends the gradients of the weights of all other ranks' tokens. Whole block.
 template <class Sum>
-__device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+__device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
   for (int32_t i = 1; i < comm.ranks(); ++i) {
     const int32_t home = (comm.rank + i) % comm.ranks();
-    std::byte* const section = comm.bases[home] + comm.window.weight_grads[epoch & 1];
+    std::byte* section = comm.bases[comm.through(home)];
+    if (comm.is_local(home))
+      section += comm.window.weight_grads[epoch & 1];
+    else
+      section += comm.window.relay_grads[epoch & 1] +
+                 comm.other_of(home) * weights_bytes(comm, comm.window.shape.max_tokens);
     const int64_t tokens = plan.at(plan.fields.tokens)[home];
     for (int64_t token = int64_t{blockIdx.x} * kReduceWarps + warp_id(); token < tokens;
-         token += int64_t{gridDim.x} * kReduceWarps) {
+         token += int64_t{blocks} * kReduceWarps) {
       if (lane >= top_k) continue;
       const int32_t row =
           plan.at(plan.fields.rows)[(home * comm.window.shape.max_tokens + token) * top_k + lane];
@@ -80,17 +88,46 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   __syncthreads();
   if (threadIdx.x == 0) {
     ptx::fence_sys();
-    *shared_word = ptx::add_acq_rel_gpu(&comm.state().route_done, 1) + 1 == gridDim.x;
+    *shared_word = ptx::add_acq_rel_gpu(&comm.state().route_done, 1) + 1 == static_cast<uint32_t>(blocks);
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks(); peer += kReduceThreads)
-    ptx::store_release_sys(
-        comm.flag(comm.bases[peer], comm.window.arrived, comm.rank, comm.window.shape.max_chunks()),
-        static_cast<uint32_t>(epoch));
+  const int64_t flag = comm.window.shape.max_chunks();
+  for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks(); home += kReduceThreads)
+    ptx::store_release_sys(comm.is_local(home)
+                               ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank, flag)
+                               : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
+                                           comm.pair(home, comm.rank), flag),
+                           static_cast<uint32_t>(epoch));
 }
 
+/// Waits until the relay has read all chunks of a home that had this one's place before. All lanes.
+__device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens,
+                               int64_t chunk) {
+  const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
+  bool free = true;
+  for (int64_t before = chunk - places * (1 + lane_id()); free && before >= 0; before -= places * 32)
+    free =
+        device::wait_until(comm, {comm.through(home), WaitPhase::credit, Operation::combine, epoch},
+                           device::EpochFlag{comm.flag(comm.own, comm.window.partial_credits, home, before),
+                                             static_cast<uint32_t>(epoch)});
+  return __all_sync(0xffffffffu, free);
+}
+
+/// What the blocks that relay do. `moving`: the plan is one along which something moves.
 template <DType dtype>
+__device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                      internode::RelayBlocks relay, bool moving) {
+  if (!internode::relay_records(comm, Operation::combine, nullptr, epoch, relay)) return;
+  if (moving) {
+    if (args.weight_grads != nullptr)
+      internode::relay_weight_grads<typename Element<dtype>::Sum>(comm, args.plan, epoch, relay);
+    if (args.rows != nullptr) internode::relay_sums<dtype>(comm, args.plan, epoch);
+  }
+  if (relay.block == 0) device::wait_all_here(comm, Operation::combine, epoch);
+}
+
+template <DType dtype, bool kNodes>
 __global__ void __launch_bounds__(kReduceThreads, 1)
     reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   using Sum = typename Element<dtype>::Sum;
@@ -102,12 +139,20 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   const PlanView plan{args.plan, comm.plan_fields};
   const uint64_t id = plan.header().id;
+  const int blocks = static_cast<int>(gridDim.x) - (kNodes ? args.relay_blocks : 0);
+  if constexpr (kNodes) {
+    if (!device::wait_sent(comm, Operation::combine, epoch)) return;
+    if (static_cast<int>(blockIdx.x) >= blocks) {
+      relay<dtype>(comm, args, epoch, {static_cast<int>(blockIdx.x) - blocks, args.relay_blocks}, id != 0);
+      return;
+    }
+  }
   if (blockIdx.x == 0)
     signal_start(
-        comm, Operation::combine, epoch, id, args.layout, args.tokens,
+        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
         (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u));
   if (id == 0 || comm.ranks() == 1) return;
-  if (args.weight_grads != nullptr) send_weight_grads<Sum>(comm, args, epoch, &block.shared_word);
+  if (args.weight_grads != nullptr) send_weight_grads<Sum>(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
 
   const int top_k = comm.top_k();
@@ -133,10 +178,17 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     const uint32_t owned =
         list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
     if (owned == 0) continue;
-    std::byte* const first_slot = comm.slot_row(comm.bases[home], epoch, begin, 0);
+    const bool local = !kNodes || comm.is_local(home);
+    if constexpr (kNodes)
+      if (!local && tokens > comm.window.partial_tokens && !wait_for_place(comm, epoch, home, tokens, chunk))
+        return;
+    std::byte* const first_slot =
+        local ? comm.slot_row(comm.bases[home], epoch, begin, 0)
+              : comm.partial_row(comm.bases[comm.through(home)], epoch, comm.other_of(home), begin, 0);
+    const int slots_of_token = local ? comm.window.shape.slots() : comm.window.shape.node_slots();
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
-      std::byte* const to = first_slot + (i * comm.window.shape.slots() + slots[i]) * row_bytes;
+      std::byte* const to = first_slot + (i * slots_of_token + slots[i]) * row_bytes;
       const int32_t* const rows = sources + i * top_k;
       const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
@@ -145,26 +197,38 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     }
     __syncwarp();
     if (lane_id() == 0)
-      ptx::store_release_sys(comm.flag(comm.bases[home], comm.window.arrived, comm.rank, chunk),
+      ptx::store_release_sys(local ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank, chunk)
+                                   : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
+                                               comm.pair(home, comm.rank), chunk),
                              static_cast<uint32_t>(epoch));
   }
 }
 
-template <DType dtype>
-struct ReduceKernel {
-  static constexpr auto kernel = &reduce_kernel<dtype>;
+template <bool kNodes>
+struct Reduce {
+  template <DType dtype>
+  struct Kernel {
+    static constexpr auto kernel = &reduce_kernel<dtype, kNodes>;
+  };
 };
+
+/// Calls use.operator()<kernel>() with the kernel for one node or several.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
+  return shape.other_nodes() > 0 ? with_dtype<Reduce<true>::template Kernel>(shape.dtype, use)
+                                 : with_dtype<Reduce<false>::template Kernel>(shape.dtype, use);
+}
 
 }  // namespace
 
 cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_dtype<ReduceKernel>(comm.window.shape.dtype, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
 cudaError_t prepare_reduce(const DeviceShape& shape) {
-  return with_dtype<ReduceKernel>(shape.dtype, Prepare{sizeof(ReduceMemory)});
+  return with_kernel(shape, Prepare{sizeof(ReduceMemory)});
 }
 
 }  // namespace moecomm::intranode

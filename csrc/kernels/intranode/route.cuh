@@ -4,6 +4,8 @@
 //   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
 //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
 //   4. the last block to end signals the records of the dispatch
+// What other nodes have to know goes to host memory instead, once for all of them, with the number of each
+// token among those that a node needs (its relay index), counted like an expert's rows.
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
 // experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
 #pragma once
@@ -11,12 +13,13 @@
 #include "kernels/intranode/arguments.hpp"
 #include "kernels/intranode/pipe.cuh"
 #include "layout/routing.hpp"
-#include "transport/device/signal.cuh"
+#include "transport/device/rail.cuh"
 
 namespace moecomm::intranode {
 
 using device::Comm;
 using device::PlanView;
+using device::Rail;
 
 __device__ inline int64_t read_id(const SendArguments& args, int64_t index) {
   return args.wide_ids ? static_cast<const int64_t*>(args.ids)[index]
@@ -38,6 +41,9 @@ struct RouteStep {
   uint32_t token_lanes;  ///< lanes of the same token
   int32_t id, owner;     ///< -1: none
   bool first;            ///< the first of the token's ids with this owner
+  int32_t sender;  ///< whose slot the owner's sum takes in combine: its own, or that of the first rank of
+                   ///< its node where this is another one
+  bool first_of_sender;  ///< likewise
 };
 
 /// A warp's tokens [begin, end), as many as fit a step at a time.
@@ -68,6 +74,14 @@ class RouteWalk {
         const uint32_t same =
             __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id()) & s.token_lanes;
         s.first = s.owner >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+        s.sender = s.owner;
+        s.first_of_sender = s.first;
+        if (comm_.rail.others > 0) {
+          if (s.owner >= 0 && !comm_.is_local(s.owner)) s.sender -= s.owner % comm_.local_ranks;
+          const uint32_t together =
+              __match_any_sync(0xffffffffu, s.sender >= 0 ? s.sender : -1 - lane_id()) & s.token_lanes;
+          s.first_of_sender = s.owner >= 0 && (together & ((1u << lane_id()) - 1)) == 0;
+        }
         use(s, values[i]);
       }
     }
@@ -103,15 +117,29 @@ __device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
   return number;
 }
 
-/// Writes what a token's home has to know: its number of owners, and which of them in ascending order this
-/// rank is.
+/// Writes what a token's home has to know: its number of sums, and which of them in ascending order is this
+/// rank's.
 __device__ inline void note_home(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const uint32_t owners = __ballot_sync(0xffffffffu, s.first) & s.token_lanes;
-  const uint32_t below = __ballot_sync(0xffffffffu, s.first && s.owner < comm.rank) & s.token_lanes;
+  const uint32_t sums = __ballot_sync(0xffffffffu, s.first_of_sender) & s.token_lanes;
+  const uint32_t below =
+      __ballot_sync(0xffffffffu, s.first_of_sender && s.sender < comm.rank) & s.token_lanes;
   const uint32_t own = __ballot_sync(0xffffffffu, s.owner == comm.rank) & s.token_lanes;
   if (s.active && s.k == 0)
-    plan.at(plan.fields.home)[s.token] = __popc(owners) | (own != 0 ? __popc(below) : kNoOwnSlot) << 16;
+    plan.at(plan.fields.home)[s.token] = __popc(sums) | (own != 0 ? __popc(below) : kNoOwnSlot) << 16;
+}
+
+/// True where the step's token goes to another node, and this is the first of its ids that says so.
+__device__ inline bool leaves_node(const Comm& comm, const RouteStep& s) {
+  return comm.rail.others > 0 && s.first_of_sender && !comm.is_local(s.owner);
+}
+
+/// Says that no node needs the token; then push_codes says which do.
+__device__ inline void clear_home_index(const Comm& comm, const SendArguments& args, const RouteStep& s) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  if (!s.active) return;
+  for (int32_t other = s.k; other < comm.rail.others; other += comm.top_k())
+    plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + s.token] = -1;
 }
 
 /// A (token, k) as it is loaded for the second walk.
@@ -121,8 +149,8 @@ struct RoutedId {
   Weight weight = 0;
 };
 
-/// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank. Each rank
-/// gets them all, and finds out by itself what concerns it.
+/// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank of the node.
+/// Each rank gets them all, and finds out by itself what concerns it; so do other nodes.
 template <class Weight>
 __device__ inline void push_codes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                   const RouteWalk& walk, const int32_t* home_ids, int32_t* histogram) {
@@ -135,28 +163,74 @@ __device__ inline void push_codes(const Comm& comm, const SendArguments& args, u
                 [](const RouteStep&, const Routed& routed) { return routed.id; },
                 [&](const RouteStep& s, const Routed& routed) {
                   note_home(comm, args, s);
-                  const int32_t number = by_expert ? take_number(histogram, s.id) : 0;
-                  const int32_t code = s.id < 0 ? -1 : s.id << w.code_bits | number;
+                  const int32_t row = by_expert ? take_number(histogram, s.id) : 0;
+                  const int32_t code = s.id < 0 ? -1 : s.id << w.code_bits | row;
                   const int64_t entry = (first + s.token) * comm.top_k() + s.k;
-                  for (int32_t i = 0; i < comm.ranks(); ++i) {
-                    std::byte* const base = comm.bases[(comm.rank + i) % comm.ranks()];
+                  for (int32_t i = 0; i < comm.local_ranks; ++i) {
+                    const int32_t peer = comm.first_rank + (comm.rank + i) % comm.local_ranks;
                     if (!s.active) continue;
-                    comm.at<int32_t>(base, w.codes[epoch & 1])[entry] = code;
+                    comm.at<int32_t>(comm.bases[peer], w.codes[epoch & 1])[entry] = code;
                     if (weights != nullptr)
-                      comm.at<Weight>(base, w.weights[epoch & 1])[entry] = routed.weight;
+                      comm.at<Weight>(comm.bases[peer], w.weights[epoch & 1])[entry] = routed.weight;
                   }
-                  if (by_expert) return;
-                  const int32_t place = take_number(histogram + w.shape.num_experts, s.first ? s.owner : -1);
-                  if (s.first)
-                    comm.at<int32_t>(comm.bases[s.owner], w.places[epoch & 1])[first + s.token] = place;
+                  int32_t place = -1;
+                  if (!by_expert) {
+                    place = take_number(histogram + w.shape.num_experts, s.first ? s.owner : -1);
+                    if (s.first && comm.is_local(s.owner))
+                      comm.at<int32_t>(comm.bases[s.owner], w.places[epoch & 1])[first + s.token] = place;
+                  }
+                  if (comm.rail.others == 0) return;
+                  const Rail& rail = comm.rail;
+                  const int64_t own = s.token * comm.top_k() + s.k;
+                  if (s.active) {
+                    int32_t* const codes = rail.at<int32_t>(rail.layout.ids[epoch & 1] + rail.counts_bytes);
+                    codes[own] = code;
+                    if (!by_expert) codes[args.tokens * comm.top_k() + own] = place;
+                    if (weights != nullptr)
+                      rail.at<Weight>(rail.layout.weights[epoch & 1])[own] = routed.weight;
+                  }
+                  const bool leaves = leaves_node(comm, s);
+                  const int32_t node = s.owner / comm.local_ranks;
+                  const int32_t number = take_number(histogram + w.shape.counts(), leaves ? node : -1);
+                  if (leaves)
+                    PlanView{args.plan, comm.plan_fields}.at(
+                        comm.plan_fields.home_index)[rail.other_of(node) * w.shape.max_tokens + s.token] =
+                        number;
                 });
+}
+
+/// Sends the record of a dispatch, and what push_codes has left in host memory, to other nodes. Whole block.
+__device__ inline void send_tables(const Comm& comm, const SendArguments& args, const SignalRecord& record) {
+  const Rail& rail = comm.rail;
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int64_t most = comm.window.shape.max_tokens, entries = args.tokens * comm.top_k();
+  int32_t* const index = rail.at<int32_t>(rail.layout.index[record.epoch & 1]);
+  for (int32_t other = 0; other < rail.others; ++other)
+    for (int64_t token = threadIdx.x; token < args.tokens; token += kThreads)
+      index[other * most + token] = __ldcg(plan.at(plan.fields.home_index) + other * most + token);
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::fence_sys();
+  __syncthreads();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t ids = rail.counts_bytes + entries * 4 * (args.layout == RowLayout::rank ? 2 : 1);
+  for (int32_t i = 0; i < rail.others; ++i) {
+    const int32_t other = (rail.node + i) % rail.others;
+    const int64_t rows = __ldcg(plan.at(plan.fields.node_tokens) + other);
+    if (thread == 0) device::send_head(comm, record, other, rows, device::chunks_of(rail, rows), false);
+    device::push_pieces(comm, Command::Kind::ids, other, ids, record.epoch, thread, kThreads);
+    device::push_pieces(comm, Command::Kind::index, other, args.tokens * 4, record.epoch, thread, kThreads);
+    if (args.weights != nullptr)
+      device::push_pieces(comm, Command::Kind::weights, other,
+                          entries * weight_bytes(comm.window.shape.dtype), record.epoch, thread, kThreads);
+  }
 }
 
 /// Run by blocks [0, blocks) of the send kernel. `histogram`: shared memory, overwritten.
 __device__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
-  const int bins = static_cast<int>(w.shape.counts()), experts = static_cast<int>(w.shape.num_experts);
+  const int bins = static_cast<int>(w.shape.bins()), counts = static_cast<int>(w.shape.counts());
+  const int experts = static_cast<int>(w.shape.num_experts);
   const int top_k = comm.top_k(), warp = warp_id(), block = static_cast<int>(blockIdx.x);
   const int warps = static_cast<int>(min(static_cast<int64_t>(kWarps), histogram_words / bins));
   DeviceState& state = comm.state();
@@ -188,11 +262,13 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
                     note_bad_id(state, s.token * top_k + s.k,
                                 (__ffs(static_cast<int>(below)) - 1) % top_k + 1);
                     s.id = kNoExpert;
-                    s.first = false;
+                    s.first = s.first_of_sender = false;
                   }
                   if (s.active) home_ids[s.token * top_k + s.k] = s.id;
                   if (s.id >= 0) atomicAdd(&own[s.id], 1);
                   if (s.first) atomicAdd(&own[experts + s.owner], 1);
+                  if (leaves_node(comm, s)) atomicAdd(&own[counts + s.owner / comm.local_ranks], 1);
+                  clear_home_index(comm, args, s);
                 });
   __syncthreads();
 
@@ -222,9 +298,15 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
       histogram[i * bins + bin] = next;
       next += count;
     }
-    if (block == blocks - 1)
-      for (int32_t i = 0; i < comm.ranks(); ++i)
-        comm.at<int32_t>(comm.bases[i], w.counts[epoch & 1])[int64_t{comm.rank} * bins + bin] = next;
+    if (block != blocks - 1) continue;
+    if (bin < counts) {
+      for (int32_t i = 0; i < comm.local_ranks; ++i)
+        comm.at<int32_t>(comm.bases[comm.first_rank + i],
+                         w.counts[epoch & 1])[int64_t{comm.rank} * counts + bin] = next;
+      if (comm.rail.others > 0) comm.rail.at<int32_t>(comm.rail.layout.ids[epoch & 1])[bin] = next;
+    } else if (bin - counts != comm.rail.node) {
+      plan.at(plan.fields.node_tokens)[comm.rail.other_of(bin - counts)] = next;
+    }
   }
   __syncthreads();
 
@@ -256,7 +338,8 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
     record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
     record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
   }
-  device::signal_records(comm, record, static_cast<int>(threadIdx.x), kThreads);
+  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+  if (comm.rail.others > 0) send_tables(comm, args, record);
 }
 
 }  // namespace moecomm::intranode

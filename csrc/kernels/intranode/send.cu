@@ -6,6 +6,11 @@
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
 // The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
 // whose place it takes.
+//
+// With several nodes rows go to owners on this node, and once to each other node that needs them: into host
+// memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
+// there: rows of the rail go to the owners here in the same way, on behalf of their source.
+#include "kernels/internode/relay_records.cuh"
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/element.cuh"
 #include "kernels/intranode/kernel.cuh"
@@ -16,16 +21,28 @@
 namespace moecomm::intranode {
 namespace {
 
+using internode::RelayBlocks;
+
 /// Owners of the tokens of a chunk.
 struct ChunkOwners {
   uint32_t tokens = 0;  ///< bit i: token i goes somewhere
+  bool leaves = false;  ///< some of it goes to another node
   PeerSet peers;
 };
 
-/// Fills meta[i * top_k ...] with the ranks that token i of the chunk goes to, and counts[i] with their
-/// number.
+/// What a warp knows about the tokens of its chunk, in shared memory: counts[i] targets of token i, at
+/// [i * top_k ...]. Targets are ranks, and from `ranks` on other nodes, with the number of the row there.
+struct ChunkMeta {
+  int32_t* targets;
+  int32_t* counts;
+  int32_t* numbers;
+  int32_t* from;  ///< relayed rows: their number among those that came here
+};
+
+/// Fills `meta` with the ranks, and other nodes, that the tokens of a chunk go to.
+template <bool kNodes>
 __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, int64_t begin, int64_t end,
-                                   int32_t* meta, int32_t* counts) {
+                                   const ChunkMeta& meta) {
   ChunkOwners chunk;
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
   const PlanView plan{args.plan, comm.plan_fields};
@@ -35,65 +52,103 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     const int64_t index = (begin + i) * top_k + lane;
-    id[i] = i >= tokens || lane >= top_k            ? kNoExpert
-            : args.operation == Operation::dispatch ? read_id(args, index)
-                                                    : int64_t{kept[index]};
+    id[i] = i >= tokens || lane >= top_k                       ? kNoExpert
+            : !kNodes && args.operation == Operation::dispatch ? read_id(args, index)
+                                                               : int64_t{kept[index]};
   }
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
-    int32_t owner = -1;
+    int32_t target = -1, number = 0;
     if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
-      owner = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
-    if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
-    const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
-    const bool first = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
-    const int count = compact(meta + i * top_k, owner, first);
-    if (lane == 0) counts[i] = count;
+      target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
+    if (target == comm.rank && !comm.own_rows_travel()) target = -1;
+    if constexpr (kNodes) {
+      if (target >= 0 && !comm.is_local(target)) {
+        const int32_t other = comm.other_of(target);
+        number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + begin + i];
+        target = number < 0 ? -1 : comm.ranks() + other;
+      }
+    }
+    const uint32_t same = __match_any_sync(0xffffffffu, target >= 0 ? target : -1 - lane);
+    const bool first = target >= 0 && (same & ((1u << lane) - 1)) == 0;
+    const int count = compact(meta.targets + i * top_k, target, first);
+    if constexpr (kNodes) compact(meta.numbers + i * top_k, number, first);
+    if (lane == 0) meta.counts[i] = count;
     if (count == 0) continue;
     chunk.tokens |= 1u << i;
-    for (uint32_t left = __ballot_sync(0xffffffffu, first); left != 0; left &= left - 1)
-      chunk.peers.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1));
+    for (uint32_t left = __ballot_sync(0xffffffffu, first); left != 0; left &= left - 1) {
+      const int32_t to = __shfl_sync(0xffffffffu, target, __ffs(static_cast<int>(left)) - 1);
+      if (!kNodes || to < comm.ranks())
+        chunk.peers.insert(to);
+      else
+        chunk.leaves = true;
+    }
   }
   __syncwarp();
   return chunk;
 }
 
-/// Where this rank's token goes in the staging section of `peer`.
-__device__ std::byte* staged_row(const Comm& comm, uint64_t epoch, int32_t peer, int64_t token) {
-  return comm.staged_row(comm.bases[peer], epoch, comm.rank, token);
-}
+/// Where the rows of a sender lie, and where they go.
+template <bool kNodes>
+struct RowPaths {
+  const Comm& comm;
+  uint64_t epoch;
+  const std::byte* x;  ///< this rank's own rows
+  int32_t source;      ///< whose rows they are
+  bool relayed;        ///< they have come from another node
+
+  /// Token i of the chunk that begins with `begin`.
+  __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
+    if constexpr (kNodes)
+      if (relayed)
+        return comm.rail.arrived(epoch, comm.other_of(source), meta.from[i], comm.window.wire_bytes);
+    return x + (begin + i) * row_bytes;
+  }
+  __device__ std::byte* to(int64_t begin, int i, int j, const ChunkMeta& meta) const {
+    const int at = i * comm.top_k() + j;
+    const int32_t target = meta.targets[at];
+    if constexpr (kNodes)
+      if (target >= comm.ranks())
+        return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
+    return comm.staged_row(comm.bases[target], epoch, source, begin + i);
+  }
+};
 
 /// Rows as they are.
+template <bool kNodes>
 class CopyRows {
  public:
-  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
-      : comm_(comm),
-        args_(args),
-        epoch_(epoch),
-        ring_(memory.pieces, memory.barriers),
-        scales_(memory.scales),
-        pieces_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)) {}
+  static constexpr bool nodes = kNodes;
 
-  __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
-                       Announcer& announcer) {
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
+      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
+                 comm.window.shape.wire_data_bytes()) {}
+  /// Of other sources: see start_source.
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
+                      int64_t row_bytes)
+      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
+
+  /// Rows that have come from another node are those of `source` from now on.
+  __device__ void start_source(int32_t source) { paths_.source = source; }
+
+  __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
     PieceCursor load{tokens}, store{tokens};
     const int64_t row_bytes = pieces_.total;
     while (!store.done()) {
       while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
         wait_stores_read<kCopyStages / 2>();
-        ring_.load(args_.x + (begin + load.token()) * row_bytes + pieces_.offset(load.piece),
+        ring_.load(paths_.from(begin, load.token(), meta, row_bytes) + pieces_.offset(load.piece),
                    pieces_.size(load.piece));
         load.advance(pieces_.count);
       }
       const std::byte* const piece = ring_.wait();
-      const int i = store.token(), count = counts[i];
-      const int32_t* const owners = meta + i * comm_.top_k();
+      const int i = store.token(), count = meta.counts[i];
       for (int j = 0; j < count; ++j)
-        store_piece(staged_row(comm_, epoch_, owners[j], begin + i) + pieces_.offset(store.piece), piece,
+        store_piece(paths_.to(begin, i, j, meta) + pieces_.offset(store.piece), piece,
                     pieces_.size(store.piece));
       commit_stores();
-      if (args_.x_scales != nullptr && store.piece == 0) send_scales(begin + i, owners, count);
+      if (args_.x_scales != nullptr && !paths_.relayed && store.piece == 0) send_scales(begin, i, meta);
       ring_.release();
       announcer.group_committed();
       store.advance(pieces_.count);
@@ -101,17 +156,26 @@ class CopyRows {
   }
 
  private:
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, const RowPaths<kNodes>& paths,
+                      WarpMemory memory, int64_t row_bytes)
+      : comm_(comm),
+        args_(args),
+        paths_(paths),
+        ring_(memory.pieces, memory.barriers),
+        scales_(memory.scales),
+        pieces_(pieces_of(row_bytes, kCopyPiece)) {}
+
   /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
-  __device__ void send_scales(int64_t token, const int32_t* owners, int count) {
+  __device__ void send_scales(int64_t begin, int i, const ChunkMeta& meta) {
     const int64_t number = comm_.window.shape.wire_scales();
-    const float* const from = args_.x_scales + token * number;
+    const float* const from = args_.x_scales + (begin + i) * number;
     for (int64_t first = 0; first < number; first += kScaleBuffer) {
       wait_stores_read<0>();
       const int part = static_cast<int>(min(number - first, int64_t{kScaleBuffer}));
       for (int s = lane_id(); s < part; s += 32) scales_[s] = from[first + s];
       publish_piece();
-      for (int j = 0; j < count; ++j)
-        store_piece(staged_row(comm_, epoch_, owners[j], token) + pieces_.total + first * 4,
+      for (int j = 0; j < meta.counts[i]; ++j)
+        store_piece(paths_.to(begin, i, j, meta) + pieces_.total + first * 4,
                     reinterpret_cast<const std::byte*>(scales_), (part * 4 + 15) / 16 * 16);
       commit_stores();
     }
@@ -119,14 +183,14 @@ class CopyRows {
 
   const Comm& comm_;
   const SendArguments& args_;
-  const uint64_t epoch_;
+  RowPaths<kNodes> paths_;
   LoadRing<kCopyStages, kCopyPiece> ring_;
   float* const scales_;
   const Pieces pieces_;
 };
 
 /// Rows of `dtype`, which go out in another format, with scales.
-template <DType dtype, WireFormat wire>
+template <DType dtype, WireFormat wire, bool kNodes>
 class QuantiseRows {
   using E = Element<dtype>;
   using W = Wire<wire>;
@@ -178,17 +242,18 @@ class QuantiseRows {
   }
 
  public:
+  static constexpr bool nodes = kNodes;
+
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
-        epoch_(epoch),
+        paths_{comm, epoch, args.x, comm.rank, false},
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
         whole_(comm.window.wire_bytes <= kRowStage),
         out_(memory.pieces, pieces_.count, kColumns, kRowStage) {}
 
-  __device__ void send(int64_t begin, uint32_t tokens, const int32_t* meta, const int32_t* counts,
-                       Announcer& announcer) {
+  __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
     PieceCursor load{tokens}, store{tokens};
     Strip<kSteps> now, next;
     const auto fetch = [&](Strip<kSteps>& strip) {
@@ -199,8 +264,7 @@ class QuantiseRows {
     fetch(now);
     while (!store.done()) {
       if (!load.done()) fetch(next);
-      const int i = store.token(), count = counts[i];
-      const int32_t* const owners = meta + i * comm_.top_k();
+      const int i = store.token(), count = meta.counts[i];
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
       std::byte* const out = out_.piece(store.piece);
       const int first = out_.first(store.piece);
@@ -230,7 +294,7 @@ class QuantiseRows {
       const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
       const uint32_t scales = (columns + kScaleColumns - 1) / kScaleColumns;
       for (int j = 0; j < count; ++j) {
-        std::byte* const row = staged_row(comm_, epoch_, owners[j], begin + i);
+        std::byte* const row = paths_.to(begin, i, j, meta);
         if (whole_) {
           store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.wire_bytes));
           continue;
@@ -248,7 +312,7 @@ class QuantiseRows {
  private:
   const Comm& comm_;
   const SendArguments& args_;
-  const uint64_t epoch_;
+  const RowPaths<kNodes> paths_;
   float* const scales_;
   const Pieces pieces_;
   const bool whole_;  ///< a row with its scales goes out in one store
@@ -258,35 +322,184 @@ class QuantiseRows {
 /// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
 /// place.
 template <class Visit>
-__device__ bool all_credits(const Comm& comm, uint64_t epoch, int64_t chunk, const PeerSet& peers,
-                            const Visit& visit) {
+__device__ bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
+                            const PeerSet& peers, const Visit& visit) {
   bool all = true;
   peers.for_each([&](int32_t peer) {
-    all = all && visit(peer, device::EpochFlag{comm.flag(comm.own, comm.window.credits, peer, chunk),
-                                               static_cast<uint32_t>(epoch)});
+    all = all && visit(peer, device::EpochFlag{
+                                 comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), chunk),
+                                 static_cast<uint32_t>(epoch)});
   });
   return __all_sync(0xffffffffu, all);
 }
 
 /// Waits until the owners have read all chunks that had this one's place before: not only the last of them,
 /// since an owner that gets nothing of it has not waited for those before. False if it waits in vain.
-__device__ bool wait_for_place(const Comm& comm, const SendArguments& args, uint64_t epoch, int64_t chunk,
-                               const PeerSet& peers, Announcer& announcer) {
-  const int64_t places = comm.window.stage_tokens / chunk_tokens(args.tokens);
+__device__ bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
+                               uint64_t epoch, int64_t chunk, const PeerSet& peers, Announcer& announcer) {
+  const int64_t places = comm.window.stage_tokens / chunk_tokens(tokens);
   bool flushed = false;
   for (int64_t before = chunk - places; before >= 0; before -= places) {
-    if (all_credits(comm, epoch, before, peers,
+    if (all_credits(comm, source, epoch, before, peers,
                     [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); }))
       continue;
     if (!flushed) announcer.flush();  // what comes before must not wait for this chunk
     flushed = true;
-    if (!all_credits(comm, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
-          return device::wait_until(comm, {peer, WaitPhase::credit, args.operation, epoch}, flag);
+    if (!all_credits(comm, source, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
+          return device::wait_until(comm, {peer, WaitPhase::credit, operation, epoch}, flag);
         }))
       return false;
   }
   open_for_loads();
   return true;
+}
+
+/// Leaves out the targets on this node, which nobody reads: what was announced to other nodes has to leave.
+__device__ void keep_other_nodes(const Comm& comm, uint32_t tokens, const ChunkMeta& meta) {
+  const int lane = lane_id(), top_k = comm.top_k();
+  __syncwarp();
+  for (; tokens != 0; tokens &= tokens - 1) {
+    const int i = __ffs(static_cast<int>(tokens)) - 1;
+    const bool has = lane < meta.counts[i];
+    const int32_t target = has ? meta.targets[i * top_k + lane] : -1;
+    const int32_t number = has ? meta.numbers[i * top_k + lane] : 0;
+    __syncwarp();
+    const int count = compact(meta.targets + i * top_k, target, target >= comm.ranks());
+    compact(meta.numbers + i * top_k, number, target >= comm.ranks());
+    if (lane == 0) meta.counts[i] = count;
+  }
+  __syncwarp();
+}
+
+/// The rows of a chunk for other nodes are in place: says so.
+__device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t epoch, uint32_t tokens,
+                          const ChunkMeta& meta) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  wait_stores<0>();
+  // One lane has waited for the stores of all.
+  if (lane_id() != 0) return;
+  ptx::fence_sys();
+  const Command::Kind kind =
+      args.operation == Operation::dispatch ? Command::Kind::wire_chunk : Command::Kind::chunk;
+  for (; tokens != 0; tokens &= tokens - 1) {
+    const int i = __ffs(static_cast<int>(tokens)) - 1;
+    for (int at = i * comm.top_k(), end = at + meta.counts[i]; at < end; ++at) {
+      const int32_t other = meta.targets[at] - comm.ranks();
+      if (other < 0) continue;
+      device::row_staged(comm, kind, other, meta.numbers[at],
+                         __ldcg(plan.at(plan.fields.node_tokens) + other), epoch);
+    }
+  }
+}
+
+/// This rank's rows.
+template <class Rows>
+__device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
+                          const ChunkMeta& meta) {
+  Rows rows(comm, args, epoch, memory);
+  Announcer announcer(comm, epoch);
+  Claims claims(&comm.state().send_next);
+  const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
+  for (int64_t chunk = claims.take(); chunk < chunks; chunk = claims.take()) {
+    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
+    ChunkOwners owners = list_owners<Rows::nodes>(comm, args, begin, end, meta);
+    if (owners.tokens == 0) continue;
+    if (args.tokens > comm.window.stage_tokens &&
+        !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers,
+                        announcer)) {
+      if (!Rows::nodes || already_failed(comm)) break;
+      keep_other_nodes(comm, owners.tokens, meta);
+      owners.peers = {};
+    }
+    rows.send(begin, owners.tokens, meta, announcer);
+    announcer.chunk_stored(comm.rank, chunk, owners.peers);
+    if constexpr (Rows::nodes)
+      if (owners.leaves) {
+        announcer.flush();
+        hand_over(comm, args, epoch, owners.tokens, meta);
+      }
+  }
+  announcer.flush();
+}
+
+/// Fills `meta` with the owners on this node of a rail rank's tokens.
+__device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int32_t other,
+                                    const internode::RelayChunk& chunk, const ChunkMeta& meta) {
+  ChunkOwners owners;
+  const int top_k = comm.top_k(), lane = lane_id();
+  __syncwarp();
+  if (lane < kMaxChunk) meta.from[lane] = chunk.number;
+  const int32_t* const ids =
+      plan.at(plan.fields.relay_ids) + (other * comm.window.shape.max_tokens + chunk.begin) * top_k + lane;
+  for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
+    const int i = __ffs(static_cast<int>(left)) - 1;
+    int32_t owner = lane < top_k ? expert_owner(ids[i * top_k], comm.local_experts) : -1;
+    if (!comm.is_local(owner)) owner = -1;
+    const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
+    const bool first = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
+    const int count = compact(meta.targets + i * top_k, owner, first);
+    if (lane == 0) meta.counts[i] = count;
+    if (count > 0) owners.tokens |= 1u << i;
+    for (uint32_t each = __ballot_sync(0xffffffffu, first); each != 0; each &= each - 1)
+      owners.peers.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(each)) - 1));
+  }
+  __syncwarp();
+  return owners;
+}
+
+/// Rows of the rail, as they arrive. False if they do not.
+__device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
+                           const ChunkMeta& meta) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const RelayState* const states = comm.mine<RelayState>(comm.window.relay_state);
+  const int32_t others = comm.rail.others;
+  int64_t most_chunks = 0;
+  for (int32_t other = 0; other < others; ++other)
+    most_chunks = max(most_chunks, chunk_count(__ldcg(&states[other].tokens)));
+  CopyRows<true> rows(comm, args, epoch, memory, comm.window.wire_bytes);
+  Announcer announcer(comm, epoch);
+  Claims claims(&comm.state().relay_next);
+  for (int64_t claim = claims.take(); claim < most_chunks * others; claim = claims.take()) {
+    const int64_t number = claim / others;
+    const auto other = static_cast<int32_t>((comm.rail.node + claim) % others);
+    const int64_t tokens = __ldcg(&states[other].tokens);
+    if (number >= chunk_count(tokens)) continue;
+    const internode::RelayChunk chunk = internode::relay_chunk(comm, plan, other, tokens, number);
+    const ChunkOwners owners = list_relayed(comm, plan, other, chunk, meta);
+    if (owners.tokens == 0) continue;
+    const int32_t source = comm.rail_rank(other);
+    bool here = true;
+    if (chunk.number >= 0)
+      here = device::wait_until(
+          comm, {source, WaitPhase::rows, args.operation, epoch, false},
+          device::HostWord{comm.rail.arrival(epoch, other, chunk.number / comm.rail.chunk_rows), epoch});
+    if (!__all_sync(0xffffffffu, here)) return false;
+    open_for_loads();
+    rows.start_source(source);
+    if (tokens > comm.window.stage_tokens &&
+        !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers, announcer)) {
+      if (already_failed(comm)) return false;
+      continue;  // called off: nobody reads it
+    }
+    rows.send(chunk.begin, owners.tokens, meta, announcer);
+    announcer.chunk_stored(source, number, owners.peers);
+  }
+  announcer.flush();
+  return true;
+}
+
+/// What the blocks that relay do: records and tables of the rail, then its rows.
+__device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
+                      bool valid, BlockMemory& block, const ChunkMeta& meta) {
+  if (!internode::relay_records(comm, args.operation, args.plan, epoch, relay) ||
+      !internode::wait_forwarded(comm, args.operation, epoch))
+    return;
+#if MOECOMM_HAS_BULK
+  ptx::fence_shared_to_bulk();
+#endif
+  __syncthreads();
+  if (valid && !relay_rows(comm, args, epoch, warp_memory(block), meta)) return;
+  if (relay.block == 0) device::wait_all_here(comm, args.operation, epoch);
 }
 
 template <class Rows>
@@ -301,69 +514,79 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (args.operation == Operation::dispatch && blockIdx.x == 0) make_plan(comm, args, epoch);
     return;
   }
+  const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
+                       block.from[warp_id()]};
+  const int senders = static_cast<int>(gridDim.x) - (Rows::nodes ? args.relay_blocks : 0);
   bool valid = true;
+  if (args.operation != Operation::dispatch) valid = PlanView{args.plan, comm.plan_fields}.header().id != 0;
+  if constexpr (Rows::nodes) {
+    if (static_cast<int>(blockIdx.x) >= senders) {
+      relay(comm, args, epoch, {static_cast<int>(blockIdx.x) - senders, args.relay_blocks}, valid, block,
+            meta);
+      return;
+    }
+    const bool sent = device::wait_sent(comm, args.operation, epoch);
+    if (!sent && !(args.operation == Operation::dispatch && blockIdx.x == 0)) return;
+  }
   if (args.operation == Operation::dispatch) {
-    const int blocks = route_blocks(args.tokens, static_cast<int>(gridDim.x));
+    const int blocks = route_blocks(args.tokens, senders);
     if (static_cast<int>(blockIdx.x) < blocks)
       route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
             &block.shared_word);
     if (blockIdx.x == 0) make_plan(comm, args, epoch);
-  } else {
-    const PlanHeader& header = PlanView{args.plan, comm.plan_fields}.header();
-    valid = header.id != 0;
-    if (blockIdx.x == 0)
-      signal_start(comm, args.operation, epoch, header.id, args.layout, args.tokens, kCarriesRows);
+    if constexpr (Rows::nodes) {  // relay indices are known when all have counted
+      bool routed = true;
+      if (threadIdx.x == 0)
+        routed =
+            device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch, false},
+                               device::BlockCount{&comm.state().route_done, static_cast<uint32_t>(blocks)});
+      if (!__syncthreads_and(routed)) return;
+    }
+  } else if (blockIdx.x == 0) {
+    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens, kCarriesRows);
   }
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
 #endif
   __syncthreads();
-  if (!valid) return;
-
-  if (warp_id() >= args.warps) return;
-  int32_t* const meta = block.meta[warp_id()];
-  int32_t* const counts = block.counts[warp_id()];
-  Rows rows(comm, args, epoch, warp_memory(block));
-  Announcer announcer(comm, epoch);
-  Claims claims(&comm.state().send_next);
-  const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  for (int64_t chunk = claims.take(); chunk < chunks; chunk = claims.take()) {
-    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
-    const ChunkOwners owners = list_owners(comm, args, begin, end, meta, counts);
-    if (owners.tokens == 0) continue;
-    if (args.tokens > comm.window.stage_tokens &&
-        !wait_for_place(comm, args, epoch, chunk, owners.peers, announcer))
-      break;
-    rows.send(begin, owners.tokens, meta, counts, announcer);
-    announcer.chunk_stored(chunk, owners.peers);
-  }
-  announcer.flush();
+  if (!valid || warp_id() >= args.warps) return;
+  send_rows<Rows>(comm, args, epoch, warp_memory(block), meta);
 }
 
-template <DType dtype, WireFormat wire>
-struct QuantisingKernel {
-  static constexpr auto kernel = &send_kernel<QuantiseRows<dtype, wire>>;
+template <bool kNodes>
+struct Quantising {
+  template <DType dtype, WireFormat wire>
+  struct Kernel {
+    static constexpr auto kernel = &send_kernel<QuantiseRows<dtype, wire, kNodes>>;
+  };
 };
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
-template <class Use>
+template <bool kNodes, class Use>
 cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
-  return quantise ? with_conversion<QuantisingKernel>(shape, use)
-                  : use.template operator()<&send_kernel<CopyRows>>();
+  return quantise ? with_conversion<Quantising<kNodes>::template Kernel>(shape, use)
+                  : use.template operator()<&send_kernel<CopyRows<kNodes>>>();
+}
+
+/// The same, for one node or several.
+template <class Use>
+cudaError_t with_reach(const DeviceShape& shape, bool quantise, const Use& use) {
+  return shape.other_nodes() > 0 ? with_kernel<true>(shape, quantise, use)
+                                 : with_kernel<false>(shape, quantise, use);
 }
 
 }  // namespace
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return with_kernel(comm.window.shape, args.quantise, [&]<auto kernel>() {
+  return with_reach(comm.window.shape, args.quantise, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
-  const cudaError_t error = with_kernel(shape, false, prepare);
-  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_kernel(shape, true, prepare);
+  const cudaError_t error = with_reach(shape, false, prepare);
+  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_reach(shape, true, prepare);
 }
 
 }  // namespace moecomm::intranode

@@ -5,6 +5,8 @@
 //   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
 //     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
 //     had
+//   - another node has one slot, whatever ranks of it own experts of the token: a row that has come over the
+//     network, which is read where it has arrived
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/strip.cuh"
 #include "layout/routing.hpp"
@@ -18,6 +20,7 @@ constexpr int kSteps = 2, kBatch = 4;
 struct SumMemory {
   double weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
+  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
 };
 
 /// What a token's sum is made of: `slots` sums of owners, of which number `own_slot` is made here of
@@ -28,7 +31,7 @@ struct TokenSum {
 
 /// Fills sources with the own rows of a token and weights with their factors. `owners` gets the ranks whose
 /// sums it needs.
-template <class Sum>
+template <class Sum, bool kNodes>
 __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, int64_t token, int32_t* sources,
                               Sum* weights, PeerSet& owners) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -41,8 +44,8 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
     row = plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane];
   const Sum weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row] : Sum{1};
-  for (uint32_t left = __ballot_sync(0xffffffffu, owner >= 0 && owner != comm.rank); left != 0;
-       left &= left - 1)
+  const bool sends = owner >= 0 && owner != comm.rank && (!kNodes || comm.is_local(owner));
+  for (uint32_t left = __ballot_sync(0xffffffffu, sends); left != 0; left &= left - 1)
     owners.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1));
   const bool keep = counts_once(args.layout, row);
   __syncwarp();  // of the token before
@@ -64,6 +67,38 @@ __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const
   return __all_sync(0xffffffffu, here);
 }
 
+/// Fills `slots` with where the sums of a token lie, and waits for those that come from other nodes. All
+/// lanes; false if it waits in vain.
+__device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch, int64_t token,
+                           const std::byte** slots) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int32_t id = lane < top_k ? plan.at(plan.fields.home_ids)[token * top_k + lane] : kNoExpert;
+  const int32_t owner = expert_owner(id, comm.local_experts);
+  const bool local = owner < 0 || comm.is_local(owner);
+  const int32_t sender = local ? owner : owner - owner % comm.local_ranks;
+  const uint32_t same = __match_any_sync(0xffffffffu, sender >= 0 ? sender : -1 - lane);
+  const uint32_t leaders = __ballot_sync(0xffffffffu, sender >= 0 && (same & ((1u << lane) - 1)) == 0);
+  int slot = 0;
+  for (uint32_t left = leaders; left != 0; left &= left - 1)
+    slot += __shfl_sync(0xffffffffu, sender, __ffs(static_cast<int>(left)) - 1) < sender;
+  bool here = true;
+  if ((leaders >> lane & 1) != 0) {
+    const std::byte* at = comm.slot_row(comm.own, epoch, token, slot);
+    if (!local) {
+      const int32_t other = comm.other_of(owner);
+      const int32_t number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + token];
+      at = comm.rail.arrived(epoch, other, number, comm.window.shape.row_bytes());
+      here = device::wait_until(
+          comm, {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch},
+          device::HostWord{comm.rail.arrival(epoch, other, number / comm.rail.chunk_rows), epoch});
+    }
+    slots[slot] = at;
+  }
+  __syncwarp();
+  return __all_sync(0xffffffffu, here);
+}
+
 /// Gradients of the weights: those of experts here, those that owners sent, and zero where a token names no
 /// expert. Whole block.
 template <class Weight>
@@ -71,11 +106,18 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks(); peer += kSumThreads)
-    if (peer != comm.rank)
+    if (peer != comm.rank && comm.is_local(peer))
       here = device::wait_until(
           comm, {peer, WaitPhase::rows, Operation::combine, epoch},
           device::EpochFlag{comm.flag(comm.own, comm.window.arrived, peer, comm.window.shape.max_chunks()),
                             static_cast<uint32_t>(epoch)});
+  const int64_t pieces = WindowShape::pieces(weights_bytes(comm, args.tokens));
+  for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += kSumThreads) {
+    const auto other = static_cast<int32_t>(i / pieces);
+    here = device::wait_until(
+        comm, {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch},
+        device::HostWord{comm.rail.arrival(epoch, other, comm.rail.chunks + i % pieces), epoch});
+  }
   if (!__syncthreads_and(here)) return;
   const Weight* const section = comm.mine<Weight>(comm.window.weight_grads[epoch & 1]);
   const int top_k = comm.top_k(), lane = lane_id();
@@ -84,12 +126,16 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
     if (lane >= top_k) continue;
     const int64_t i = token * top_k + lane;
     const int32_t id = plan.at(plan.fields.home_ids)[i];
-    if (id >= 0 && id / comm.local_experts == comm.rank)
+    const int32_t owner = expert_owner(id, comm.local_experts);
+    if (owner == comm.rank)
       put_weight_grad<Weight>(
           comm, args, args.out_weight_grads, token,
           plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane]);
-    else
+    else if (owner < 0 || comm.is_local(owner))
       reinterpret_cast<Weight*>(args.out_weight_grads)[i] = id < 0 ? Weight{0} : __ldcg(section + i);
+    else
+      reinterpret_cast<Weight*>(args.out_weight_grads)[i] = __ldcg(
+          comm.rail.weights<Weight>(comm.rail.layout.relay_grads[epoch & 1], comm.other_of(owner)) + i);
   }
 }
 
@@ -132,7 +178,7 @@ __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, cons
   return sum.rounded();
 }
 
-template <DType dtype>
+template <DType dtype, bool kNodes>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
   using Sum = typename Element<dtype>::Sum;
   int32_t* const rows = block.sources[warp_id()];
@@ -151,19 +197,22 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     const int64_t t = claim / parts;
     const int begin = static_cast<int>(claim % parts) * each, end = min(begin + each, vectors);
     PeerSet owners;
-    const TokenSum token = list_rows(comm, args, t, rows, weights, owners);
+    const TokenSum token = list_rows<Sum, kNodes>(comm, args, t, rows, weights, owners);
+    const std::byte** const places = block.slots[warp_id()];
+    if constexpr (kNodes)
+      if (!find_slots(comm, args, epoch, t, places)) return;
     if (!wait_sums(comm, epoch, t / size, owners)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
-    const auto slot = [&](int s) { return slots + s * row_bytes; };
+    const auto slot = [&](int s) { return kNodes ? places[s] : slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
       sum_token<dtype>(token, slot, row, factors, first, vectors)
           .store(args.y + t * row_bytes, first, vectors);
   }
 }
 
-template <DType dtype>
+template <DType dtype, bool kNodes>
 __global__ void __launch_bounds__(kSumThreads, 1)
     sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
@@ -172,28 +221,37 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {
-      if (args.rows != nullptr) sum_tokens<dtype>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
+      if (args.rows != nullptr)
+        sum_tokens<dtype, kNodes>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
       if (args.weight_grads != nullptr) collect_weight_grads<typename Element<dtype>::Sum>(comm, args, epoch);
     }
   }
   end_operation(comm, epoch, &comm.state().combine_ns);
 }
 
-template <DType dtype>
-struct SumKernel {
-  static constexpr auto kernel = &sum_kernel<dtype>;
+template <bool kNodes>
+struct SumOf {
+  template <DType dtype>
+  struct Kernel {
+    static constexpr auto kernel = &sum_kernel<dtype, kNodes>;
+  };
 };
+
+/// Calls use.operator()<kernel>() with the kernel for one node or several.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
+  return shape.other_nodes() > 0 ? with_dtype<SumOf<true>::template Kernel>(shape.dtype, use)
+                                 : with_dtype<SumOf<false>::template Kernel>(shape.dtype, use);
+}
 
 }  // namespace
 
 cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_dtype<SumKernel>(comm.window.shape.dtype, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
-cudaError_t prepare_sum(const DeviceShape& shape) {
-  return with_dtype<SumKernel>(shape.dtype, Prepare{sizeof(SumMemory)});
-}
+cudaError_t prepare_sum(const DeviceShape& shape) { return with_kernel(shape, Prepare{sizeof(SumMemory)}); }
 
 }  // namespace moecomm::intranode

@@ -3,21 +3,81 @@
 
 #include <cstdint>
 
+#include "layout/command.hpp"
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
 
 namespace moecomm::device {
 
+/// The way to other nodes as kernels see it: host memory of this rank, which the proxy sends from and
+/// receives into.
+struct Rail {
+  int32_t node, others;  ///< own node; number of other nodes
+  std::byte* memory;
+  WindowLayout layout;                                                 ///< of it
+  int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< of the layout's shape
+  uint64_t commands;
+
+  template <class T = std::byte>
+  __device__ T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(memory + offset);
+  }
+  __device__ int32_t other_of(int32_t its_node) const { return NodeMap::other(its_node, node); }
+  __device__ int32_t node_of_other(int32_t other) const { return NodeMap::node_of_other(other, node); }
+  __device__ int64_t chunk_bytes() const { return chunk_rows * layout.shape.row_bytes(); }
+  /// Where row number `row` of those between this rank and another node lies in `section`, with rows of
+  /// `row_bytes`.
+  __device__ std::byte* row(int64_t section, int64_t first_chunk, int32_t row, int64_t row_bytes) const {
+    const int32_t chunk = row / static_cast<int32_t>(chunk_rows);
+    return memory + section + (first_chunk + chunk) * chunk_bytes() +
+           (row - chunk * static_cast<int32_t>(chunk_rows)) * row_bytes;
+  }
+  /// On its way out.
+  __device__ std::byte* staged(int32_t other, int32_t number, int64_t row_bytes) const {
+    return row(layout.staging, other * chunks, number, row_bytes);
+  }
+  /// As it has arrived.
+  __device__ const std::byte* arrived(uint64_t epoch, int32_t other, int32_t number,
+                                      int64_t row_bytes) const {
+    const int64_t section =
+        layout.relay_rows[epoch & 1] + other * layout.shape.max_tokens * layout.shape.row_bytes();
+    return row(section, 0, number, row_bytes);
+  }
+  __device__ const uint64_t* arrival(uint64_t epoch, int32_t other, int64_t flag) const {
+    return at<uint64_t>(layout.arrivals[epoch & 1]) + other * arrival_flags + flag;
+  }
+  /// Part [other] of a section of weights or gradients.
+  template <class Weight>
+  __device__ Weight* weights(int64_t section, int32_t other) const {
+    return at<Weight>(section) + other * layout.shape.max_tokens * layout.shape.top_k;
+  }
+};
+
 struct Comm {
   DeviceWindow window;
   int32_t rank;
+  int32_t first_rank, local_ranks;  ///< of this node
   int32_t local_experts;
   std::byte* const* bases;  ///< [ranks] windows as mapped here, in device memory
   std::byte* own;           ///< bases[rank]
   HostStatus* host;
   uint64_t timeout_ns;
   DevicePlan plan_fields;
+  Rail rail;
+
+  __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
+  /// The rank of this node that has to do with `r`: itself, or the one on its rail.
+  __device__ int32_t through(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
+  /// The rank of this rank's rail on another node.
+  __device__ int32_t rail_rank(int32_t other) const {
+    return rail.node_of_other(other) * local_ranks + rank - first_rank;
+  }
+  __device__ int32_t other_of(int32_t r) const { return rail.other_of(r / local_ranks); }
+  /// Numbers the pairs of a node and a rank of this node.
+  __device__ int32_t pair(int32_t r, int32_t neighbour) const {
+    return r / local_ranks * local_ranks + neighbour - first_rank;
+  }
 
   __device__ DeviceState& state() const { return *reinterpret_cast<DeviceState*>(own + window.state); }
   __device__ int32_t ranks() const { return window.shape.ranks; }
@@ -46,6 +106,15 @@ struct Comm {
   /// Combine: slot `slot` of a token in its home's window at `base`.
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();
+  }
+  /// Combine: sum number `slot` for a token of the home numbered `other`, in the window at `base` of the rank
+  /// of its rail.
+  __device__ std::byte* partial_row(std::byte* base, uint64_t epoch, int32_t other, int64_t token,
+                                    int32_t slot) const {
+    return base + window.partials[epoch & 1] +
+           ((other * window.partial_tokens + token % window.partial_tokens) * window.shape.node_slots() +
+            slot) *
+               window.shape.row_bytes();
   }
   __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
     return at<uint32_t>(base, section) + writer * (window.shape.max_chunks() + 1) + chunk;

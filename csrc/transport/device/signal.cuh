@@ -7,11 +7,12 @@
 
 namespace moecomm::device {
 
-/// Writes `record` to every rank. Everything this block's earlier fence covers is visible to whoever sees its
-/// epoch. Called by whole blocks or warps: threads share the peers.
-__device__ inline void signal_records(const Comm& comm, const SignalRecord& record, int thread, int threads) {
-  for (int peer = thread; peer < comm.ranks(); peer += threads) {
-    SignalRecord& slot = comm.record(comm.bases[peer], comm.rank, record.epoch);
+/// Writes the record of `writer` to every rank of this node. Everything this block's earlier fence covers is
+/// visible to whoever sees its epoch. Called by whole blocks or warps: threads share the peers.
+__device__ inline void signal_records(const Comm& comm, const SignalRecord& record, int32_t writer,
+                                      int thread, int threads) {
+  for (int peer = thread; peer < comm.local_ranks; peer += threads) {
+    SignalRecord& slot = comm.record(comm.bases[comm.first_rank + peer], writer, record.epoch);
     slot.operation = record.operation;
     slot.error = record.error;
     slot.rows_offset = record.rows_offset;
@@ -97,7 +98,12 @@ __device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdic
   HostStatus::Verdict& out = comm.host->verdict;
   if (ptx::load_acquire_sys(&out.set) != 0) return;
   if (verdict.has_text != 0) {
-    const char* text = comm.at<char>(comm.bases[verdict.rank], comm.window.error_text[epoch & 1]);
+    const int32_t rank = verdict.rank;
+    const char* const text =
+        comm.is_local(rank)
+            ? comm.at<char>(comm.bases[rank], comm.window.error_text[epoch & 1])
+            : comm.at<char>(comm.bases[comm.through(rank)], comm.window.relay_text[epoch & 1]) +
+                  comm.other_of(rank) * kErrorText;
     for (int i = 0; i < kErrorText; ++i) comm.host->text[i] = text[i];
   }
   out.kind = verdict.kind;

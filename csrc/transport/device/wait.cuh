@@ -14,6 +14,7 @@ struct WaitInfo {
   WaitPhase phase;
   Operation operation;
   uint64_t expected;
+  bool until_called_off = true;  ///< the wait ends if the operation is called off
 };
 
 /// Tells the host, once, that a wait ended in vain.
@@ -60,11 +61,15 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     const uint64_t now = ptx::global_nanoseconds();
     if (now < look) continue;
     look = now + kLookAround;
-    if (already_failed(comm) ||
-        ptx::load_relaxed_sys(&comm.state().cancelled) == static_cast<uint32_t>(info.expected))
+    if (already_failed(comm) || (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) ==
+                                                              static_cast<uint32_t>(info.expected)))
       return false;
-    const PeerLoss& loss = comm.mine<PeerLoss>(comm.window.losses)[info.peer];
-    const bool lost = ptx::load_acquire_sys(&loss.set) != 0;
+    const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
+    // What a rank on another node sends comes through the one of its rail here.
+    const PeerLoss& own = losses[info.peer];
+    const bool peer_lost = ptx::load_acquire_sys(&own.set) != 0;
+    const PeerLoss& loss = peer_lost ? own : losses[comm.through(info.peer)];
+    const bool lost = peer_lost || ptx::load_acquire_sys(&loss.set) != 0;
     // What a peer signalled before it ended counts.
     if (lost && !read.arrived()) {
       report_failure(comm, info, read.seen(), loss.peer, loss.cause, loss.first);

@@ -1,0 +1,74 @@
+// What communicators with several nodes have in common in Python: their ways to other nodes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/proxy.hpp"
+#include "runtime/rail.hpp"
+
+namespace moecomm {
+
+inline tcp::JobId job_id(const std::string& bytes) {
+  tcp::JobId job{};
+  if (bytes.size() != job.size())
+    throw Error(ErrorKind::invalid_argument, "a job's id has " + std::to_string(bytes.size()) +
+                                                 " bytes, expected " + std::to_string(job.size()));
+  std::memcpy(job.data(), bytes.data(), job.size());
+  return job;
+}
+
+inline std::vector<std::byte> to_bytes(const std::string& text) {
+  const auto* const data = reinterpret_cast<const std::byte*>(text.data());
+  return {data, data + text.size()};
+}
+
+/// Adds the proxy's counters; zeros on one node.
+inline void add_network_stats(pybind11::dict& out, const Proxy* proxy) {
+  out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
+  out["network_bytes"] = proxy == nullptr ? 0 : proxy->stats().bytes.load();
+  out["network_row_bytes"] = proxy == nullptr ? 0 : proxy->stats().row_bytes.load();
+}
+
+/// Adds open_rail, connect_rail and network. `interrupt` runs Python's signal handlers.
+template <class Communicator, class Class>
+void bind_network(Class& bound, void (*interrupt)()) {
+  namespace py = pybind11;
+  bound
+      .def(
+          "open_rail",
+          [](Communicator& self, const py::bytes& job, const std::string& provider,
+             const std::string& interface, uint64_t shuffle) {
+            const RailOptions options{job_id(job),
+                                      self.config().shape.nodes(),
+                                      self.config().rank,
+                                      self.config().timeout_seconds,
+                                      provider,
+                                      interface,
+                                      shuffle};
+            const py::gil_scoped_release release;
+            return std::make_unique<Rail>(options, self.layout(), self.base());
+          },
+          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("shuffle"))
+      .def(
+          "connect_rail",
+          [interrupt](Communicator& self, Rail& rail, const std::vector<std::string>& cards,
+                      const std::vector<std::string>& endpoints) {
+            std::vector<std::vector<std::byte>> bytes;
+            for (const std::string& card : cards) bytes.push_back(to_bytes(card));
+            rail.connect(bytes, endpoints, interrupt);
+            self.connect_nodes(rail.take_remote(), rail.take_links());
+          },
+          py::arg("rail"), py::arg("cards"), py::arg("endpoints"), py::call_guard<py::gil_scoped_release>())
+      .def("network", [](Communicator& self) {
+        const Proxy* const proxy = self.proxy();
+        return proxy == nullptr ? std::string() : proxy->caps().text();
+      });
+}
+
+}  // namespace moecomm

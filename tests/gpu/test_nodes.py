@@ -1,0 +1,225 @@
+"""GPUs on several nodes, emulated on one host: rows go through pinned host memory and libfabric's TCP.
+
+Tests of one node find the same results here; `pool` and `require_gpus` are what is different. Then what only
+several nodes have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fabric import needs_fabric
+from tests.gpu import (
+    conftest,
+    harness,
+    test_autograd,
+    test_bad_input,
+    test_cpu_backend,
+    test_faults,
+    test_fp8,
+    test_graphs,
+    test_lifetime,
+    test_sizes,
+    test_small_cases,
+    test_streams,
+)
+from tests.gpu.conftest import Pools
+from tests.gpu.harness import GpuPool
+from tests.gpu.oracle import Job, Oracle, play
+
+SAME_AS_ON_ONE_NODE: list[Callable[..., None]] = [
+    test_small_cases.test_layouts_alignments_and_capacities,
+    test_small_cases.test_top_k,
+    test_small_cases.test_all_tokens_to_one_rank,
+    test_small_cases.test_nothing_to_do,
+    test_small_cases.test_many_steps_on_one_communicator,
+    test_small_cases.test_runs_repeat_bit_for_bit,
+    test_cpu_backend.test_two_layers_and_their_gradients,
+    test_autograd.test_recomputation_gives_the_same_bits,
+    test_sizes.test_odd_hidden,
+    test_sizes.test_experts,
+    test_sizes.test_routing,
+    test_sizes.test_many_tokens_all_to_one_rank,
+    test_fp8.test_small_cases_match_the_reference,
+    test_fp8.test_data_and_scales,
+    test_graphs.test_routing_changes_between_replays,
+    test_graphs.test_overflow_in_some_replays,
+    test_graphs.test_two_captured_layers_with_gemms,
+    test_graphs.test_a_captured_training_step,
+    test_graphs.test_beside_nccl_on_another_stream,
+    test_streams.test_fixed_mode_never_waits,
+    test_streams.test_dropless_waits_for_its_own_count_only,
+    test_streams.test_async_follows_torch_distributed,
+    test_streams.test_several_in_flight,
+    test_bad_input.test_ids_are_checked_on_the_device,
+    test_bad_input.test_an_error_leaves_valid_memory,
+    test_bad_input.test_calls_that_differ_between_ranks,
+    test_bad_input.test_too_small_a_capacity,
+    test_lifetime.test_nothing_leaks,
+    test_lifetime.test_many_at_once,
+    test_lifetime.test_stats_count_calls,
+    test_faults.test_a_killed_rank_is_lost_to_the_others,
+    test_faults.test_death_at_any_moment,
+    test_faults.test_a_rank_that_does_not_call,
+    test_faults.test_a_rank_that_closes_early_is_lost_too,
+    test_faults.test_close_waits_for_what_is_under_way,
+]
+"""Collected here too, with the fixtures of this module."""
+
+globals().update({test.__name__: test for test in SAME_AS_ON_ONE_NODE})
+
+pytestmark = [pytest.mark.usefixtures("cuda_only"), needs_fabric]
+
+PER_NODE = [1, 2]
+"""Ranks a node."""
+
+
+@pytest.fixture(scope="module", params=PER_NODE, ids=lambda count: f"{count}-a-node")
+def per_node(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def pool(per_node: int) -> Iterator[Pools]:
+    """As that of the other modules, for sizes that are several nodes."""
+    pools: dict[int, GpuPool] = {}
+
+    def get(world_size: int) -> GpuPool:
+        if world_size <= per_node or world_size % per_node != 0:
+            pytest.skip(f"{world_size} ranks are not several nodes of {per_node}")
+        conftest._require(world_size)
+        if world_size not in pools:
+            pools[world_size] = GpuPool(world_size, ranks_per_node=per_node)
+        return pools[world_size]
+
+    yield get
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture
+def require_gpus(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """For tests that start their own ranks."""
+    for name, value in harness.on_nodes(per_node).items():
+        monkeypatch.setitem(harness.ENVIRONMENT, name, value)
+
+    def require(world_size: int) -> None:
+        if world_size <= per_node or world_size % per_node != 0:
+            pytest.skip(f"{world_size} ranks are not several nodes of {per_node}")
+        conftest._require(world_size)
+
+    return require
+
+
+def _both(rank: int, world_size: int, job: Job) -> tuple[list[str], list[str], int, list[bool]]:
+    """The same job on nodes, on one node and on nodes again: what was wrong, and what is the same."""
+    with (
+        harness.communicator(**job.communicator) as between,
+        harness.communicator(**{**job.communicator, "ranks_per_node": world_size}) as within,
+    ):
+        problems = play(between, job, rank)
+        known = Oracle(job, rank, between.device)
+        outs = [known.dispatch(comm) for comm in (between, within, between)]
+        sums = [
+            comm.combine(known.answer(out.tokens), out.handle, weights=out.weights)
+            for comm, out in zip((between, within, between), outs, strict=True)
+        ]
+        same = [
+            torch.equal(outs[0].tokens[: known.kept], out.tokens[: known.kept])
+            and torch.equal(outs[0].weights[: known.kept], out.weights[: known.kept])
+            for out in outs[1:]
+        ]
+        return problems, known.problems, between.nodes, [*same, torch.equal(sums[0], sums[2])]
+
+
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_against_one_node(pool: Pools, per_node: int, size: int, wire: str | None, seed: int) -> None:
+    """A dispatch gives the same bits as on one node, and a combine the same in each run."""
+    job = Job(
+        tokens=(700, 1, 600, 333)[:size],
+        num_experts=8 * size,
+        hidden=2064,
+        top_k=4,
+        wire=wire,
+        routing="holes",
+        seed=seed,
+    )
+    for problems, more, nodes, same in pool(size)(_both, job):
+        assert problems == more == []
+        assert nodes == size // per_node and all(same)
+
+
+def _counted(rank: int, world_size: int, job: Job) -> dict[str, float]:
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        out = known.dispatch(comm)
+        comm.combine(known.answer(out.tokens), out.handle)
+        torch.cuda.synchronize()
+        dist.barrier()
+        return comm.stats()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_cross_once_a_node(pool: Pools, per_node: int, size: int, seed: int) -> None:
+    job = Job(tokens=(200,) * size, num_experts=4 * size, hidden=256, top_k=3, routing="holes", seed=seed)
+    counts = pool(size)(_counted, job)
+    nodes = size // per_node
+    crossing = np.zeros((size, nodes), np.int64)  # rows that a rank's tokens need, by node
+    for rank, ids_TK in enumerate(pool(size)(_ids, job)):
+        owners = np.where(ids_TK >= 0, ids_TK // 4 // per_node, -1)
+        for node in range(nodes):
+            crossing[rank, node] = (owners == node).any(1).sum() * (node != rank // per_node)
+    for rank, stats in enumerate(counts):
+        rail = [home for home in range(size) if home % per_node == rank % per_node]
+        rows = crossing[rank].sum() + sum(crossing[home, rank // per_node] for home in rail)
+        assert stats["network_row_bytes"] == rows * job.hidden * 2
+
+
+def _ids(rank: int, world_size: int, job: Job) -> np.ndarray:
+    return np.asarray(Oracle(job, rank, harness.device()).own.ids_TK.cpu().numpy())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_of_many_chunks(pool: Pools, size: int, seed: int) -> None:
+    """More than one put for each node, with chunks that end between the tokens of a warp."""
+    base = Job(
+        tokens=(3000, 1, 2999, 1500)[:size],
+        num_experts=16 * size,
+        hidden=4096,
+        top_k=2,
+        seed=seed,
+    )
+    for job in (base, replace(base, layout="rank"), replace(base, routing="one-rank")):
+        for problems in pool(size)(_play, job):
+            assert problems == []
+
+
+def _play(rank: int, world_size: int, job: Job) -> list[str]:
+    with harness.communicator(**job.communicator) as comm:
+        return [problem for _ in range(3) for problem in play(comm, job, rank)]
+
+
+def _few_sms(rank: int, world_size: int, job: Job) -> list[Any]:
+    found = []
+    for num_sms in harness.sm_counts():
+        with harness.communicator(**{**job.communicator, "num_sms": num_sms}) as comm:
+            known = Oracle(job, rank, comm.device)
+            out = known.dispatch(comm)
+            known.check_dispatch(out)
+            known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+            found += known.problems
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_sms(pool: Pools, size: int, seed: int) -> None:
+    job = Job(tokens=(900,) * size, num_experts=8 * size, hidden=1024, top_k=4, seed=seed)
+    harness.assert_none(pool(size)(_few_sms, job))
