@@ -44,13 +44,15 @@ void bind_network(Class& bound, void (*interrupt)()) {
           "open_rail",
           [](Communicator& self, const py::bytes& job, const std::string& provider,
              const std::string& interface, uint64_t shuffle) {
-            const RailOptions options{job_id(job),
-                                      self.config().shape.nodes(),
-                                      self.config().rank,
-                                      self.config().timeout_seconds,
-                                      provider,
-                                      interface,
-                                      shuffle};
+            RailOptions options{job_id(job),
+                                self.config().shape.nodes(),
+                                self.config().rank,
+                                self.config().timeout_seconds,
+                                provider,
+                                interface,
+                                "",
+                                shuffle};
+            if constexpr (requires { self.gpu_bus_id(); }) options.gpu_bus_id = self.gpu_bus_id();
             const py::gil_scoped_release release;
             return std::make_unique<Rail>(options, self.layout(), self.base());
           },

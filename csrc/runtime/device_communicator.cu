@@ -228,6 +228,12 @@ device::Rail DeviceCommunicator::rail() const {
   return rail;
 }
 
+std::string DeviceCommunicator::gpu_bus_id() const {
+  char text[32] = {};
+  check_cuda(cudaDeviceGetPCIBusId(text, sizeof(text), config_.device), "cudaDeviceGetPCIBusId");
+  return text;
+}
+
 void DeviceCommunicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
   require_message_size(*remote, control_layout_.shape);
   proxy_ = std::make_unique<Proxy>(control_layout_, config_.rank, base(), *signals_, std::move(remote),

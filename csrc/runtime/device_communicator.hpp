@@ -92,6 +92,8 @@ class DeviceCommunicator {
   /// The control segment with several nodes: what other nodes write to, and what leaves for them.
   const WindowLayout& layout() const { return control_layout_; }
   std::byte* base() const { return control_[own_index()].base(); }
+  /// PCI address of the GPU.
+  std::string gpu_bus_id() const;
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
   /// Starts to send and to plan. finish_dispatch has to follow, or the next operation abandons it.

@@ -1,6 +1,7 @@
 #include "runtime/proxy.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
@@ -21,12 +22,23 @@ constexpr auto kExplanationTime = std::chrono::milliseconds(100);
 // With nothing to do the thread gives up its core at once, and soon sleeps: those that compute need it more.
 constexpr int kIdleYields = 32;
 constexpr auto kIdleSleep = std::chrono::microseconds(20), kLongSleep = std::chrono::microseconds(500);
-constexpr int kIdleTurns = 4096;  // then the sleeps get long
+constexpr auto kDeviceSleep = std::chrono::microseconds(100);  // kernels can't end a sleep
+constexpr int kIdleTurns = 4096;                               // then the sleeps get long
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
 CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
   if (!layout.shape.for_device()) return {};
   return {base + layout.commands, layout.shape.commands()};
+}
+
+/// Keeps this thread on those of `cores` that it may use, if there are any.
+void stay_on(const std::vector<int>& cores) {
+  cpu_set_t allowed, chosen;
+  CPU_ZERO(&chosen);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  for (const int core : cores)
+    if (core < CPU_SETSIZE && CPU_ISSET(core, &allowed)) CPU_SET(core, &chosen);
+  if (CPU_COUNT(&chosen) > 0) sched_setaffinity(0, sizeof(chosen), &chosen);
 }
 
 }  // namespace
@@ -110,6 +122,7 @@ void Proxy::close(bool drain) noexcept {
 
 void Proxy::run() {
   pthread_setname_np(pthread_self(), "moecomm-proxy");
+  stay_on(caps_.cores);
   prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // short sleeps are to be short
   int idle = 0;
   while (stop_.load() != 2) {
@@ -140,7 +153,7 @@ void Proxy::rest(int idle) {
   } else {
     std::unique_lock lock(sleep_mutex_);
     asleep_ = true;
-    awake_.wait_for(lock, kLongSleep);
+    awake_.wait_for(lock, layout_.shape.for_device() ? kDeviceSleep : kLongSleep);
     asleep_ = false;
   }
 }

@@ -15,6 +15,8 @@ fabric::FabricOptions fabric_options(const RailOptions& options) {
   fabric::FabricOptions chosen;
   chosen.provider.provider = options.provider;
   chosen.provider.interface = options.interface;
+  chosen.provider.gpu_bus_id = options.gpu_bus_id;
+  chosen.provider.local_rank = options.nodes.local_of(options.rank);
   return chosen;
 }
 

@@ -19,6 +19,7 @@ struct RailOptions {
   int32_t rank;
   double timeout_seconds;
   std::string provider, interface;  ///< empty: chosen
+  std::string gpu_bus_id;           ///< the NIC nearest to this GPU is taken; empty: CPU ranks
   uint64_t shuffle = 0;             ///< not 0: deliver in random order, by this seed (for tests)
 };
 

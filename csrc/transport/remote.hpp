@@ -17,6 +17,7 @@ struct RemoteCaps {
   std::string interface;       ///< NIC or address that is used
   int64_t max_message = 0;     ///< bytes of the largest put
   bool device_memory = false;  ///< GPU memory can be registered
+  std::vector<int> cores = {};  ///< near the NIC; empty: not known
 
   std::string text() const {
     return provider + " on " + interface + " (libfabric " + version + ")" +

@@ -795,6 +795,13 @@ void nic_case() {
   CHECK(4 < other_bridge && other_bridge < other_socket && other_socket < unknown);
   CHECK(pci_distance(at("18:00.0"), gpu) == 2);
 
+  std::ofstream(fs::path(gpu.path) / "local_cpulist") << "0-3,8,10-11\n";
+  CHECK((cores_near(gpu) == std::vector<int>{0, 1, 2, 3, 8, 10, 11}));
+  CHECK(cores_near(at("18:00.0")).empty() && cores_near(at("55:00.0")).empty());
+  CHECK((core_list("5") == std::vector<int>{5}) && core_list("").empty() && core_list("\n").empty());
+  for (const char* const bad : {"x", "3-", "4-2", "-1", "1,,x", "0-99999999", "1 2"})
+    CHECK(core_list(bad).empty());
+
   const std::vector<std::string> nics{"0000:98:00.0", "0000:1a:00.0", "0000:97:00.0", "0000:18:00.0"};
   CHECK(nearest_nic("0000:17:00.0", nics, 0, sysfs) == 3);
   CHECK(nearest_nic("0000:17:00.0", nics, 5, sysfs) == 3);  // the nearest one, whatever the rank

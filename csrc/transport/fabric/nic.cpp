@@ -16,6 +16,7 @@ namespace fs = std::filesystem;
 constexpr int kOtherHostBridge = 1000;
 constexpr int kOtherNumaNode = 2000;
 constexpr int kUnknown = 4000;
+constexpr int kMostCores = 1 << 16;
 
 std::vector<std::string_view> parts(std::string_view path) {
   std::vector<std::string_view> found;
@@ -52,6 +53,33 @@ PciDevice pci_device(const std::string& bus_id, const std::string& sysfs) {
   if (std::from_chars(numa.data(), numa.data() + numa.size(), device.numa).ec != std::errc())
     device.numa = -1;
   return device;
+}
+
+std::vector<int> core_list(const std::string& text) {
+  std::vector<int> cores;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  const auto number = [&](int& value) {
+    const auto [next, error] = std::from_chars(at, end, value);
+    at = next;
+    return error == std::errc() && value >= 0;
+  };
+  while (at < end && *at != '\n') {
+    int first = 0, last = 0;
+    if (!number(first)) return {};
+    last = first;
+    if (at < end && *at == '-' && (++at, !number(last) || last < first || last > kMostCores)) return {};
+    for (int core = first; core <= last; ++core) cores.push_back(core);
+    if (at < end && *at == ',')
+      ++at;
+    else if (at < end && *at != '\n')
+      return {};
+  }
+  return cores;
+}
+
+std::vector<int> cores_near(const PciDevice& device) {
+  return device.path.empty() ? std::vector<int>{} : core_list(read_file(device.path + "/local_cpulist"));
 }
 
 int pci_distance(const PciDevice& a, const PciDevice& b) {

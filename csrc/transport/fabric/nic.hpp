@@ -24,6 +24,12 @@ PciDevice pci_device(const std::string& bus_id, const std::string& sysfs = "/sys
 ///   .../pci0000:16/0000:16:01.0/0000:17:00.0 and .../pci0000:16/0000:16:01.0/0000:18:00.0: 2, one switch
 int pci_distance(const PciDevice& a, const PciDevice& b);
 
+/// Cores near a device, as sysfs lists them; empty if it does not.
+std::vector<int> cores_near(const PciDevice& device);
+
+/// The numbers in a list like "0-3,8,10-11"; empty if it is none.
+std::vector<int> core_list(const std::string& text);
+
 /// Index of the NIC that a rank should use: the one nearest to its GPU; of several equally near ones (or of
 /// all, without a GPU: `gpu` empty) the local_rank-th, so that ranks of one node spread over the rails in the
 /// same way on every node. `nics` are bus ids and must not be empty.

@@ -19,6 +19,7 @@
 #include "transport/fabric/endpoint.hpp"
 #include "transport/fabric/leftovers.hpp"
 #include "transport/fabric/library.hpp"
+#include "transport/fabric/nic.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -102,6 +103,7 @@ FabricRemote::State::State(const FabricOptions& given, void* base, int64_t bytes
   caps.interface = offer.domain + (offer.address.empty() ? "" : " " + offer.address);
   caps.max_message = offer.max_message;
   caps.device_memory = offer.device_memory;
+  caps.cores = cores_near(pci_device(offer.bus_id));
 
   Memory memory;
   memory.base = base;
