@@ -12,11 +12,11 @@ namespace moecomm {
 
 /// What a network can do, for people and for choices of size.
 struct RemoteCaps {
-  std::string provider;        ///< "tcp", "verbs;ofi_rxm"
-  std::string version;         ///< of the library behind it
-  std::string interface;       ///< NIC or address that is used
-  int64_t max_message = 0;     ///< bytes of the largest put
-  bool device_memory = false;  ///< GPU memory can be registered
+  std::string provider;         ///< "tcp", "verbs;ofi_rxm"
+  std::string version;          ///< of the library behind it
+  std::string interface;        ///< NIC or address that is used
+  int64_t max_message = 0;      ///< bytes of the largest put
+  bool device_memory = false;   ///< GPU memory can be registered
   std::vector<int> cores = {};  ///< near the NIC; empty: not known
 
   std::string text() const {
