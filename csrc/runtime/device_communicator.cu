@@ -121,7 +121,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
              "cudaDeviceGetAttribute");
   if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
   overlaps_ = major >= 9;
-  heuristics_ = intranode::choose_heuristics(sms, config_.num_sms);
+  heuristics_ = intranode::choose_heuristics(sms, config_.num_sms, nodes_.nodes() > 1);
   for (const cudaError_t error :
        {intranode::prepare_send(s, overlaps_), intranode::prepare_receive(s, overlaps_),
         intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
@@ -404,10 +404,11 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send.layout = d.layout;
   send.ticket = ++ticket_;
   send.warps = heuristics_.send_warps;
-  send.relay_blocks = relay_blocks();
+  send.relay_blocks = heuristics_.relay_blocks;
   send.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
   check_cuda(intranode::launch_send(
-                 launch(start_sending(stream), heuristics_.send_blocks + relay_blocks(), false), comm, send),
+                 launch(start_sending(stream), heuristics_.send_blocks + heuristics_.relay_blocks, false),
+                 comm, send),
              "launch of dispatch (sending)");
   pending_ = d;
   pending_stream_ = stream;
@@ -478,9 +479,10 @@ void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::
   send.tokens = tokens;
   send.layout = layout;
   send.warps = heuristics_.send_warps;
-  send.relay_blocks = relay_blocks();
+  send.relay_blocks = heuristics_.relay_blocks;
   check_cuda(intranode::launch_send(
-                 launch(start_sending(stream), heuristics_.send_blocks + relay_blocks(), false), comm, send),
+                 launch(start_sending(stream), heuristics_.send_blocks + heuristics_.relay_blocks, false),
+                 comm, send),
              "launch of the backward of combine (sending)");
   intranode::ReceiveArguments receive{};
   receive.operation = Operation::redispatch;
@@ -504,9 +506,10 @@ void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, c
   abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
   intranode::CombineArguments all = arguments;
-  all.relay_blocks = relay_blocks();
+  all.relay_blocks = heuristics_.relay_blocks;
   check_cuda(intranode::launch_reduce(
-                 launch(start_sending(stream), heuristics_.reduce_blocks + relay_blocks(), false), comm, all),
+                 launch(start_sending(stream), heuristics_.reduce_blocks + heuristics_.relay_blocks, false),
+                 comm, all),
              "launch of combine (owners)");
   check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, true), comm, arguments),
              "launch of combine (home)");

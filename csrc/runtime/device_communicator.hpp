@@ -132,7 +132,6 @@ class DeviceCommunicator {
   struct Pinned;  // HostStatus, losses, texts
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
-  int32_t relay_blocks() const { return nodes_.nodes() > 1 ? heuristics_.relay_blocks : 0; }
   device::Rail rail() const;
   intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
   cudaStream_t start_sending(cudaStream_t stream);

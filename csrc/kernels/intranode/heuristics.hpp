@@ -13,20 +13,27 @@ struct Heuristics {
   int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
   int send_warps;                   ///< of a block that move rows, at most
   int reduce_blocks, sum_blocks;    ///< of combine
-  int relay_blocks;                 ///< beside them, with several nodes
+  int relay_blocks;                 ///< with several nodes, of each operation
 
   std::string text() const {
-    return std::to_string(send_blocks + receive_blocks) + " SMs: dispatch " + std::to_string(send_blocks) +
-           " sending (at most " + std::to_string(send_warps) + " warps each) and " +
-           std::to_string(receive_blocks) + " receiving, combine " + std::to_string(reduce_blocks) +
-           " reducing and " + std::to_string(sum_blocks) + " summing";
+    const std::string relaying =
+        relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
+    return std::to_string(send_blocks + receive_blocks + relay_blocks) + " SMs: dispatch " +
+           std::to_string(send_blocks) + " sending (at most " + std::to_string(send_warps) +
+           " warps each) and " + std::to_string(receive_blocks) + " receiving, combine " +
+           std::to_string(reduce_blocks) + " reducing and " + std::to_string(sum_blocks) + " summing" +
+           relaying;
   }
 };
 
-/// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default.
-inline Heuristics choose_heuristics(int sms, int budget) {
-  const int total = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
+/// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
+/// nodes three are the least.
+inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes) {
+  const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
+  // So many copy between host memory and the links as fast as a network of 50 GB/s brings it.
+  h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
+  const int total = std::max(2, all - h.relay_blocks);
   // Of the stores of a dispatch a quarter goes out and the rest are expert rows here; about thirty SMs fill
   // the links.
   h.send_blocks = std::clamp(total * 3 / 10, 1, 30);
@@ -36,8 +43,6 @@ inline Heuristics choose_heuristics(int sms, int budget) {
   // The owners of a combine read most; past what fills the links, SMs are better used at the home.
   h.reduce_blocks = std::clamp(total * 13 / 24, 1, 26);
   h.sum_blocks = total - h.reduce_blocks;
-  // They keep up with a network of 50 GB/s a rank.
-  h.relay_blocks = std::clamp(total / 8, 1, 12);
   return h;
 }
 
