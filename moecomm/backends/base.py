@@ -16,6 +16,7 @@ from moecomm.memory import MemoryPlan
 from moecomm.nodes import NodeMap
 from moecomm.rendezvous import Rendezvous
 from moecomm.types import Layout, PlanViews, Work
+from moecomm.version import __version__
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -211,10 +212,15 @@ def meet(
     def introduce() -> dict[str, Any]:
         if error is not None:
             raise error
-        return {"arguments": arguments, "node": node_identity(), **facts()}
+        return {"version": __version__, "arguments": arguments, "node": node_identity(), **facts()}
 
     messages = meeting.step("construction: arguments", introduce)
     for rank, other in enumerate(messages):
+        if other.get("version") != messages[0].get("version"):
+            raise MismatchedArguments(
+                f"ranks run different versions of moecomm: rank 0 has {messages[0].get('version')}, "
+                f"rank {rank} has {other.get('version')}; install the same one on every host"
+            )
         for name, value in messages[0]["arguments"].items():
             theirs = other["arguments"].get(name)
             if theirs != value:

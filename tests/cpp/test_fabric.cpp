@@ -1,8 +1,10 @@
 // The libfabric transport over tcp and shm on this machine. Each case runs in a process of its own, forked
 // before anything of libfabric was touched; some of those fork a peer. Returns 77 (skipped) where libfabric
 // is missing.
+#include <rdma/fi_errno.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,6 +26,7 @@
 #include "common/deadline.hpp"
 #include "transport/fabric/leftovers.hpp"
 #include "transport/fabric/library.hpp"
+#include "transport/fabric/memory.hpp"
 #include "transport/fabric/nic.hpp"
 #include "transport/fabric/shuffle.hpp"
 #include "transport/fabric/transport.hpp"
@@ -816,6 +819,22 @@ void nic_case() {
   CHECK(nearest_nic("", nics, 2, sysfs) == 2 && nearest_nic("", nics, 3, sysfs) == 0);
 }
 
+void refused_memory_case() {
+  rlimit before{};
+  getrlimit(RLIMIT_MEMLOCK, &before);
+  const rlimit small{std::min<rlim_t>(before.rlim_cur, 64 << 10), before.rlim_max};
+  setrlimit(RLIMIT_MEMLOCK, &small);
+  fabric::Memory memory;
+  memory.bytes = 12345678;
+  for (const int status : {FI_ENOMEM, FI_EPERM, FI_EAGAIN})
+    for (const char* const word : {"verbs", "12345678 bytes of host memory", "may lock 64 KiB", "ulimit -l"})
+      CHECK(throws(ErrorKind::out_of_memory, word, [&] { registration_refused(status, "verbs", memory); }));
+  memory.cuda_device = 0;
+  CHECK(
+      throws(ErrorKind::unsupported, "GPU memory", [&] { registration_refused(FI_ENOSYS, "efa", memory); }));
+  setrlimit(RLIMIT_MEMLOCK, &before);
+}
+
 void library_case() {
   CHECK(throws(ErrorKind::unsupported, "libfabric1", [] { load_library("libmoecomm-nowhere.so.9"); }));
   CHECK(throws(ErrorKind::unsupported, "libmoecomm-nowhere.so.9",
@@ -862,6 +881,7 @@ int main(int argc, char** argv) {
   };
   test_case("card", card_case);
   test_case("nic", nic_case);
+  test_case("refused-memory", refused_memory_case);
   test_case("leftovers", leftovers_case);
 
   std::fflush(stdout);

@@ -105,6 +105,26 @@ def test_constructor_arguments_that_differ_between_ranks(pool: Pools, guilty: in
             assert name in error.text and str(value) in error.text and str(GOOD[name]) in error.text
 
 
+def _another_version(rank: int, world_size: int) -> Caught | None:
+    from unittest import mock
+
+    import moecomm
+
+    with mock.patch("moecomm.backends.base.__version__", "9.9.9" if rank == 2 else moecomm.__version__):
+        caught = catch(lambda: moecomm.Communicator(**GOOD))
+    with moecomm.Communicator(**GOOD) as comm:
+        assert comm.size == world_size
+    return caught
+
+
+def test_another_version_on_one_rank(pool: Pools) -> None:
+    import moecomm
+
+    for error in pool(4)(_another_version):
+        assert error is not None and error.name == "MismatchedArguments", error
+        assert all(word in error.text for word in ("rank 2", "9.9.9", "rank 0", moecomm.__version__))
+
+
 def _too_large(rank: int, world_size: int, max_tokens: int) -> tuple[Caught | None, int]:
     import moecomm
 

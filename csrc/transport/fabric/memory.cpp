@@ -27,10 +27,12 @@ std::string memlock_text() {
   return std::to_string(limit.rlim_cur / 1024) + " KiB";
 }
 
-[[noreturn]] void refused(int status, const fi_info& info, const Memory& memory) {
-  const std::string what =
-      std::string("fabric ") + info.fabric_attr->prov_name + ": registering " + std::to_string(memory.bytes) +
-      " bytes of " + (memory.cuda_device >= 0 ? "GPU" : "host") + " memory: " + library().strerror(status);
+}  // namespace
+
+void registration_refused(int status, const std::string& provider, const Memory& memory) {
+  const std::string what = "fabric " + provider + ": registering " + std::to_string(memory.bytes) +
+                           " bytes of " + (memory.cuda_device >= 0 ? "GPU" : "host") +
+                           " memory: " + library().strerror(status);
   ErrorDetails details;
   details.needed = memory.bytes;
   if (status == FI_ENOMEM || status == FI_EPERM || status == FI_EAGAIN)
@@ -41,8 +43,6 @@ std::string memlock_text() {
                 details);
   throw Error(ErrorKind::unsupported, what, details);
 }
-
-}  // namespace
 
 Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& info, const Memory& memory) {
   const uint64_t mode = static_cast<uint64_t>(info.domain_attr->mr_mode);
@@ -81,7 +81,7 @@ Registration::Registration(fid_domain* domain, fid_ep* endpoint, const fi_info& 
     status = fi_mr_bind(region_.get(), &endpoint->fid, 0);
     if (status == 0) status = fi_mr_enable(region_.get());
   }
-  if (status != 0) refused(-status, info, memory);
+  if (status != 0) registration_refused(-status, info.fabric_attr->prov_name, memory);
   if ((mode & FI_MR_VIRT_ADDR) != 0) remote_base_ = reinterpret_cast<uint64_t>(memory.base);
 }
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace moecomm::fabric {
 
@@ -28,6 +29,10 @@ struct Memory {
   int dmabuf_fd = -1;
   int64_t dmabuf_offset = 0;  ///< of base within the dmabuf
 };
+
+/// Throws what a provider's refusal (an FI_E number, positive) to register memory means: out_of_memory, with
+/// what to do about locked memory, or unsupported.
+[[noreturn]] void registration_refused(int status, const std::string& provider, const Memory& memory);
 
 /// Registered memory; it must stay mapped while this lives.
 class Registration {
