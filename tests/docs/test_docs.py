@@ -25,6 +25,8 @@ from tests.fabric import needs_fabric
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 EXAMPLE: dict[str, Any] = {"hidden": 7168, "top_k": 8, "max_tokens": 4096}  # of the memory page
+FUNCTIONS = {"min": min, "max": max, "ceil": math.ceil}  # of its formulas
+PAGE_BYTES = 4096
 
 needs_cuda_part = pytest.mark.skipif(
     not hasattr(_C, "DeviceShape"), reason="the extension was built without its CUDA part"
@@ -126,10 +128,43 @@ def formulas(title: str) -> dict[str, tuple[int, str]]:
         tokens = re.findall(r"\w+|[-+*/(),]", formula)
         text = tokens[0]
         for before, token in pairwise(tokens):
-            factor = before not in ("min", *"(,+-*/") and token not in (*"),+-*/",)
+            factor = before not in (*FUNCTIONS, *"(,+-*/") and token not in (*"),+-*/",)
             text += f" * {token}" if factor else token
         found[name] = (int(copies), text)
     return found
+
+
+def letters(ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """What the letters of the memory page stand for, on CPU and CUDA alike."""
+    tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
+    weight = 8 if dtype == torch.float64 else 4
+    put_bytes = min(max(tokens * row // 16, 512 << 10), 4 << 20)
+    put_rows = min(-(-put_bytes // row), tokens)
+    return {
+        "R": ranks,
+        "L": per_node,
+        "N": ranks // per_node,
+        "M": tokens,
+        "K": top_k,
+        "H": sizes["hidden"],
+        "b": dtype.itemsize,
+        "w": weight,
+        "D": put_rows,
+        "F": -(-tokens // put_rows) + -(-weight * tokens * top_k // 2**20),
+        **FUNCTIONS,
+    }
+
+
+def in_pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def sizes_of(plan: moecomm.MemoryPlan) -> dict[str, list[int]]:
+    """Bytes of each copy of each section."""
+    taken: dict[str, list[int]] = {}
+    for name, _, size in plan.sections:
+        taken.setdefault(name, []).append(size)
+    return taken
 
 
 @pytest.mark.parametrize(
@@ -139,6 +174,7 @@ def formulas(title: str) -> dict[str, tuple[int, str]]:
         (4, 2, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16),
         (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float64),
         (7, 1, {"hidden": 2048, "top_k": 3, "max_tokens": 65}, torch.float32),
+        (482, 1, {"hidden": 8, "top_k": 3, "max_tokens": 65}, torch.float32),
         (1024, 8, {"hidden": 7168, "top_k": 8, "max_tokens": 128}, torch.bfloat16),
     ],
 )
@@ -148,33 +184,16 @@ def test_memory_page_has_the_formulas_of_the_plan(
     plan = moecomm.Communicator.memory_plan(
         ranks=ranks, ranks_per_node=per_node, num_experts=ranks * 4, **sizes, dtype=dtype, device="cpu"
     )
-    tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
-    weight = 8 if dtype == torch.float64 else 4
-    chunk_bytes = min(max(tokens * row // 16, 512 << 10), 4 << 20)
-    chunk = min(-(-chunk_bytes // row), tokens)
-    values = {
-        "R": ranks,
-        "L": per_node,
-        "N": ranks // per_node,
-        "M": tokens,
-        "K": top_k,
-        "H": sizes["hidden"],
-        "b": dtype.itemsize,
-        "w": weight,
-        "C": chunk,
-        "F": -(-tokens // chunk) + -(-weight * tokens * top_k // 2**20),
-        "min": min,
-    }
+    values = letters(ranks, per_node, sizes, dtype)
+    values["C"] = values["D"]
     expected = formulas("Memory")
     if ranks > per_node:
         expected |= formulas("With several nodes")
     if per_node == 1:
         del expected["partial sums"]
-    taken: dict[str, list[int]] = {}
-    for name, _, size in plan.sections:
-        taken.setdefault(name, []).append(size)
+    taken = sizes_of(plan)
     assert taken == {
-        name: [-(-eval(text, values) // 4096) * 4096] * copies for name, (copies, text) in expected.items()
+        name: [in_pages(eval(text, values))] * copies for name, (copies, text) in expected.items()
     }
     input_rows = sum(taken["input rows"])
     assert plan.total_bytes - plan.committed_bytes == input_rows
@@ -184,16 +203,22 @@ def test_memory_page_has_the_example_of_two_nodes() -> None:
     plan = moecomm.Communicator.memory_plan(
         ranks=4, ranks_per_node=2, num_experts=64, **EXAMPLE, device="cpu"
     )
-    taken: dict[str, int] = {}
-    for name, _, size in plan.sections:
-        taken[name] = taken.get(name, 0) + size
     rows = table_rows(part("memory.md", "A worked example of two nodes"))[1:]
     assert number(next(row for row in rows if "taken at once" in row[0])[2]) == plan.committed_bytes
-    sections = [row for row in rows if not row[0].startswith("**")]
-    assert {name: number(all_copies) for name, _, all_copies in sections} == taken
-    for name, one_copy, _ in sections:
+    check_example([row for row in rows if not row[0].startswith("**")], plan)
+
+
+def check_example(rows: list[list[str]], plan: moecomm.MemoryPlan) -> None:
+    """(section, one copy, all copies) of a worked example against the plan, and the sums in them."""
+    taken = sizes_of(plan)
+    assert {name: number(all_copies) for name, _, all_copies in rows} == {
+        name: sum(sizes) for name, sizes in taken.items()
+    }
+    for name, one_copy, all_copies in rows:
         formula, _, result = one_copy.rpartition(" = ")
-        assert not formula or eval(formula, {"min": min}) == number(result), name
+        if formula:
+            assert eval(re.sub(r"(?<=\d) (?=\d)", "", formula), dict(FUNCTIONS)) == number(result), name
+        assert in_pages(number(result)) * len(taken[name]) == number(all_copies), name
 
 
 def test_memory_page_has_the_windows_of_more_nodes() -> None:
@@ -230,6 +255,11 @@ def part(page: str, title: str) -> str:
     return found[1]
 
 
+def page_text(page: str) -> str:
+    """A page as one line."""
+    return " ".join((ROOT / "docs" / page).read_text().split())
+
+
 def number(cell: str) -> int:
     return int(cell.strip("* ").replace(" ", ""))
 
@@ -238,18 +268,126 @@ def number(cell: str) -> int:
 @pytest.mark.parametrize("wire", [None, "fp8"])
 def test_memory_page_has_the_numbers_of_the_plan_on_cuda(wire: str | None) -> None:
     plan = moecomm.Communicator.memory_plan(ranks=4, num_experts=256, **EXAMPLE, wire=wire, device="cuda")
-    taken: dict[str, int] = {}
-    for name, _, size in plan.sections:
-        taken[name] = taken.get(name, 0) + size
     *sections, total = table_rows(part("memory.md", "A worked example on CUDA"))[1:]
-    assert {name: number(all_copies) for name, _, all_copies in sections} == taken
     assert number(total[2]) == plan.total_bytes == plan.committed_bytes
-    copies = {row[0]: int(row[1]) for row in table_rows(part("memory.md", "On CUDA"))[1:]}
-    for name, one_copy, all_copies in sections:
-        formula, _, result = one_copy.rpartition(" = ")
-        if formula:
-            assert eval(re.sub(r"(?<=\d) (?=\d)", "", formula), {"min": min}) == number(result)
-        assert -(-number(result) // 4096) * 4096 * copies[name] == number(all_copies), name
+    check_example(sections, plan)
+
+
+@needs_cuda_part
+def test_memory_page_has_the_example_of_two_nodes_on_cuda() -> None:
+    plan = moecomm.Communicator.memory_plan(
+        ranks=4, ranks_per_node=2, num_experts=256, **EXAMPLE, device="cuda"
+    )
+    *sections, total, host = table_rows(part("memory.md", "A worked example of two nodes on CUDA"))[1:]
+    assert number(total[2]) == plan.total_bytes == plan.committed_bytes
+    assert number(host[2]) == plan.host_bytes
+    check_example(sections, plan)
+    values = letters_on_cuda(4, 2, 256, EXAMPLE, torch.bfloat16, None)
+    said = re.search(r"D = (\d+), F = (\d+), P = (\d+), Q = (\d+):", page_text("memory.md"))
+    assert said and [int(value) for value in said.groups()] == [values[name] for name in "DFPQ"]
+
+
+def letters_on_cuda(
+    ranks: int, per_node: int, experts: int, sizes: dict[str, Any], dtype: torch.dtype, wire: str | None
+) -> dict[str, Any]:
+    """What the page's letters stand for on CUDA."""
+    values = letters(ranks, per_node, sizes, dtype)
+    tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
+    others, owners, pieces = ranks // per_node - 1, min(per_node, top_k), lambda size: -(-size // 2**20)
+    # Tokens of a chunk, by the tokens of a call; the most chunks that one of up to `tokens` makes.
+    ends = [(min(bound, tokens), size) for bound, size in ((512, 1), (4096, 2), (16384, 4))]
+    chunks = max(-(-end // size) for end, size in [*ends, (tokens, 8 if tokens > 16384 else 4)])
+    counts = -(-4 * (experts + ranks) // 16) * 16
+    packed = sizes["hidden"] + 4 * -(-sizes["hidden"] // 128)
+    in_lines = -(-packed // 128) * 128
+    fp8_row = in_lines if in_lines <= row else -(-packed // 16) * 16
+    values |= {
+        "E": experts,
+        "C": chunks,
+        "c": counts,
+        "r": row if wire is None else fp8_row,
+    }
+    if others > 0:
+        room = tokens * min(per_node + others, top_k) // (2 * others * owners)
+        commands = 1 + pieces(counts + 8 * tokens * top_k) + pieces(4 * tokens) + -(-tokens // values["D"])
+        commands += 2 * pieces(values["w"] * tokens * top_k)
+        values["P"] = tokens if room >= tokens else min(max(room // 8 * 8, 64), tokens)
+        values["Q"] = max(4096, 1 << (4 * others * commands - 1).bit_length())
+    return values
+
+
+@needs_cuda_part
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "sizes", "dtype", "wire"),
+    [
+        (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, None),
+        (72, 72, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
+        (4, 2, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
+        (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float64, None),
+        (7, 1, {"hidden": 2048, "top_k": 3, "max_tokens": 65}, torch.float32, None),
+        (482, 1, {"hidden": 16, "top_k": 3, "max_tokens": 10000}, torch.bfloat16, "fp8"),
+        (1024, 8, {"hidden": 7168, "top_k": 8, "max_tokens": 128}, torch.bfloat16, None),
+        (1000, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 16384}, torch.bfloat16, None),
+    ],
+)
+def test_memory_page_has_the_formulas_of_the_plan_on_cuda(
+    ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype, wire: str | None
+) -> None:
+    """The window section by section; of the host memory all of it, since the plan tells no more."""
+    experts = ranks * 4
+    plan = moecomm.Communicator.memory_plan(
+        ranks=ranks,
+        ranks_per_node=per_node,
+        num_experts=experts,
+        **sizes,
+        dtype=dtype,
+        wire=wire,
+        device="cuda",
+    )
+    values = letters_on_cuda(ranks, per_node, experts, sizes, dtype, wire)
+
+    def sections(title: str) -> dict[str, list[int]]:
+        return {
+            name: [in_pages(eval(text, values))] * copies for name, (copies, text) in formulas(title).items()
+        }
+
+    expected, host = sections("On CUDA"), 0
+    if ranks > per_node:
+        expected |= sections("CUDA windows with several nodes")
+        host = sum(map(sum, sections("Pinned host memory").values()))
+    assert sizes_of(plan) == expected
+    assert plan.host_bytes == host
+
+
+@needs_cuda_part
+def test_memory_page_has_the_windows_of_more_nodes_on_cuda() -> None:
+    rows = table_rows(part("memory.md", "How both grow with the nodes"))[1:]
+    assert {int(row[0]) for row in rows} >= {1, 2, 16, 128}
+    for row in rows:
+        nodes, ranks, tokens = map(int, row[:3])
+        plan = moecomm.Communicator.memory_plan(
+            ranks=ranks,
+            ranks_per_node=ranks // nodes,
+            num_experts=max(256, ranks),
+            **(EXAMPLE | {"max_tokens": tokens}),
+            device="cuda",
+        )
+        partial = sum(sizes_of(plan).get("partial sums", []))
+        in_mib = [f"{size / 2**20:.1f}" for size in (plan.total_bytes, partial, plan.host_bytes)]
+        assert row[3:] == [*in_mib, f"{plan.host_bytes * ranks / nodes / 2**30:.1f}"]
+
+
+@needs_cuda_part
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 4), (4, 2), (4, 1), (16, 8)])
+def test_memory_page_has_the_words_of_a_plan(ranks: int, per_node: int) -> None:
+    """The sizes that it gives for plans in handles, to 1 %."""
+    sizes: dict[str, Any] = {"ranks": ranks, "num_experts": 256, **EXAMPLE}
+    shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None, ranks_per_node=per_node)
+    tokens, top_k, others = EXAMPLE["max_tokens"], EXAMPLE["top_k"], ranks // per_node - 1
+    said = 4 * (ranks + 1) * tokens * (top_k + 1) + 4 * others * tokens * (top_k + 2)
+    assert _C.device_plan_fields(shape)["total"][1] * 4 == pytest.approx(said, rel=0.01)
+    text = page_text("memory.md")
+    assert "4 (R + 1) M (K + 1) bytes" in text and "4 (N - 1) M (K + 2) bytes more" in text
 
 
 @needs_cuda_part
