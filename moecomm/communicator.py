@@ -73,10 +73,11 @@ class Communicator:
         device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
             A rank has a GPU of its own.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
-            nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md), CPU tensors
-            only in this version.
-        num_sms: CUDA: SMs that an operation may use, at least 2; None: what the shape wants. CPU: threads
-            that a rank copies and sums with; None: MOECOMM_THREADS, or the cores divided by the ranks.
+            nodes on it. Ranks of different nodes reach each other over libfabric (docs/nodes.md); rows of
+            CUDA tensors pass through pinned host memory there.
+        num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes 3, of which an eighth, at
+            most 12, relays); None: three quarters of them. CPU: threads that a rank copies and sums with;
+            None: MOECOMM_THREADS, or the cores divided by the ranks.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.
 
     On CUDA an operation is put on the caller's current stream, after the communicator's operation before it,

@@ -22,6 +22,7 @@ from moecomm.nodes import NodeMap, find_nodes
 from moecomm.version import __version__
 
 _GIB = 1 << 30
+_NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NIC nearest to each GPU"
 
 
 def _command(arguments: list[str]) -> list[str]:
@@ -138,7 +139,8 @@ def fabric() -> Iterator[tuple[str, str]]:
         if value is not None
     ]
     reason = f", as {' and '.join(asked)} {'asks' if len(asked) == 1 else 'ask'}" if asked else ""
-    yield "between nodes", f"{network}{reason}; CPU tensors"
+    on_gpus = torch.cuda.is_available() and _cuda_missing() is None
+    yield "between nodes", f"{network}{reason}{f'; {_NETWORK_OF_GPUS}' if on_gpus else ''}"
     yield "control links", f"TCP on {address}, ports that the system chooses"
 
 
@@ -216,15 +218,26 @@ def _remote_transports(nodes: NodeMap, peer: int, network: str) -> Iterator[tupl
     through = "" if peer == rail or network.startswith("none: ") else f" by way of rank {rail}"
     yield f"rank {peer}", f"node {node}: {network}{through}, CPU tensors"
     if torch.cuda.is_available():
-        yield f"rank {peer}", f"node {node}: none in this version, CUDA tensors"
+        missing = _cuda_missing()
+        how = f"none: {missing}" if missing is not None else f"{network}{through}"
+        how += "" if how.startswith("none: ") else " and pinned host memory"
+        yield f"rank {peer}", f"node {node}: {how}, CUDA tensors"
+
+
+def _cuda_missing() -> str | None:
+    """What moecomm lacks for CUDA tensors on a machine with GPUs, or nothing."""
+    if _C.cuda_version is None:
+        return "the CUDA part is not built"
+    if cuda_driver.bindings_version() is None:
+        return "cuda-bindings is missing (pip install cuda-bindings)"
+    return None
 
 
 def _gpu_transport(peer: int) -> str:
     """From GPU 0, which rank 0 has, to the GPU with that ordinal."""
-    if _C.cuda_version is None:
-        return "none: the CUDA part is not built"
-    if cuda_driver.bindings_version() is None:
-        return "none: cuda-bindings is missing (pip install cuda-bindings)"
+    missing = _cuda_missing()
+    if missing is not None:
+        return f"none: {missing}"
     if peer == 0:
         return "the same GPU: CUDA symmetric memory"
     if not torch.cuda.can_device_access_peer(0, peer):

@@ -21,7 +21,8 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
 class MemoryPlan:
     """Sections of one rank's window. `str()` is a table.
 
-    A window for CUDA tensors is device memory, taken as a whole when the communicator is built. One for CPU
+    A window for CUDA tensors is device memory, taken as a whole when the communicator is built; with several
+    nodes a rank takes `host_bytes` of host memory besides, some 3*(N-1)*M*H*b (docs/memory.md). One for CPU
     tensors is shared memory: with R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes
     a weight (4; 8 for float64), every section rounded up to 4096 bytes, the large ones are, twice each
     because uses alternate between two copies:

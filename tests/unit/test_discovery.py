@@ -116,15 +116,16 @@ def test_the_network_and_what_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> N
         return "some network", "192.0.2.9"
 
     _give_network(monkeypatch, opened)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     facts = dict(discovery.fabric())
     assert facts["libfabric"] == "9.9"
     assert facts["fabric providers"] == "verbs;ofi_rxm (mlx5_0, mlx5_1), tcp (eth0), shm"
-    assert facts["between nodes"] == "some network; CPU tensors"
+    assert facts["between nodes"] == "some network"
     assert facts["control links"].startswith("TCP on 192.0.2.9")
     monkeypatch.setenv("MOECOMM_FABRIC_PROVIDER", "tcp")
     monkeypatch.setenv("MOECOMM_FABRIC_INTERFACE", "eth0")
     assert dict(discovery.fabric())["between nodes"] == (
-        "some network, as MOECOMM_FABRIC_PROVIDER=tcp and MOECOMM_FABRIC_INTERFACE=eth0 ask; CPU tensors"
+        "some network, as MOECOMM_FABRIC_PROVIDER=tcp and MOECOMM_FABRIC_INTERFACE=eth0 ask"
     )
     assert asked == [("", ""), ("tcp", "eth0")]
 
@@ -140,6 +141,56 @@ def test_peers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOECOMM_RANKS_PER_NODE", "3")
     assert dict(discovery.transports(6))["rank 3"] == "node 1: some network, CPU tensors"
     assert "a rank" in dict(discovery.transports(6, 6, 1))["rank 0 (itself)"]
+
+
+def _give_gpus(monkeypatch: pytest.MonkeyPatch, built: str | None, bindings: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(_C, "cuda_version", built)
+    monkeypatch.setattr(cuda_driver, "bindings_version", lambda: bindings)
+
+
+def test_peers_of_other_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    _give_network(monkeypatch, lambda *_: ("some network", ""))
+    _give_gpus(monkeypatch, "13.0", "13.0.3")
+    assert dict(discovery.fabric())["between nodes"] == (
+        "some network; CUDA tensors through pinned host memory, by the NIC nearest to each GPU"
+    )
+    lines = [text for peer, text in discovery.transports(4, 2) if peer == "rank 3"]
+    assert lines == [
+        "node 1: some network by way of rank 2, CPU tensors",
+        "node 1: some network by way of rank 2 and pinned host memory, CUDA tensors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("built", "bindings", "words"),
+    [(None, "13.0.3", "the CUDA part is not built"), ("13.0", None, "pip install cuda-bindings")],
+)
+def test_gpus_that_moecomm_cannot_serve(
+    built: str | None, bindings: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _give_network(monkeypatch, lambda *_: ("some network", ""))
+    _give_gpus(monkeypatch, built, bindings)
+    assert dict(discovery.fabric())["between nodes"] == "some network"
+    found = list(discovery.transports(4, 2))
+    for peer in ("rank 1", "rank 2", "rank 3"):
+        of_cuda = [text for name, text in found if name == peer and text.endswith("CUDA tensors")]
+        assert len(of_cuda) == 1 and "none: " in of_cuda[0] and words in of_cuda[0]
+
+
+def test_gpus_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(provider: str, interface: str) -> tuple[str, str]:
+        raise Unsupported("no such provider")
+
+    _give_network(monkeypatch, refused)
+    _give_gpus(monkeypatch, "13.0", "13.0.3")
+    lines = [text for peer, text in discovery.transports(2, 1) if peer == "rank 1"]
+    assert lines == [
+        "node 1: none: no such provider, CPU tensors",
+        "node 1: none: no such provider, CUDA tensors",
+    ]
 
 
 def test_a_network_that_does_not_open_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
