@@ -11,7 +11,7 @@ namespace moecomm {
 struct Command {
   enum class Kind : uint8_t {
     head,        ///< the Announcement of this epoch; a: bytes
-    ids,         ///< piece `index` of the ids; a: bytes
+    ids,         ///< piece `index` of the ids (from GPUs: counts, codes, places); a: bytes
     weights,     ///< piece `index` of the routing weights; a: bytes
     index,       ///< piece `index` of the relay indices; a: bytes
     grads,       ///< piece `index` of the outgoing gradients; a: bytes
@@ -47,12 +47,12 @@ MOECOMM_HD constexpr Command command_from(uint64_t high, uint64_t low) {
           static_cast<uint32_t>(low)};
 }
 
-/// The 32 bits that arrive with a put. Epochs are told apart by three bits: those of one peer that can be
-/// under way at a time are three at most (docs/protocol.md).
+/// The 32 bits that arrive with a put. Epochs are told apart by three bits: of one peer two can be under way
+/// at a time, out of four that the receiver reckons with (docs/protocol.md).
 struct Immediate {
   enum class Kind : uint32_t {
     head,  ///< an Announcement
-    body,  ///< a piece of ids or weights; counted
+    body,  ///< a piece of ids, weights or relay indices; counted
     part,  ///< what arrival flag `index` stands for: a chunk, or a piece of gradients
   };
   Kind kind;
