@@ -170,7 +170,7 @@ def over_puts(pyplot: Any) -> Any:
         marked_line(right, nics, found, seen, label=label)
     count_axis(right, "GB/s of a NIC")
     right.set_xticks(nics, [f"{nic:.0f}" for nic in nics])
-    right.set_title("fp8, puts of 1 MiB", fontsize=10)
+    right.set_title("fp8, puts as moecomm makes them", fontsize=10)
     for axes in (left, right):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_plain)
@@ -190,9 +190,12 @@ def bottlenecks(pyplot: Any) -> Any:
     numbers = nodes_of(MODELS["deepseek-v3"]["experts"])
     tokens = [8 << power for power in range(12)]
     cases: dict[str, tuple[Machine, dict[str, Any]]] = {
-        "bfloat16, 50 GB/s, puts of 1 MiB": (H200, {}),
+        "bfloat16, 50 GB/s": (H200, {}),
         "bfloat16, 50 GB/s, a put a row": (H200, {"put_bytes": 14336}),
-        "fp8, 100 GB/s, puts of 1 MiB": (replace(H200, nic_GBps=100.0), {"wire": "fp8"}),
+        "fp8, 100 GB/s, a command a row": (
+            replace(H200, nic_GBps=100.0),
+            {"wire": "fp8", "rows_per_command": 1},
+        ),
     }
     names = list(MARKERS)
     figure, grid = pyplot.subplots(1, len(cases), figsize=(13, 4.2), layout="constrained", sharey=True)

@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-groups", action="store_true", help="routing that is not limited to groups")
     add("--limit-nodes", type=int, metavar="M", help="routing to at most M nodes a token: nodes are groups")
     add("--wire", choices=("fp8",), help="format of rows in a dispatch")
-    add("--put-bytes", type=int, default=1 << 20, metavar="B", help="most bytes of one put (%(default)s)")
-    add("--rows-per-command", type=int, default=1, metavar="N", help="rows a command covers (%(default)s)")
+    add("--put-bytes", type=int, metavar="B", help="most bytes of one put (as moecomm has it: by the tokens)")
+    add("--rows-per-command", type=int, metavar="N", help="rows a command covers (those of a put)")
     add("--stages", action="store_true", help="print every stage instead of a line")
     return parser
 

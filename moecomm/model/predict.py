@@ -114,8 +114,7 @@ def predict(machine: Machine, shape: Shape, traffic: Traffic | None = None) -> P
 
 def _dispatch(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
     others, row = shape.nodes - 1, shape.wire_row_bytes
-    pieces = 1 + -(-(shape.metadata_bytes - shape.record_bytes) // shape.put_bytes)
-    metadata_puts, metadata_bytes = others * pieces, others * shape.metadata_bytes
+    metadata_puts, metadata_bytes = others * shape.metadata_puts, others * shape.metadata_bytes
     foreign_ids = (shape.ranks - shape.ranks_per_node) * shape.ids_bytes
     plan = Stage("plan", _seconds(foreign_ids, machine.node_GBps), "node links")
     read_and_written = traffic.needed_rows * row + traffic.expert_rows * shape.row_bytes
@@ -135,7 +134,7 @@ def _dispatch(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
         _wire(machine, shape, "wire", moved * row, traffic.sent_puts, moved),
         pull,
     )
-    chunks = traffic.sent_puts if others else _pieces(shape, row)
+    chunks = traffic.sent_puts if others else _chunks_of_node(shape)
     seconds = sum(stage.seconds for stage in ahead) + _flow(flowing, chunks, before_last=plan.seconds)
     return Operation(
         name="dispatch",
@@ -176,7 +175,7 @@ def _combine(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
         _wire(machine, shape, "wire", moved * row, traffic.returned_puts, moved),
         home,
     )
-    chunks = traffic.returned_puts if others else _pieces(shape, row)
+    chunks = traffic.returned_puts if others else _chunks_of_node(shape)
     return Operation(
         name="combine",
         seconds=sum(stage.seconds for stage in ahead) + _flow(flowing, chunks),
@@ -201,7 +200,7 @@ def _flow(stages: Sequence[Stage], chunks: float, *, before_last: float = 0.0) -
 
 
 def _wire(machine: Machine, shape: Shape, name: str, size: float, puts: float, rows: float) -> Stage:
-    commands = rows / shape.rows_per_command if rows else puts
+    commands = rows / shape.rows_per_command if rows and shape.rows_per_command is not None else puts
     return _longest(
         name,
         ("NIC", (size + puts * machine.nic_half_bytes) / machine.rail_bytes_per_s),
@@ -224,8 +223,9 @@ def _bottleneck(stages: Sequence[Stage]) -> str:
     return longest.name if longest.name in ("metadata", "plan") else longest.bound
 
 
-def _pieces(shape: Shape, row_bytes: int) -> float:
-    return float(-(-shape.tokens // shape.chunk_rows(row_bytes)))
+def _chunks_of_node(shape: Shape) -> float:
+    # Within a node rows are handed on by the token, or by a few.
+    return float(-(-shape.tokens // 8))
 
 
 def _seconds(size: float, GBps: float) -> float:

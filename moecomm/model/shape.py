@@ -9,6 +9,10 @@ from moecomm.errors import InvalidArgument
 
 _RECORD_BYTES = 64 + 512
 _SCALE_COLUMNS = 128
+# Puts of the runtime (csrc/layout/window.cpp): a rank's rows make so many, within these sizes; the rest goes
+# in pieces.
+_PUTS_OF_ROWS, _LEAST_PUT, _MOST_PUT = 16, 512 << 10, 4 << 20
+_PIECE_BYTES = 1 << 20
 
 
 class Experts(TypedDict):
@@ -57,15 +61,19 @@ class Shape:
     """Bytes of a value outside the wire format, and in a combine."""
     with_weights: bool = True
     """Routing weights travel with the ids."""
-    put_bytes: int = 1 << 20
-    """The most that one put carries: a chunk is as many rows as fit, and at least one."""
-    rows_per_command: int = 1
-    """Rows that one command to the proxy covers."""
+    put_bytes: int | None = None
+    """The most that one put carries: a chunk is as many rows as fit, and at least one. None: as the runtime
+    has it for max_tokens=tokens, a sixteenth of a rank's rows, but no fewer than make 512 KiB and no more
+    than make 4 MiB outside of a wire format; and ids and weights in pieces of 1 MiB."""
+    rows_per_command: int | None = None
+    """Rows that one command to the proxy covers. None: as the runtime has it, those of a put."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "hidden", "top_k", "experts", "element_bytes", "put_bytes"):
+        for name in ("nodes", "ranks_per_node", "hidden", "top_k", "experts", "element_bytes"):
             _require(_is_count(getattr(self, name)), name, getattr(self, name), "an int of at least 1")
-        _require(_is_count(self.rows_per_command), "rows_per_command", self.rows_per_command, "at least 1")
+        for name in ("put_bytes", "rows_per_command"):
+            value = getattr(self, name)
+            _require(value is None or _is_count(value), name, value, "None or an int of at least 1")
         _require(_is_count(self.tokens + 1), "tokens", self.tokens, "an int of at least 0")
         _require(
             self.experts % self.ranks == 0, "experts", self.experts, f"a multiple of the {self.ranks} ranks"
@@ -112,13 +120,22 @@ class Shape:
         return _RECORD_BYTES + self.ids_bytes * (2 if self.with_weights else 1)
 
     @property
+    def metadata_puts(self) -> int:
+        """Puts of that to each other node."""
+        most = _PIECE_BYTES if self.put_bytes is None else self.put_bytes
+        return 1 + (2 if self.with_weights else 1) * -(-self.ids_bytes // most)
+
+    @property
     def record_bytes(self) -> int:
         """What a rank tells each other node before a combine."""
         return _RECORD_BYTES
 
     def chunk_rows(self, row_bytes: int) -> int:
-        """Rows that one put carries."""
-        return max(1, self.put_bytes // row_bytes)
+        """Rows that one put carries, where a row on its way has `row_bytes`."""
+        if self.put_bytes is not None:
+            return max(1, self.put_bytes // row_bytes)
+        wanted = min(max(self.tokens * self.row_bytes // _PUTS_OF_ROWS, _LEAST_PUT), _MOST_PUT)
+        return max(1, min(-(-wanted // self.row_bytes), self.tokens))
 
 
 def _round_up(value: int, step: int) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from bench import group_limits, model_plots
-from moecomm import InvalidArgument, InvalidRouting
+from moecomm import Communicator, InvalidArgument, InvalidRouting
 from moecomm.model import (
     MACHINES,
     MODELS,
@@ -34,7 +34,16 @@ from moecomm.model.__main__ import main
 ROOT = Path(__file__).resolve().parents[2]
 
 # The example of `predict`.
-EXAMPLE = Shape(nodes=2, ranks_per_node=2, tokens=1000, hidden=512, top_k=1, experts=4, put_bytes=51200)
+EXAMPLE = Shape(
+    nodes=2,
+    ranks_per_node=2,
+    tokens=1000,
+    hidden=512,
+    top_k=1,
+    experts=4,
+    put_bytes=51200,
+    rows_per_command=1,
+)
 ROUND = Machine(
     node_GBps=100,
     memory_GBps=1000,
@@ -218,6 +227,36 @@ def test_row_of_fp8_is_that_of_the_page() -> None:
     assert shape_of(hidden=48, wire="fp8").wire_row_bytes == 64
 
 
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(1, 16), (3, 2048), (512, 7168), (1024, 2048), (1024, 7168), (4096, 7168)]
+)
+def test_rows_of_a_put_are_those_of_the_window(tokens: int, hidden: int, wire: str | None) -> None:
+    shape = shape_of(tokens=tokens, hidden=hidden, wire=wire)
+    plan = Communicator.memory_plan(
+        ranks=shape.ranks,
+        ranks_per_node=shape.ranks_per_node,
+        num_experts=shape.experts,
+        hidden=hidden,
+        top_k=shape.top_k,
+        max_tokens=tokens,
+        device="cpu",
+    )
+    (staging,) = [size for name, _, size in plan.sections if name == "staging"]
+    rows = shape.chunk_rows(shape.wire_row_bytes)
+    assert staging == -(-16 * rows * shape.row_bytes // 4096) * 4096
+    assert rows == shape.chunk_rows(shape.row_bytes)
+
+
+def test_puts_of_ids_and_weights() -> None:
+    # 1 MiB of ids and as much of weights, and one token more of each.
+    whole = shape_of(tokens=1 << 17)
+    more = dataclasses.replace(whole, tokens=whole.tokens + 1)
+    assert (whole.metadata_puts, more.metadata_puts) == (3, 5)
+    assert dataclasses.replace(more, with_weights=False).metadata_puts == 3
+    assert dataclasses.replace(whole, put_bytes=1 << 19).metadata_puts == 5
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -276,7 +315,7 @@ def test_worked_example_of_a_dispatch() -> None:
         }
     )
     assert found.seconds * 1e6 == pytest.approx(70.5936)
-    assert (found.row_bytes, found.sent_bytes, found.puts) == (512000, 520576, 12)
+    assert (found.row_bytes, found.sent_bytes, found.puts) == (512000, 520576, 13)
     assert found.link_bytes == 512000
     assert found.bottleneck == "NIC"
     assert found.stage("pull").bound == "node links"
@@ -312,6 +351,8 @@ def test_worked_example_of_a_combine() -> None:
         ({"put_rate": 1e4}, {}, "put rate", "put rate"),
         ({"command_rate": 5e6}, {}, "command rate", "command rate"),
         ({"command_rate": 5e6}, {"rows_per_command": 100}, "NIC", "reduce"),
+        ({"command_rate": 5e6}, {"rows_per_command": None}, "NIC", "reduce"),
+        ({"command_rate": 1e4}, {"rows_per_command": None}, "command rate", "command rate"),
         ({"nic_half_bytes": 1e6}, {}, "NIC", "NIC"),
         ({"nic_GBps": 1000, "reduce_GBps": 5000, "staging_GBps": 500}, {}, "fixed cost", "fixed cost"),
         ({"node_GBps": 4, "reduce_GBps": 5000}, {}, "node links", "node links"),
