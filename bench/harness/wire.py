@@ -30,10 +30,11 @@ class Between:
 
 
 def rows_of_put(case: Case) -> int:
-    """Rows of a full put as moecomm.MemoryPlan has it: a sixteenth of what the window holds, in bounds."""
+    """Rows of a full put as moecomm.MemoryPlan has it: a sixteenth of what the window holds, in bounds. As
+    many of a wire format as of plain rows."""
     most = max(case.options.sizes)
-    wanted = min(max(most * case.wire_row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT)
-    return min(max(1, -(-wanted // case.wire_row_bytes)), most)
+    wanted = min(max(most * case.row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT)
+    return min(max(1, -(-wanted // case.row_bytes)), most)
 
 
 def put_bytes(case: Case) -> int:

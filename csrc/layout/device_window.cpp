@@ -55,11 +55,11 @@ int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 
-/// Sums on their way to other nodes may take half as much memory as those of this rank's own tokens; where
-/// that is not enough for all tokens, they take turns.
+/// Sums on their way to other nodes may take as much memory as those of this rank's own tokens; where that is
+/// not enough for all tokens, they take turns.
 int64_t partial_tokens(const DeviceShape& s) {
   if (s.other_nodes() == 0) return 0;
-  const int64_t fitting = s.max_tokens * s.slots() / (int64_t{2} * s.other_nodes() * s.node_slots());
+  const int64_t fitting = s.max_tokens * s.slots() / (int64_t{s.other_nodes()} * s.node_slots());
   if (fitting >= s.max_tokens) return s.max_tokens;
   return std::min(s.max_tokens, std::max(fitting / kMaxChunk * kMaxChunk, kLeastStage));
 }

@@ -116,6 +116,7 @@ struct DeviceState {
   uint32_t cancelled;                 ///< epoch (low 32 bits) whose records disagree: nothing is waited for
   uint32_t planned;                   ///< epoch (low 32 bits) of the newest plan
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
+  uint32_t stage_next;                ///< and to be sent to other nodes
   alignas(kLine) uint32_t receive_next;
   alignas(kLine) uint32_t receive_done;   ///< blocks
   alignas(kLine) uint32_t route_counted;  ///< blocks

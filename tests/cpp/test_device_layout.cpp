@@ -104,13 +104,13 @@ void test_sections_of_nodes() {
                               w.partials[0],    w.partials[1],     w.total_bytes};
     CHECK(fields[0] == w.rows[1] + (w.rows[1] - w.rows[0]));
     for (size_t i = 1; i < std::size(fields); ++i) CHECK(fields[i] > fields[i - 1] && fields[i] % kPage == 0);
-    // Both sections together take no more than the slots of this rank's own tokens, but for a few tokens.
+    // They take no more than the slots of this rank's own tokens, but for a few tokens.
     CHECK(w.partial_tokens >= std::min(s.max_tokens, kFewestStaged) && w.partial_tokens <= s.max_tokens);
     CHECK(w.partial_tokens == s.max_tokens || w.partial_tokens % kMaxChunk == 0);
     CHECK(w.partials[1] - w.partials[0] ==
           rounded(others * w.partial_tokens * owners * s.row_bytes(), kPage));
     if (w.partial_tokens > kFewestStaged)
-      CHECK(2 * others * w.partial_tokens * owners <= s.max_tokens * s.slots());
+      CHECK(others * w.partial_tokens * owners <= s.max_tokens * s.slots());
     turns = turns || w.partial_tokens < s.max_tokens;
 
     const WindowShape host = host_window_shape(s);

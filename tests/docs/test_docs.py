@@ -308,7 +308,7 @@ def letters_on_cuda(
         "r": row if wire is None else fp8_row,
     }
     if others > 0:
-        room = tokens * min(per_node + others, top_k) // (2 * others * owners)
+        room = tokens * min(per_node + others, top_k) // (others * owners)
         commands = 1 + pieces(counts + 8 * tokens * top_k) + pieces(4 * tokens) + -(-tokens // values["D"])
         commands += 2 * pieces(values["w"] * tokens * top_k)
         values["P"] = tokens if room >= tokens else min(max(room // 8 * 8, 64), tokens)

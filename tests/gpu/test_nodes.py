@@ -197,7 +197,13 @@ def test_rows_of_many_chunks(pool: Pools, size: int, seed: int) -> None:
         top_k=2,
         seed=seed,
     )
-    for job in (base, replace(base, layout="rank"), replace(base, routing="one-rank")):
+    # On four nodes there is not room for all sums on their way: chunks take turns.
+    for job in (
+        base,
+        replace(base, top_k=1),
+        replace(base, layout="rank"),
+        replace(base, routing="one-rank"),
+    ):
         for problems in pool(size)(_play, job):
             assert problems == []
 

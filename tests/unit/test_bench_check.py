@@ -137,7 +137,8 @@ def test_the_least_between_nodes_is_rows_and_full_puts() -> None:
 )
 def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
     flags = ["-g", "2", "--ranks-per-node", "1", "--hidden", str(hidden), "-b", str(tokens)]
-    sizes = SimpleNamespace(options=options.parse("dispatch", flags), wire_row_bytes=2 * hidden)
+    row = 2 * hidden
+    sizes = SimpleNamespace(options=options.parse("dispatch", flags), row_bytes=row, wire_row_bytes=row)
     plan = plan_memory(
         window_shape(
             ranks=2, top_k=4, hidden=hidden, max_tokens=tokens, dtype=torch.bfloat16, ranks_per_node=1

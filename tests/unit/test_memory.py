@@ -220,8 +220,8 @@ def test_formula_on_cuda_with_nodes(ranks: int, per_node: int, top_k: int) -> No
     row, others = 2 * hidden, ranks // per_node - 1
     slots, owners = min(per_node + others, top_k), min(per_node, top_k)
     assert _sizes(plan, "rows") == [max(tokens * slots, 64 * ranks) * row] * 2
-    # Both together at most as much as one section of slots, but no less than for 64 tokens.
-    places = tokens * slots // (2 * others * owners)
+    # At most as much as the slots of the own tokens, but no less than for 64 tokens.
+    places = tokens * slots // (others * owners)
     places = tokens if places >= tokens else max(places // 8 * 8, 64)
     assert _sizes(plan, "partial sums") == [others * places * owners * row] * 2
     # Host memory: what comes from other nodes twice, and what leaves for them once; the rest is small.

@@ -74,7 +74,7 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
     bool here = true;
     if (threadIdx.x == 0)
       here = device::wait_until(comm, {source, WaitPhase::records, operation, epoch, false},
-                                device::HostWord{&lines.epoch, epoch});
+                                device::HostWord{{&lines.epoch, epoch}});
     if (!__syncthreads_and(here)) return false;
     const SignalRecord record = lines;
     const Announcement& head = device::arrived_head(comm, epoch, other);

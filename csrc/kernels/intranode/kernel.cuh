@@ -117,6 +117,7 @@ __device__ inline void end_operation(const Comm& comm, uint64_t epoch, uint64_t*
   __threadfence();
   if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
   state.send_next = 0;
+  state.stage_next = 0;
   state.receive_next = 0;
   state.receive_done = 0;
   state.route_counted = 0;

@@ -124,7 +124,9 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
       internode::relay_weight_grads<typename Element<dtype>::Sum>(comm, args.plan, epoch, relay);
     if (args.rows != nullptr) internode::relay_sums<dtype>(comm, args.plan, epoch);
   }
-  if (relay.block == 0) device::wait_all_here(comm, Operation::combine, epoch);
+  if (relay.block != 0) return;
+  __syncthreads();
+  device::wait_all_here(comm, Operation::combine, epoch);
 }
 
 template <DType dtype, bool kNodes>

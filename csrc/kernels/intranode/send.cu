@@ -26,9 +26,11 @@ using internode::RelayBlocks;
 /// Owners of the tokens of a chunk.
 struct ChunkOwners {
   uint32_t tokens = 0;  ///< bit i: token i goes somewhere
-  bool leaves = false;  ///< some of it goes to another node
-  PeerSet peers;
+  PeerSet peers;        ///< on this node
 };
+
+/// Which rows a warp sends: to owners on this node, or to other nodes.
+enum class Reach { node, others };
 
 /// What a warp knows about the tokens of its chunk, in shared memory: counts[i] targets of token i, at
 /// [i * top_k ...]. Targets are ranks, and from `ranks` on other nodes, with the number of the row there.
@@ -39,10 +41,10 @@ struct ChunkMeta {
   int32_t* from;  ///< relayed rows: their number among those that came here
 };
 
-/// Fills `meta` with the ranks, and other nodes, that the tokens of a chunk go to.
+/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to.
 template <bool kNodes>
-__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, int64_t begin, int64_t end,
-                                   const ChunkMeta& meta) {
+__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int64_t begin,
+                                   int64_t end, const ChunkMeta& meta) {
   ChunkOwners chunk;
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
   const PlanView plan{args.plan, comm.plan_fields};
@@ -64,7 +66,8 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
       target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
     if constexpr (kNodes) {
-      if (target >= 0 && !comm.is_local(target)) {
+      if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
+      if (target >= 0 && reach == Reach::others) {
         const int32_t other = comm.other_of(target);
         number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + begin + i];
         target = number < 0 ? -1 : comm.ranks() + other;
@@ -77,13 +80,9 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
     if (lane == 0) meta.counts[i] = count;
     if (count == 0) continue;
     chunk.tokens |= 1u << i;
-    for (uint32_t left = __ballot_sync(0xffffffffu, first); left != 0; left &= left - 1) {
-      const int32_t to = __shfl_sync(0xffffffffu, target, __ffs(static_cast<int>(left)) - 1);
-      if (!kNodes || to < comm.ranks())
-        chunk.peers.insert(to);
-      else
-        chunk.leaves = true;
-    }
+    if (kNodes && reach == Reach::others) continue;
+    for (uint32_t left = __ballot_sync(0xffffffffu, first); left != 0; left &= left - 1)
+      chunk.peers.insert(__shfl_sync(0xffffffffu, target, __ffs(static_cast<int>(left)) - 1));
   }
   __syncwarp();
   return chunk;
@@ -354,23 +353,6 @@ __device__ bool wait_for_place(const Comm& comm, Operation operation, int32_t so
   return true;
 }
 
-/// Leaves out the targets on this node, which nobody reads: what was announced to other nodes has to leave.
-__device__ void keep_other_nodes(const Comm& comm, uint32_t tokens, const ChunkMeta& meta) {
-  const int lane = lane_id(), top_k = comm.top_k();
-  __syncwarp();
-  for (; tokens != 0; tokens &= tokens - 1) {
-    const int i = __ffs(static_cast<int>(tokens)) - 1;
-    const bool has = lane < meta.counts[i];
-    const int32_t target = has ? meta.targets[i * top_k + lane] : -1;
-    const int32_t number = has ? meta.numbers[i * top_k + lane] : 0;
-    __syncwarp();
-    const int count = compact(meta.targets + i * top_k, target, target >= comm.ranks());
-    compact(meta.numbers + i * top_k, number, target >= comm.ranks());
-    if (lane == 0) meta.counts[i] = count;
-  }
-  __syncwarp();
-}
-
 /// The rows of a chunk for other nodes are in place: says so.
 __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t epoch, uint32_t tokens,
                           const ChunkMeta& meta) {
@@ -385,39 +367,31 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
     const int i = __ffs(static_cast<int>(tokens)) - 1;
     for (int at = i * comm.top_k(), end = at + meta.counts[i]; at < end; ++at) {
       const int32_t other = meta.targets[at] - comm.ranks();
-      if (other < 0) continue;
       device::row_staged(comm, kind, other, meta.numbers[at],
                          __ldcg(plan.at(plan.fields.node_tokens) + other), epoch);
     }
   }
 }
 
-/// This rank's rows.
+/// This rank's rows that go to one kind of targets.
 template <class Rows>
-__device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
-                          const ChunkMeta& meta) {
-  Rows rows(comm, args, epoch, memory);
+__device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
+                          Reach reach, const ChunkMeta& meta) {
   Announcer announcer(comm, epoch);
-  Claims claims(&comm.state().send_next);
+  Claims claims(reach == Reach::node ? &comm.state().send_next : &comm.state().stage_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
   for (int64_t chunk = claims.take(); chunk < chunks; chunk = claims.take()) {
     const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
-    ChunkOwners owners = list_owners<Rows::nodes>(comm, args, begin, end, meta);
+    const ChunkOwners owners = list_owners<Rows::nodes>(comm, args, reach, begin, end, meta);
     if (owners.tokens == 0) continue;
-    if (args.tokens > comm.window.stage_tokens &&
-        !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers,
-                        announcer)) {
-      if (!Rows::nodes || already_failed(comm)) break;
-      keep_other_nodes(comm, owners.tokens, meta);
-      owners.peers = {};
-    }
+    if (reach == Reach::node && args.tokens > comm.window.stage_tokens &&
+        !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
+      break;
     rows.send(begin, owners.tokens, meta, announcer);
-    announcer.chunk_stored(comm.rank, chunk, owners.peers);
-    if constexpr (Rows::nodes)
-      if (owners.leaves) {
-        announcer.flush();
-        hand_over(comm, args, epoch, owners.tokens, meta);
-      }
+    if (reach == Reach::node)
+      announcer.chunk_stored(comm.rank, chunk, owners.peers);
+    else
+      hand_over(comm, args, epoch, owners.tokens, meta);
   }
   announcer.flush();
 }
@@ -469,10 +443,12 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
     if (owners.tokens == 0) continue;
     const int32_t source = comm.rail_rank(other);
     bool here = true;
+    const device::HostWord arrival{
+        {comm.rail.arrival(epoch, other, max(chunk.number, 0) / comm.rail.chunk_rows), epoch}};
+    if (!__all_sync(0xffffffffu, chunk.number < 0 || arrival.arrived()))
+      announcer.flush();  // what comes before must not wait for this chunk
     if (chunk.number >= 0)
-      here = device::wait_until(
-          comm, {source, WaitPhase::rows, args.operation, epoch, false},
-          device::HostWord{comm.rail.arrival(epoch, other, chunk.number / comm.rail.chunk_rows), epoch});
+      here = device::wait_until(comm, {source, WaitPhase::rows, args.operation, epoch, false}, arrival);
     if (!__all_sync(0xffffffffu, here)) return false;
     open_for_loads();
     rows.start_source(source);
@@ -498,8 +474,8 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
   ptx::fence_shared_to_bulk();
 #endif
   __syncthreads();
-  if (valid && !relay_rows(comm, args, epoch, warp_memory(block), meta)) return;
-  if (relay.block == 0) device::wait_all_here(comm, args.operation, epoch);
+  const bool all = !valid || relay_rows(comm, args, epoch, warp_memory(block), meta);
+  if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
 }
 
 template <class Rows>
@@ -550,7 +526,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
   __syncthreads();
   if (!valid || warp_id() >= args.warps) return;
-  send_rows<Rows>(comm, args, epoch, warp_memory(block), meta);
+  Rows rows(comm, args, epoch, warp_memory(block));
+  if constexpr (Rows::nodes) {
+    // What goes to other nodes never waits for owners on this one, which may wait for what comes from there:
+    // half of the warps see to it first.
+    const bool first = warp_id() % 2 == 0;
+    send_rows(comm, args, epoch, rows, first ? Reach::others : Reach::node, meta);
+    send_rows(comm, args, epoch, rows, first ? Reach::node : Reach::others, meta);
+  } else {
+    send_rows(comm, args, epoch, rows, Reach::node, meta);
+  }
 }
 
 template <bool kNodes>

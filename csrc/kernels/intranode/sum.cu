@@ -91,7 +91,7 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
       at = comm.rail.arrived(epoch, other, number, comm.window.shape.row_bytes());
       here = device::wait_until(
           comm, {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch},
-          device::HostWord{comm.rail.arrival(epoch, other, number / comm.rail.chunk_rows), epoch});
+          device::HostWord{{comm.rail.arrival(epoch, other, number / comm.rail.chunk_rows), epoch}});
     }
     slots[slot] = at;
   }
@@ -116,7 +116,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
     const auto other = static_cast<int32_t>(i / pieces);
     here = device::wait_until(
         comm, {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch},
-        device::HostWord{comm.rail.arrival(epoch, other, comm.rail.chunks + i % pieces), epoch});
+        device::HostWord{{comm.rail.arrival(epoch, other, comm.rail.chunks + i % pieces), epoch}});
   }
   if (!__syncthreads_and(here)) return;
   const Weight* const section = comm.mine<Weight>(comm.window.weight_grads[epoch & 1]);

@@ -64,9 +64,6 @@ __device__ inline void row_staged(const Comm& comm, Command::Kind kind, int32_t 
                 static_cast<uint32_t>(other * comm.rail.chunks + chunk), in_chunk << 16 | in_chunk});
 }
 
-/// A word in host memory that the proxy sets to an epoch, or counts up.
-using HostWord = RecordEpoch;
-
 /// Waits until what earlier operations gave the network has left, so that its memory may be written again.
 /// Whole block; false if it waits in vain.
 __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t epoch) {
@@ -74,7 +71,7 @@ __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t
   if (threadIdx.x == 0) {
     const RelayProgress& progress = *comm.rail.at<RelayProgress>(comm.rail.layout.progress);
     sent = wait_until(comm, {comm.rail_rank(0), WaitPhase::credit, operation, epoch, false},
-                      HostWord{&progress.put, comm.state().commands_before});
+                      HostWord{{&progress.put, comm.state().commands_before}});
   }
   return __syncthreads_and(sent);
 }
@@ -85,7 +82,7 @@ __device__ inline void wait_all_here(const Comm& comm, Operation operation, uint
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;
        other += static_cast<int32_t>(blockDim.x))
     if (!wait_until(comm, {comm.rail_rank(other), WaitPhase::rows, operation, epoch, false},
-                    HostWord{progress.all_here(other), epoch}))
+                    HostWord{{progress.all_here(other), epoch}}))
       return;
 }
 

@@ -37,16 +37,19 @@ __device__ inline bool already_failed(const Comm& comm) {
   return ptx::load_relaxed_sys(&comm.state().failed) != 0;
 }
 
-/// Whom to blame for a wait in vain: the rank that has not even begun the operation, if there is one, since
-/// the peer that is waited for may itself be waiting for that rank.
+/// Whom to blame for a wait in vain: a rank that has not even begun the operation, if there is one, since the
+/// peer that is waited for may itself be waiting for that rank. Those of this node first: what ranks of other
+/// nodes announce comes through them.
 __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
-  for (int32_t r = 0; r < comm.ranks(); ++r)
+  for (int32_t i = 0; i < comm.ranks(); ++i) {
+    const int32_t r = (comm.first_rank + i) % comm.ranks();
     if (ptx::load_relaxed_sys(&comm.record(comm.own, r, info.expected).epoch) < info.expected) return r;
+  }
   return info.peer;
 }
 
-/// Polls until read.arrived(), which acquires. False if it never will: after the deadline, when the
-/// host has lost a peer, or after another failure.
+/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires. False if it never will:
+/// after the deadline, when the host has lost a peer, or after another failure.
 template <class Read>
 __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
   constexpr uint64_t kLookAround = 20'000;  // ns between looks at what else may end the wait
@@ -56,7 +59,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
   while (true) {
     for (int spin = 0; spin < 16; ++spin) {
       if (read.arrived()) return true;
-      __nanosleep(32);
+      __nanosleep(Read::kInterval);
     }
     const uint64_t now = ptx::global_nanoseconds();
     if (now < look) continue;
@@ -84,6 +87,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
 
 /// A 32-bit flag that holds the low bits of an epoch.
 struct EpochFlag {
+  static constexpr unsigned kInterval = 32;
   const uint32_t* address;
   uint32_t epoch;
   __device__ bool arrived() const {
@@ -96,6 +100,7 @@ struct EpochFlag {
 
 /// The epoch of a record.
 struct RecordEpoch {
+  static constexpr unsigned kInterval = 32;
   const uint64_t* address;
   uint64_t epoch;
   __device__ bool arrived() const {
@@ -104,8 +109,15 @@ struct RecordEpoch {
   __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
 };
 
+/// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: reads of it
+/// share their way with the rows that go to the network.
+struct HostWord : RecordEpoch {
+  static constexpr unsigned kInterval = 400;
+};
+
 /// A counter of this device's blocks.
 struct BlockCount {
+  static constexpr unsigned kInterval = 32;
   const uint32_t* address;
   uint32_t count;
   __device__ bool arrived() const { return ptx::load_acquire_gpu(address) >= count; }
