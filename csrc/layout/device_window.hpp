@@ -157,9 +157,10 @@ struct DeviceWindow {
                        ///< source sends here, where it sends it here
   int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
-  int64_t arrived;  ///< uint32[ranks][max_chunks + 1]: epoch in which a chunk of this writer has arrived;
+  int64_t arrived;  ///< uint32[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
                     ///< the last: its gradients of weights
-  int64_t credits;  ///< uint32[ranks][max_chunks + 1]: epoch in which this reader has read a chunk
+  int64_t credits;  ///< uint32[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
+                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
 
   // With several nodes; [other] is the number of another node (NodeMap::other). What goes to and comes from
