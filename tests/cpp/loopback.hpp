@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,7 @@ class Loopback : public Remote {
     std::byte* base = nullptr;
     std::mutex mutex;
     std::vector<uint32_t> immediates;
+    std::atomic<bool> gone = false;  ///< this rank's network has failed: nothing leaves or arrives any more
   };
 
   /// ports[n]: of the rail's rank on node n. At most `room` puts are under way.
@@ -34,7 +36,7 @@ class Loopback : public Remote {
 
   bool put(int32_t peer, int64_t dst, int64_t src, int64_t bytes, uint32_t immediate,
            uint64_t context) override {
-    if (bag_.size() >= room_) return false;
+    if (bag_.size() >= room_ || ports_[static_cast<size_t>(self_)]->gone) return false;
     bag_.push_back({peer, dst, src, bytes, immediate, context});
     return true;
   }
@@ -44,6 +46,11 @@ class Loopback : public Remote {
   }
 
   void poll(std::vector<RemoteEvent>& events) override {
+    if (ports_[static_cast<size_t>(self_)]->gone) {
+      if (!std::exchange(told_, true))
+        events.push_back({RemoteEvent::Kind::failed, -1, 0, 0, "loopback: the network has gone"});
+      return;
+    }
     for (int tries = static_cast<int>(random_() % 3); tries > 0 && !bag_.empty(); --tries) {
       std::swap(bag_[random_() % bag_.size()], bag_.back());
       const Put put = bag_.back();
@@ -80,6 +87,7 @@ class Loopback : public Remote {
   const size_t room_;
   RemoteCaps caps_;
   std::vector<Put> bag_;
+  bool told_ = false;
 };
 
 }  // namespace moecomm::test

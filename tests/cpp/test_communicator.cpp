@@ -2,7 +2,10 @@
 // everything), against sums made from the definition. Values are small integers, so that every order of a sum
 // gives the same.
 #include <algorithm>
+#include <chrono>
+#include <map>
 #include <numeric>
+#include <string>
 #include <thread>
 
 #include "check.hpp"
@@ -56,6 +59,7 @@ struct Ranks {
     for (int32_t node = 0; node < nodes.nodes(); ++node) {
       ports.push_back(std::make_shared<test::Loopback::Port>());
       ports.back()->base = comms[at(nodes, node, local)]->base();
+      ports_of_rank[nodes.rank_of(node, local)] = ports.back();
       links.push_back(std::make_unique<tcp::Links>(tcp::LinkOptions{{}, node, nodes.nodes(), "127.0.0.1"}));
       endpoints.push_back(links.back()->endpoint());
     }
@@ -84,6 +88,7 @@ struct Ranks {
     for (auto& thread : threads) thread.join();
   }
   std::vector<std::shared_ptr<Communicator>> comms;
+  std::map<int32_t, std::shared_ptr<test::Loopback::Port>> ports_of_rank;
   int64_t hidden;
 };
 
@@ -233,6 +238,34 @@ void test_errors(int32_t ranks_per_node) {
   });
 }
 
+/// The network of one rank fails for good, with nobody's process or link gone: everybody is told long before
+/// the deadline of 60 s, the rank itself and its rail with what the network said.
+void test_network_that_vanishes(int32_t ranks, int32_t ranks_per_node) {
+  Ranks nodes(ranks, 2, 2, 8, 1, ranks_per_node);
+  std::vector<std::string> texts(static_cast<size_t>(ranks));
+  const auto steps = [&](Communicator& comm, int rank, int count) {
+    std::mt19937_64 random(test::seed() + static_cast<uint64_t>(rank));
+    const Input input = make_input(random, 4, 2, 2 * ranks);
+    for (int i = 0; i < count; ++i) step(comm, input, 2, 2);
+  };
+  nodes.run([&](Communicator& comm, int rank) { steps(comm, rank, 1); });
+  const auto begin = std::chrono::steady_clock::now();
+  nodes.ports_of_rank.at(1)->gone = true;
+  nodes.run([&](Communicator& comm, int rank) {
+    try {
+      steps(comm, rank, 1000);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::peer_lost);
+      texts[static_cast<size_t>(rank)] = error.what();
+    }
+    CHECK(test::throws(ErrorKind::peer_lost, "", [&] { comm.check(); }));
+  });
+  CHECK(texts[1].find("the network has gone") != std::string::npos);
+  for (const std::string& text : texts) CHECK(text.find("rank") != std::string::npos);
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(30));
+}
+
 void test_reuse_and_input() {
   Ranks node(2, 2, 2, 8, 1);
   node.run([&](Communicator& comm, int rank) {
@@ -285,6 +318,9 @@ int main() {
   test_steps(2, 3, 2, 4000, 1, 200);
   test_errors(3);
   test_errors(1);
+  test_network_that_vanishes(2, 1);
+  test_network_that_vanishes(4, 2);
+  test_network_that_vanishes(3, 1);
   test_reuse_and_input();
   test_host_pool();
   return test::finish();
