@@ -68,7 +68,7 @@ def test_readme_example_runs_between_nodes(tmp_path: Path) -> None:
     assert found, "README.md has no marked command for several nodes"
     assert (found[1], int(found[3])) == ("MOECOMM_RANKS_PER_NODE", ranks)
     assert int(found[2]) < ranks
-    said = "print(comm.nodes, 'nodes')\n"
+    said = "print(f'{comm.nodes} nodes\\n', end='', flush=True)\n"  # in one piece: ranks share the pipe
     text = run_example(
         tmp_path / "example.py",
         program.replace("comm.close()\n", said + "comm.close()\n"),
