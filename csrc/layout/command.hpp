@@ -60,7 +60,7 @@ struct Immediate {
   uint32_t node;   ///< that sent it
   uint32_t index;
 
-  static constexpr uint32_t kEpochs = 8, kNodes = 4095, kIndices = 1 << 15;
+  static constexpr uint32_t kEpochs = 8, kIndices = 1 << 15;
 
   MOECOMM_HD constexpr uint32_t bits() const {
     return static_cast<uint32_t>(kind) << 30 | (epoch % kEpochs) << 27 | node << 15 | index;

@@ -42,7 +42,7 @@ struct DeviceShape {
   WireFormat wire;
   int32_t ranks_per_node = 0;  ///< 0: all
 
-  MOECOMM_HD NodeMap nodes() const { return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node}; }
+  MOECOMM_HD NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   MOECOMM_HD int32_t other_nodes() const { return nodes().nodes() - 1; }
   MOECOMM_HD int32_t local_experts() const { return static_cast<int32_t>(num_experts / ranks); }
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }

@@ -14,6 +14,10 @@ namespace moecomm {
 struct NodeMap {
   int32_t ranks, local_ranks;
 
+  /// Nodes of `ranks_per_node` ranks; 0: one node.
+  MOECOMM_HD static constexpr NodeMap of(int32_t ranks, int32_t ranks_per_node) {
+    return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node};
+  }
   MOECOMM_HD constexpr int32_t nodes() const { return ranks / local_ranks; }
   MOECOMM_HD constexpr int32_t node_of(int32_t rank) const { return rank / local_ranks; }
   MOECOMM_HD constexpr int32_t local_of(int32_t rank) const { return rank % local_ranks; }

@@ -22,7 +22,7 @@ struct PlanShape {
   int64_t capacity;            ///< rows of the output, or -1 for as many as needed
   int32_t ranks_per_node = 0;  ///< 0: all
 
-  NodeMap nodes() const { return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node}; }
+  NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   bool operator==(const PlanShape&) const = default;
 };
 

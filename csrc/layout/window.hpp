@@ -26,7 +26,7 @@ struct WindowShape {
   int64_t wire_row_bytes = 0;  ///< GPUs: bytes of a row that is dispatched
 
   MOECOMM_HD bool for_device() const { return device_counts > 0; }
-  NodeMap nodes() const { return {ranks, ranks_per_node == 0 ? ranks : ranks_per_node}; }
+  NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   int32_t other_nodes() const { return nodes().nodes() - 1; }
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
   /// Most ranks of a node that one token can have as owners.

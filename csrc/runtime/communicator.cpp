@@ -72,18 +72,14 @@ void Communicator::connect_threads(std::vector<std::byte*> bases) {
 }
 
 void Communicator::make_signals(const std::vector<int64_t>& pids) {
-  // With several nodes each rank has a proxy besides.
-  const int threads = std::max(config_.host_ranks, nodes_.local_ranks) * (nodes_.nodes() > 1 ? 2 : 1);
-  signals_ =
-      std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds, threads);
+  signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds,
+                                            config_.host_ranks);
 }
 
 void Communicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
   require_message_size(*remote, layout_.shape);
   internode_ = std::make_unique<Internode>(layout_, config_.rank, bases_, *signals_, std::move(remote),
                                            std::move(links), config_.timeout_seconds);
-  signals_->set_on_abort([this](int peer, Cause cause) { internode_->proxy().announce_loss(peer, cause); });
-  signals_->set_reason([this](int peer) { return is_local(peer) ? "" : internode_->proxy().reason(peer); });
 }
 
 std::string Communicator::heuristics_text() const {

@@ -165,9 +165,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     if (i != own_index()) control_[i] = shm::Window::open(names[i], control_layout_.committed_bytes);
     control.push_back(control_[i].base());
   }
-  const int threads = std::max(config_.host_ranks, nodes_.local_ranks) * (nodes_.nodes() > 1 ? 2 : 1);
   signals_ = std::make_unique<shm::Signals>(control_layout_, control, config_.rank, pids,
-                                            config_.timeout_seconds, threads);
+                                            config_.timeout_seconds, config_.host_ranks);
 
   const auto ranks = static_cast<size_t>(config_.shape.ranks);
   const auto first = static_cast<size_t>(nodes_.first(nodes_.node_of(config_.rank)));
@@ -238,9 +237,6 @@ void DeviceCommunicator::connect_nodes(std::unique_ptr<Remote> remote, std::uniq
   require_message_size(*remote, control_layout_.shape);
   proxy_ = std::make_unique<Proxy>(control_layout_, config_.rank, base(), *signals_, std::move(remote),
                                    std::move(links), config_.timeout_seconds);
-  signals_->set_on_abort([this](int peer, Cause cause) { proxy_->announce_loss(peer, cause); });
-  signals_->set_reason(
-      [this](int peer) { return nodes_.same_node(peer, config_.rank) ? "" : proxy_->reason(peer); });
 }
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.
@@ -303,10 +299,9 @@ void DeviceCommunicator::require_usable() {
 void DeviceCommunicator::note_broken() {
   const HostStatus::Broken& broken = pinned_->status->broken;
   if (broken_ || load_acquire(broken.set) == 0) return;
-  broken_ = shm::loss_error(
-      {broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken), config_.timeout_seconds,
-      broken.expected, broken.seen,
-      proxy_ && !nodes_.same_node(broken.peer, config_.rank) ? proxy_->reason(broken.peer) : std::string{});
+  broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
+                            config_.timeout_seconds, broken.expected, broken.seen,
+                            proxy_ ? proxy_->reason(broken.peer) : "");
 }
 
 std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {

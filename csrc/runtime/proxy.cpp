@@ -71,6 +71,8 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       inbound_(static_cast<size_t>(others_)),
       staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
       reasons_(static_cast<size_t>(nodes_.nodes())) {
+  signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
+  signals_.set_reason([this](int peer) { return reason(peer); });
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 

@@ -39,7 +39,8 @@ void require_message_size(const Remote& remote, const WindowShape& shape);
 
 class Proxy {
  public:
-  /// `base` is the own window. Starts the thread. Peers of `remote` and `links` are numbered by node.
+  /// `base` is the own window. Starts the thread. Peers of `remote` and `links` are numbered by node. What
+  /// this rank gives up on is told to the rail as long as this object lives, which `signals` must outlive.
   Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
         std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds);
   ~Proxy();
@@ -52,7 +53,7 @@ class Proxy {
   uint64_t* staging_done(int64_t slot) { return &staging_done_[static_cast<size_t>(slot)]; }
   /// Tells the rail that this rank has given up on a peer. Any thread.
   void announce_loss(int32_t peer, Cause cause) noexcept;
-  /// Why a rank can't be reached, if the network said so.
+  /// Why a rank of another node can't be reached, if the network said so.
   std::string reason(int32_t peer) const;
   const RemoteCaps& caps() const { return caps_; }
   WireStats& stats() { return stats_; }

@@ -47,10 +47,15 @@ int available_cpus() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+/// Threads of a host that may want a core at the same time: with several nodes each rank has a proxy besides.
+int busy_threads(const NodeMap& nodes, int host_ranks) {
+  return std::max(host_ranks, nodes.local_ranks) * (nodes.nodes() > 1 ? 2 : 1);
+}
+
 }  // namespace
 
 Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
-                 const std::vector<int64_t>& pids, double timeout_seconds, int busy_threads)
+                 const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks)
     : layout_(layout),
       nodes_(layout.shape.nodes()),
       bases_(std::move(bases)),
@@ -58,7 +63,7 @@ Signals::Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int 
       first_(nodes_.first(nodes_.node_of(rank))),
       timeout_seconds_(timeout_seconds),
       // Spinning only pays while everybody has a core of its own.
-      spins_(busy_threads <= available_cpus() ? 2000 : 0),
+      spins_(busy_threads(nodes_, host_ranks) <= available_cpus() ? 2000 : 0),
       watch_(pids, nodes_.local_of(rank)) {}
 
 PeerLines& Signals::lines(int owner, int writer) const {

@@ -20,10 +20,10 @@ namespace moecomm::shm {
 
 class Signals {
  public:
-  /// bases[i] is the window of the node's rank i as mapped here, pids[i] its process. `busy_threads`: threads
-  /// of this host that may want a core at the same time.
+  /// bases[i] is the window of the node's rank i as mapped here, pids[i] its process. `host_ranks`: ranks
+  /// of this host, which share its cores; at least those of the node.
   Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
-          const std::vector<int64_t>& pids, double timeout_seconds, int busy_threads);
+          const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks);
 
   /// Makes `record`, and everything this rank wrote before, visible to every rank that waits for
   /// record.epoch.
