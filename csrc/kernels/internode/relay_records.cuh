@@ -142,4 +142,16 @@ __device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan,
   return out;
 }
 
+/// A rank of this node that this lane's k of a rail rank's token names, each such rank by one lane; -1: none.
+/// All lanes.
+__device__ inline int32_t relayed_owner(const Comm& comm, const PlanView& plan, int32_t other,
+                                        int64_t token) {
+  const int lane = intranode::lane_id(), top_k = comm.top_k();
+  const int64_t at = (other * comm.window.shape.max_tokens + token) * top_k + lane;
+  int32_t owner = -1;
+  if (lane < top_k) owner = expert_owner(plan.at(plan.fields.relay_ids)[at], comm.local_experts);
+  if (!comm.is_local(owner)) owner = -1;
+  return intranode::first_with(owner) ? owner : -1;
+}
+
 }  // namespace moecomm::internode

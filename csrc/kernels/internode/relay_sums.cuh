@@ -28,7 +28,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
   constexpr int kSteps = 4, kBatch = 2;
   const PlanView plan{plan_words, comm.plan_fields};
   const int32_t others = comm.rail.others;
-  const int top_k = comm.top_k(), lane = intranode::lane_id();
+  const int lane = intranode::lane_id();
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
   int64_t most_chunks = 0;
@@ -42,19 +42,14 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
     const int64_t tokens = plan.at(plan.fields.tokens)[home];
     if (number >= chunk_count(tokens)) continue;
     const RelayChunk chunk = relay_chunk(comm, plan, other, tokens, number);
-    const int32_t* const ids =
-        plan.at(plan.fields.relay_ids) + (other * comm.window.shape.max_tokens + chunk.begin) * top_k + lane;
     intranode::PeerSet owners;
     int32_t counts = 0;  // of this lane's token
     for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
-      int32_t owner = lane < top_k ? expert_owner(ids[i * top_k], comm.local_experts) : -1;
-      if (!comm.is_local(owner)) owner = -1;
-      const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
-      const uint32_t firsts = __ballot_sync(0xffffffffu, owner >= 0 && (same & ((1u << lane) - 1)) == 0);
-      if (lane == i) counts = __popc(firsts);
-      for (uint32_t each = firsts; each != 0; each &= each - 1)
-        owners.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(each)) - 1));
+      const int32_t owner = relayed_owner(comm, plan, other, chunk.begin + i);
+      const int count = __popc(__ballot_sync(0xffffffffu, owner >= 0));
+      if (lane == i) counts = count;
+      owners.insert_lanes(owner, owner >= 0);
     }
     const bool here = wait_partials(comm, home, epoch, number, owners);
     if (!here && intranode::already_failed(comm)) return;

@@ -12,6 +12,11 @@ struct PeerSet {
   __device__ void insert(int32_t rank) {
     if (lane_id() == (rank & 31)) bits |= 1u << (rank >> 5);
   }
+  /// The ranks of the lanes that `keep`. All lanes.
+  __device__ void insert_lanes(int32_t rank, bool keep) {
+    for (uint32_t left = __ballot_sync(0xffffffffu, keep); left != 0; left &= left - 1)
+      insert(__shfl_sync(0xffffffffu, rank, __ffs(static_cast<int>(left)) - 1));
+  }
   template <class Visit>
   __device__ void for_each(const Visit& visit) const {
     for (uint32_t left = bits; left != 0; left &= left - 1)

@@ -181,6 +181,13 @@ cudaError_t with_dtype(DType dtype, const Use& use) {
   return cudaErrorInvalidValue;
 }
 
+/// The same with Of<nodes>::Kernel, where `nodes` says whether there are several.
+template <template <bool> class Of, class Use>
+cudaError_t with_dtype(const DeviceShape& shape, const Use& use) {
+  return shape.other_nodes() > 0 ? with_dtype<Of<true>::template Kernel>(shape.dtype, use)
+                                 : with_dtype<Of<false>::template Kernel>(shape.dtype, use);
+}
+
 /// The Of<dtype, wire> of the types whose rows can travel in `wire`.
 template <template <DType, WireFormat> class Of, WireFormat wire>
 struct Conversions {

@@ -47,6 +47,12 @@ using BlockMemory = MemoryOfWarps<kWarps>;
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
 
+/// True for the first lane of those with its value, which has to be at least 0. All lanes.
+__device__ inline bool first_with(int32_t value) {
+  const uint32_t same = __match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id());
+  return value >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+}
+
 /// `bytes` (a multiple of 16) by all lanes.
 __device__ inline void copy_by_lanes(void* to, const void* from, uint32_t bytes) {
   for (uint32_t i = lane_id(); i < bytes / 16; i += 32)

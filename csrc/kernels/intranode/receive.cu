@@ -59,12 +59,8 @@ __device__ void place_weights(const Comm& comm, const ReceiveArguments& args, ui
 /// Whose sum is this rank's among those of a token, lane k knowing the owner of its k: at a home on this node
 /// each owner here and each other node has one; for one on another node, each owner here.
 __device__ int slot_between_nodes(const Comm& comm, int32_t home, int32_t owner) {
-  int32_t sender = owner;
-  if (owner >= 0 && !comm.is_local(owner))
-    sender = comm.is_local(home) ? owner - owner % comm.local_ranks : -1;
-  const uint32_t same = __match_any_sync(0xffffffffu, sender >= 0 ? sender : -1 - lane_id());
-  const bool leads = sender >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
-  return __popc(__ballot_sync(0xffffffffu, leads && sender < comm.rank));
+  const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;
+  return __popc(__ballot_sync(0xffffffffu, first_with(sender) && sender < comm.rank));
 }
 
 /// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
@@ -96,8 +92,7 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     const int32_t owner = expert_owner(expert, comm.local_experts);
     const bool mine = owner == comm.rank;
     const bool here = __any_sync(0xffffffffu, mine);
-    const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
-    const bool leads = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
+    const bool leads = first_with(owner);
     const int slot = comm.rail.others == 0 ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank))
                                            : slot_between_nodes(comm, item.source, owner);
     if (mine) chunk.local[i] = expert - comm.rank * comm.local_experts;

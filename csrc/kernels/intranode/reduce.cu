@@ -214,23 +214,16 @@ struct Reduce {
   };
 };
 
-/// Calls use.operator()<kernel>() with the kernel for one node or several.
-template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
-  return shape.other_nodes() > 0 ? with_dtype<Reduce<true>::template Kernel>(shape.dtype, use)
-                                 : with_dtype<Reduce<false>::template Kernel>(shape.dtype, use);
-}
-
 }  // namespace
 
 cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape, [&]<auto kernel>() {
+  return with_dtype<Reduce>(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
 cudaError_t prepare_reduce(const DeviceShape& shape) {
-  return with_kernel(shape, Prepare{sizeof(ReduceMemory)});
+  return with_dtype<Reduce>(shape, Prepare{sizeof(ReduceMemory)});
 }
 
 }  // namespace moecomm::intranode

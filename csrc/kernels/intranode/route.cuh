@@ -41,8 +41,7 @@ struct RouteStep {
   uint32_t token_lanes;  ///< lanes of the same token
   int32_t id, owner;     ///< -1: none
   bool first;            ///< the first of the token's ids with this owner
-  int32_t sender;  ///< whose slot the owner's sum takes in combine: its own, or that of the first rank of
-                   ///< its node where this is another one
+  int32_t sender;        ///< of the owner's sum in combine (Comm::sender)
   bool first_of_sender;  ///< likewise
 };
 
@@ -77,7 +76,7 @@ class RouteWalk {
         s.sender = s.owner;
         s.first_of_sender = s.first;
         if (comm_.rail.others > 0) {
-          if (s.owner >= 0 && !comm_.is_local(s.owner)) s.sender -= s.owner % comm_.local_ranks;
+          s.sender = comm_.sender(s.owner);
           const uint32_t together =
               __match_any_sync(0xffffffffu, s.sender >= 0 ? s.sender : -1 - lane_id()) & s.token_lanes;
           s.first_of_sender = s.owner >= 0 && (together & ((1u << lane_id()) - 1)) == 0;

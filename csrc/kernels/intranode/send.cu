@@ -73,16 +73,14 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
         target = number < 0 ? -1 : comm.ranks() + other;
       }
     }
-    const uint32_t same = __match_any_sync(0xffffffffu, target >= 0 ? target : -1 - lane);
-    const bool first = target >= 0 && (same & ((1u << lane) - 1)) == 0;
+    const bool first = first_with(target);
     const int count = compact(meta.targets + i * top_k, target, first);
     if constexpr (kNodes) compact(meta.numbers + i * top_k, number, first);
     if (lane == 0) meta.counts[i] = count;
     if (count == 0) continue;
     chunk.tokens |= 1u << i;
     if (kNodes && reach == Reach::others) continue;
-    for (uint32_t left = __ballot_sync(0xffffffffu, first); left != 0; left &= left - 1)
-      chunk.peers.insert(__shfl_sync(0xffffffffu, target, __ffs(static_cast<int>(left)) - 1));
+    chunk.peers.insert_lanes(target, first);
   }
   __syncwarp();
   return chunk;
@@ -403,19 +401,13 @@ __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int3
   const int top_k = comm.top_k(), lane = lane_id();
   __syncwarp();
   if (lane < kMaxChunk) meta.from[lane] = chunk.number;
-  const int32_t* const ids =
-      plan.at(plan.fields.relay_ids) + (other * comm.window.shape.max_tokens + chunk.begin) * top_k + lane;
   for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
     const int i = __ffs(static_cast<int>(left)) - 1;
-    int32_t owner = lane < top_k ? expert_owner(ids[i * top_k], comm.local_experts) : -1;
-    if (!comm.is_local(owner)) owner = -1;
-    const uint32_t same = __match_any_sync(0xffffffffu, owner >= 0 ? owner : -1 - lane);
-    const bool first = owner >= 0 && (same & ((1u << lane) - 1)) == 0;
-    const int count = compact(meta.targets + i * top_k, owner, first);
+    const int32_t owner = internode::relayed_owner(comm, plan, other, chunk.begin + i);
+    const int count = compact(meta.targets + i * top_k, owner, owner >= 0);
     if (lane == 0) meta.counts[i] = count;
     if (count > 0) owners.tokens |= 1u << i;
-    for (uint32_t each = __ballot_sync(0xffffffffu, first); each != 0; each &= each - 1)
-      owners.peers.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(each)) - 1));
+    owners.peers.insert_lanes(owner, owner >= 0);
   }
   __syncwarp();
   return owners;

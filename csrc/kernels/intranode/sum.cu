@@ -45,8 +45,7 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
   const Sum weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row] : Sum{1};
   const bool sends = owner >= 0 && owner != comm.rank && (!kNodes || comm.is_local(owner));
-  for (uint32_t left = __ballot_sync(0xffffffffu, sends); left != 0; left &= left - 1)
-    owners.insert(__shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1));
+  owners.insert_lanes(owner, sends);
   const bool keep = counts_once(args.layout, row);
   __syncwarp();  // of the token before
   compact(weights, weight, keep);
@@ -75,17 +74,15 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
   const int top_k = comm.top_k(), lane = lane_id();
   const int32_t id = lane < top_k ? plan.at(plan.fields.home_ids)[token * top_k + lane] : kNoExpert;
   const int32_t owner = expert_owner(id, comm.local_experts);
-  const bool local = owner < 0 || comm.is_local(owner);
-  const int32_t sender = local ? owner : owner - owner % comm.local_ranks;
-  const uint32_t same = __match_any_sync(0xffffffffu, sender >= 0 ? sender : -1 - lane);
-  const uint32_t leaders = __ballot_sync(0xffffffffu, sender >= 0 && (same & ((1u << lane) - 1)) == 0);
+  const int32_t sender = comm.sender(owner);
+  const bool leads = first_with(sender);
   int slot = 0;
-  for (uint32_t left = leaders; left != 0; left &= left - 1)
+  for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
     slot += __shfl_sync(0xffffffffu, sender, __ffs(static_cast<int>(left)) - 1) < sender;
   bool here = true;
-  if ((leaders >> lane & 1) != 0) {
+  if (leads) {
     const std::byte* at = comm.slot_row(comm.own, epoch, token, slot);
-    if (!local) {
+    if (!comm.is_local(owner)) {
       const int32_t other = comm.other_of(owner);
       const int32_t number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + token];
       at = comm.rail.arrived(epoch, other, number, comm.window.shape.row_bytes());
@@ -237,21 +234,16 @@ struct SumOf {
   };
 };
 
-/// Calls use.operator()<kernel>() with the kernel for one node or several.
-template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, const Use& use) {
-  return shape.other_nodes() > 0 ? with_dtype<SumOf<true>::template Kernel>(shape.dtype, use)
-                                 : with_dtype<SumOf<false>::template Kernel>(shape.dtype, use);
-}
-
 }  // namespace
 
 cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape, [&]<auto kernel>() {
+  return with_dtype<SumOf>(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
-cudaError_t prepare_sum(const DeviceShape& shape) { return with_kernel(shape, Prepare{sizeof(SumMemory)}); }
+cudaError_t prepare_sum(const DeviceShape& shape) {
+  return with_dtype<SumOf>(shape, Prepare{sizeof(SumMemory)});
+}
 
 }  // namespace moecomm::intranode
