@@ -13,7 +13,7 @@ from moecomm import _C
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError, OutOfMemory, Unsupported
 from moecomm.memory import MemoryPlan
-from moecomm.nodes import NodeMap
+from moecomm.nodes import NodeMap, find_nodes
 from moecomm.rendezvous import Rendezvous
 from moecomm.types import Layout, PlanViews, Work
 from moecomm.version import __version__
@@ -24,14 +24,12 @@ Finished = TypeVar("Finished")
 
 class _Native(Protocol):
     def close(self) -> None: ...
+    def open_rail(self, *, job: bytes, provider: str, interface: str, shuffle: int) -> _C.Rail: ...
+    def connect_rail(self, rail: _C.Rail, cards: list[bytes], endpoints: list[str]) -> None: ...
+    def network(self) -> str: ...
 
 
 Native = TypeVar("Native", bound=_Native)
-
-
-class _RailNative(_Native, Protocol):
-    def open_rail(self, *, job: bytes, provider: str, interface: str, shuffle: int) -> _C.Rail: ...
-    def connect_rail(self, rail: _C.Rail, cards: list[bytes], endpoints: list[str]) -> None: ...
 
 
 class RawDispatch(NamedTuple):
@@ -195,13 +193,32 @@ def node_identity() -> str:
         raise Unsupported(f"this machine lacks what moecomm needs: {error}") from error
 
 
+class Party(NamedTuple):
+    """Who builds a communicator together."""
+
+    messages: list[dict[str, Any]]
+    """Every rank's, with the facts that it told."""
+    hosts: list[str]
+    """Of every rank: equal for ranks that can share memory."""
+    nodes: NodeMap
+
+    def host_ranks(self, rank: int) -> int:
+        """Ranks on the host of `rank`."""
+        return self.hosts.count(self.hosts[rank])
+
+    @property
+    def job(self) -> str:
+        """A name of this construction that nobody else can guess: that of rank 0."""
+        return str(self.messages[0]["job"])
+
+
 def meet(
     meeting: Rendezvous,
     arguments: dict[str, Any],
     error: MoecommError | None,
     facts: Callable[[], dict[str, Any]] = dict,
-) -> list[dict[str, Any]]:
-    """The first step of a construction: every rank's message, with `facts` in it.
+) -> Party:
+    """The first step of a construction: who is there, on which nodes.
 
     Args:
         arguments: those of the Communicator that all ranks have to share, as JSON values.
@@ -212,7 +229,13 @@ def meet(
     def introduce() -> dict[str, Any]:
         if error is not None:
             raise error
-        return {"version": __version__, "arguments": arguments, "node": node_identity(), **facts()}
+        return {
+            "version": __version__,
+            "arguments": arguments,
+            "node": node_identity(),
+            "job": secrets.token_hex(16),
+            **facts(),
+        }
 
     messages = meeting.step("construction: arguments", introduce)
     for rank, other in enumerate(messages):
@@ -227,22 +250,25 @@ def meet(
                 raise MismatchedArguments(
                     f"ranks disagree on {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
                 )
-    return messages
+    hosts = [str(message["node"]) for message in messages]
+    return Party(messages, hosts, find_nodes(hosts, arguments["ranks_per_node"]))
 
 
 def introduce(
     meeting: Rendezvous,
+    party: Party,
     create: Callable[[], Native],
     link: Callable[[Native], str],
     connect: Callable[[Native, list[str], list[int]], None],
     unlink: Callable[[Native], None],
 ) -> Native:
-    """The last steps of a construction: this rank's native communicator, with those of the others open.
+    """The last steps of a construction: this rank's native communicator, with the ways to the others open.
 
     Args:
+        party: from `meet`.
         create: makes it, with its shared memory.
         link: names that memory.
-        connect: opens those of the ranks by name and process id, by rank.
+        connect: opens those of the node's ranks by name and process id, by local index.
         unlink: takes the name away again.
     """
     made: list[Native] = []
@@ -255,7 +281,8 @@ def introduce(
         return {"memory": link(made[0]), "pid": os.getpid()}
 
     def join() -> dict[str, Any]:
-        connect(made[0], [str(p["memory"]) for p in peers], [int(p["pid"]) for p in peers])
+        node = [peers[rank] for rank in party.nodes.local_ranks(meeting.rank)]
+        connect(made[0], [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
         return {}
 
     try:
@@ -270,33 +297,36 @@ def introduce(
     finally:
         if made:
             unlink(made[0])
+    if party.nodes.nodes > 1:
+        _connect_rail(meeting, party, made[0])
     return made[0]
 
 
-def check_host_room(meeting: Rendezvous, hosts: list[str], needed: int) -> None:
+def check_host_room(meeting: Rendezvous, party: Party, needed: int) -> None:
     """Raises OutOfMemory on all ranks where /dev/shm of a host has not `needed` bytes for each of its
     ranks."""
     messages = meeting.step("construction: host memory", lambda: {"available": _C.shm_available_bytes()})
-    for host in dict.fromkeys(hosts):
-        ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+    for host in dict.fromkeys(party.hosts):
+        ranks = [rank for rank, its_host in enumerate(party.hosts) if its_host == host]
         available = min(int(messages[rank]["available"]) for rank in ranks)
         if needed * len(ranks) > available:
             raise OutOfMemory(
                 f"the windows of {len(ranks)} ranks need {needed * len(ranks)} bytes of /dev/shm, "
                 f"{available} are free"
-                + ("" if len(ranks) == len(hosts) else f" on the host of rank {ranks[0]}")
+                + ("" if len(ranks) == meeting.size else f" on the host of rank {ranks[0]}")
                 + "; give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
                 needed=needed * len(ranks),
                 available=available,
             )
 
 
-def new_job() -> str:
-    """A name of this construction that nobody can guess; that of rank 0 is everybody's."""
-    return secrets.token_hex(16)
+def describe(native: _Native, nodes: NodeMap) -> str:
+    """What a native communicator says of itself and of its network."""
+    network = native.network()
+    return f"{native}{f'; {nodes.nodes} nodes, {network}' if network else ''}"
 
 
-def connect_rail(meeting: Rendezvous, nodes: NodeMap, native: _RailNative, job: str) -> None:
+def _connect_rail(meeting: Rendezvous, party: Party, native: _Native) -> None:
     """Opens the ways to the ranks of this rank's rail; an error closes the communicator."""
     rails: list[_C.Rail] = []
 
@@ -304,7 +334,7 @@ def connect_rail(meeting: Rendezvous, nodes: NodeMap, native: _RailNative, job: 
         env = read_env()
         rails.append(
             native.open_rail(
-                job=bytes.fromhex(job),
+                job=bytes.fromhex(party.job),
                 provider=env.fabric_provider or "",
                 interface=env.fabric_interface or "",
                 shuffle=env.fabric_shuffle or 0,
@@ -313,7 +343,7 @@ def connect_rail(meeting: Rendezvous, nodes: NodeMap, native: _RailNative, job: 
         return {"card": rails[0].card.hex(), "endpoint": rails[0].endpoint}
 
     def connect() -> dict[str, Any]:
-        peers = [messages[rank] for rank in nodes.rail(meeting.rank)]
+        peers = [messages[rank] for rank in party.nodes.rail(meeting.rank)]
         cards = [_card(peer) for peer in peers]
         native.connect_rail(rails[0], cards, [str(peer.get("endpoint")) for peer in peers])
         return {}

@@ -19,15 +19,13 @@ from moecomm.backends.base import (
     RawDispatch,
     TensorPlan,
     check_host_room,
-    connect_rail,
+    describe,
     introduce,
     meet,
-    new_job,
 )
 from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, kind_of
 from moecomm.memory import plan_memory, window_shape
-from moecomm.nodes import find_nodes
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import weight_dtype
 from moecomm.types import Layout, PlanViews, Work
@@ -102,9 +100,8 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
-        messages = meet(meeting, arguments, argument_error, lambda: {"job": new_job()})
-        hosts = [str(message["node"]) for message in messages]
-        self.nodes = find_nodes(hosts, arguments["ranks_per_node"])
+        party = meet(meeting, arguments, argument_error)
+        self.nodes = party.nodes
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
         shape = window_shape(
@@ -119,11 +116,11 @@ class CpuBackend:
         self.plan_fields = _plan_fields(arguments["num_experts"] // meeting.size, meeting.size)
         self._plan_keys = itertools.count()
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
-        check_host_room(meeting, hosts, self.memory.committed_bytes)
-        host_ranks = hosts.count(hosts[meeting.rank])
-        neighbours = self.nodes.local_ranks(meeting.rank)
+        check_host_room(meeting, party, self.memory.committed_bytes)
+        host_ranks = party.host_ranks(meeting.rank)
         self._native = introduce(
             meeting,
+            party,
             lambda: _C.Communicator(
                 shape=shape,
                 rank=meeting.rank,
@@ -133,13 +130,9 @@ class CpuBackend:
                 host_ranks=host_ranks,
             ),
             link=lambda native: native.link_window(),
-            connect=lambda native, names, pids: native.connect(
-                [names[rank] for rank in neighbours], [pids[rank] for rank in neighbours]
-            ),
+            connect=lambda native, names, pids: native.connect(names, pids),
             unlink=lambda native: native.unlink_window(),
         )
-        if self.nodes.nodes > 1:
-            connect_rail(meeting, self.nodes, self._native, str(messages[0]["job"]))
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = 1
@@ -310,8 +303,7 @@ class CpuBackend:
         self._native.close()
 
     def __str__(self) -> str:
-        network = self._native.network()
-        return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
+        return describe(self._native, self.nodes)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,20 +18,19 @@ import torch
 from moecomm import _C
 from moecomm.backends.base import (
     DispatchCall,
+    Party,
     PlanFields,
     RawDispatch,
     TensorPlan,
     check_host_room,
-    connect_rail,
+    describe,
     introduce,
     meet,
-    new_job,
 )
 from moecomm.backends.device import CudaDevice
 from moecomm.backends.side_work import SideWork
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.memory import device_shape, plan_device_memory
-from moecomm.nodes import find_nodes
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import SCALE_COLUMNS, WIRE_FP8, weight_dtype
 from moecomm.types import Work
@@ -84,7 +83,8 @@ class CudaBackend:
         self._stats_before: dict[str, float] = {}
 
         with self._gpu.current():
-            self._meet(meeting, arguments, argument_error)
+            party = self._meet(meeting, arguments, argument_error)
+            self.nodes = party.nodes
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self._scale_columns = -(-self.hidden // SCALE_COLUMNS)
             shape = device_shape(
@@ -106,41 +106,39 @@ class CudaBackend:
                 offsets=_slice(fields["offsets"]),
                 source_ends=_slice(fields["source_ends"]),
             )
-            self._check_room(meeting)
+            self._check_room(meeting, party)
             self._kinds = {  # what new tensors are like
                 each: torch.empty(0, dtype=each, device=device)
                 for each in (dtype, self._weight_dtype, torch.int32, torch.float32, WIRE_FP8)
             }
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
-            self._native, window = self._connect(meeting, shape, num_sms or 0)
+            self._native, window = self._connect(meeting, party, shape, num_sms or 0)
         # Also when the backend is forgotten, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
     # -- construction ----------------------------------------------------------------------------------
 
-    def _meet(self, meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> None:
-        messages = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid(), "job": new_job()})
-        self._hosts = [str(message["node"]) for message in messages]
-        self._job = str(messages[0]["job"])
-        self.nodes = find_nodes(self._hosts, arguments["ranks_per_node"])
+    def _meet(self, meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> Party:
+        party = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid()})
         seen: dict[str, int] = {}
-        for rank, message in enumerate(messages):
+        for rank, message in enumerate(party.messages):
             other = seen.setdefault(message["gpu"], rank)
             if other != rank:
                 raise InvalidArgument(
                     f"device of ranks {other} and {rank} is the same GPU ({message['gpu']}), expected one "
                     "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
                 )
+        return party
 
-    def _check_room(self, meeting: Rendezvous) -> None:
+    def _check_room(self, meeting: Rendezvous, party: Party) -> None:
         needed = self.memory.committed_bytes
 
         def look() -> dict[str, Any]:
             return {"available": _translated(lambda: self._gpu.free_bytes(needed))}
 
         if self.memory.host_bytes:
-            check_host_room(meeting, self._hosts, self.memory.host_bytes)
+            check_host_room(meeting, party, self.memory.host_bytes)
         messages = meeting.step("construction: memory", look)
         for rank, message in enumerate(messages):
             available = int(message["available"])
@@ -153,34 +151,30 @@ class CudaBackend:
                 )
 
     def _connect(
-        self, meeting: Rendezvous, shape: _C.DeviceShape, num_sms: int
+        self, meeting: Rendezvous, party: Party, shape: _C.DeviceShape, num_sms: int
     ) -> tuple[_C.DeviceCommunicator, Any]:
         from moecomm.symmetric import SymmetricMemory
 
         # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
-        neighbours = self.nodes.local_ranks(meeting.rank)
-        window = SymmetricMemory(meeting, self.memory.total_bytes, self._gpu.index, ranks=neighbours)
+        window = SymmetricMemory(
+            meeting, self.memory.total_bytes, self._gpu.index, ranks=self.nodes.local_ranks(meeting.rank)
+        )
         try:
             native = introduce(
                 meeting,
+                party,
                 lambda: _C.DeviceCommunicator(
                     shape=shape,
                     rank=meeting.rank,
                     timeout=meeting.timeout,
                     num_sms=num_sms,
                     device=self._gpu.index,
-                    host_ranks=self._hosts.count(self._hosts[meeting.rank]),
+                    host_ranks=party.host_ranks(meeting.rank),
                 ),
                 link=lambda native: native.link_control(),
-                connect=lambda native, names, pids: native.connect(
-                    list(window.bases),
-                    [names[rank] for rank in neighbours],
-                    [pids[rank] for rank in neighbours],
-                ),
+                connect=lambda native, names, pids: native.connect(list(window.bases), names, pids),
                 unlink=lambda native: native.unlink_control(),
             )
-            if self.nodes.nodes > 1:
-                connect_rail(meeting, self.nodes, native, self._job)
         except BaseException:
             window.close()
             raise
@@ -492,8 +486,7 @@ class CudaBackend:
             self._release()
 
     def __str__(self) -> str:
-        network = self._native.network()
-        return f"{self._native}{f'; {self.nodes.nodes} nodes, {network}' if network else ''}"
+        return describe(self._native, self.nodes)
 
     # -- tensors ---------------------------------------------------------------------------------------
 
