@@ -88,6 +88,10 @@ struct Plan {
 
 /// sources[r] is rank r's; sources.size() == shape.ranks. Which nodes there are changes where rows come from,
 /// not which rows of the output they get.
-Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources);
+Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
+/// The same, where the routes are not known yet.
+inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
+  return make_plan(shape, sources, make_routes(shape, sources[static_cast<size_t>(shape.rank)]));
+}
 
 }  // namespace moecomm

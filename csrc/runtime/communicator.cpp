@@ -308,7 +308,9 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     record.capacity = arguments.capacity;
     record.carries = kCarriesRows | (arguments.weights != nullptr ? uint32_t{kCarriesWeights} : 0);
     record.plan = plan ? plan->id : 0;
-    const RelayRoutes routes = plan ? plan->routes : make_routes(shape, {ids, arguments.tokens});
+    RelayRoutes made_routes;
+    if (!plan) made_routes = make_routes(shape, {ids, arguments.tokens});
+    const RelayRoutes& routes = plan ? plan->routes : made_routes;
     signal(record, &routes);
     if (internode_) internode_->send_rows(context(), routes, arguments.x, record.epoch);
     wait_records(record, "dispatch");
@@ -320,7 +322,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     if (reuse) {
       ++stats_.plans_reused;
     } else {
-      auto made = std::make_shared<Plan>(make_plan(shape, all_ids(record.epoch)));
+      auto made = std::make_shared<Plan>(make_plan(shape, all_ids(record.epoch), routes));
       made->id = record.epoch;
       plan = std::move(made);
       ++stats_.plans_made;

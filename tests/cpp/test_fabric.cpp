@@ -718,8 +718,8 @@ void card_case() {
 /// A folder that is gone with the test.
 struct Folder {
   Folder() {
-    char name[] = "/tmp/moecomm-test-XXXXXX";
-    if (mkdtemp(name) == nullptr) std::perror("mkdtemp"), std::exit(1);
+    std::string name = fs::temp_directory_path() / "moecomm-test-XXXXXX";
+    if (mkdtemp(name.data()) == nullptr) std::perror("mkdtemp"), std::exit(1);
     path = name;
   }
   ~Folder() { fs::remove_all(path); }

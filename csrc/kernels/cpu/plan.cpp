@@ -103,7 +103,7 @@ RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own) {
   return routes;
 }
 
-Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
+Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes) {
   Plan plan;
   plan.shape = shape;
   const int32_t local = shape.local_experts, first = shape.rank * local;
@@ -212,7 +212,7 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
 
   if (shape.capacity >= 0) find_max_needed(plan, sources);
   plan_home(plan, sources[shape.rank]);
-  plan.routes = make_routes(shape, sources[shape.rank]);
+  plan.routes = routes;
   return plan;
 }
 
