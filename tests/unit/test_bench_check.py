@@ -269,7 +269,7 @@ def _right_dispatch(dtype: str, seed: int) -> tuple[Received, verify.Layout, Dat
     """A correct result for rank 0 of two ranks of 40 tokens, written row by row."""
     ids_R = [routing.uniform(40, 3, 8, seed, rank) for rank in range(2)]
     key = DataKey(seed, 1, 40, 16, dtype)
-    layout = verify.expert_layout(ids_R, 0, 8, alignment=4)
+    layout = verify.expert_layout(ids_R, 0, 8, alignment=64)  # some 30 rows an expert: there is padding
     x_R = [data.rows(key, rank, CPU) for rank in range(2)]
     w_R = [data.weights(key, rank, 3, CPU) for rank in range(2)]
     tokens = torch.zeros(layout.num_rows, 16, dtype=key.torch_dtype)
