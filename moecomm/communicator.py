@@ -498,6 +498,125 @@ class Communicator:
 
     _combine_outside_graph = _disable_dynamo(_combine)
 
+    @overload
+    def redispatch(
+        self, x_TH: Array, handle: Handle, *, async_op: Literal[False] = False
+    ) -> torch.Tensor: ...
+
+    @overload
+    def redispatch(self, x_TH: Array, handle: Handle, *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
+
+    @_disable_dynamo
+    def redispatch(
+        self, x_TH: Array, handle: Handle, *, async_op: bool = False
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """Brings other rows along the way of an earlier dispatch: no new plan, and no wait on the host.
+
+        What the backward of a combine does with the gradient of its result, for those who schedule it
+        themselves, and how a backward gets rows again that the forward did not keep. Differentiable in
+        `x_TH`. Breaks a graph of torch.compile.
+
+        Args:
+            x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
+            handle: of that dispatch.
+            async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
+
+        Returns:
+            (P, H) rows in the dtype, in the order of that dispatch's output; they travel in the dtype too,
+            whatever the wire format.
+
+        Raises:
+            As combine.
+        """
+        backend = self._open()
+        x = shared_tensor(x_TH, self.device)
+
+        def execute() -> torch.Tensor:
+            try:
+                self._check_handle(handle)
+                check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
+            except MoecommError as error:
+                backend.fail(error)
+            rows_PH, _ = backend.redispatch(handle.plan, x, None, None)
+            return rows_PH
+
+        def finish(rows_PH: torch.Tensor) -> torch.Tensor:
+            return ops.redispatch(x, rows_PH, handle.plan, backend)
+
+        if async_op:
+            return backend.launch("moecomm redispatch", execute, None, finish, (x,))
+        return finish(backend.run("moecomm redispatch", execute))
+
+    @overload
+    def dispatch_backward(
+        self,
+        grad_rows_PH: Array,
+        handle: Handle,
+        *,
+        grad_weights: Array | None = None,
+        async_op: Literal[False] = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    @overload
+    def dispatch_backward(
+        self,
+        grad_rows_PH: Array,
+        handle: Handle,
+        *,
+        grad_weights: Array | None = None,
+        async_op: Literal[True],
+    ) -> Work[tuple[torch.Tensor, torch.Tensor | None]]: ...
+
+    @_disable_dynamo
+    def dispatch_backward(
+        self,
+        grad_rows_PH: Array,
+        handle: Handle,
+        *,
+        grad_weights: Array | None = None,
+        async_op: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and `weights`: what
+        autograd runs, for those who schedule a backward themselves. Not differentiable. Breaks a graph of
+        torch.compile.
+
+        Args:
+            grad_rows_PH: (P, H) in the communicator's dtype.
+            handle: of that dispatch.
+            grad_weights: gradient of the output's `weights`, of the same shape; None: they need none.
+            async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
+
+        Returns:
+            (T, H) in the dtype, summed as a combine sums; and (T, K) of the weights' dtype, zero where a
+            token names no expert, or None.
+
+        Raises:
+            As combine.
+        """
+        backend = self._open()
+        rows = shared_tensor(grad_rows_PH, self.device)
+        weights = None if grad_weights is None else shared_tensor(grad_weights, self.device)
+
+        def execute() -> tuple[torch.Tensor, torch.Tensor | None]:
+            try:
+                self._check_handle(handle)
+                check_rows("grad_rows", rows, handle.num_rows, self.hidden, self.dtype, self.device)
+                if weights is not None:
+                    by_rank = handle.layout == "rank"
+                    shape = (handle.num_rows, self.top_k) if by_rank else (handle.num_rows,)
+                    letters = "(P, K)" if by_rank else "(P,)"
+                    check_weights("grad_weights", weights, shape, letters, self.dtype, self.device)
+            except MoecommError as error:
+                backend.fail(error)
+            grad_x_TH, grad_weights_TK = backend.combine(handle.plan, rows, None, weights)
+            assert grad_x_TH is not None
+            return grad_x_TH, grad_weights_TK
+
+        name = "moecomm dispatch backward"
+        if async_op:
+            return backend.launch(name, execute, None, lambda result: result, (rows, weights))
+        return backend.run(name, execute)
+
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """An uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it lies in
         the window; on CUDA it is like any other, as rows go out from wherever they are.

@@ -69,6 +69,23 @@ class _Combine(torch.autograd.Function):
         return grad_rows_PH if ctx.needs_input_grad[0] else None, grad_weights_P, None, None, None
 
 
+class _Redispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend
+    ) -> torch.Tensor:
+        ctx.plan, ctx.backend = plan, backend
+        return rows_PH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows_PH: torch.Tensor) -> tuple[Any, ...]:
+        grad_x_TH, _ = ctx.backend.run(
+            "moecomm redispatch backward", lambda: ctx.backend.combine(ctx.plan, grad_rows_PH, None, None)
+        )
+        return grad_x_TH, None, None, None
+
+
 def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     """False where nothing would come of the nodes, which cost the host more than the rest of a call."""
     return torch.is_grad_enabled() and (
@@ -96,3 +113,10 @@ def combine(
     if not _wants_gradient(rows_PH, weights_P):
         return y_TH
     return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-untyped-call]
+
+
+def redispatch(x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend) -> torch.Tensor:
+    """Ties the rows of a finished dispatch along a kept plan to the tensor they came from."""
+    if not _wants_gradient(x_TH, None):
+        return rows_PH
+    return _Redispatch.apply(x_TH, rows_PH, plan, backend)  # type: ignore[no-untyped-call]

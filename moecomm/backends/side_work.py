@@ -101,6 +101,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     """What holds memory in the result of an operation."""
     if isinstance(result, torch.Tensor):
         return [result]
-    assert isinstance(result, RawDispatch)
-    found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
+    found: tuple[torch.Tensor | None, ...]
+    if isinstance(result, RawDispatch):
+        found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
+    else:
+        found = result  # gradients of a dispatch
     return [each for each in found if each is not None]

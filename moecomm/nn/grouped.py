@@ -32,17 +32,16 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         ctx.save_for_backward(rows_PA, weight_LAB, offsets_L)
-        return _rows_by_weights(_row_major(rows_PA), weight_LAB, offsets_L)
+        return rows_by_weights(rows_PA, weight_LAB, offsets_L)
 
     @staticmethod
     def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
-        grad_PB = _row_major(grad_PB)
         grad_rows_PA = grad_weight_LAB = None
         if ctx.needs_input_grad[0]:
-            grad_rows_PA = _rows_by_weights(grad_PB, weight_LAB.transpose(1, 2), offsets_L)
+            grad_rows_PA = rows_by_weights(grad_PB, weight_LAB.transpose(1, 2), offsets_L)
         if ctx.needs_input_grad[1]:
-            grad_weight_LAB = _rows_by_rows(_row_major(rows_PA), grad_PB, offsets_L)
+            grad_weight_LAB = rows_by_rows(rows_PA, grad_PB, offsets_L)
         return grad_rows_PA, grad_weight_LAB, None
 
 
@@ -52,7 +51,9 @@ def _row_major(rows_PA: Tensor) -> Tensor:
     return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
 
-def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+def rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    """As `grouped_matmul`, with no gradient."""
+    rows_PA = _row_major(rows_PA)
     if _has_grouped_kernel(rows_PA, weight_LAB.shape[2]):
         return functional.grouped_mm(rows_PA, weight_LAB, offs=offsets_L)
     product_PB = rows_PA.new_zeros(rows_PA.shape[0], weight_LAB.shape[2])
@@ -61,7 +62,9 @@ def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> 
     return product_PB
 
 
-def _rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+def rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    """(L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; no gradient."""
+    rows_PA, grad_PB = _row_major(rows_PA), _row_major(grad_PB)
     if _has_grouped_kernel(rows_PA, grad_PB.shape[1]):
         return functional.grouped_mm(rows_PA.t(), grad_PB, offs=offsets_L)
     product_LAB = rows_PA.new_empty(offsets_L.numel(), rows_PA.shape[1], grad_PB.shape[1])

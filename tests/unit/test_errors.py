@@ -11,6 +11,7 @@ PARENTS = {
     "MoecommError": RuntimeError,
     "InvalidArgument": errors.MoecommError,
     "InvalidRouting": errors.InvalidArgument,
+    "InvalidSchedule": errors.InvalidArgument,
     "MismatchedArguments": errors.InvalidArgument,
     "CapacityExceeded": errors.MoecommError,
     "CommunicatorClosed": errors.MoecommError,

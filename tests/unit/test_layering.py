@@ -21,6 +21,7 @@ PYTHON_LAYERS = [
     {"ops", "operators"},
     {"construction"},
     {"communicator"},
+    {"overlap"},
     {"nn", "discovery"},
     {"__main__"},
 ]

@@ -1,0 +1,38 @@
+"""Communication under computation: schedules of stages, how they are planned, run and looked at.
+
+    from moecomm.overlap import Executor, Schedule, Stage
+
+    schedule = Schedule(
+        [
+            Stage(name="dispatch", stream="comm", communicates=True),
+            Stage(name="shared", stream="compute"),
+            Stage(name="experts", stream="compute", after=("dispatch",)),
+        ],
+        streams=("compute", "comm"),
+    )
+    executor = Executor(comm.device, {"comm": comm.stream})
+    results = executor.run(schedule, {"dispatch": ..., "shared": ..., "experts": ...}, record=True)
+    results.timeline().chrome_trace("layer.json")
+
+`moecomm.nn.MoELayer` runs by the schedules of `moecomm.overlap.moe`.
+"""
+
+from __future__ import annotations
+
+from moecomm.overlap.executor import Executor, Results, Work
+from moecomm.overlap.moe import Keep, backward_schedule, forward_schedule
+from moecomm.overlap.schedule import Schedule, Stage
+from moecomm.overlap.timeline import Span, Timeline
+
+__all__ = [
+    "Executor",
+    "Keep",
+    "Results",
+    "Schedule",
+    "Span",
+    "Stage",
+    "Timeline",
+    "Work",
+    "backward_schedule",
+    "forward_schedule",
+]

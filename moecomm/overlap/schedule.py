@@ -1,0 +1,187 @@
+"""A schedule: stages with their streams, dependencies and resources. Pure data, built and looked at without a
+GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from moecomm.errors import InvalidSchedule
+from moecomm.overlap.timeline import Span, Timeline
+
+_ROUNDING = 1e-9
+"""Of sums of amounts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One piece of work, such as a transfer or a matrix product."""
+
+    name: str
+    stream: str
+    """Stages of one stream run one after another, in the order of the schedule."""
+    after: tuple[str, ...] = ()
+    """Names of the stages whose results it needs."""
+    uses: Mapping[str, float] = field(default_factory=dict)
+    """What it holds while it runs, of the schedule's resources: {"sms": 24}."""
+    seconds: float = 0.0
+    """How long it is thought to take with nothing beside it."""
+    communicates: bool = False
+    """It waits for peers or for links, and is to be hidden behind stages that do not."""
+
+
+class Schedule:
+    """Stages in an order in which a host can issue them: after all that they depend on, and else as listed.
+
+    Args:
+        stages: in the wanted order.
+        streams: names of all streams. The first is the caller's own; `Executor` ends with it.
+        resources: how much there is of each thing that stages use, for `plan`.
+
+    Raises InvalidSchedule, with the names of the stages: for a cycle, an unknown stage, stream or resource,
+    a use of more than there is, two stages of one name, and a time that is no time.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        *,
+        streams: Iterable[str],
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        self.streams: tuple[str, ...] = tuple(dict.fromkeys(streams))
+        self.resources: Mapping[str, float] = MappingProxyType(dict(resources or {}))
+        listed = tuple(stages)
+        self._check(listed)
+        self.stages: tuple[Stage, ...] = _in_order(listed)
+        """In the order of issue."""
+        self._by_name = {stage.name: stage for stage in self.stages}
+
+    def __getitem__(self, name: str) -> Stage:
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def plan(self) -> Timeline:
+        """When each stage would run: as soon as the one before it on its stream and all that it depends on
+        have ended, and what it uses is free. Where several wait for a resource, the first issued gets it.
+        """
+        waiting = list(self.stages)
+        free = dict(self.resources)
+        running: list[tuple[float, int, Stage]] = []
+        busy: set[str] = set()
+        done: set[str] = set()
+        spans: list[Span] = []
+        now = 0.0
+        while waiting or running:
+            held: set[str] = set(busy)  # streams whose next stage is under way or has to wait
+            for stage in list(waiting):
+                ready = stage.stream not in held and done.issuperset(stage.after)
+                held.add(stage.stream)
+                if not ready or any(
+                    free[name] < amount * (1 - _ROUNDING) for name, amount in stage.uses.items()
+                ):
+                    continue
+                for name, amount in stage.uses.items():
+                    free[name] -= amount
+                waiting.remove(stage)
+                busy.add(stage.stream)
+                end = now + stage.seconds
+                heapq.heappush(running, (end, len(spans), stage))
+                spans.append(Span(stage.name, stage.stream, now, end, stage.communicates))
+            now, _, ended = heapq.heappop(running)
+            done.add(ended.name)
+            busy.discard(ended.stream)
+            for name, amount in ended.uses.items():
+                free[name] += amount
+        return Timeline(spans, streams=self.streams)
+
+    def __str__(self) -> str:
+        """A table of the stages, with the planned times in microseconds."""
+        planned = {span.name: span for span in self.plan().spans}
+        rows = [("stage", "stream", "uses", "begins", "ends", "after")]
+        for stage in self.stages:
+            span = planned[stage.name]
+            uses = " ".join(f"{amount:g} {name}" for name, amount in stage.uses.items())
+            times = (f"{span.begin * 1e6:.1f}", f"{span.end * 1e6:.1f}")
+            rows.append((stage.name, stage.stream, uses, *times, ", ".join(stage.after)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(
+                text.rjust(width) if 3 <= column <= 4 else text.ljust(width)
+                for column, (text, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+    def _check(self, stages: tuple[Stage, ...]) -> None:
+        names: set[str] = set()
+        for stage in stages:
+            if stage.name in names:
+                raise InvalidSchedule(f"two stages are called {stage.name!r}")
+            names.add(stage.name)
+        for name, amount in self.resources.items():
+            if not (math.isfinite(amount) and amount > 0):
+                raise InvalidSchedule(f"there is {amount} of the resource {name!r}, must be above 0")
+        for stage in stages:
+            self._check_stage(stage, names)
+
+    def _check_stage(self, stage: Stage, names: set[str]) -> None:
+        who = f"stage {stage.name!r}"
+        if stage.stream not in self.streams:
+            raise InvalidSchedule(f"{who} is on stream {stage.stream!r}, there are {_listed(self.streams)}")
+        for other in stage.after:
+            if other not in names:
+                raise InvalidSchedule(f"{who} comes after {other!r}, which is no stage")
+        for name, amount in stage.uses.items():
+            if name not in self.resources:
+                raise InvalidSchedule(f"{who} uses {name!r}, there are {_listed(self.resources)}")
+            if not 0 <= amount <= self.resources[name]:
+                raise InvalidSchedule(f"{who} uses {amount:g} of {name!r}, there is {self.resources[name]:g}")
+        if not (math.isfinite(stage.seconds) and stage.seconds >= 0):
+            raise InvalidSchedule(f"{who} takes {stage.seconds} seconds, must be a number of at least 0")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _in_order(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The stages so that each comes after those it depends on: always the first listed that can."""
+    number = {stage.name: i for i, stage in enumerate(stages)}
+    missing = [len(set(stage.after)) for stage in stages]
+    needed_by: list[list[int]] = [[] for _ in stages]
+    for i, stage in enumerate(stages):
+        for other in set(stage.after):
+            needed_by[number[other]].append(i)
+    ready = [i for i, count in enumerate(missing) if count == 0]
+    ordered = []
+    while ready:
+        i = heapq.heappop(ready)
+        ordered.append(stages[i])
+        for later in needed_by[i]:
+            missing[later] -= 1
+            if missing[later] == 0:
+                heapq.heappush(ready, later)
+    if len(ordered) < len(stages):
+        raise InvalidSchedule("stages wait for each other: " + " after ".join(_cycle(stages, ordered)))
+    return tuple(ordered)
+
+
+def _cycle(stages: tuple[Stage, ...], ordered: list[Stage]) -> list[str]:
+    """Names along a cycle, the first one again at the end; `ordered`: stages that are in none."""
+    fine = {stage.name for stage in ordered}
+    waits_for = {
+        stage.name: next(other for other in stage.after if other not in fine)
+        for stage in stages
+        if stage.name not in fine
+    }
+    path = [next(iter(waits_for))]
+    while path[-1] not in path[:-1]:
+        path.append(waits_for[path[-1]])
+    return path[path.index(path[-1]) :]

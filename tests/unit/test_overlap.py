@@ -1,0 +1,460 @@
+"""Schedules: what is refused, the order of issue, the planned times; timelines; and runs, in order and on
+streams."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from moecomm.overlap import (
+    Executor,
+    Results,
+    Schedule,
+    Span,
+    Stage,
+    Timeline,
+    backward_schedule,
+    forward_schedule,
+)
+from tests.unit.loopback import FakeGpu, FakeStream
+
+STREAMS = ("compute", "comm")
+
+
+def _stage(name: str, *after: str, on: str = "compute", us: float = 0, **uses: float) -> Stage:
+    return Stage(name=name, stream=on, after=after, seconds=us * 1e-6, uses=uses, communicates=on == "comm")
+
+
+def _names(schedule: Schedule) -> list[str]:
+    return [stage.name for stage in schedule.stages]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ([_stage("a", "a")], "stages wait for each other: a after a"),
+        (
+            [
+                _stage("first"),
+                _stage("a", "first", "c"),
+                _stage("b", "a"),
+                _stage("c", "b"),
+                _stage("d", "c"),
+            ],
+            "stages wait for each other: a after c after b after a",
+        ),
+        ([_stage("a"), _stage("a")], "two stages are called 'a'"),
+        ([_stage("a", "b")], "stage 'a' comes after 'b', which is no stage"),
+        ([_stage("a", on="copy")], "stage 'a' is on stream 'copy', there are 'compute', 'comm'"),
+        ([_stage("a", copy=1)], "stage 'a' uses 'copy', there are 'sms'"),
+        ([_stage("a", sms=133)], "stage 'a' uses 133 of 'sms', there is 132"),
+        ([_stage("a", sms=-1)], "stage 'a' uses -1 of 'sms', there is 132"),
+        ([_stage("a", us=-1)], "stage 'a' takes -1e-06 seconds, must be a number of at least 0"),
+        ([_stage("a", us=float("nan"))], "stage 'a' takes nan seconds, must be a number of at least 0"),
+    ],
+)
+def test_refused_by_name(stages: list[Stage], text: str) -> None:
+    with pytest.raises(moecomm.InvalidSchedule) as caught:
+        Schedule(stages, streams=STREAMS, resources={"sms": 132})
+    assert str(caught.value) == text
+
+
+def test_a_resource_of_nothing_is_refused() -> None:
+    with pytest.raises(moecomm.InvalidSchedule, match="there is 0 of the resource 'sms', must be above 0"):
+        Schedule([], streams=STREAMS, resources={"sms": 0})
+
+
+# -- order and times -----------------------------------------------------------------------------------------
+
+
+def test_the_first_listed_that_can_goes_first() -> None:
+    schedule = Schedule(
+        [_stage("late", "early"), _stage("free"), _stage("early"), _stage("end", "late", "free")],
+        streams=STREAMS,
+    )
+    assert _names(schedule) == ["free", "early", "late", "end"]
+    assert schedule["late"].after == ("early",) and "late" in schedule and "other" not in schedule
+
+
+def _random_schedule(seed: int) -> Schedule:
+    draw = random.Random(seed)
+    streams = [f"s{i}" for i in range(draw.randint(1, 4))]
+    names = [f"n{i}" for i in range(draw.randint(1, 30))]
+    stages = []
+    for i, name in enumerate(names):
+        after = tuple(draw.sample(names[:i], min(i, draw.randint(0, 3))))
+        uses = {"sms": draw.randint(0, 8)} if draw.random() < 0.7 else {}
+        stages.append(
+            Stage(
+                name=name,
+                stream=draw.choice(streams),
+                after=after,
+                uses=uses,
+                seconds=draw.choice([0.0, draw.random()]),
+            )
+        )
+    draw.shuffle(stages)
+    return Schedule(stages, streams=streams, resources={"sms": 8})
+
+
+@pytest.mark.parametrize("case", range(200))
+def test_any_plan_keeps_the_rules(case: int, seed: int) -> None:
+    """Order, streams and resources; and nothing starts later than it could."""
+    schedule = _random_schedule(seed + case)
+    issued = {stage.name: i for i, stage in enumerate(schedule.stages)}
+    planned = {span.name: span for span in schedule.plan().spans}
+    assert planned.keys() == issued.keys()
+    last: dict[str, Span] = {}
+    for stage in schedule.stages:
+        span = planned[stage.name]
+        assert span.end == span.begin + stage.seconds
+        before = [planned[other] for other in stage.after]
+        assert all(issued[other] < issued[stage.name] for other in stage.after)
+        if stage.stream in last:
+            before.append(last[stage.stream])
+        last[stage.stream] = span
+        ready = max((other.end for other in before), default=0.0)
+        assert span.begin >= ready
+
+        def free_at(time: float) -> float:
+            held = [s for s in schedule.stages if planned[s.name].begin <= time < planned[s.name].end]
+            return 8 - sum(s.uses.get("sms", 0) for s in held)
+
+        assert free_at(span.begin) >= 0
+        if span.begin > ready:  # it waited for SMs: just before it began there were too few
+            ends = [other.end for other in planned.values() if other.end < span.begin]
+            middle = (max(ends, default=0.0) + span.begin) / 2
+            assert free_at(max(middle, ready)) < stage.uses["sms"]
+
+
+def test_a_plan_by_hand() -> None:
+    """dispatch under the shared experts; the experts' SMs are less while the combine runs."""
+    schedule = Schedule(
+        [
+            _stage("dispatch", on="comm", us=30, sms=24),
+            _stage("shared", us=50, sms=108),
+            _stage("experts", "dispatch", us=100, sms=108),
+            _stage("combine", "experts", on="comm", us=40, sms=24),
+            _stage("all of it", "experts", us=10, sms=132),
+        ],
+        streams=STREAMS,
+        resources={"sms": 132},
+    )
+    spans = {span.name: (round(span.begin * 1e6), round(span.end * 1e6)) for span in schedule.plan().spans}
+    assert spans == {
+        "dispatch": (0, 30),
+        "shared": (0, 50),
+        "experts": (50, 150),
+        "combine": (150, 190),
+        "all of it": (190, 200),
+    }
+    timeline = schedule.plan()
+    assert timeline.seconds == pytest.approx(200e-6)
+    assert timeline.exposed_seconds == pytest.approx(40e-6) and timeline.exposed_share == pytest.approx(0.2)
+    assert timeline.busy_seconds("comm") == pytest.approx(70e-6)
+    assert str(schedule).splitlines() == [
+        "stage      stream   uses     begins   ends  after",
+        "dispatch   comm     24 sms      0.0   30.0",
+        "shared     compute  108 sms     0.0   50.0",
+        "experts    compute  108 sms    50.0  150.0  dispatch",
+        "combine    comm     24 sms    150.0  190.0  experts",
+        "all of it  compute  132 sms   190.0  200.0  experts",
+    ]
+
+
+def test_amounts_that_are_no_binary_numbers_add_up() -> None:
+    stages = [_stage(f"s{i}", on=f"stream {i}", us=1, link=0.1) for i in range(30)]
+    schedule = Schedule(stages, streams=[stage.stream for stage in stages], resources={"link": 0.3})
+    assert schedule.plan().seconds == pytest.approx(10e-6)
+
+
+# -- timelines -----------------------------------------------------------------------------------------------
+
+
+def _timeline() -> Timeline:
+    return Timeline(
+        [
+            Span("experts", "compute", 12e-6, 20e-6),
+            Span("dispatch", "comm", 10e-6, 15e-6, True),
+            Span("combine", "comm", 18e-6, 25e-6, True),
+        ],
+        streams=STREAMS,
+    )
+
+
+def test_what_is_exposed() -> None:
+    timeline = _timeline()
+    assert timeline.seconds == pytest.approx(15e-6)
+    assert timeline.exposed_seconds == pytest.approx(7e-6)  # 10 to 12, 20 to 25
+    nothing = Timeline([], streams=STREAMS)
+    assert nothing.seconds == nothing.exposed_seconds == nothing.exposed_share == 0
+
+
+def test_chrome_trace(tmp_path: Path) -> None:
+    _timeline().chrome_trace(tmp_path / "trace.json", process="rank 3")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {0: "compute", 1: "comm"}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["rank 3"]
+    spans = [
+        (event["name"], event["cat"], event["tid"], round(event["ts"], 6), round(event["dur"], 6))
+        for event in events
+        if event["ph"] == "X"
+    ]
+    assert spans == [
+        ("dispatch", "communication", 1, 0, 5),
+        ("experts", "compute", 0, 2, 8),
+        ("combine", "communication", 1, 8, 7),
+    ]
+
+
+def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    _timeline().picture(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    _timeline().picture(tmp_path / "timeline.svg", title="one layer")
+    assert "one layer" in (tmp_path / "timeline.svg").read_text()
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(moecomm.Unsupported, match="pip install matplotlib"):
+        _timeline().picture(tmp_path / "timeline.png")
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+SCHEDULE = Schedule(
+    [
+        _stage("dispatch", on="comm"),
+        _stage("shared"),
+        _stage("experts", "dispatch"),
+        _stage("combine", "experts", on="comm"),
+        _stage("sum", "combine", "shared"),
+    ],
+    streams=STREAMS,
+)
+
+
+def _work(log: list[str], **changes: Callable[[Results], Any]) -> dict[str, Callable[[Results], Any]]:
+    def step(name: str) -> Callable[[Results], Any]:
+        def run(results: Results) -> str:
+            taken = [results[other] for other in SCHEDULE[name].after]
+            log.append(name)
+            return f"{name}({', '.join(taken)})"
+
+        return run
+
+    return {stage.name: step(stage.name) for stage in SCHEDULE.stages} | changes
+
+
+def test_on_the_cpu_one_after_another() -> None:
+    log: list[str] = []
+    results = Executor(torch.device("cpu")).run(SCHEDULE, _work(log), record=True)
+    assert log == ["dispatch", "shared", "experts", "combine", "sum"]
+    assert results["sum"] == "sum(combine(experts(dispatch())), shared())"
+    spans = results.timeline().spans
+    assert [span.name for span in spans] == log and spans[0].communicates and not spans[1].communicates
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(spans))
+
+
+def test_a_result_that_was_dropped_is_gone() -> None:
+    log: list[str] = []
+
+    def last(results: Results) -> Any:
+        results.drop("combine")
+        return results["combine"]
+
+    with pytest.raises(KeyError, match="combine"):
+        Executor(torch.device("cpu")).run(SCHEDULE, _work(log, sum=last))
+
+
+def test_no_timeline_without_a_record() -> None:
+    results = Executor(torch.device("cpu")).run(SCHEDULE, _work([]))
+    with pytest.raises(moecomm.InvalidArgument, match="record was False"):
+        results.timeline()
+
+
+def test_work_has_to_fit() -> None:
+    work = _work([])
+    del work["shared"]
+    work["other"] = work["sum"]
+    with pytest.raises(moecomm.InvalidArgument, match=r"\['other', 'shared'\] is in one of them only"):
+        Executor(torch.device("cpu")).run(SCHEDULE, work)
+
+
+class Gpu(FakeGpu):
+    """With events that can be recorded and asked for times."""
+
+    def record_event(self, timed: bool = False) -> Any:
+        self.log.append(f"record {self.now.number}")
+        at = float(len(self.log))
+        return SimpleNamespace(
+            stream=self.now, at=at, elapsed_time=lambda other: (other.at - at) if timed else None
+        )
+
+
+class Tensor(torch.Tensor):
+    """One that says it is on a GPU, and which streams keep it."""
+
+    kept_for: list[int]
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def record_stream(self, stream: Any) -> None:
+        self.kept_for.append(stream.number)
+
+
+def _tensor() -> Tensor:
+    tensor = torch.zeros(1).as_subclass(Tensor)
+    tensor.kept_for = []
+    return tensor
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Executor]:
+    monkeypatch.setattr("moecomm.overlap.executor.CudaDevice", Gpu)
+    return lambda: Executor(torch.device("cuda", 0))
+
+
+def test_streams_wait_for_what_is_needed_and_no_more(gpu: Callable[[], Executor]) -> None:
+    executor, log = gpu(), FakeGpu.last.log
+    executor.run(SCHEDULE, {name: (lambda _, name=name: log.append(name)) for name in _names(SCHEDULE)})
+    assert log == [
+        "record 100",  # the caller's work so far
+        "101 waits for 100",
+        "dispatch",
+        "record 101",
+        "shared",
+        "100 waits for 101",
+        "experts",
+        "record 100",
+        "101 waits for 100",
+        "combine",
+        "record 101",
+        "100 waits for 101",
+        "sum",
+        "record 101",  # the caller goes on after all
+        "100 waits for 101",
+    ]
+    assert FakeGpu.last.ranges[:3] == ["moecomm dispatch", "pop", "moecomm shared"]
+    log.clear()
+    executor.run(SCHEDULE, _work([]))
+    assert len(FakeGpu.last.streams) == 2  # the same side stream again
+
+
+def test_given_streams_are_used(gpu: Callable[[], Executor]) -> None:
+    gpu()
+    fake = FakeGpu.last
+    mine = FakeStream(fake, 7)
+    executor = Executor(torch.device("cuda", 0), {"comm": mine, "other": None})  # type: ignore[dict-item]
+    seen: dict[str, int] = {}
+
+    def look(name: str) -> Callable[[Results], None]:
+        return lambda _: seen.__setitem__(name, FakeGpu.last.now.number)
+
+    FakeGpu.last.streams[0].number = 100
+    executor.run(SCHEDULE, {name: look(name) for name in _names(SCHEDULE)})
+    assert seen == {"dispatch": 7, "shared": 100, "experts": 100, "combine": 7, "sum": 100}
+
+
+def test_tensors_of_other_streams_are_kept(gpu: Callable[[], Executor]) -> None:
+    executor = gpu()
+    rows, pair, own = _tensor(), (_tensor(), [_tensor(), None, {"a": _tensor()}]), _tensor()
+
+    def experts(results: Results) -> Any:
+        assert results["dispatch"] is rows
+        return pair
+
+    def add(results: Results) -> Any:
+        assert results["shared"] is own
+        results["combine"]
+
+    work = _work([], dispatch=lambda _: rows, shared=lambda _: own, experts=experts, sum=add)
+    work["combine"] = lambda results: results["experts"] and "done"
+    executor.run(SCHEDULE, work)
+    assert rows.kept_for == [100] and own.kept_for == []
+    assert [each.kept_for for each in (pair[0], pair[1][0], pair[1][2]["a"])] == [[101]] * 3  # type: ignore
+
+
+def test_what_is_left_at_the_end_is_kept_for_the_caller(gpu: Callable[[], Executor]) -> None:
+    y = _tensor()
+    work = _work([], combine=lambda _: y, sum=lambda _: None)
+    results = gpu().run(SCHEDULE, work)
+    assert results["combine"] is y and y.kept_for == [100]
+
+
+def test_an_error_leaves_the_streams_in_order(gpu: Callable[[], Executor]) -> None:
+    executor, log = gpu(), FakeGpu.last.log
+    names: list[str] = []
+
+    def fail(_: Results) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        executor.run(SCHEDULE, _work(names, experts=fail))
+    assert names == ["dispatch", "shared"]
+    assert log[-2:] == ["record 101", "100 waits for 101"]
+    assert FakeGpu.last.now.number == 100 and FakeGpu.last.ranges.count("pop") == 3
+    executor.run(SCHEDULE, _work(names))
+    assert names[2:] == ["dispatch", "shared", "experts", "combine", "sum"]
+
+
+def test_recorded_times(gpu: Callable[[], Executor], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = gpu()
+    monkeypatch.setattr(FakeStream, "synchronize", lambda self: None, raising=False)
+    spans = {span.name: span for span in executor.run(SCHEDULE, _work([]), record=True).timeline().spans}
+    assert spans.keys() == set(_names(SCHEDULE))
+    for stage in SCHEDULE.stages:
+        assert spans[stage.name].end > spans[stage.name].begin > 0
+        assert all(spans[other].end <= spans[stage.name].begin for other in stage.after)
+
+
+def test_no_record_while_a_graph_is_captured(gpu: Callable[[], Executor]) -> None:
+    executor = gpu()
+    FakeGpu.last.captures.add(100)
+    with pytest.raises(moecomm.InvalidArgument, match="record is True within a CUDA graph capture"):
+        executor.run(SCHEDULE, _work([]), record=True)
+    FakeGpu.last.captures.add(101)  # the side stream joins the capture
+    rows, taken = _tensor(), []
+    work = {name: (lambda _: None) for name in _names(SCHEDULE)}
+    work |= {"dispatch": lambda _: rows, "experts": lambda results: taken.append(results["dispatch"])}
+    executor.run(SCHEDULE, work)
+    assert taken == [rows] and rows.kept_for == []
+
+
+# -- the layer's ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_forward_of_a_layer(shared: bool) -> None:
+    schedule = forward_schedule(shared=shared)
+    names = _names(schedule)
+    assert names[0] == "publish" and names[-1] == ("sum" if shared else "combine")
+    if shared:  # is issued between the halves of a dispatch, whose second keeps the host waiting
+        assert names.index("publish") < names.index("shared experts") < names.index("dispatch")
+
+
+@pytest.mark.parametrize("keep", ["all", "rows", "nothing"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("home", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool) -> None:
+    names = _names(backward_schedule(shared=shared, keep=keep, home=home, weights=weights))
+    assert ("rows again" in names) == (keep == "nothing") and ("up again" in names) == (keep != "all")
+    assert ("home" in names) == home and ("down weights" in names) == weights
+    if home and weights:  # the weights' gradients are issued while gradients travel home
+        assert names.index("home") < names.index("down weights")
+    if shared and home:
+        assert names[-1] == "sum"
