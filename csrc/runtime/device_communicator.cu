@@ -181,11 +181,13 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   DeviceState state{};
   state.bad_id = ~uint64_t{0};
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
-  if (!overlaps_) {
-    check_cuda(cudaStreamCreateWithFlags(&side_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-    check_cuda(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "cudaEventCreate");
-    check_cuda(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "cudaEventCreate");
-  }
+  // Of high priority: beside a product that fills the GPU, what others wait for gets SMs first.
+  int least = 0, greatest = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  check_cuda(cudaStreamCreateWithPriority(&side_stream_, cudaStreamNonBlocking, greatest),
+             "cudaStreamCreate");
+  check_cuda(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "cudaEventCreate");
+  check_cuda(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "cudaEventCreate");
 
   for (const WireFormat wire : {WireFormat::same, WireFormat::fp8}) {
     device::Comm comm{};
@@ -270,17 +272,34 @@ intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bo
   return {stream, blocks, overlaps_, overlapped && overlaps_};
 }
 
-/// The stream for the kernel that sends, beside which the receiving one has to run.
-cudaStream_t DeviceCommunicator::start_sending(cudaStream_t stream) {
-  if (overlaps_) return stream;
+int32_t DeviceCommunicator::most_parts() const {
+  // A chunk whose place another one takes has to be read as a whole first, and chunks come once for each
+  // part.
+  const bool all_fit = window_.stage_tokens >= config_.shape.max_tokens;
+  return nodes_.nodes() == 1 && all_fit ? std::min(kMaxParts, config_.shape.local_experts()) : 1;
+}
+
+void DeviceCommunicator::require_parts(int32_t parts, RowLayout layout) const {
+  if (parts < 1 || parts > most_parts() || (parts > 1 && layout != RowLayout::expert))
+    throw Error(ErrorKind::invalid_argument,
+                "parts is " + std::to_string(parts) + ", must be 1 to " +
+                    std::to_string(layout == RowLayout::expert ? most_parts() : 1) +
+                    " (more than one only in the expert layout, on one node, where the window has room for "
+                    "all rows at once)");
+}
+
+/// The stream for the kernel that sends, beside which those that receive have to run. In several parts it is
+/// another one than theirs, so that what waits for one of them does not wait for all that is sent.
+cudaStream_t DeviceCommunicator::start_sending(cudaStream_t stream, bool apart) {
+  if (!apart) return stream;
   check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(side_stream_, fork_, 0), "cudaStreamWaitEvent");
   return side_stream_;
 }
 
 /// `stream` goes on when the sending kernel has ended as well.
-void DeviceCommunicator::end_sending(cudaStream_t stream) {
-  if (overlaps_) return;
+void DeviceCommunicator::end_sending(cudaStream_t stream, bool apart) {
+  if (!apart) return;
   check_cuda(cudaEventRecord(join_, side_stream_), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(stream, join_, 0), "cudaStreamWaitEvent");
 }
@@ -335,6 +354,9 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
     case Disagreement::capacity:
       what = "capacity (-1: none)";
       break;
+    case Disagreement::parts:
+      what = "parts (0: one)";
+      break;
     case Disagreement::plan:
       what = "the handle (the epoch of its dispatch)";
       break;
@@ -371,42 +393,74 @@ void DeviceCommunicator::check() {
   throw error;
 }
 
-/// Ends a dispatch that was begun and will not be received.
+/// Ends what was begun and will not be completed.
 void DeviceCommunicator::abandon() {
+  if (reducing_) {
+    // Peers wait for all parts of the sums. They are not what they should be, and nobody gets them.
+    while (reducing_) combine(intranode::CombineArguments(*reducing_), pending_stream_);
+  }
   if (!pending_) return;
+  const intranode::SendArguments begun = *pending_;
   pending_.reset();
-  check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, true), *comm(config_.shape.wire)),
+  const bool is_apart = apart(begun.parts);
+  check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, !is_apart), *comm(config_.shape.wire),
+                                       begun.operation, is_apart ? send_blocks() : 0),
              "launch of abandon");
-  end_sending(pending_stream_);
+  end_sending(pending_stream_, is_apart);
+}
+
+void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream) {
+  arguments.warps = heuristics_.send_warps;
+  arguments.relay_blocks = heuristics_.relay_blocks;
+  arguments.apart = apart(arguments.parts);
+  check_cuda(intranode::launch_send(launch(start_sending(stream, arguments.apart), send_blocks(), false),
+                                    *comm(wire), arguments),
+             "launch of a dispatch (sending)");
+  pending_ = arguments;
+  received_ = 0;
+  pending_stream_ = stream;
+}
+
+/// The next part of what was sent last.
+void DeviceCommunicator::receive(WireFormat wire, intranode::ReceiveArguments arguments,
+                                 cudaStream_t stream) {
+  const intranode::SendArguments begun = *pending_;
+  arguments.operation = begun.operation;
+  arguments.x = begun.x;
+  arguments.plan = begun.plan;
+  arguments.layout = begun.layout;
+  arguments.part = received_;
+  arguments.parts = begun.parts;
+  arguments.senders = begun.apart ? send_blocks() : 0;
+  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, !begun.apart), *comm(wire),
+                                       arguments),
+             "launch of a dispatch (receiving)");
+  if (++received_ < begun.parts) return;
+  pending_.reset();
+  end_sending(stream, begun.apart);
 }
 
 void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  const device::Comm& comm = *this->comm(config_.shape.wire);
-  intranode::SendArguments send{};
-  send.operation = Operation::dispatch;
-  send.x = d.x;
-  send.x_scales = d.x_scales;
-  send.ids = d.ids;
-  send.wide_ids = d.wide_ids;
-  send.weights = d.weights;
-  send.plan = d.plan;
-  send.tokens = d.tokens;
-  send.alignment = d.alignment;
-  send.capacity = d.capacity;
-  send.layout = d.layout;
-  send.ticket = ++ticket_;
-  send.warps = heuristics_.send_warps;
-  send.relay_blocks = heuristics_.relay_blocks;
-  send.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
-  check_cuda(intranode::launch_send(
-                 launch(start_sending(stream), heuristics_.send_blocks + heuristics_.relay_blocks, false),
-                 comm, send),
-             "launch of dispatch (sending)");
-  pending_ = d;
-  pending_stream_ = stream;
+  require_parts(d.parts, d.layout);
+  intranode::SendArguments arguments{};
+  arguments.operation = Operation::dispatch;
+  arguments.x = d.x;
+  arguments.x_scales = d.x_scales;
+  arguments.ids = d.ids;
+  arguments.wide_ids = d.wide_ids;
+  arguments.weights = d.weights;
+  arguments.plan = d.plan;
+  arguments.tokens = d.tokens;
+  arguments.alignment = d.alignment;
+  arguments.capacity = d.capacity;
+  arguments.layout = d.layout;
+  arguments.ticket = ++ticket_;
+  arguments.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
+  arguments.parts = d.parts;
+  send(config_.shape.wire, arguments, stream);
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
   stats_.rows_in += d.tokens;
@@ -438,77 +492,84 @@ int64_t DeviceCommunicator::wait_rows() {
   return rows.rows;
 }
 
-void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream) {
-  if (!pending_) throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
-  const DeviceGuard guard(config_.device);
-  const DeviceDispatch d = *pending_;
-  intranode::ReceiveArguments receive{};
-  receive.operation = Operation::dispatch;
-  receive.x = d.x;
-  receive.plan = d.plan;
-  receive.rows = rows;
-  receive.out = output.out;
-  receive.out_scales = output.out_scales;
-  receive.out_weights = output.out_weights;
-  receive.out_ids = output.out_ids;
-  receive.layout = d.layout;
-  receive.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
-  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, true),
-                                       *comm(config_.shape.wire), receive),
-             "launch of dispatch (receiving)");
-  pending_.reset();
-  end_sending(stream);
+int64_t DeviceCommunicator::part_end(int32_t part) const {
+  assert(part >= 0 && part < kMaxParts);
+  return pinned_->status->rows.ends[part];
 }
 
-void DeviceCommunicator::redispatch(int32_t* plan, RowLayout layout, const std::byte* x, int64_t tokens,
-                                    int64_t rows, std::byte* out, const std::byte* scales,
-                                    const std::byte* other, std::byte* dots, cudaStream_t stream) {
+void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream) {
+  if (!pending_ || pending_->operation != Operation::dispatch)
+    throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
+  const DeviceGuard guard(config_.device);
+  intranode::ReceiveArguments arguments{};
+  arguments.rows = rows;
+  arguments.out = output.out;
+  arguments.out_scales = output.out_scales;
+  arguments.out_weights = output.out_weights;
+  arguments.out_ids = output.out_ids;
+  arguments.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
+  receive(config_.shape.wire, arguments, stream);
+}
+
+void DeviceCommunicator::begin_redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  const device::Comm& comm = *this->comm(WireFormat::same);
-  intranode::SendArguments send{};
-  send.operation = Operation::redispatch;
-  send.x = x;
-  send.plan = plan;
-  send.tokens = tokens;
-  send.layout = layout;
-  send.warps = heuristics_.send_warps;
-  send.relay_blocks = heuristics_.relay_blocks;
-  check_cuda(intranode::launch_send(
-                 launch(start_sending(stream), heuristics_.send_blocks + heuristics_.relay_blocks, false),
-                 comm, send),
-             "launch of the backward of combine (sending)");
-  intranode::ReceiveArguments receive{};
-  receive.operation = Operation::redispatch;
-  receive.x = x;
-  receive.plan = plan;
-  receive.rows = rows;
-  receive.out = out;
-  receive.scales = scales;
-  receive.other = other;
-  receive.dots = dots;
-  receive.layout = layout;
-  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, true), comm, receive),
-             "launch of the backward of combine (receiving)");
-  end_sending(stream);
+  require_parts(r.parts, r.layout);
+  intranode::SendArguments arguments{};
+  arguments.operation = Operation::redispatch;
+  arguments.x = r.x;
+  arguments.plan = r.plan;
+  arguments.tokens = r.tokens;
+  arguments.layout = r.layout;
+  arguments.parts = r.parts;
+  send(WireFormat::same, arguments, stream);
   ++stats_.dispatch_calls;
+}
+
+void DeviceCommunicator::finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream) {
+  if (!pending_ || pending_->operation != Operation::redispatch)
+    throw Error(ErrorKind::invalid_argument, "no redispatch was begun");
+  const DeviceGuard guard(config_.device);
+  intranode::ReceiveArguments arguments{};
+  arguments.rows = rows;
+  arguments.out = output.out;
+  arguments.scales = output.scales;
+  arguments.other = output.other;
+  arguments.dots = output.dots;
+  receive(WireFormat::same, arguments, stream);
 }
 
 void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
-  abandon();
+  if (arguments.part == 0) {
+    abandon();
+    require_parts(arguments.parts, arguments.layout);
+  } else if (!reducing_ || reducing_->part != arguments.part || reducing_->parts != arguments.parts) {
+    throw Error(ErrorKind::invalid_argument,
+                "part is " + std::to_string(arguments.part) + ", which is not the next of a combine");
+  }
+  const bool last = arguments.part + 1 == arguments.parts;
   const device::Comm& comm = *this->comm(WireFormat::same);
+  // Parts before the last one have nothing beside them.
+  const bool is_apart = last && !overlaps_;
+  const int blocks = heuristics_.reduce_blocks + heuristics_.relay_blocks;
   intranode::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
-  check_cuda(intranode::launch_reduce(
-                 launch(start_sending(stream), heuristics_.reduce_blocks + heuristics_.relay_blocks, false),
-                 comm, all),
+  all.senders = is_apart ? blocks : 0;
+  check_cuda(intranode::launch_reduce(launch(start_sending(stream, is_apart), blocks, false), comm, all),
              "launch of combine (owners)");
-  check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, true), comm, arguments),
+  reducing_.reset();
+  if (!last) {
+    reducing_ = arguments;
+    ++reducing_->part;
+    pending_stream_ = stream;
+    return;
+  }
+  check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, !is_apart), comm, all),
              "launch of combine (home)");
-  end_sending(stream);
+  end_sending(stream, is_apart);
   ++stats_.combine_calls;
 }
 

@@ -53,6 +53,24 @@ struct DeviceDispatch {
   int64_t alignment;
   int64_t capacity;  ///< -1: as many rows as needed
   int32_t* plan;     ///< DevicePlan words
+  int32_t parts = 1;
+};
+
+/// Rows along a kept plan: the backward of combine.
+struct DeviceRedispatch {
+  int32_t* plan;
+  RowLayout layout;
+  const std::byte* x;  ///< [tokens][hidden]
+  int64_t tokens;
+  int32_t parts = 1;
+};
+
+/// Where they go; see ReceiveArguments.
+struct DeviceRows {
+  std::byte* out;           ///< [rows][hidden]
+  const std::byte* scales;  ///< weight type [rows], or null
+  const std::byte* other;   ///< [rows][hidden], or null
+  std::byte* dots;          ///< weight type [rows], or null
 };
 
 struct DeviceOutput {
@@ -96,19 +114,28 @@ class DeviceCommunicator {
   std::string gpu_bus_id() const;
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
-  /// Starts to send and to plan. finish_dispatch has to follow, or the next operation abandons it.
+  // An operation in several parts (on one node, where rows do not take turns: most_parts) has a call for each
+  // of them. What the stream holds after the call for a dispatch comes after the rows of that part's experts,
+  // and those of the parts before, have arrived; what it holds before that for a combine is to have made
+  // them. The next operation abandons one with parts left.
+
+  /// The most parts that an operation can have.
+  int32_t most_parts() const;
+  /// Starts to send and to plan. finish_dispatch has to follow, for each part.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
   /// Waits until the row count of a dispatch without capacity is known. If it throws, what ranks disagree on
   /// for example, that dispatch is over.
   int64_t wait_rows();
-  /// Starts to receive into `output` of `rows` rows.
+  /// Afterwards: the end of the rows of a part's experts.
+  int64_t part_end(int32_t part) const;
+  /// Starts to receive the next part into `output` of `rows` rows.
   void finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream);
 
-  /// Sends rows x [tokens][hidden] along a kept plan: the backward of combine. scales, other, dots: see
-  /// ReceiveArguments.
-  void redispatch(int32_t* plan, RowLayout layout, const std::byte* x, int64_t tokens, int64_t rows,
-                  std::byte* out, const std::byte* scales, const std::byte* other, std::byte* dots,
-                  cudaStream_t stream);
+  /// Starts to send. finish_redispatch has to follow, for each part.
+  void begin_redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
+  /// Starts to receive the next part into `output` of `rows` rows.
+  void finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream);
+  /// Part number arguments.part of a combine; with the last one the tokens' sums.
   void combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
@@ -134,8 +161,13 @@ class DeviceCommunicator {
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   device::Rail rail() const;
   intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
-  cudaStream_t start_sending(cudaStream_t stream);
-  void end_sending(cudaStream_t stream);
+  int send_blocks() const { return heuristics_.send_blocks + heuristics_.relay_blocks; }
+  bool apart(int32_t parts) const { return !overlaps_ || parts > 1; }
+  void require_parts(int32_t parts, RowLayout layout) const;
+  cudaStream_t start_sending(cudaStream_t stream, bool apart);
+  void end_sending(cudaStream_t stream, bool apart);
+  void send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream);
+  void receive(WireFormat wire, intranode::ReceiveArguments arguments, cudaStream_t stream);
   void abandon();
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -153,7 +185,7 @@ class DeviceCommunicator {
   std::unique_ptr<Pinned> pinned_;
   std::byte** bases_ = nullptr;             // in device memory
   std::unique_ptr<device::Comm> comms_[2];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;      // where kernels of one stream can't overlap
+  cudaStream_t side_stream_ = nullptr;      // for the kernel that sends, where it can't be in one stream
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
 
   WindowLayout control_layout_;
@@ -172,7 +204,9 @@ class DeviceCommunicator {
   std::optional<Error> broken_;
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
-  std::optional<DeviceDispatch> pending_;  ///< begun, not finished
+  std::optional<intranode::SendArguments> pending_;      // begun, not received
+  std::optional<intranode::CombineArguments> reducing_;  // the next part of a combine that has begun
+  int32_t received_ = 0;                                 // parts of the pending one
   cudaStream_t pending_stream_ = nullptr;
   DeviceStats stats_;
 };

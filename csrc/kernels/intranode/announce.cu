@@ -38,23 +38,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Its own error is raised on the host; another rank's of the same operation gives way to it.
     device::wait_records(comm, Operation::none, epoch);
   }
-  end_operation(comm, epoch, nullptr);
+  end_operation(comm, Operation::none, epoch, 0, nullptr);
 }
 
-struct NoArguments {};
+struct AbandonArguments {
+  Operation operation;
+  int32_t senders;
+};
 
 __global__ void __launch_bounds__(kThreads, 1)
-    abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ NoArguments) {
+    abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
   // Nobody reads what arrives here, so nobody must wait for room.
   if (threadIdx.x == 0) ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
-  end_operation(comm, epoch, nullptr);
+  end_operation(comm, args.operation, epoch, args.senders, nullptr);
 }
 
 }  // namespace
 
-cudaError_t launch_abandon(const Launch& launch, const Comm& comm) {
-  return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm, NoArguments{});
+cudaError_t launch_abandon(const Launch& launch, const Comm& comm, Operation operation, int32_t senders) {
+  return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm,
+                                       AbandonArguments{operation, senders});
 }
 
 cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {

@@ -33,6 +33,8 @@ struct SendArguments {
   int32_t warps;         ///< of a block that move rows, at most
   int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
+  int32_t parts;         ///< in which rows go out
+  bool apart;            ///< the kernel that receives is on another stream, and may end before
 };
 
 /// Where rows arrive.
@@ -50,6 +52,8 @@ struct ReceiveArguments {
   std::byte* dots;          ///< weight type [rows]
   RowLayout layout;
   bool dequantise;
+  int32_t part, parts;  ///< the one whose rows are received
+  int32_t senders;      ///< blocks of the kernel that sends, where that may run longer than this one, else 0
 };
 
 /// Both sides of a combine.
@@ -62,7 +66,9 @@ struct CombineArguments {
   int32_t* plan;
   int64_t tokens;
   RowLayout layout;
-  int32_t relay_blocks = 0;  ///< as in SendArguments
+  int32_t relay_blocks = 0;      ///< as in SendArguments
+  int32_t part = 0, parts = 1;   ///< the one whose rows are reduced
+  int32_t senders = 0;           ///< as in ReceiveArguments
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.
@@ -84,8 +90,9 @@ cudaError_t launch_send(const Launch& launch, const device::Comm& comm, const Se
 cudaError_t launch_receive(const Launch& launch, const device::Comm& comm, const ReceiveArguments& arguments);
 cudaError_t launch_reduce(const Launch& launch, const device::Comm& comm, const CombineArguments& arguments);
 cudaError_t launch_sum(const Launch& launch, const device::Comm& comm, const CombineArguments& arguments);
-/// Ends a dispatch that is not received.
-cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm);
+/// Ends a dispatch, or the backward of a combine, that is not received. `senders`: as in ReceiveArguments.
+cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
+                           int32_t senders);
 /// `text` (kErrorText bytes) in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 

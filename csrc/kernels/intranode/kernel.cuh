@@ -51,6 +51,11 @@ __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
   return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
 }
 
+/// The parts of an operation, as its record has them.
+__device__ inline uint32_t parts_bits(int32_t parts) {
+  return parts > 1 ? static_cast<uint32_t>(parts) << kCarriesParts : 0u;
+}
+
 /// Announces an operation along a plan that is known. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
@@ -107,19 +112,33 @@ __device__ inline void start_clock(const Comm& comm) {
   if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
+/// The end of a block of a kernel that sends beside one on another stream. Whole block.
+__device__ inline void end_sending(const Comm& comm) {
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
+}
+
 /// The end of an operation: the last block of its last kernel gets the counters ready for the next one, and
-/// adds the time that it took to `total`, if there is one.
-__device__ inline void end_operation(const Comm& comm, uint64_t epoch, uint64_t* total) {
+/// adds the time that it took to `total`, if there is one. `senders`: blocks that call end_sending; 0: none,
+/// the kernel that sends is the one before in this stream.
+__device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, int32_t senders,
+                                     uint64_t* total) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  ptx::wait_for_previous_kernel();  // its blocks use the counters too
+  // Blocks that send use the counters too.
+  ptx::wait_for_previous_kernel();
+  if (senders > 0)
+    device::wait_until(comm, {comm.rank, WaitPhase::blocks, operation, epoch, false},
+                       device::BlockCount{&comm.state().send_done, static_cast<uint32_t>(senders)});
   DeviceState& state = comm.state();
   __threadfence();
   if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
   state.send_next = 0;
   state.stage_next = 0;
   state.receive_next = 0;
+  for (uint32_t& next : state.part_next) next = 0;
   state.receive_done = 0;
+  state.send_done = 0;
   state.route_counted = 0;
   state.route_done = 0;
   state.bad_id = ~uint64_t{0};

@@ -5,6 +5,8 @@
 //   - once the chunk has arrived, its rows are loaded piece by piece and stored to every place: as they are,
 //     or out of the wire format, or times the factor of the place
 //   - further items zero the alignment rows of each expert
+// In several parts, a kernel for each, rows are taken with the first part that needs them, to all of their
+// places: when a kernel has ended, the rows of the experts of its part and of those before are complete.
 #include <type_traits>
 
 #include "kernels/intranode/announcer.cuh"
@@ -34,6 +36,7 @@ struct ChunkRows {
   int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
   int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
   int32_t place[kMaxChunk];  ///< rank layout: output row of the token
+  int32_t part[kMaxChunk];   ///< of all lanes: the first that needs the token
 };
 
 /// Writes the weights that go with the output rows of a chunk.
@@ -87,6 +90,7 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
   for (int i = 0; i < kMaxChunk; ++i) {
     chunk.row[i] = chunk.place[i] = kRowElsewhere;
     chunk.local[i] = -1;
+    chunk.part[i] = 0;
     if (i >= tokens) continue;
     const int32_t expert = code[i] >= 0 ? code[i] >> w.code_bits : kNoExpert;
     const int32_t owner = expert_owner(expert, comm.local_experts);
@@ -100,7 +104,14 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     if (mine)
       chunk.row[i] =
           by_expert ? fitting(bases[chunk.local[i]] + (code[i] & ((1 << w.code_bits) - 1))) : chunk.place[i];
-    if (lane == 0) plan.at(plan.fields.slots)[first + i] = here ? slot : -1;
+    int32_t last = 0;
+    if (args.parts > 1) {
+      const int32_t part = mine ? part_of(chunk.local[i], args.parts, comm.local_experts) : 0;
+      chunk.part[i] = __reduce_min_sync(0xffffffffu, mine ? part : args.parts);
+      last = __reduce_max_sync(0xffffffffu, part);
+    }
+    if (lane == 0)
+      plan.at(plan.fields.slots)[first + i] = here ? TokenSlot::make(slot, chunk.part[i], last).word : -1;
   }
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
@@ -127,20 +138,23 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
   ChunkRows chunk;
-  if (args.operation == Operation::dispatch) {
+  if (args.operation == Operation::dispatch && args.part == 0) {
     resolve_rows(comm, args, epoch, item, chunk);
   } else {
-    const int32_t* const rows =
-        plan.at(plan.fields.rows) + (item.source * comm.window.shape.max_tokens + item.begin) * top_k + lane;
+    const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
+    const int32_t* const rows = plan.at(plan.fields.rows) + first * top_k + lane;
 #pragma unroll
-    for (int i = 0; i < kMaxChunk; ++i)
+    for (int i = 0; i < kMaxChunk; ++i) {
       chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
+      chunk.part[i] =
+          args.parts > 1 && i < tokens ? TokenSlot{plan.at(plan.fields.slots)[first + i]}.first_part() : 0;
+    }
   }
   Wanted wanted;
   __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    if (i >= tokens) continue;
+    if (i >= tokens || chunk.part[i] != args.part) continue;
     const int32_t row = chunk.row[i];
     wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
     const int count = compact(meta + i * top_k, row, counts_once(args.layout, row));
@@ -438,12 +452,12 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   int64_t most_chunks = 0;
   for (int32_t source = 0; source < ranks; ++source)
     most_chunks = max(most_chunks, chunk_count(tokens_of[source]));
-  const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
+  const int64_t paddings = args.layout == RowLayout::expert && args.part == 0 ? comm.local_experts : 0;
 
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
   Rows rows(comm, args, epoch, warp_memory(block));
-  Claims claims(&comm.state().receive_next);
+  Claims claims(&comm.state().part_next[args.part]);
   for (int64_t claim = claims.take(); claim < paddings + most_chunks * ranks; claim = claims.take()) {
     if (claim < paddings) {
       zero_padding(comm, args, claim);
@@ -462,10 +476,10 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
       bool here = true;
       if (lane_id() == 0)
-        here = device::wait_until(
-            comm, {item.source, WaitPhase::rows, args.operation, epoch},
-            device::EpochFlag{comm.flag(comm.own, comm.window.arrived, item.source, item.chunk),
-                              static_cast<uint32_t>(epoch)});
+        here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
+                                  device::EpochFlag{comm.flag(comm.own, comm.window.arrived, item.source,
+                                                              comm.part_flag(args.part, item.chunk)),
+                                                    static_cast<uint32_t>(epoch)});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }
@@ -486,7 +500,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   if (start(comm, args, epoch))
     receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-  end_operation(comm, epoch, &comm.state().dispatch_ns);
+  if (args.part + 1 == args.parts)
+    end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns);
 }
 
 enum class Arrival { as_it_is, dequantised, scaled };

@@ -3,6 +3,8 @@
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
 //   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
+// In several parts, a kernel for each, a token's sum is made in the last part that one of its experts here is
+// in: its other rows are there by then.
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 // Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
 // relay them (relay_sums.cuh).
@@ -48,14 +50,15 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
   __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    if (slot[i] < 0) continue;
+    const TokenSlot token{slot[i]};
+    if (!token.here() || (args.parts > 1 && token.last_part() != args.part)) continue;
     owned |= 1u << i;
     const bool keep = counts_once(args.layout, row[i]);
     compact(weights + i * top_k, weight[i], keep);
     const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
       counts[i] = count;
-      slots[i] = slot[i];
+      slots[i] = token.slot();
     }
   }
   __syncwarp();
@@ -92,7 +95,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  const int64_t flag = comm.window.shape.max_chunks();
+  const int64_t flag = comm.window.shape.gradients_flag();
   for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks(); home += kReduceThreads)
     ptx::store_release_sys(comm.is_local(home)
                                ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank, flag)
@@ -129,14 +132,10 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
   device::wait_all_here(comm, Operation::combine, epoch);
 }
 
+/// What a block does.
 template <DType dtype, bool kNodes>
-__global__ void __launch_bounds__(kReduceThreads, 1)
-    reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
+__device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
   using Sum = typename Element<dtype>::Sum;
-  extern __shared__ __align__(128) std::byte shared[];
-  ReduceMemory& block = *reinterpret_cast<ReduceMemory*>(shared);
-  ptx::launch_dependents();
-  start_clock(comm);
   if (already_failed(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
   const PlanView plan{args.plan, comm.plan_fields};
@@ -149,12 +148,13 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
       return;
     }
   }
-  if (blockIdx.x == 0)
-    signal_start(
-        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
-        (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u));
+  if (blockIdx.x == 0 && args.part == 0)
+    signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+                 (args.rows != nullptr ? kCarriesRows : 0u) |
+                     (args.weight_grads != nullptr ? kCarriesWeights : 0u) | parts_bits(args.parts));
   if (id == 0 || comm.ranks() == 1) return;
-  if (args.weight_grads != nullptr) send_weight_grads<Sum>(comm, args, epoch, blocks, &block.shared_word);
+  if (args.weight_grads != nullptr && args.part + 1 == args.parts)
+    send_weight_grads<Sum>(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
 
   const int top_k = comm.top_k();
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
-  Claims claims(&comm.state().send_next);
+  Claims claims(&comm.state().part_next[args.part]);
 
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
   const int32_t others = comm.ranks() - 1;
@@ -199,11 +199,22 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     }
     __syncwarp();
     if (lane_id() == 0)
-      ptx::store_release_sys(local ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank, chunk)
+      ptx::store_release_sys(local ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank,
+                                               comm.part_flag(args.part, chunk))
                                    : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
                                                comm.pair(home, comm.rank), chunk),
                              static_cast<uint32_t>(epoch));
   }
+}
+
+template <DType dtype, bool kNodes>
+__global__ void __launch_bounds__(kReduceThreads, 1)
+    reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  ptx::launch_dependents();
+  if (args.part == 0) start_clock(comm);
+  reduce<dtype, kNodes>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
+  if (args.senders > 0) end_sending(comm);
 }
 
 template <bool kNodes>

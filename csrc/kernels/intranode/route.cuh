@@ -330,7 +330,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   record.tokens = static_cast<int32_t>(args.tokens);
   record.alignment = static_cast<int32_t>(args.alignment);
   record.layout = args.layout;
-  record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u);
+  record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u) | parts_bits(args.parts);
   const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
   if (bad != ~uint64_t{0}) {
     record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);

@@ -4,6 +4,7 @@
 //   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
 //     each piece stored to the staging section of every owner, at the place of (source, token)
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
+//   - in several parts all chunks come once for each: with the rows that an owner needs first in that part
 // The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
 // whose place it takes.
 //
@@ -41,10 +42,10 @@ struct ChunkMeta {
   int32_t* from;  ///< relayed rows: their number among those that came here
 };
 
-/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to.
+/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to in `part`.
 template <bool kNodes>
-__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int64_t begin,
-                                   int64_t end, const ChunkMeta& meta) {
+__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int32_t part,
+                                   int64_t begin, int64_t end, const ChunkMeta& meta) {
   ChunkOwners chunk;
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
   const PlanView plan{args.plan, comm.plan_fields};
@@ -65,6 +66,9 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
     if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
       target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
+    if (args.parts > 1 && least_with(target, part_of(id[i] - target * comm.local_experts, args.parts,
+                                                     comm.local_experts)) != part)
+      target = -1;
     if constexpr (kNodes) {
       if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
       if (target >= 0 && reach == Reach::others) {
@@ -378,16 +382,17 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   Announcer announcer(comm, epoch);
   Claims claims(reach == Reach::node ? &comm.state().send_next : &comm.state().stage_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  for (int64_t chunk = claims.take(); chunk < chunks; chunk = claims.take()) {
-    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
-    const ChunkOwners owners = list_owners<Rows::nodes>(comm, args, reach, begin, end, meta);
+  for (int64_t claim = claims.take(); claim < chunks * args.parts; claim = claims.take()) {
+    const auto part = static_cast<int32_t>(claim / chunks);
+    const int64_t chunk = claim - part * chunks, begin = chunk * size, end = min(begin + size, args.tokens);
+    const ChunkOwners owners = list_owners<Rows::nodes>(comm, args, reach, part, begin, end, meta);
     if (owners.tokens == 0) continue;
     if (reach == Reach::node && args.tokens > comm.window.stage_tokens &&
         !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
       break;
     rows.send(begin, owners.tokens, meta, announcer);
     if (reach == Reach::node)
-      announcer.chunk_stored(comm.rank, chunk, owners.peers);
+      announcer.chunk_stored(comm.rank, comm.part_flag(part, chunk), owners.peers);
     else
       hand_over(comm, args, epoch, owners.tokens, meta);
   }
@@ -470,14 +475,9 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
   if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
 }
 
+/// What a block does.
 template <class Rows>
-__global__ void __launch_bounds__(kThreads, 1)
-    send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
-  extern __shared__ __align__(128) std::byte shared[];
-  BlockMemory& block = *reinterpret_cast<BlockMemory*>(shared);
-  ptx::launch_dependents();
-  start_clock(comm);
-  const uint64_t epoch = comm.state().epoch + 1;
+__device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
   if (already_failed(comm)) {
     if (args.operation == Operation::dispatch && blockIdx.x == 0) make_plan(comm, args, epoch);
     return;
@@ -511,7 +511,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (!__syncthreads_and(routed)) return;
     }
   } else if (blockIdx.x == 0) {
-    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens, kCarriesRows);
+    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
+                 kCarriesRows | parts_bits(args.parts));
   }
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
@@ -528,6 +529,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     send_rows(comm, args, epoch, rows, Reach::node, meta);
   }
+}
+
+template <class Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  ptx::launch_dependents();
+  start_clock(comm);
+  send<Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
+  if (args.apart) end_sending(comm);
 }
 
 template <bool kNodes>

@@ -27,13 +27,13 @@ struct SumMemory {
 /// `own_rows` rows.
 struct TokenSum {
   int32_t slots, own_slot, own_rows;
+  int32_t owner, part;  ///< of each lane: whose sum it waits for, -1: none; and the part in which that comes
 };
 
-/// Fills sources with the own rows of a token and weights with their factors. `owners` gets the ranks whose
-/// sums it needs.
+/// Fills sources with the own rows of a token and weights with their factors.
 template <class Sum, bool kNodes>
 __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, int64_t token, int32_t* sources,
-                              Sum* weights, PeerSet& owners) {
+                              Sum* weights) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
   const int32_t home = plan.at(plan.fields.home)[token];
@@ -45,24 +45,27 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
   const Sum weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row] : Sum{1};
   const bool sends = owner >= 0 && owner != comm.rank && (!kNodes || comm.is_local(owner));
-  owners.insert_lanes(owner, sends);
+  const int32_t sender = sends ? owner : -1;
+  int32_t part = 0;
+  if (args.parts > 1)
+    part =
+        most_with(sender, part_of(id - int64_t{sender} * comm.local_experts, args.parts, comm.local_experts));
   const bool keep = counts_once(args.layout, row);
   __syncwarp();  // of the token before
   compact(weights, weight, keep);
   const int count = compact(sources, row, keep);
   __syncwarp();
-  return {home & 0xffff, home >> 16 & 0xffff, count};
+  return {home & 0xffff, home >> 16 & 0xffff, count, first_with(sender) ? sender : -1, part};
 }
 
-/// Waits for the sums of all `owners` of a token in `chunk`. All lanes; false if it waits in vain.
-__device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const PeerSet& owners) {
+/// Waits for the sums of all owners of a token in `chunk`. All lanes; false if it waits in vain.
+__device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const TokenSum& token) {
   bool here = true;
-  owners.for_each([&](int32_t owner) {
-    here =
-        here && device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
-                                   device::EpochFlag{comm.flag(comm.own, comm.window.arrived, owner, chunk),
-                                                     static_cast<uint32_t>(epoch)});
-  });
+  if (token.owner >= 0)
+    here = device::wait_until(comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
+                              device::EpochFlag{comm.flag(comm.own, comm.window.arrived, token.owner,
+                                                          comm.part_flag(token.part, chunk)),
+                                                static_cast<uint32_t>(epoch)});
   return __all_sync(0xffffffffu, here);
 }
 
@@ -104,10 +107,10 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   bool here = true;
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks(); peer += kSumThreads)
     if (peer != comm.rank && comm.is_local(peer))
-      here = device::wait_until(
-          comm, {peer, WaitPhase::rows, Operation::combine, epoch},
-          device::EpochFlag{comm.flag(comm.own, comm.window.arrived, peer, comm.window.shape.max_chunks()),
-                            static_cast<uint32_t>(epoch)});
+      here = device::wait_until(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
+                                device::EpochFlag{comm.flag(comm.own, comm.window.arrived, peer,
+                                                            comm.window.shape.gradients_flag()),
+                                                  static_cast<uint32_t>(epoch)});
   const int64_t pieces = WindowShape::pieces(weights_bytes(comm, args.tokens));
   for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += kSumThreads) {
     const auto other = static_cast<int32_t>(i / pieces);
@@ -193,12 +196,11 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   for (int64_t claim = claims.take(); claim < args.tokens * parts; claim = claims.take()) {
     const int64_t t = claim / parts;
     const int begin = static_cast<int>(claim % parts) * each, end = min(begin + each, vectors);
-    PeerSet owners;
-    const TokenSum token = list_rows<Sum, kNodes>(comm, args, t, rows, weights, owners);
+    const TokenSum token = list_rows<Sum, kNodes>(comm, args, t, rows, weights);
     const std::byte** const places = block.slots[warp_id()];
     if constexpr (kNodes)
       if (!find_slots(comm, args, epoch, t, places)) return;
-    if (!wait_sums(comm, epoch, t / size, owners)) return;
+    if (!wait_sums(comm, epoch, t / size, token)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
@@ -223,7 +225,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
       if (args.weight_grads != nullptr) collect_weight_grads<typename Element<dtype>::Sum>(comm, args, epoch);
     }
   }
-  end_operation(comm, epoch, &comm.state().combine_ns);
+  end_operation(comm, Operation::combine, epoch, args.senders, &comm.state().combine_ns);
 }
 
 template <bool kNodes>

@@ -121,8 +121,12 @@ struct Comm {
             slot) *
                window.shape.row_bytes();
   }
-  __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
-    return at<uint32_t>(base, section) + writer * (window.shape.max_chunks() + 1) + chunk;
+  __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t number) const {
+    return at<uint32_t>(base, section) + writer * window.shape.flags() + number;
+  }
+  /// The number of the flag of a part of a chunk.
+  __device__ int64_t part_flag(int32_t part, int64_t chunk) const {
+    return part * window.shape.max_chunks() + chunk;
   }
 };
 
