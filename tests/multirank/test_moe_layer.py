@@ -153,6 +153,36 @@ def test_every_way_to_run_gives_the_same(
             assert_close(a["x.grad"], b["x.grad"], rtol=bound, atol=bound)
 
 
+def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, int]]:
+    """Rows of the experts here, and the bytes that a forward keeps, by `keep`."""
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**{**SIZES, "dtype": torch.bfloat16}), max_tokens=64)
+    x, bytes_kept = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True), {}
+    layer(x)
+    rows = int(layer.comm.stats()["rows_out"])
+    for keep in ("all", "rows", "nothing"):
+        layer.keep = keep
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer(x)
+        bytes_kept[keep] = sum(storages.values())
+        y.sum().backward()
+    return rows, bytes_kept
+
+
+def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
+    """As docs/overlap.md says."""
+    hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
+    for rows, kept in pools[2](kept_bytes, seed):
+        assert kept["all"] - kept["rows"] == rows * inner * 2
+        assert kept["rows"] - kept["nothing"] == rows * hidden * 2
+
+
 def deferred(rank: int, world_size: int, seed: int) -> None:
     """Several backwards before their weights' gradients, which add up in their order; none is left over."""
     torch.manual_seed(seed)
