@@ -158,8 +158,7 @@ def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, in
     torch.manual_seed(seed)
     layer = MoELayer(MoEConfig(**{**SIZES, "dtype": torch.bfloat16}), max_tokens=64)
     x, bytes_kept = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True), {}
-    layer(x)
-    rows = int(layer.comm.stats()["rows_out"])
+    rows = len(layer.comm.dispatch(x.detach(), layer.router(x).topk_idx_TK).tokens)
     for keep in ("all", "rows", "nothing"):
         layer.keep = keep
         storages: dict[int, int] = {}
