@@ -251,7 +251,7 @@ def _backward_by_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, exact = inner_PI.dtype, weight_dtype(inner_PI.dtype)
     value_PF, slopes = _value_and_slopes(inner_PI, activation)
-    grad_PF = grad_z_PF.to(exact)
+    grad_PF = grad_z_PF.contiguous().to(exact)
     scaled_PF = _weighted(grad_PF, weights_P)
     grad_inner_PI = torch.cat([(scaled_PF * slope_PF).to(dtype) for slope_PF in slopes], dim=1)
     grad_weights_P, z_PF = inner_PI.new_empty(0, dtype=exact), inner_PI.new_empty(0)

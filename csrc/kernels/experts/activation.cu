@@ -5,11 +5,9 @@
 //   - where the bytes of a row, or an address, are no multiple of 16, the same pieces are moved element by
 //     element: every thread has the same elements either way
 //   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
-//   add
-//     theirs in a butterfly, and the warps of a block in ascending order
+//     add theirs in a butterfly, and the warps of a block in ascending order
 //   - the grid is several times what fits on the device at once: where communication holds some SMs, the
-//   others
-//     take up the blocks as they come
+//     others take up the blocks as they come
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -21,7 +19,8 @@
 namespace moecomm::experts {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kWarpBits = 5, kThreadBits = 8;
+constexpr int kThreads = 1 << kThreadBits, kWarps = kThreads / 32;
 constexpr int kGrids = 8;             // of blocks that fit at once, at most
 constexpr int kWarpPieces = 16 * 32;  // of a row that a warp takes alone
 constexpr int kLoads = 8;             // of 16 bytes that a thread has under way, at most
@@ -133,18 +132,18 @@ struct Pieces {
   }
 };
 
-/// The part of a thread in the rows of its team.
+/// The part of a thread in the rows of its team, which has 2^bits threads.
 struct Team {
   int threads;  ///< 32 or kThreads
   int thread;   ///< this one
   int row;      ///< the first
   int stride;   ///< to the next
 
-  __device__ explicit Team(int size)
-      : threads(size),
-        thread(static_cast<int>(threadIdx.x) % size),
-        row(static_cast<int>((blockIdx.x * kThreads + threadIdx.x) / size)),
-        stride(static_cast<int>(gridDim.x * kThreads / size)) {}
+  __device__ explicit Team(int bits)
+      : threads(1 << bits),
+        thread(static_cast<int>(threadIdx.x) & (threads - 1)),
+        row(static_cast<int>((blockIdx.x * kThreads + threadIdx.x) >> bits)),
+        stride(static_cast<int>((gridDim.x * kThreads) >> bits)) {}
 };
 
 __device__ inline int count_rows(const ActivationRows& rows) {
@@ -167,13 +166,13 @@ __device__ inline void pick(const Sum (&values)[inputs][vector], int column, Sum
 
 template <DType dtype, Activation activation, bool whole>
 __global__ void __launch_bounds__(kThreads, forward_blocks(dtype))
-    forward_kernel(const __grid_constant__ ActivationRows rows, std::byte* z, int team_size) {
+    forward_kernel(const __grid_constant__ ActivationRows rows, std::byte* z, int team_bits) {
   using E = Element<dtype>;
   using F = Function<activation>;
   using P = Pieces<dtype, whole>;
   using Sum = typename E::Sum;
   constexpr int kBatch = kLoads / F::kInputs;
-  const Team team(team_size);
+  const Team team(team_bits);
   const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
   const int count = count_rows(rows), row_bytes = width * static_cast<int>(dtype_bytes(dtype));
   for (int row = team.row; row < count; row += team.stride) {
@@ -227,13 +226,13 @@ __device__ inline Sum team_sum(const Team& team, Sum value, int turn) {
 template <DType dtype, Activation activation, bool whole>
 __global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
     backward_kernel(const __grid_constant__ ActivationRows rows,
-                    const __grid_constant__ ActivationGradients to, int team_size) {
+                    const __grid_constant__ ActivationGradients to, int team_bits) {
   using E = Element<dtype>;
   using F = Function<activation>;
   using P = Pieces<dtype, whole>;
   using Sum = typename E::Sum;
   constexpr int kBatch = kLoads / (F::kInputs + 1);
-  const Team team(team_size);
+  const Team team(team_bits);
   const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
   const int count = count_rows(rows), row_bytes = width * static_cast<int>(dtype_bytes(dtype));
   int turn = 0;
@@ -330,7 +329,7 @@ bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> 
          });
 }
 
-/// Starts `kernel(arguments..., team size)`, of which an SM holds `blocks` blocks.
+/// Starts `kernel(arguments..., bits of the team)`, of which an SM holds `blocks` blocks.
 template <class... Parameters, class... Arguments>
 cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRows& rows, cudaStream_t stream,
                   const Arguments&... arguments) {
@@ -341,13 +340,13 @@ cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRow
     return error;
   // The order of sums follows from the team: the number of rows and the device must not have a say in it.
   const int64_t pieces = (rows.width * dtype_bytes(rows.dtype) + 15) / 16;
-  const int team = pieces <= kWarpPieces ? 32 : kThreads;
-  const int64_t teams = kThreads / team, needed = (rows.rows + teams - 1) / teams;
+  const int bits = pieces <= kWarpPieces ? kWarpBits : kThreadBits;
+  const int64_t teams = kThreads >> bits, needed = (rows.rows + teams - 1) / teams;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(std::min(needed, int64_t{sms} * blocks * kGrids)));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments..., team);
+  return cudaLaunchKernelEx(&config, kernel, arguments..., bits);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 
 namespace moecomm::experts {
 
+/// Bounds of the rows of a launch and of their columns.
 inline constexpr int64_t kMostRows = 1 << 30, kMostWidth = 1 << 27;
 
 /// swiglu: silu of the first half of a row times its second half (arXiv 2002.05202). gelu: x times the normal
