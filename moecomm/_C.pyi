@@ -209,3 +209,38 @@ class DeviceCommunicator:
     def close(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def reset_stats(self) -> None: ...
+
+class Activation(Enum):
+    swiglu = 0
+    gelu = 1
+
+def prepare_activation(dtype: DType) -> None: ...
+def activation(
+    inner: int,
+    weights: int,
+    ends: int,
+    groups: int,
+    rows: int,
+    width: int,
+    dtype: DType,
+    activation: Activation,
+    z: int,
+    stream: int,
+    /,
+) -> None: ...
+def activation_backward(
+    inner: int,
+    weights: int,
+    ends: int,
+    groups: int,
+    rows: int,
+    width: int,
+    dtype: DType,
+    activation: Activation,
+    grad_z: int,
+    grad_inner: int,
+    grad_weights: int,
+    z: int,
+    stream: int,
+    /,
+) -> None: ...

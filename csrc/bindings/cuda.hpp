@@ -9,4 +9,7 @@ namespace moecomm {
 /// handlers.
 void bind_cuda(pybind11::module_& m, void (*interrupt)());
 
+/// Adds Activation and the kernels of the experts.
+void bind_experts(pybind11::module_& m);
+
 }  // namespace moecomm

@@ -239,5 +239,6 @@ PYBIND11_MODULE(_C, m) {
       .def("__str__", &Communicator::heuristics_text);
 #if defined(MOECOMM_CUDA_VERSION)
   bind_cuda(m, run_signal_handlers);
+  bind_experts(m);
 #endif
 }

@@ -54,6 +54,7 @@ class StepTotals:
     seconds: float  # of the step, mean over ranks, each by its own clock
     comm_seconds: float  # in dispatch and combine, mean over ranks
     wait_seconds: float  # the part of it in which a rank waited for another one
+    exposed_seconds: float  # in which rows travelled and nothing computed, mean over ranks; NaN: not measured
     load_AE: torch.Tensor  # (layers, E) int64: tokens of each expert
     stop: bool  # some rank was asked to stop
 
@@ -67,13 +68,31 @@ def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
+def measure_layers(model: torch.nn.Module, measure: bool) -> None:
+    """Whether the layers measure when their stages run: it costs the host some events for each."""
+    for layer in moe_layers(model):
+        layer.record = measure
+
+
+def exposed_seconds(model: torch.nn.Module) -> float:
+    """Of the last forward and backward of all layers, which were measured."""
+    timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
+    return sum(timeline.exposed_seconds for timeline in timelines)
+
+
 def reduce_step(
-    model: torch.nn.Module, *, loss: float, seconds: float, stats: dict[str, Any], stop: bool
+    model: torch.nn.Module,
+    *,
+    loss: float,
+    seconds: float,
+    stats: dict[str, Any],
+    exposed: float,
+    stop: bool,
 ) -> StepTotals:
     """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly."""
     load_AE = torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)]).cpu()
     comm_seconds = stats["dispatch_seconds"] + stats["combine_seconds"]
-    numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], float(stop)]
+    numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], exposed, float(stop)]
     sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), load_AE.flatten().double()])
     dist.all_reduce(sums)
     world = dist.get_world_size()
@@ -82,14 +101,16 @@ def reduce_step(
         seconds=sums[1].item() / world,
         comm_seconds=sums[2].item() / world,
         wait_seconds=sums[3].item() / world,
-        stop=sums[4].item() > 0,
-        load_AE=sums[5:].view_as(load_AE).long(),
+        exposed_seconds=sums[4].item() / world,
+        stop=sums[5].item() > 0,
+        load_AE=sums[6:].view_as(load_AE).long(),
     )
 
 
 @dataclass
 class Totals:
     """Time and tokens of this call's training steps; validation, checkpoints and first steps do not count.
+    Exposed communication is that of the steps in which it was measured.
 
     A share is taken of the ranks' own times: while one rank writes metrics, another may already wait for it.
     """
@@ -97,22 +118,23 @@ class Totals:
     steps: int = 0
     tokens: int = 0
     wall_seconds: float = 0.0
-    rank_seconds: float = 0.0
-    comm_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
     def add(self, step: StepTotals, *, tokens: int, wall_seconds: float) -> None:
         self.steps += 1
         if self.steps == WARM_UP + 1:
-            self.tokens, self.wall_seconds, self.rank_seconds, self.comm_seconds = 0, 0.0, 0.0, 0.0
+            self.tokens, self.wall_seconds, self.measured_seconds, self.exposed_seconds = 0, 0.0, 0.0, 0.0
         self.tokens += tokens
         self.wall_seconds += wall_seconds
-        self.rank_seconds += step.seconds
-        self.comm_seconds += step.comm_seconds
+        if not math.isnan(step.exposed_seconds):
+            self.measured_seconds += step.seconds
+            self.exposed_seconds += step.exposed_seconds
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.wall_seconds if self.wall_seconds else math.nan
 
     @property
-    def comm_share(self) -> float:
-        return self.comm_seconds / self.rank_seconds if self.rank_seconds else math.nan
+    def exposed_share(self) -> float:
+        return self.exposed_seconds / self.measured_seconds if self.measured_seconds else math.nan

@@ -60,10 +60,11 @@ class StepProgress:
 
 
 def _describe(record: Record) -> str:
-    return (
+    text = (
         f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "
         f"expert max/mean {record['balance']:.2f}  dispatch+combine {record['comm_share']:.1%}"
     )
+    return f"{text}, {record['exposed_share']:.1%} exposed" if "exposed_share" in record else text
 
 
 def duration(seconds: float) -> str:

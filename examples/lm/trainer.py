@@ -14,7 +14,15 @@ import moecomm
 from lm import checkpoint, data, evaluate, plots, precision
 from lm.build import build_model, build_optimizer, count_parameters, learning_rate
 from lm.corpus import Corpus
-from lm.metrics import MetricsFile, Record, StepTotals, Totals, reduce_step
+from lm.metrics import (
+    MetricsFile,
+    Record,
+    StepTotals,
+    Totals,
+    exposed_seconds,
+    measure_layers,
+    reduce_step,
+)
 from lm.options import Options
 from lm.progress import StepProgress
 from lm.ranks import Ranks
@@ -80,13 +88,16 @@ class Trainer:
         if not stopped:
             self._say(
                 f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
-                f"tokens_per_s={self.totals.tokens_per_second:.0f} exposed_comm={self.totals.comm_share:.4f}"
+                f"tokens_per_s={self.totals.tokens_per_second:.0f} "
+                f"exposed_comm={self.totals.exposed_share:.4f}"
             )
 
     def _step(self, step: int, progress: StepProgress) -> bool:
         """One optimizer step; returns whether the run was asked to stop, which all ranks learn together."""
         options = self.options
         began = time.perf_counter()
+        measured = step in (1, options.steps) or step % options.log_every == 0
+        measure_layers(self.model, measured)
         self.comm.reset_stats()
         mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
         tokens_BS = data.training_batch(
@@ -113,6 +124,7 @@ class Trainer:
             loss=loss.item(),
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
+            exposed=exposed_seconds(self.model) if measured else math.nan,
             stop=bool(self.stop),
         )
         self.run_state.step = step
@@ -136,6 +148,8 @@ class Trainer:
             "wait_share": totals.wait_seconds / totals.seconds,
             "balance": totals.balance,
         }
+        if not math.isnan(totals.exposed_seconds):
+            record["exposed_share"] = totals.exposed_seconds / totals.seconds
         if step == 1 or step % self.options.log_every == 0:
             record["load"] = totals.load_AE.tolist()
         return record

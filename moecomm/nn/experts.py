@@ -6,22 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from moecomm.activation import weighted_activation
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.grouped import grouped_matmul
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
-
-
-def activate(inner: Tensor, activation: str) -> Tensor:
-    """(..., 2F) -> (..., F) for "swiglu", silu(first half) * second half (arXiv 2002.05202); exact GELU for
-    "gelu".
-    """
-    if activation == "swiglu":
-        gate, up = inner.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-    return functional.gelu(inner)
 
 
 class GroupedExperts(nn.Module):
@@ -65,9 +55,17 @@ class GroupedExperts(nn.Module):
             std = self.config.init_std
             init_expert_weights(weight, seed=seed, name=name, first_expert=self.first_expert, std=std)
 
-    def forward(self, rows_PH: Tensor, offsets_L: Tensor, *, has_tail: bool = True) -> Tensor:
+    def forward(
+        self,
+        rows_PH: Tensor,
+        offsets_L: Tensor,
+        weights_P: Tensor | None = None,
+        *,
+        has_tail: bool = True,
+    ) -> Tensor:
         """rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive
-        ends of groups.
+        ends of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights, which multiply the
+        rows between the two products.
 
         Returns (P, H). Rows past offsets[-1], which a communicator leaves unspecified in fixed-capacity mode,
         may hold anything: they come out zero, get a zero gradient and reach no weight's gradient. The caller
@@ -86,15 +84,17 @@ class GroupedExperts(nn.Module):
         offsets_L = offsets_L.to(torch.int32)
         with torch.autocast(rows_PH.device.type, enabled=False):
             if not has_tail:
-                return self._apply_experts(rows_PH, offsets_L)
+                return self._apply_experts(rows_PH, offsets_L, weights_P)
             # where() on the way in zeroes the tail's gradient, on the way out its value: NaN times zero would
             # not.
             real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < offsets_L[-1]).unsqueeze(1)
-            return self._apply_experts(rows_PH.where(real_P1, 0.0), offsets_L).where(real_P1, 0.0)
+            rows_PH = rows_PH.where(real_P1, 0.0)
+            return self._apply_experts(rows_PH, offsets_L, weights_P).where(real_P1, 0.0)
 
-    def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
-        inner_PF = activate(grouped_matmul(rows_PH, self.w_in, offsets_L), self.config.activation)
-        return grouped_matmul(inner_PF, self.w_out, offsets_L)
+    def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
+        inner_PI = grouped_matmul(rows_PH, self.w_in, offsets_L)
+        z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=self.config.activation)
+        return grouped_matmul(z_PF, self.w_out, offsets_L)
 
     def _mark_parameters(self) -> None:
         mark_expert_parameter(self.w_in)
@@ -135,4 +135,4 @@ class SharedExperts(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         """(T, H) of the weights' dtype -> (T, H)."""
         with torch.autocast(x_TH.device.type, enabled=False):
-            return activate(x_TH @ self.w_in, self.config.activation) @ self.w_out
+            return weighted_activation(x_TH @ self.w_in, activation=self.config.activation) @ self.w_out

@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moecomm.activation import prepare as prepare_activation
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.nn.capacity import tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
+from moecomm.nn.overlapped import Call, Deferred, Runs, Weights, run_experts
 from moecomm.nn.router import Routing, TopKRouter
+from moecomm.overlap import Executor, Keep, Timeline
 
 
 class MoELayer(nn.Module):
@@ -40,6 +43,13 @@ class MoELayer(nn.Module):
     loss is multiplied by before backward (1 / accumulation steps, a GradScaler's scale); `set_loss_scale`
     does so for a model.
 
+    Forward and backward run as the schedules of moecomm.overlap.moe: rows travel under the shared experts,
+    and gradients of tokens under those of the experts' weights. The routing weights multiply the experts'
+    inner rows, so that what comes out of the second product is not kept. With overlap=False, and in a graph
+    of torch.compile, the same is done in order, with the same bits in the output and in the experts'
+    gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
+    computed again) or "nothing" (the rows are dispatched again, along the kept plan).
+
     After a forward: last_losses, the detached losses by name; last_tokens_per_expert, (E,) int64, this rank's
     choices before drops. Expert weights are made on the communicator's device and do not depend on the number
     of ranks.
@@ -53,6 +63,8 @@ class MoELayer(nn.Module):
         group: dist.ProcessGroup | None = None,
         max_tokens: int | None = None,
         nodes: int | None = None,
+        overlap: bool = True,
+        keep: Keep = "all",
     ) -> None:
         super().__init__()
         if comm is None:
@@ -76,6 +88,17 @@ class MoELayer(nn.Module):
         )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
+        self.overlap = overlap
+        """False: one stage after another, on one stream. May be set at any time, as the next three."""
+        self.keep: Keep = keep
+        """What a forward keeps for its backward."""
+        self.defer_weights = False
+        """True: backwards leave the gradients of the experts' weights to `backward_weights`."""
+        self.record = False
+        """True: measure when stages run, for `timelines`."""
+        prepare_activation(comm.device, config.dtype)
+        self._executor = Executor(comm.device, {"comm": comm.stream})
+        self._deferred, self._runs = Deferred(), Runs()
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
@@ -91,18 +114,57 @@ class MoELayer(nn.Module):
         x_TH, seq_len = self._flatten(x, seq_len)
         routing = self.router(x_TH, seq_len)
         rows_TH = x_TH.to(self.config.dtype)
+        in_order = not self.overlap or torch.compiler.is_compiling()
+        y_TH = self._run_in_order(rows_TH, routing) if in_order else self._run(rows_TH, routing)
+        return self._attach(y_TH.to(x.dtype), routing).view(x.shape)
+
+    def backward_weights(self) -> None:
+        """Computes the gradients of the experts' weights that backwards have left (`defer_weights`), and adds
+        them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run. Without
+        any it does nothing.
+        """
+        self._deferred.run(self.experts.w_in, self.experts.w_out)
+
+    def timelines(self) -> dict[str, Timeline]:
+        """When the stages of the last "forward" and "backward" ran, of those that there were since
+        `record` was set. Waits for them."""
+        return self._runs.timelines()
+
+    def _run(self, rows_TH: Tensor, routing: Routing) -> Tensor:
+        experts, shared = self.experts, self.shared
+        call = Call(
+            self.comm,
+            self._executor,
+            routing.topk_idx_TK,
+            self.capacity,
+            self.config.activation,
+            self.keep,
+            self._deferred if self.defer_weights else None,
+            self._runs if self.record else None,
+        )
+        weights = Weights(
+            experts.w_in,
+            experts.w_out,
+            None if shared is None else shared.w_in,
+            None if shared is None else shared.w_out,
+        )
+        return run_experts(call, rows_TH, routing.topk_weights_TK, weights)
+
+    def _run_in_order(self, rows_TH: Tensor, routing: Routing) -> Tensor:
+        """The same, one after another and differentiated by autograd."""
         out = self.comm.dispatch(
             rows_TH, routing.topk_idx_TK, routing.topk_weights_TK, capacity=self.capacity
         )
-        expert_rows_PH = self.experts(out.tokens, out.offsets, has_tail=self.capacity is not None)
-        y_TH = self.comm.combine(expert_rows_PH, out.handle, weights=out.weights)
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(rows_TH)
-        return self._attach(y_TH.to(x.dtype), routing).view(x.shape)
+        has_tail = self.capacity is not None
+        expert_rows_PH = self.experts(out.tokens, out.offsets, out.weights, has_tail=has_tail)
+        y_TH = self.comm.combine(expert_rows_PH, out.handle)
+        return y_TH if self.shared is None else y_TH + self.shared(rows_TH)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A copy (an average of the weights, say) has its own parameters and shares the communicator."""
         memo[id(self.comm)] = self.comm
+        memo[id(self._executor)] = self._executor
+        memo[id(self._deferred)], memo[id(self._runs)] = Deferred(), Runs()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -197,18 +197,20 @@ def test_a_resumed_run_keeps_its_sizes_on_another_device(
 
 def test_first_steps_do_not_count_as_speed() -> None:
     totals = Totals()
-    for seconds, speed in ((60.0, 100 / 60), (40.0, 200 / 100), (2.0, 50.0), (2.0, 50.0)):
+    speeds = ((60.0, 100 / 60), (40.0, 200 / 100), (2.0, 50.0), (2.0, 50.0), (3.0, 300 / 7))
+    for step, (seconds, speed) in enumerate(speeds):
         found = StepTotals(
             loss=1.0,
             seconds=seconds,
             comm_seconds=seconds / 4,
             wait_seconds=0.0,
+            exposed_seconds=math.nan if step == 3 else seconds / 4 if step else 50.0,
             load_AE=torch.ones(1, 1),
             stop=False,
         )
         totals.add(found, tokens=100, wall_seconds=seconds)
         assert totals.tokens_per_second == pytest.approx(speed)
-    assert totals.comm_share == 0.25
+    assert totals.measured_seconds == 5 and totals.exposed_share == 0.25
 
 
 def test_learning_rate_rises_and_falls() -> None:

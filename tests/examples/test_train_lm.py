@@ -64,6 +64,8 @@ def test_metrics_cover_every_step(base_run: BaseRun) -> None:
         if "loss" in record:
             assert math.isfinite(record["loss"]) and record["balance"] >= 1
             assert 0 <= record["wait_share"] <= record["comm_share"] < 1
+            assert ("exposed_share" in record) == (record["step"] == 1 or record["step"] % 10 == 0)
+            assert 0 < record.get("exposed_share", 0.5) < 1
 
 
 def test_output_files(base_run: BaseRun) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moecomm import Communicator
+from moecomm import Communicator, Work
 from moecomm.nn import MoEConfig, MoELayer, is_expert_parameter, sync_gradients
 from tests.moe_reference import reference_moe
 
@@ -40,6 +40,11 @@ class Case:
     poison_tail: bool = False
     """Put NaN in the received rows that the communicator leaves unspecified."""
 
+    layer: dict[str, Any] = field(default_factory=dict)
+    """How it runs: arguments of MoELayer."""
+    defer: bool = False
+    """The experts' weights get their gradients after the backward."""
+
     def with_dtype(self, dtype: torch.dtype) -> Case:
         return replace(self, dtype=dtype)
 
@@ -56,7 +61,8 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
     torch.manual_seed(seed)
     config = MoEConfig(**{**SIZES, "dtype": case.dtype, **case.options})
     counts = TOKENS[world_size]
-    layer = MoELayer(config, max_tokens=max(counts) + 2)
+    layer = MoELayer(config, max_tokens=max(counts) + 2, **case.layer)
+    layer.defer_weights = case.defer
     layer.loss_scale = case.loss_scale
     if layer.router.expert_bias_E is not None:
         layer.router.expert_bias_E.copy_(torch.randn(config.num_experts) * 0.1)
@@ -72,6 +78,9 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
     assert y.shape == shaped.shape
     assert y.dtype == x.dtype
     (y.view_as(x) * factor).sum().backward()
+    if case.defer:
+        assert all(parameter.grad is None for parameter in layer.experts.parameters())
+    layer.backward_weights()
     sync_gradients(layer)
     layer.comm.close()
     state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
@@ -89,16 +98,28 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
 
 
 def poison_tail(comm: Communicator) -> None:
-    dispatch = comm.dispatch
+    dispatch, redispatch = comm.dispatch, comm.redispatch
 
-    def poisoned(*args: Any, **options: Any) -> Any:
-        out = dispatch(*args, **options)
+    def poison(out: Any) -> Any:
         end = int(out.offsets[-1])
         assert out.tokens.shape[0] > end, "the case leaves no tail"
         out.tokens.data[end:] = out.weights.data[end:] = float("nan")
+        ends[out.handle.plan] = end
         return out
 
-    comm.dispatch = poisoned  # type: ignore[method-assign]
+    def poisoned(*args: Any, **options: Any) -> Any:
+        result = dispatch(*args, **options)
+        if not isinstance(result, Work):
+            return poison(result)
+        return Work(lambda: poison(result.wait()), result.is_completed)
+
+    def poisoned_rows(x: Any, handle: Any) -> Any:
+        rows = redispatch(x, handle)
+        rows.data[ends[handle.plan] :] = float("nan")
+        return rows
+
+    ends: dict[Any, int] = {}
+    comm.dispatch, comm.redispatch = poisoned, poisoned_rows  # type: ignore[method-assign, assignment]
 
 
 def whole(results: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:

@@ -116,6 +116,176 @@ def test_equals_dense_reference(case: Case, ranks: int, pools: dict[int, RankPoo
             assert result["counted"] == result["load"], "a step is counted once, however often it is computed"
 
 
+WAYS = {
+    "in order": ({"overlap": False}, False),
+    "rows kept": ({"keep": "rows"}, False),
+    "nothing kept": ({"keep": "nothing"}, False),
+    "weights later": ({}, True),
+    "nothing kept, weights later": ({"keep": "nothing"}, True),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["softmax", "like deepseek-v3", "like switch", "fixed buffers", "drop by weight", "recomputed"]
+)
+def test_every_way_to_run_gives_the_same(
+    name: str, dtype: torch.dtype, ranks: int, pools: dict[int, RankPool], seed: int
+) -> None:
+    """The same bits in the output and in the gradients of the experts. Where gradients of one tensor come
+    from several places (x: the experts, the shared ones and the router), autograd decides their order."""
+    case = CASES[name].with_dtype(dtype)
+    plain = pools[ranks](layer_step, case, seed)
+    bound = 32 * torch.finfo(dtype).eps
+    for layer, defer in WAYS.values():
+        for a, b in zip(
+            plain, pools[ranks](layer_step, replace(case, layer=layer, defer=defer), seed), strict=True
+        ):
+            assert torch.equal(a["y"], b["y"]) and a["losses"] == b["losses"] and a["load"] == b["load"]
+            assert a["grads"].keys() == b["grads"].keys()
+            for grad in a["grads"]:
+                same = grad.startswith(("experts.", "shared."))
+                if same:
+                    assert torch.equal(a["grads"][grad], b["grads"][grad]), grad
+                else:
+                    assert_close(a["grads"][grad], b["grads"][grad], rtol=bound, atol=bound)
+            assert_close(a["x.grad"], b["x.grad"], rtol=bound, atol=bound)
+
+
+def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, int]]:
+    """Rows of the experts here, and the bytes that a forward keeps, by `keep`."""
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**{**SIZES, "dtype": torch.bfloat16}), max_tokens=64)
+    x, bytes_kept = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True), {}
+    rows = len(layer.comm.dispatch(x.detach(), layer.router(x).topk_idx_TK).tokens)
+    for keep in ("all", "rows", "nothing"):
+        layer.keep = keep
+        kept: list[torch.Tensor] = []  # alive, so that no two share an address
+
+        def pack(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = layer(x)
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+        bytes_kept[keep] = sum(storages.values())
+        y.sum().backward()
+    return rows, bytes_kept
+
+
+def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
+    """As docs/overlap.md says."""
+    hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
+    for rows, kept in pools[2](kept_bytes, seed):
+        assert kept["all"] - kept["rows"] == rows * inner * 2
+        assert kept["rows"] - kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
+
+
+def deferred(rank: int, world_size: int, seed: int) -> None:
+    """Several backwards before their weights' gradients, which add up in their order; none is left over."""
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**SIZES), max_tokens=8)
+    x = [torch.randn(5, 16) for _ in range(3)]
+    for each in x:
+        layer(each).square().sum().backward()
+    want = [parameter.grad for parameter in layer.experts.parameters()]
+    layer.zero_grad()
+    layer.defer_weights = True
+    for each in x:
+        layer(each).square().sum().backward()
+    layer.defer_weights = False
+    assert all(parameter.grad is None for parameter in layer.experts.parameters())
+    for _ in range(2):  # the second has nothing to do
+        layer.backward_weights()
+        for parameter, grad in zip(layer.experts.parameters(), want, strict=True):
+            assert torch.equal(parameter.grad, grad)
+
+
+def test_weights_later_over_several_backwards(pools: dict[int, RankPool], seed: int) -> None:
+    pools[2](deferred, seed)
+
+
+def frozen(rank: int, world_size: int, seed: int) -> None:
+    """Whatever needs no gradient gets none, and the rest what it gets in order."""
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**SIZES, num_shared_experts=1), max_tokens=8)
+    parameters = dict(layer.named_parameters())
+    values = torch.randn(5, 16)
+    for fixed in (
+        ("router.weight",),
+        ("experts.w_in",),
+        ("experts.w_out", "shared.w_in"),
+        ("experts.w_in", "experts.w_out", "router.weight"),
+        ("shared.w_out", "x"),
+        ("router.weight", "x", "shared.w_in", "shared.w_out"),
+    ):
+        found = []
+        for overlap in (False, True):
+            layer.overlap = overlap
+            layer.zero_grad()
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(name not in fixed)
+            x = values.clone().requires_grad_("x" not in fixed)
+            layer(x).square().sum().backward()
+            found.append({"x": x.grad, **{name: parameter.grad for name, parameter in parameters.items()}})
+        for name, grad in found[0].items():
+            assert (grad is None) == (name in fixed) == (found[1][name] is None), (name, fixed)
+            if grad is not None:
+                assert_close(found[1][name], grad, rtol=1e-5, atol=1e-6)
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    assert not layer(values).requires_grad
+
+
+def test_parts_without_gradients(pools: dict[int, RankPool], seed: int) -> None:
+    pools[2](frozen, seed)
+
+
+def recorded(rank: int, world_size: int, seed: int) -> dict[str, list[str]]:
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**SIZES, num_shared_experts=1), max_tokens=8, keep="nothing")
+    assert layer.timelines() == {}
+    layer(torch.randn(5, 16))
+    assert layer.timelines() == {}
+    layer.record = True
+    layer(torch.randn(5, 16)).sum().backward()
+    found = layer.timelines()
+    for timeline in found.values():
+        assert 0 < timeline.exposed_seconds <= timeline.seconds
+    return {name: [span.name for span in timeline.spans] for name, timeline in found.items()}
+
+
+def test_timelines(pools: dict[int, RankPool], seed: int) -> None:
+    for found in pools[2](recorded, seed):
+        assert found == {
+            "forward": [
+                "publish",
+                "shared experts",
+                "dispatch",
+                "up",
+                "activation",
+                "down",
+                "combine",
+                "sum",
+            ],
+            "backward": [
+                "rows again",
+                "gradient rows",
+                "shared backward",
+                "up again",
+                "down backward",
+                "activation backward",
+                "up backward",
+                "home",
+                "down weights",
+                "up weights",
+                "sum",
+            ],
+        }
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputing_repeats_the_jitter(reentrant: bool, pools: dict[int, RankPool], seed: int) -> None:
     case = Case({"jitter": 0.3, "z_loss_coef": 0.1})

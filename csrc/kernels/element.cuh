@@ -1,0 +1,118 @@
+// Element types on the device: 16 bytes of a row to the type that sums have, and back.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "common/dtype.hpp"
+
+namespace moecomm {
+
+template <DType dtype>
+struct Element;
+
+template <>
+struct Element<DType::float32> {
+  using Sum = float;
+  static constexpr int kVector = 4;  ///< elements in 16 bytes
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    out[0] = __uint_as_float(raw.x);
+    out[1] = __uint_as_float(raw.y);
+    out[2] = __uint_as_float(raw.z);
+    out[3] = __uint_as_float(raw.w);
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    return {__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3])};
+  }
+  /// The largest magnitude, of numbers: NaN counts as zero.
+  __device__ static float largest(const uint4& raw) {
+    float values[kVector], most = 0;
+    widen(raw, values);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) most = fmaxf(most, fabsf(values[i]));
+    return most;
+  }
+};
+
+/// The largest magnitude in a vector of pairs, of numbers: NaN counts as zero.
+template <class Pair>
+__device__ inline Pair largest_pair(const uint4& raw) {
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  Pair most{};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = __hmax2(most, __habs2(reinterpret_cast<const Pair&>(words[i])));
+  return most;
+}
+
+template <>
+struct Element<DType::bfloat16> {
+  using Sum = float;
+  static constexpr int kVector = 8;
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      out[2 * i] = __uint_as_float(words[i] << 16);
+      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(in[2 * i], in[2 * i + 1]);
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+  __device__ static float largest(const uint4& raw) {
+    const float2 most = __bfloat1622float2(largest_pair<__nv_bfloat162>(raw));
+    return fmaxf(most.x, most.y);
+  }
+};
+
+template <>
+struct Element<DType::float16> {
+  using Sum = float;
+  static constexpr int kVector = 8;
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+      out[2 * i] = pair.x;
+      out[2 * i + 1] = pair.y;
+    }
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair = __floats2half2_rn(in[2 * i], in[2 * i + 1]);
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+  __device__ static float largest(const uint4& raw) {
+    const float2 most = __half22float2(largest_pair<__half2>(raw));
+    return fmaxf(most.x, most.y);
+  }
+};
+
+template <>
+struct Element<DType::float64> {
+  using Sum = double;
+  static constexpr int kVector = 2;
+  __device__ static void widen(const uint4& raw, Sum* out) {
+    out[0] = __hiloint2double(static_cast<int>(raw.y), static_cast<int>(raw.x));
+    out[1] = __hiloint2double(static_cast<int>(raw.w), static_cast<int>(raw.z));
+  }
+  __device__ static uint4 narrow(const Sum* in) {
+    return {static_cast<uint32_t>(__double2loint(in[0])), static_cast<uint32_t>(__double2hiint(in[0])),
+            static_cast<uint32_t>(__double2loint(in[1])), static_cast<uint32_t>(__double2hiint(in[1]))};
+  }
+};
+
+}  // namespace moecomm

@@ -1,0 +1,385 @@
+// The experts' activation with the routing weight, forward and backward, each in one pass over memory.
+//   - a team takes a row: a warp, or for wide rows a block. Teams stride over the rows; how many rows there
+//     really are is read on the device.
+//   - a thread takes pieces of 16 bytes, as far apart as the team has threads, and has several under way
+//   - where the bytes of a row, or an address, are no multiple of 16, the same pieces are moved element by
+//     element: every thread has the same elements either way
+//   - the gradient of a row's weight: a thread adds its elements in ascending order, the threads of a warp
+//     add theirs in a butterfly, and the warps of a block in ascending order
+//   - the grid is several times what fits on the device at once: where communication holds some SMs, the
+//     others take up the blocks as they come
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/element.cuh"
+#include "kernels/experts/activation.hpp"
+#include "ptx/arithmetic.cuh"
+
+namespace moecomm::experts {
+namespace {
+
+constexpr int kWarpBits = 5, kThreadBits = 8;
+constexpr int kThreads = 1 << kThreadBits, kWarps = kThreads / 32;
+constexpr int kGrids = 8;             // of blocks that fit at once, at most
+constexpr int kWarpPieces = 16 * 32;  // of a row that a warp takes alone
+constexpr int kLoads = 8;             // of 16 bytes that a thread has under way, at most
+
+/// Blocks that an SM is to hold at once, which bounds the registers of a thread.
+constexpr int forward_blocks(DType dtype) { return dtype == DType::float64 ? 3 : 4; }
+constexpr int backward_blocks(DType dtype) { return dtype == DType::float64 ? 2 : 3; }
+
+// -- the functions ------------------------------------------------------------------------------------------
+
+__device__ inline float sigmoid(float x) { return ptx::reciprocal(1.0f + expf(-x)); }
+__device__ inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+/// The normal distribution at some x.
+template <class Sum>
+struct Normal {
+  Sum below;  ///< the probability of less than x
+  Sum density;
+};
+
+/// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|), and P a minimax fit of
+/// degree 8 to that quotient for |x| up to 15 (relative error 1.6e-8); so it keeps its precision far out,
+/// where 1 + erf(x) has lost all of it, and shares the exponential with the density.
+__device__ inline Normal<float> normal(float x) {
+  constexpr float kFit[] = {0.105739318f,  0.105285518f, 0.10241814f,   0.0614444688f, 0.135229036f,
+                            -0.112311751f, 0.214173809f, -0.142415792f, 0.030437246f};
+  const float t = ptx::reciprocal(fmaf(0.264999986f, fabsf(x), 1.0f));
+  float tail = kFit[8];
+#pragma unroll
+  for (int i = 7; i >= 0; --i) tail = fmaf(tail, t, kFit[i]);
+  const float bell = expf(-0.5f * x * x);
+  tail = __fmul_rn(tail, t * bell);  // and not fused below: forward and backward find the same bits
+  return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
+}
+
+__device__ inline Normal<double> normal(double x) {
+  return {0.5 * erfc(-0.70710678118654752 * x), 0.39894228040143268 * exp(-0.5 * x * x)};
+}
+
+/// value(): of one column. slopes(): also how it changes with each of its inputs.
+template <Activation>
+struct Function;
+
+template <>
+struct Function<Activation::swiglu> {
+  static constexpr int kInputs = activation_inputs(Activation::swiglu);
+  template <class Sum>
+  __device__ static Sum value(const Sum* in) {
+    return in[0] * sigmoid(in[0]) * in[1];
+  }
+  template <class Sum>
+  __device__ static Sum slopes(const Sum* in, Sum* out) {
+    const Sum share = sigmoid(in[0]), silu = in[0] * share;
+    out[0] = in[1] * (share * (1 + in[0] * (1 - share)));
+    out[1] = silu;
+    return silu * in[1];
+  }
+};
+
+template <>
+struct Function<Activation::gelu> {
+  static constexpr int kInputs = activation_inputs(Activation::gelu);
+  template <class Sum>
+  __device__ static Sum value(const Sum* in) {
+    return in[0] * normal(in[0]).below;
+  }
+  template <class Sum>
+  __device__ static Sum slopes(const Sum* in, Sum* out) {
+    const Normal<Sum> found = normal(in[0]);
+    out[0] = found.below + in[0] * found.density;
+    return in[0] * found.below;
+  }
+};
+
+// -- pieces of rows -----------------------------------------------------------------------------------------
+
+/// Piece number `piece` of `width` elements: the 16 bytes at once if `whole`. Elements past the last one are
+/// zero, and are not stored.
+template <DType dtype, bool whole>
+struct Pieces {
+  static constexpr int kVector = Element<dtype>::kVector;
+  using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t,
+                                  std::conditional_t<dtype_bytes(dtype) == 4, uint32_t, uint64_t>>;
+
+  __device__ static uint4 load(const std::byte* row, int piece, int width) {
+    // Nobody reads it again soon: it leaves room in the cache for what is written.
+    if constexpr (whole) return __ldcs(reinterpret_cast<const uint4*>(row) + piece);
+    const Word* const from = reinterpret_cast<const Word*>(row) + int64_t{piece} * kVector;
+    const int count = width - piece * kVector;
+    Word words[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) words[i] = i < count ? from[i] : Word{0};
+    uint4 raw;
+    memcpy(&raw, words, sizeof raw);
+    return raw;
+  }
+  __device__ static void store(std::byte* row, int piece, int width, const uint4& raw) {
+    if constexpr (whole) {
+      reinterpret_cast<uint4*>(row)[piece] = raw;
+    } else {
+      Word* const to = reinterpret_cast<Word*>(row) + int64_t{piece} * kVector;
+      const int count = width - piece * kVector;
+      Word words[kVector];
+      memcpy(words, &raw, sizeof raw);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        if (i < count) to[i] = words[i];
+    }
+  }
+};
+
+/// The part of a thread in the rows of its team, which has 2^bits threads.
+struct Team {
+  int threads;  ///< 32 or kThreads
+  int thread;   ///< this one
+  int row;      ///< the first
+  int stride;   ///< to the next
+
+  __device__ explicit Team(int bits)
+      : threads(1 << bits),
+        thread(static_cast<int>(threadIdx.x) & (threads - 1)),
+        row(static_cast<int>((blockIdx.x * kThreads + threadIdx.x) >> bits)),
+        stride(static_cast<int>((gridDim.x * kThreads) >> bits)) {}
+};
+
+__device__ inline int count_rows(const ActivationRows& rows) {
+  return rows.real_rows == nullptr ? rows.rows : min(rows.rows, *rows.real_rows);
+}
+
+template <class Sum>
+__device__ inline Sum weight_of(const ActivationRows& rows, int row) {
+  return rows.weights == nullptr ? Sum{1} : reinterpret_cast<const Sum*>(rows.weights)[row];
+}
+
+/// The inputs of column `column` of a piece.
+template <int inputs, int vector, class Sum>
+__device__ inline void pick(const Sum (&values)[inputs][vector], int column, Sum* in) {
+#pragma unroll
+  for (int i = 0; i < inputs; ++i) in[i] = values[i][column];
+}
+
+// -- kernels ------------------------------------------------------------------------------------------------
+
+template <DType dtype, Activation activation, bool whole>
+__global__ void __launch_bounds__(kThreads, forward_blocks(dtype))
+    forward_kernel(const __grid_constant__ ActivationRows rows, std::byte* z, int team_bits) {
+  using E = Element<dtype>;
+  using F = Function<activation>;
+  using P = Pieces<dtype, whole>;
+  using Sum = typename E::Sum;
+  constexpr int kBatch = kLoads / F::kInputs;
+  const Team team(team_bits);
+  const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
+  const int count = count_rows(rows), row_bytes = width * static_cast<int>(dtype_bytes(dtype));
+  for (int row = team.row; row < count; row += team.stride) {
+    const std::byte* const in = rows.inner + int64_t{row} * row_bytes * F::kInputs;
+    std::byte* const out = z + int64_t{row} * row_bytes;
+    const Sum weight = weight_of<Sum>(rows, row);
+    for (int first = team.thread; first < pieces; first += kBatch * team.threads) {
+      uint4 raw[kBatch][F::kInputs];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int piece = first + b * team.threads;
+        if (piece >= pieces) break;
+#pragma unroll
+        for (int i = 0; i < F::kInputs; ++i) raw[b][i] = P::load(in + i * row_bytes, piece, width);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int piece = first + b * team.threads;
+        if (piece >= pieces) break;
+        Sum values[F::kInputs][E::kVector], results[E::kVector], column[F::kInputs];
+#pragma unroll
+        for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], values[i]);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) {
+          pick(values, e, column);
+          results[e] = weight * F::value(column);
+        }
+        P::store(out, piece, width, E::narrow(results));
+      }
+    }
+  }
+}
+
+/// The sum of `value` over the threads of a team, in the team's first thread. All threads of the team; those
+/// of a block have the same `turn`, which changes from call to call.
+template <class Sum>
+__device__ inline Sum team_sum(const Team& team, Sum value, int turn) {
+  // What one call wrote is read while the next one writes.
+  __shared__ Sum partial[2][kWarps];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  if (team.threads == 32) return value;
+  if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = value;
+  __syncthreads();
+  Sum total{0};
+  if (team.thread == 0)
+    for (int warp = 0; warp < kWarps; ++warp) total += partial[turn][warp];
+  return total;
+}
+
+template <DType dtype, Activation activation, bool whole>
+__global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
+    backward_kernel(const __grid_constant__ ActivationRows rows,
+                    const __grid_constant__ ActivationGradients to, int team_bits) {
+  using E = Element<dtype>;
+  using F = Function<activation>;
+  using P = Pieces<dtype, whole>;
+  using Sum = typename E::Sum;
+  constexpr int kBatch = kLoads / (F::kInputs + 1);
+  const Team team(team_bits);
+  const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
+  const int count = count_rows(rows), row_bytes = width * static_cast<int>(dtype_bytes(dtype));
+  int turn = 0;
+  for (int row = team.row; row < count; row += team.stride, turn ^= 1) {
+    const std::byte* const in = rows.inner + int64_t{row} * row_bytes * F::kInputs;
+    const std::byte* const grad = to.grad_z + int64_t{row} * row_bytes;
+    std::byte* const out = to.grad_inner + int64_t{row} * row_bytes * F::kInputs;
+    const Sum weight = weight_of<Sum>(rows, row);
+    Sum dot{0};
+    for (int first = team.thread; first < pieces; first += kBatch * team.threads) {
+      uint4 raw[kBatch][F::kInputs], raw_grad[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int piece = first + b * team.threads;
+        if (piece >= pieces) break;
+#pragma unroll
+        for (int i = 0; i < F::kInputs; ++i) raw[b][i] = P::load(in + i * row_bytes, piece, width);
+        raw_grad[b] = P::load(grad, piece, width);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int piece = first + b * team.threads;
+        if (piece >= pieces) break;
+        Sum values[F::kInputs][E::kVector], grads[E::kVector], column[F::kInputs], slopes[F::kInputs];
+#pragma unroll
+        for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], values[i]);
+        E::widen(raw_grad[b], grads);
+        Sum results[E::kVector];
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) {
+          pick(values, e, column);
+          const Sum value = F::slopes(column, slopes), scaled = weight * grads[e];
+          dot += grads[e] * value;
+          results[e] = weight * value;
+#pragma unroll
+          for (int i = 0; i < F::kInputs; ++i) values[i][e] = scaled * slopes[i];
+        }
+#pragma unroll
+        for (int i = 0; i < F::kInputs; ++i)
+          P::store(out + i * row_bytes, piece, width, E::narrow(values[i]));
+        if (to.z != nullptr) P::store(to.z + int64_t{row} * row_bytes, piece, width, E::narrow(results));
+      }
+    }
+    if (to.grad_weights == nullptr) continue;
+    dot = team_sum(team, dot, turn);
+    if (team.thread == 0) reinterpret_cast<Sum*>(to.grad_weights)[row] = dot;
+  }
+}
+
+// -- launches -----------------------------------------------------------------------------------------------
+
+/// Calls use.operator()<dtype, activation, whole>().
+template <class Use>
+cudaError_t with_variant(DType dtype, Activation activation, bool whole, const Use& use) {
+  const auto with_dtype = [&]<DType d>() {
+    switch (activation) {
+      case Activation::swiglu:
+        return whole ? use.template operator()<d, Activation::swiglu, true>()
+                     : use.template operator()<d, Activation::swiglu, false>();
+      case Activation::gelu:
+        return whole ? use.template operator()<d, Activation::gelu, true>()
+                     : use.template operator()<d, Activation::gelu, false>();
+    }
+    return cudaErrorInvalidValue;
+  };
+  switch (dtype) {
+    case DType::float32:
+      return with_dtype.template operator()<DType::float32>();
+    case DType::bfloat16:
+      return with_dtype.template operator()<DType::bfloat16>();
+    case DType::float16:
+      return with_dtype.template operator()<DType::float16>();
+    case DType::float64:
+      return with_dtype.template operator()<DType::float64>();
+  }
+  return cudaErrorInvalidValue;
+}
+
+/// Loads both kernels of a variant.
+struct Load {
+  template <DType dtype, Activation activation, bool whole>
+  cudaError_t operator()() const {
+    cudaFuncAttributes loaded;
+    const cudaError_t error = cudaFuncGetAttributes(&loaded, forward_kernel<dtype, activation, whole>);
+    if (error != cudaSuccess) return error;
+    return cudaFuncGetAttributes(&loaded, backward_kernel<dtype, activation, whole>);
+  }
+};
+
+/// All these lie at multiples of 16 bytes, and so do rows of `row_bytes` that follow each other.
+bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> addresses) {
+  return row_bytes % 16 == 0 && std::all_of(addresses.begin(), addresses.end(), [](const std::byte* address) {
+           return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+         });
+}
+
+/// Starts `kernel(arguments..., bits of the team)`, of which an SM holds `blocks` blocks.
+template <class... Parameters, class... Arguments>
+cudaError_t start(void (*kernel)(Parameters...), int blocks, const ActivationRows& rows, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  int device = 0, sms = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+      error != cudaSuccess)
+    return error;
+  // The order of sums follows from the team: the number of rows and the device must not have a say in it.
+  const int64_t pieces = (rows.width * dtype_bytes(rows.dtype) + 15) / 16;
+  const int bits = pieces <= kWarpPieces ? kWarpBits : kThreadBits;
+  const int64_t teams = kThreads >> bits, needed = (rows.rows + teams - 1) / teams;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(needed, int64_t{sms} * blocks * kGrids)));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments..., bits);
+}
+
+}  // namespace
+
+cudaError_t launch_activation(const ActivationRows& rows, std::byte* z, cudaStream_t stream) {
+  if (rows.rows == 0) return cudaSuccess;
+  const bool aligned = in_whole_pieces(rows.width * dtype_bytes(rows.dtype), {rows.inner, z});
+  return with_variant(
+      rows.dtype, rows.activation, aligned, [&]<DType dtype, Activation activation, bool whole>() {
+        return start(forward_kernel<dtype, activation, whole>, forward_blocks(dtype), rows, stream, rows, z);
+      });
+}
+
+cudaError_t launch_activation_backward(const ActivationRows& rows, const ActivationGradients& gradients,
+                                       cudaStream_t stream) {
+  if (rows.rows == 0) return cudaSuccess;
+  const bool aligned = in_whole_pieces(rows.width * dtype_bytes(rows.dtype),
+                                       {rows.inner, gradients.grad_z, gradients.grad_inner, gradients.z});
+  return with_variant(rows.dtype, rows.activation, aligned,
+                      [&]<DType dtype, Activation activation, bool whole>() {
+                        return start(backward_kernel<dtype, activation, whole>, backward_blocks(dtype), rows,
+                                     stream, rows, gradients);
+                      });
+}
+
+cudaError_t prepare_activation(DType dtype) {
+  for (const Activation activation : {Activation::swiglu, Activation::gelu}) {
+    for (const bool whole : {true, false}) {
+      const cudaError_t error = with_variant(dtype, activation, whole, Load{});
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace moecomm::experts
