@@ -122,6 +122,7 @@ def device_plan_fields(shape: DeviceShape) -> dict[str, tuple[int, int]]: ...
 
 class DeviceCommunicator:
     closed: bool
+    most_parts: int
     def __init__(
         self,
         *,
@@ -171,9 +172,14 @@ class DeviceCommunicator:
         capacity: int,
         plan: int,
         stream: int,
-        /,
+        parts: int = 1,
     ) -> None: ...
     def wait_rows(self) -> int: ...
+    def part_end(self, part: int, /) -> int: ...
+    def begin_redispatch(
+        self, plan: int, layout: RowLayout, x: int, tokens: int, stream: int, parts: int, /
+    ) -> None: ...
+    def finish_redispatch(self, rows: int, out: int, stream: int, /) -> None: ...
     def finish_dispatch(
         self, rows: int, out: int, out_scales: int, out_weights: int, out_ids: int, stream: int, /
     ) -> None: ...
@@ -202,7 +208,8 @@ class DeviceCommunicator:
         weight_grads: int,
         out_weight_grads: int,
         stream: int,
-        /,
+        part: int = 0,
+        parts: int = 1,
     ) -> None: ...
     def fail(self, kind: ErrorKind, text: str, stream: int) -> None: ...
     def check(self) -> None: ...

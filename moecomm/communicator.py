@@ -30,6 +30,7 @@ from moecomm.construction import (
 )
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
+from moecomm.parts import CombineInParts, DispatchInParts, RedispatchInParts
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import (
     check_dispatch,
@@ -153,6 +154,9 @@ class Communicator:
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""
         self.timeout = seconds
+        self.most_parts: int = backend.most_parts
+        """The most parts that `begin_dispatch` and its like can have: 1 on CUDA where there are several
+        nodes, or where the window has not room for all rows of a dispatch at once."""
         self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
@@ -377,24 +381,7 @@ class Communicator:
             tokens_PH, weights_out = raw.tokens_PH, raw.weights
             if dequantize:
                 tokens_PH, weights_out = ops.dispatch(x if x_scales is None else None, weights, raw, backend)
-            plan = raw.plan
-            handle = build(
-                Handle,
-                plan=plan,
-                owner=self._id,
-                layout=layout,
-                num_tokens=plan.tokens,
-                num_rows=plan.rows,
-            )
-            return build(
-                DispatchOutput,
-                tokens=tokens_PH,
-                weights=weights_out,
-                topk_idx=raw.topk_idx_PK,
-                handle=handle,
-                scales=raw.scales,
-                _plan_views=raw.plan_views,
-            )
+            return self._output(raw, tokens_PH, weights_out, layout)
 
         name = "moecomm dispatch"
         if not async_op:
@@ -407,6 +394,28 @@ class Communicator:
         )
 
     _dispatch_outside_graph = _disable_dynamo(_dispatch)
+
+    def _output(
+        self, raw: RawDispatch, tokens_PH: torch.Tensor, weights: torch.Tensor | None, layout: Layout
+    ) -> DispatchOutput:
+        plan = raw.plan
+        handle = build(
+            Handle,
+            plan=plan,
+            owner=self._id,
+            layout=layout,
+            num_tokens=plan.tokens,
+            num_rows=plan.rows,
+        )
+        return build(
+            DispatchOutput,
+            tokens=tokens_PH,
+            weights=weights,
+            topk_idx=raw.topk_idx_PK,
+            handle=handle,
+            scales=raw.scales,
+            _plan_views=raw.plan_views,
+        )
 
     @overload
     def combine(
@@ -616,6 +625,75 @@ class Communicator:
         if async_op:
             return backend.launch(name, execute, None, lambda result: result, (rows, weights))
         return backend.run(name, execute)
+
+    # -- operations in parts ---------------------------------------------------------------------------
+
+    def begin_dispatch(
+        self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None, *, parts: int
+    ) -> DispatchInParts:
+        """Starts a dropless dispatch in the expert layout whose rows arrive in parts (moecomm.parts): a
+        `receive()` for each has to follow. Not differentiable; arguments and errors as in `dispatch`, and
+        `parts`, the same on all ranks, from 1 to `most_parts`.
+        """
+        backend = self._open()
+        x, ids = shared_tensor(x_TH, self.device), shared_tensor(topk_idx_TK, self.device)
+        weights = shared_tensor(topk_weights_TK, self.device)
+
+        def begin() -> Any:
+            backend.ready()
+            try:
+                self._check_parts(parts)
+                self._check_dispatch(x, None, ids, weights, True)
+            except MoecommError as error:
+                backend.fail(error)
+            return backend.begin_dispatch(DispatchCall(x, None, ids, weights, "expert", 1, -1, True), parts)
+
+        def finish(raw: RawDispatch) -> DispatchOutput:
+            return self._output(raw, raw.tokens_PH, raw.weights, "expert")
+
+        return DispatchInParts(backend, backend.run("moecomm dispatch", begin), parts, finish)
+
+    def begin_redispatch(self, x_TH: Array, handle: Handle, *, parts: int) -> RedispatchInParts:
+        """Starts a `redispatch` along the handle of a dispatch with as many parts. Not differentiable."""
+        backend = self._open()
+        x = shared_tensor(x_TH, self.device)
+
+        def begin() -> Any:
+            try:
+                self._check_parts(parts)
+                self._check_handle(handle)
+                check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
+            except MoecommError as error:
+                backend.fail(error)
+            return backend.begin_redispatch(handle.plan, x, parts)
+
+        return RedispatchInParts(backend, backend.run("moecomm redispatch", begin), parts)
+
+    def begin_combine(
+        self, rows_PH: torch.Tensor, handle: Handle, *, grad_weights: torch.Tensor | None = None, parts: int
+    ) -> CombineInParts:
+        """Starts a combine of `rows_PH`, which need not be there yet: a `send()` for each part of the
+        dispatch has to follow when its rows are. Not differentiable.
+
+        rows_PH: (P, H), contiguous. grad_weights: (P,), with which this is a `dispatch_backward`: there when
+        the last part is.
+        """
+        backend = self._open()
+
+        def begin() -> Any:
+            try:
+                self._check_parts(parts)
+                self._check_combine(rows_PH, handle, grad_weights)
+                if not rows_PH.is_contiguous():
+                    raise InvalidArgument("rows are not contiguous, must be where they come in parts")
+            except MoecommError as error:
+                backend.fail(error)
+            return backend.begin_combine(handle.plan, rows_PH, grad_weights, parts)
+
+        return CombineInParts(backend, backend.run("moecomm combine", begin), parts)
+
+    def _check_parts(self, parts: Any) -> None:
+        require_integer("parts", parts, 1, self.most_parts)
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """An uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it lies in

@@ -94,8 +94,8 @@ class DispatchCall(NamedTuple):
 class Backend(Protocol):
     """Turns tensors into pointers for one kind of memory.
 
-    `dispatch` and its halves, `redispatch`, `combine`, `empty_input`, `ready` and `fail` are called within
-    `run` or `launch` only, which put the operations of all threads into one order.
+    `dispatch`, `redispatch` and `combine`, their halves and parts, `empty_input`, `ready` and `fail` are
+    called within `run` or `launch` only, which put the operations of all threads into one order.
     """
 
     device: torch.device
@@ -104,6 +104,8 @@ class Backend(Protocol):
     top_k: int
     memory: MemoryPlan
     nodes: NodeMap
+    most_parts: int
+    """Parts that an operation can have at most."""
     plan_fields: PlanFields
     """Of the blob in a TensorPlan."""
 
@@ -135,12 +137,24 @@ class Backend(Protocol):
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""
 
-    def begin_dispatch(self, call: DispatchCall) -> Any:
+    def begin_dispatch(self, call: DispatchCall, parts: int = 1) -> Any:
         """The first half of one without capacity: brings the rows on their way. What it returns goes to
-        `finish_dispatch`."""
+        `finish_dispatch`, and after that to `receive_part` for each part but the first."""
 
     def finish_dispatch(self, begun: Any) -> RawDispatch:
-        """The second half: the rows that arrive."""
+        """The second half: the rows that arrive, of the first part."""
+
+    def part_ends(self, begun: Any) -> tuple[int, ...]:
+        """After `finish_dispatch`: the ends of the rows of each part's experts."""
+
+    def begin_redispatch(self, plan: Any, rows_TH: torch.Tensor, parts: int) -> Any:
+        """As begin_dispatch, along a kept plan."""
+
+    def finish_redispatch(self, begun: Any) -> torch.Tensor:
+        """As finish_dispatch."""
+
+    def receive_part(self, begun: Any) -> None:
+        """The next part of what has begun."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
         """The plan of a RawDispatch as a tensor; it lives as long as the blob's memory."""
@@ -163,6 +177,14 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
         weight_grads)."""
+
+    def begin_combine(
+        self, plan: Any, rows_PH: torch.Tensor, weight_grads: torch.Tensor | None, parts: int
+    ) -> Any:
+        """What `send_part` takes; nothing is read yet."""
+
+    def send_part(self, begun: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The rows of the next part's experts are there. With the last one: as `combine`."""
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """(num_tokens, H), in the window if that saves a copy."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -45,12 +46,34 @@ _Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int]
 _Inputs = tuple[torch.Tensor | None, ...]
 
 
-class _Begun(NamedTuple):
-    """A dispatch between its halves."""
+@dataclass
+class _Begun:
+    """A dispatch between its halves, or its parts."""
 
     call: DispatchCall
     blob: torch.Tensor
     inputs: _Inputs
+    parts: int
+    receive: Callable[[], None] | None = None
+    """The next part."""
+
+
+@dataclass
+class _BegunRedispatch:
+    plan: TensorPlan
+    inputs: _Inputs
+    parts: int
+    receive: Callable[[], None] | None = None
+
+
+@dataclass
+class _BegunCombine:
+    plan: TensorPlan
+    rows_PH: torch.Tensor
+    weight_grads: torch.Tensor | None
+    parts: int
+    results: tuple[torch.Tensor, torch.Tensor | None]
+    part: int = 0
 
 
 class CudaBackend:
@@ -114,6 +137,7 @@ class CudaBackend:
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
             self._native, window = self._connect(meeting, party, shape, num_sms or 0)
+            self.most_parts = self._native.most_parts
         # Also when the backend is forgotten, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
@@ -287,9 +311,9 @@ class CudaBackend:
         if call.capacity < 0:
             return self.finish_dispatch(self.begin_dispatch(call))
         sending, blob, _inputs = self._sending(call)
-        return self._receive(call, blob, call.capacity, self._native.dispatch, sending)
+        return self._receive(call, blob, call.capacity, partial(self._native.dispatch, *sending))
 
-    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+    def begin_dispatch(self, call: DispatchCall, parts: int = 1) -> _Begun:
         """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
         if self._capturing:
             raise InvalidArgument(
@@ -297,13 +321,27 @@ class CudaBackend:
                 "dispatch waits for its row count on the host"
             )
         sending, blob, inputs = self._sending(call)
-        self._native.begin_dispatch(*sending, self._raw_stream)
-        return _Begun(call, blob, inputs)
+        self._native.begin_dispatch(*sending, self._raw_stream, parts)
+        return _Begun(call, blob, inputs, parts)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Waits for the number of rows, and receives them."""
+        """Waits for the number of rows, and receives those of the first part."""
         rows = self._native.wait_rows()
-        return self._receive(begun.call, begun.blob, rows, self._native.finish_dispatch)
+
+        def receive(*arguments: int) -> None:
+            begun.receive = lambda: self._native.finish_dispatch(*arguments)
+            begun.receive()
+
+        return self._receive(begun.call, begun.blob, rows, receive, begun.parts)
+
+    def part_ends(self, begun: _Begun) -> tuple[int, ...]:
+        """As the device has told the host."""
+        return tuple(self._native.part_end(part) for part in range(begun.parts))
+
+    def receive_part(self, begun: _Begun | _BegunRedispatch) -> None:
+        """The next part, on the stream of the first."""
+        assert begun.receive is not None
+        begun.receive()
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
         """What the runtime's `begin_dispatch` takes but for the stream, the plan's memory, and what the
@@ -340,9 +378,9 @@ class CudaBackend:
         blob: torch.Tensor,
         rows: int,
         receive: Callable[..., None],
-        sending: _Sending | tuple[()] = (),
+        parts: int = 1,
     ) -> RawDispatch:
-        """Receives into tensors of their own, by a call of the runtime that takes `sending`, their number and
+        """Receives into tensors of their own, by a call of the runtime that takes the number of rows,
         addresses, and the stream."""
         by_rank = call.layout == "rank"
         weights = topk_idx_PK = scales = None
@@ -358,10 +396,10 @@ class CudaBackend:
                 topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
         except OutOfMemory:
             # The peers must not wait for this rank, so it receives the rows into nothing.
-            receive(*sending, 0, self._nowhere_address, 0, 0, 0, self._raw_stream)
+            for _ in range(parts):
+                receive(0, self._nowhere_address, 0, 0, 0, self._raw_stream)
             raise
         receive(
-            *sending,
             rows,
             self._address(tokens_PH),
             0 if scales is None else self._address(scales),
@@ -411,6 +449,61 @@ class CudaBackend:
             self._raw_stream,
         )
         return out_PH, dots_P
+
+    def begin_redispatch(self, plan: TensorPlan, rows_TH: torch.Tensor, parts: int) -> _BegunRedispatch:
+        """Sends rows along a kept plan."""
+        rows_TH, address = self._readable(rows_TH)
+        layout = self._layouts[plan.layout]
+        self._native.begin_redispatch(
+            self._plan_address(plan), layout, address, plan.tokens, self._raw_stream, parts
+        )
+        return _BegunRedispatch(plan, (rows_TH,), parts)
+
+    def finish_redispatch(self, begun: _BegunRedispatch) -> torch.Tensor:
+        """Receives the rows of the first part."""
+        finish = self._native.finish_redispatch
+        try:
+            out_PH = self._empty((begun.plan.rows, self.hidden), self.dtype)
+        except OutOfMemory:
+            for _ in range(begun.parts):
+                finish(0, self._nowhere_address, self._raw_stream)
+            raise
+        begun.receive = partial(finish, begun.plan.rows, self._address(out_PH), self._raw_stream)
+        begun.receive()
+        return out_PH
+
+    def begin_combine(
+        self, plan: TensorPlan, rows_PH: torch.Tensor, weight_grads: torch.Tensor | None, parts: int
+    ) -> _BegunCombine:
+        """Takes memory for the results."""
+        grads_TK = None
+        try:
+            y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
+            if weight_grads is not None:
+                grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
+        except OutOfMemory as error:
+            self.fail(error)
+        return _BegunCombine(plan, rows_PH, weight_grads, parts, (y_TH, grads_TK))
+
+    def send_part(self, begun: _BegunCombine) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Sends the sums that the next part completes."""
+        y_TH, grads_TK = begun.results
+        grads = begun.weight_grads
+        self._native.combine(
+            self._plan_address(begun.plan),
+            self._layouts[begun.plan.layout],
+            self._address(begun.rows_PH),
+            0,
+            begun.plan.tokens,
+            self._address(y_TH),
+            0 if grads is None else self._address(grads),
+            0 if grads_TK is None else self._address(grads_TK),
+            self._raw_stream,
+            begun.part,
+            begun.parts,
+        )
+        begun.part += 1
+        return begun.results if begun.part == begun.parts else None
 
     def combine(
         self,
