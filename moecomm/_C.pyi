@@ -208,8 +208,21 @@ class DeviceCommunicator:
         weight_grads: int,
         out_weight_grads: int,
         stream: int,
-        part: int = 0,
-        parts: int = 1,
+        /,
+    ) -> None: ...
+    def combine_part(
+        self,
+        plan: int,
+        rows: int,
+        end: int,
+        tokens: int,
+        y: int,
+        weight_grads: int,
+        out_weight_grads: int,
+        stream: int,
+        part: int,
+        parts: int,
+        /,
     ) -> None: ...
     def fail(self, kind: ErrorKind, text: str, stream: int) -> None: ...
     def check(self) -> None: ...

@@ -396,7 +396,12 @@ class Communicator:
     _dispatch_outside_graph = _disable_dynamo(_dispatch)
 
     def _output(
-        self, raw: RawDispatch, tokens_PH: torch.Tensor, weights: torch.Tensor | None, layout: Layout
+        self,
+        raw: RawDispatch,
+        tokens_PH: torch.Tensor,
+        weights: torch.Tensor | None,
+        layout: Layout,
+        part_ends: tuple[int, ...] = (),
     ) -> DispatchOutput:
         plan = raw.plan
         handle = build(
@@ -406,6 +411,7 @@ class Communicator:
             layout=layout,
             num_tokens=plan.tokens,
             num_rows=plan.rows,
+            part_ends=part_ends,
         )
         return build(
             DispatchOutput,
@@ -648,49 +654,57 @@ class Communicator:
                 backend.fail(error)
             return backend.begin_dispatch(DispatchCall(x, None, ids, weights, "expert", 1, -1, True), parts)
 
-        def finish(raw: RawDispatch) -> DispatchOutput:
-            return self._output(raw, raw.tokens_PH, raw.weights, "expert")
+        def finish(raw: RawDispatch, ends: tuple[int, ...]) -> DispatchOutput:
+            return self._output(raw, raw.tokens_PH, raw.weights, "expert", ends)
 
         return DispatchInParts(backend, backend.run("moecomm dispatch", begin), parts, finish)
 
-    def begin_redispatch(self, x_TH: Array, handle: Handle, *, parts: int) -> RedispatchInParts:
-        """Starts a `redispatch` along the handle of a dispatch with as many parts. Not differentiable."""
+    def begin_redispatch(self, x_TH: Array, handle: Handle) -> RedispatchInParts:
+        """Starts a `redispatch` along the handle of a dispatch in parts, in the same. Not differentiable."""
         backend = self._open()
         x = shared_tensor(x_TH, self.device)
 
         def begin() -> Any:
             try:
-                self._check_parts(parts)
                 self._check_handle(handle)
+                if not handle.part_ends:
+                    raise InvalidArgument("handle is that of a dispatch in one piece, expected one in parts")
                 check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
             except MoecommError as error:
                 backend.fail(error)
-            return backend.begin_redispatch(handle.plan, x, parts)
+            return backend.begin_redispatch(handle.plan, x, len(handle.part_ends))
 
-        return RedispatchInParts(backend, backend.run("moecomm redispatch", begin), parts)
+        begun = backend.run("moecomm redispatch", begin)
+        return RedispatchInParts(backend, begun, len(handle.part_ends))
 
-    def begin_combine(
-        self, rows_PH: torch.Tensor, handle: Handle, *, grad_weights: torch.Tensor | None = None, parts: int
-    ) -> CombineInParts:
-        """Starts a combine of `rows_PH`, which need not be there yet: a `send()` for each part of the
-        dispatch has to follow when its rows are. Not differentiable.
+    def begin_combine(self, handle: Handle, *, grad_weights: torch.Tensor | None = None) -> CombineInParts:
+        """Starts a combine along the handle of a dispatch in parts: a `send(rows)` for each of them has to
+        follow. Not differentiable.
 
-        rows_PH: (P, H), contiguous. grad_weights: (P,), with which this is a `dispatch_backward`: there when
-        the last part is.
+        grad_weights: (P,), with which this is a `dispatch_backward`; its values have to be there with the
+        last part.
         """
         backend = self._open()
 
         def begin() -> Any:
             try:
-                self._check_parts(parts)
-                self._check_combine(rows_PH, handle, grad_weights)
-                if not rows_PH.is_contiguous():
-                    raise InvalidArgument("rows are not contiguous, must be where they come in parts")
+                self._check_handle(handle)
+                if not handle.part_ends:
+                    raise InvalidArgument("handle is that of a dispatch in one piece, expected one in parts")
+                if grad_weights is not None:
+                    shape = (handle.num_rows,)
+                    check_weights("grad_weights", grad_weights, shape, "(P,)", self.dtype, self.device)
+                    if not grad_weights.is_contiguous():
+                        raise InvalidArgument("grad_weights is not contiguous, must be")
             except MoecommError as error:
                 backend.fail(error)
-            return backend.begin_combine(handle.plan, rows_PH, grad_weights, parts)
+            return backend.begin_combine(handle.plan, handle.part_ends, grad_weights)
 
-        return CombineInParts(backend, backend.run("moecomm combine", begin), parts)
+        def check(rows: Any, count: int) -> None:
+            check_rows("rows", rows, count, self.hidden, self.dtype, self.device)
+
+        begun = backend.run("moecomm combine", begin)
+        return CombineInParts(backend, begun, handle.part_ends, check)
 
     def _check_parts(self, parts: Any) -> None:
         require_integer("parts", parts, 1, self.most_parts)

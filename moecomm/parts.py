@@ -45,7 +45,7 @@ class DispatchInParts(_InParts):
         backend: Backend,
         begun: Any,
         parts: int,
-        finish: Callable[[Any], DispatchOutput],
+        finish: Callable[[Any, tuple[int, ...]], DispatchOutput],
     ) -> None:
         super().__init__(backend, "the dispatch", parts)
         self._begun, self._finish = begun, finish
@@ -61,7 +61,7 @@ class DispatchInParts(_InParts):
             return
         raw = self._backend.run("moecomm dispatch part", lambda: self._backend.finish_dispatch(self._begun))
         self.ends = self._backend.part_ends(self._begun)
-        self._output = self._finish(raw)
+        self._output = self._finish(raw, self.ends)
 
     @property
     def output(self) -> DispatchOutput:
@@ -98,16 +98,27 @@ class RedispatchInParts(_InParts):
 class CombineInParts(_InParts):
     """A combine under way, from `Communicator.begin_combine`."""
 
-    def __init__(self, backend: Backend, begun: Any, parts: int) -> None:
-        super().__init__(backend, "the combine", parts)
-        self._begun = begun
+    def __init__(
+        self, backend: Backend, begun: Any, ends: tuple[int, ...], check: Callable[[Any, int], None]
+    ) -> None:
+        super().__init__(backend, "the combine", len(ends))
+        self._begun, self._ends, self._check = begun, ends, check
         self._result: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    def send(self) -> None:
-        """Sends what the rows of the next part's experts complete; what the current stream holds has made
-        them."""
+    def send(self, rows: torch.Tensor) -> None:
+        """Sends what the rows of the next part's experts complete, on the current stream, which has to be the
+        one of the first part.
+
+        rows: (ends[part] - ends[part - 1], H) in the communicator's dtype. Raises InvalidArgument, on this
+        rank only, for others; the part can be sent again.
+        """
+        part = self.done
+        if part < self.parts:
+            self._check(rows, self._ends[part] - (self._ends[part - 1] if part > 0 else 0))
         self._next()
-        self._result = self._backend.run("moecomm combine part", lambda: self._backend.send_part(self._begun))
+        self._result = self._backend.run(
+            "moecomm combine part", lambda: self._backend.send_part(self._begun, rows)
+        )
 
     @property
     def result(self) -> tuple[torch.Tensor, torch.Tensor | None]:

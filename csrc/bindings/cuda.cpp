@@ -152,26 +152,29 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            [](DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t stream) {
              self.finish_redispatch(rows, {pointer(out), nullptr, nullptr, nullptr}, stream_of(stream));
            })
-      .def(
-          "combine",
-          [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
-             int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads,
-             uintptr_t stream, int32_t part, int32_t parts) {
-            intranode::CombineArguments arguments{pointer(rows),
-                                                  pointer(weights),
-                                                  pointer(weight_grads),
-                                                  pointer(y),
-                                                  pointer(out_weight_grads),
-                                                  pointer<int32_t>(plan),
-                                                  tokens,
-                                                  layout};
-            arguments.part = part;
-            arguments.parts = parts;
-            self.combine(arguments, stream_of(stream));
-          },
-          py::arg("plan"), py::arg("layout"), py::arg("rows"), py::arg("weights"), py::arg("tokens"),
-          py::arg("y"), py::arg("weight_grads"), py::arg("out_weight_grads"), py::arg("stream"),
-          py::arg("part") = 0, py::arg("parts") = 1)
+      .def("combine",
+           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
+              int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads,
+              uintptr_t stream) {
+             self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
+                           pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
+                          stream_of(stream));
+           })
+      .def("combine_part",
+           [](DeviceCommunicator& self, uintptr_t plan, uintptr_t rows, int32_t end, int64_t tokens,
+              uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads, uintptr_t stream, int32_t part,
+              int32_t parts) {
+             intranode::CombineArguments arguments{};
+             arguments.weight_grads = pointer(weight_grads);
+             arguments.y = pointer(y);
+             arguments.out_weight_grads = pointer(out_weight_grads);
+             arguments.plan = pointer<int32_t>(plan);
+             arguments.tokens = tokens;
+             arguments.layout = RowLayout::expert;
+             arguments.part = part;
+             arguments.parts = parts;
+             self.combine_part(arguments, pointer(rows), end, stream_of(stream));
+           })
       .def(
           "fail",
           [](DeviceCommunicator& self, ErrorKind kind, const std::string& text, uintptr_t stream) {

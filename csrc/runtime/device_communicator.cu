@@ -395,9 +395,11 @@ void DeviceCommunicator::check() {
 
 /// Ends what was begun and will not be completed.
 void DeviceCommunicator::abandon() {
-  if (reducing_) {
-    // Peers wait for all parts of the sums. They are not what they should be, and nobody gets them.
-    while (reducing_) combine(intranode::CombineArguments(*reducing_), pending_stream_);
+  // Peers wait for all parts of the sums. The memory of rows and results may be somebody else's by now.
+  while (reducing_) {
+    intranode::CombineArguments next = *reducing_;
+    next.given_up = true;
+    reduce_part(next, pending_stream_);
   }
   if (!pending_) return;
   const intranode::SendArguments begun = *pending_;
@@ -543,13 +545,33 @@ void DeviceCommunicator::finish_redispatch(int64_t rows, const DeviceRows& outpu
 void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
+  abandon();
+  reduce_part(arguments, stream);
+}
+
+void DeviceCommunicator::combine_part(const intranode::CombineArguments& arguments, const std::byte* rows,
+                                      int32_t end, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  intranode::CombineArguments all = arguments;
   if (arguments.part == 0) {
     abandon();
     require_parts(arguments.parts, arguments.layout);
   } else if (!reducing_ || reducing_->part != arguments.part || reducing_->parts != arguments.parts) {
     throw Error(ErrorKind::invalid_argument,
                 "part is " + std::to_string(arguments.part) + ", which is not the next of a combine");
+  } else {
+    all.part_rows = reducing_->part_rows;
   }
+  const int32_t first = arguments.part == 0 ? 0 : all.part_rows.ends[arguments.part - 1];
+  all.rows = rows;
+  all.part_rows.rows[arguments.part] = rows - first * config_.shape.row_bytes();
+  all.part_rows.ends[arguments.part] = end;
+  reduce_part(all, stream);
+}
+
+/// A part of a combine, which may be the only one.
+void DeviceCommunicator::reduce_part(const intranode::CombineArguments& arguments, cudaStream_t stream) {
   const bool last = arguments.part + 1 == arguments.parts;
   const device::Comm& comm = *this->comm(WireFormat::same);
   // Parts before the last one have nothing beside them.

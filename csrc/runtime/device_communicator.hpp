@@ -135,8 +135,12 @@ class DeviceCommunicator {
   void begin_redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
   /// Starts to receive the next part into `output` of `rows` rows.
   void finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream);
-  /// Part number arguments.part of a combine; with the last one the tokens' sums.
   void combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
+  /// The next of arguments.parts parts of a combine, whose rows, up to number `end`, are at `rows` (of the
+  /// first of them); with the last part the tokens' sums. The first part's `arguments` hold for all, but for
+  /// weight_grads and the results: those of the last do.
+  void combine_part(const intranode::CombineArguments& arguments, const std::byte* rows, int32_t end,
+                    cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
@@ -168,6 +172,7 @@ class DeviceCommunicator {
   void end_sending(cudaStream_t stream, bool apart);
   void send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream);
   void receive(WireFormat wire, intranode::ReceiveArguments arguments, cudaStream_t stream);
+  void reduce_part(const intranode::CombineArguments& arguments, cudaStream_t stream);
   void abandon();
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -205,7 +210,7 @@ class DeviceCommunicator {
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
   std::optional<intranode::SendArguments> pending_;      // begun, not received
-  std::optional<intranode::CombineArguments> reducing_;  // the next part of a combine that has begun
+  std::optional<intranode::CombineArguments> reducing_;  // a combine of which parts are left, and the next
   int32_t received_ = 0;                                 // parts of the pending one
   cudaStream_t pending_stream_ = nullptr;
   DeviceStats stats_;

@@ -178,13 +178,11 @@ class Backend(Protocol):
         """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
         weight_grads)."""
 
-    def begin_combine(
-        self, plan: Any, rows_PH: torch.Tensor, weight_grads: torch.Tensor | None, parts: int
-    ) -> Any:
-        """What `send_part` takes; nothing is read yet."""
+    def begin_combine(self, plan: Any, ends: tuple[int, ...], weight_grads: torch.Tensor | None) -> Any:
+        """What `send_part` takes, for parts whose rows end there; nothing is read yet."""
 
-    def send_part(self, begun: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The rows of the next part's experts are there. With the last one: as `combine`."""
+    def send_part(self, begun: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The rows of the next part's experts. With the last one: as `combine`."""
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """(num_tokens, H), in the window if that saves a copy."""

@@ -61,10 +61,10 @@ class _BegunRedispatch(NamedTuple):
 @dataclass
 class _BegunCombine:
     plan: Any
-    rows_PH: torch.Tensor
+    ends: tuple[int, ...]
     weight_grads: torch.Tensor | None
-    left: int
-    """Parts."""
+    rows: list[torch.Tensor]
+    """Of the parts so far."""
 
 
 class _PlanWords(np.ndarray):
@@ -239,21 +239,19 @@ class CpuBackend:
         """Nothing is left to do."""
 
     def begin_combine(
-        self,
-        plan: _C.Plan | TensorPlan,
-        rows_PH: torch.Tensor,
-        weight_grads: torch.Tensor | None,
-        parts: int,
+        self, plan: _C.Plan | TensorPlan, ends: tuple[int, ...], weight_grads: torch.Tensor | None
     ) -> _BegunCombine:
         """All of it is done with the last part."""
-        return _BegunCombine(plan, rows_PH, weight_grads, parts)
+        return _BegunCombine(plan, ends, weight_grads, [])
 
-    def send_part(self, begun: _BegunCombine) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def send_part(
+        self, begun: _BegunCombine, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """The combine, if this is the last one."""
-        begun.left -= 1
-        if begun.left > 0:
+        begun.rows.append(rows.detach())
+        if len(begun.rows) < len(begun.ends):
             return None
-        y_TH, grads_TK = self.combine(begun.plan, begun.rows_PH, None, begun.weight_grads)
+        y_TH, grads_TK = self.combine(begun.plan, torch.cat(begun.rows), None, begun.weight_grads)
         assert y_TH is not None
         return y_TH, grads_TK
 

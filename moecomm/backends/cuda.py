@@ -69,11 +69,11 @@ class _BegunRedispatch:
 @dataclass
 class _BegunCombine:
     plan: TensorPlan
-    rows_PH: torch.Tensor
+    ends: tuple[int, ...]
     weight_grads: torch.Tensor | None
-    parts: int
     results: tuple[torch.Tensor, torch.Tensor | None]
-    part: int = 0
+    rows: list[torch.Tensor]
+    """Of the parts so far."""
 
 
 class CudaBackend:
@@ -473,7 +473,7 @@ class CudaBackend:
         return out_PH
 
     def begin_combine(
-        self, plan: TensorPlan, rows_PH: torch.Tensor, weight_grads: torch.Tensor | None, parts: int
+        self, plan: TensorPlan, ends: tuple[int, ...], weight_grads: torch.Tensor | None
     ) -> _BegunCombine:
         """Takes memory for the results."""
         grads_TK = None
@@ -483,27 +483,29 @@ class CudaBackend:
                 grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
         except OutOfMemory as error:
             self.fail(error)
-        return _BegunCombine(plan, rows_PH, weight_grads, parts, (y_TH, grads_TK))
+        return _BegunCombine(plan, ends, weight_grads, (y_TH, grads_TK), [])
 
-    def send_part(self, begun: _BegunCombine) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def send_part(
+        self, begun: _BegunCombine, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Sends the sums that the next part completes."""
         y_TH, grads_TK = begun.results
-        grads = begun.weight_grads
-        self._native.combine(
+        grads, part = begun.weight_grads, len(begun.rows)
+        rows, address = self._readable(rows)
+        begun.rows.append(rows)  # later parts read it too
+        self._native.combine_part(
             self._plan_address(begun.plan),
-            self._layouts[begun.plan.layout],
-            self._address(begun.rows_PH),
-            0,
+            address,
+            begun.ends[part],
             begun.plan.tokens,
             self._address(y_TH),
             0 if grads is None else self._address(grads),
             0 if grads_TK is None else self._address(grads_TK),
             self._raw_stream,
-            begun.part,
-            begun.parts,
+            part,
+            len(begun.ends),
         )
-        begun.part += 1
-        return begun.results if begun.part == begun.parts else None
+        return begun.results if part + 1 == len(begun.ends) else None
 
     def combine(
         self,

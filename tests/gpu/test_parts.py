@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -62,9 +63,7 @@ class Parts:
         x_TH = self.known.own.x_TH * 3
         plain = self.comm.redispatch(x_TH, self.out.handle)
         harness.poison(32 << 20)
-        again = self._receive(
-            "redispatch", self.comm.begin_redispatch(x_TH, self.out.handle, parts=self.parts)
-        )
+        again = self._receive("redispatch", self.comm.begin_redispatch(x_TH, self.out.handle))
         self._say("redispatch", torch.equal(plain, again))
 
     def check_combine(self, with_weights: bool) -> None:
@@ -73,13 +72,9 @@ class Parts:
         whole = torch.randn(out.tokens.shape, generator=gen, device=self.comm.device, dtype=out.tokens.dtype)
         grads = torch.rand(len(whole), generator=gen, device=self.comm.device) if with_weights else None
         plain = self.comm.dispatch_backward(whole, out.handle, grad_weights=grads)
-        rows = torch.full_like(whole, float("nan"))
-        begun = self.comm.begin_combine(rows, out.handle, grad_weights=grads, parts=self.parts)
-        first = 0
-        for end in self.ends:
-            rows[first:end] = whole[first:end]  # what is not there yet must not be read
-            first = end
-            begun.send()
+        begun = self.comm.begin_combine(out.handle, grad_weights=grads)
+        for first, end in itertools.pairwise((0, *self.ends)):
+            begun.send(whole[first:end].clone())
         self._say(what, torch.equal(plain[0], begun.result[0]))
         if with_weights:
             self._say(f"{what}: gradients", torch.equal(plain[1], begun.result[1]))
@@ -153,15 +148,21 @@ def _mistakes(rank: int, world_size: int, job: Job) -> list[str]:
         with pytest.raises(moecomm.InvalidArgument, match="all of its 2 parts"):
             begun.receive()
         out = begun.output
-        with pytest.raises(moecomm.InvalidArgument, match="contiguous"):
-            comm.begin_combine(out.tokens.t().contiguous().t(), out.handle, parts=2)
-        combined = comm.begin_combine(out.tokens, out.handle, parts=2)
+        whole = known.dispatch(comm)
+        for begin in (comm.begin_combine, lambda handle: comm.begin_redispatch(own.x_TH, handle)):
+            with pytest.raises(moecomm.InvalidArgument, match="in one piece"):
+                begin(whole.handle)
+        combined = comm.begin_combine(out.handle)
         with pytest.raises(moecomm.InvalidArgument, match="0 of 2 parts"):
             _ = combined.result
-        combined.send()
+        with pytest.raises(moecomm.InvalidArgument, match="rows has shape"):
+            combined.send(torch.cat([out.tokens, out.tokens[:1]]))
+        combined.send(out.tokens[: begun.ends[0]])
         with pytest.raises(moecomm.InvalidArgument, match="1 of 2 parts"):
             _ = combined.result
-        combined.send()
+        combined.send(out.tokens[begun.ends[0] :])
+        with pytest.raises(moecomm.InvalidArgument, match="all of its 2 parts"):
+            combined.send(out.tokens)
         harness.synchronize()
         comm.check()
         known.check_dispatch(out)
@@ -185,11 +186,15 @@ def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
             if step % 3 == 0:
                 begun = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK, parts=3)
             elif step % 3 == 1:
-                begun = comm.begin_redispatch(own.x_TH, out.handle, parts=3)
+                begun = comm.begin_redispatch(own.x_TH, out.handle)
             else:
-                begun = comm.begin_combine(out.tokens, out.handle, parts=3)
-            for _ in range((step + rank) % 3):
-                begun.send() if step % 3 == 2 else begun.receive()
+                begun = comm.begin_combine(out.handle)
+            ends = (0, *out.handle.part_ends)
+            for part in range((step + rank) % 3):
+                if step % 3 == 2:
+                    begun.send(out.tokens[ends[part] : ends[part + 1]])
+                else:
+                    begun.receive()
             problems += Parts(comm, job, rank, 2).all()
         harness.synchronize()
         comm.check()

@@ -53,7 +53,7 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
     const TokenSlot token{slot[i]};
     if (!token.here() || (args.parts > 1 && token.last_part() != args.part)) continue;
     owned |= 1u << i;
-    const bool keep = counts_once(args.layout, row[i]);
+    const bool keep = counts_once(args.layout, row[i]) && !args.given_up;
     compact(weights + i * top_k, weight[i], keep);
     const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
@@ -193,7 +193,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       std::byte* const to = first_slot + (i * slots_of_token + slots[i]) * row_bytes;
       const int32_t* const rows = sources + i * top_k;
       const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
-      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+      const auto row = [&](int j) { return combined_row(args, rows[j], row_bytes); };
       for (int first = 0; first < vectors; first += kSteps * 32)
         sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors).store(to, first, vectors);
     }

@@ -99,6 +99,18 @@ __device__ inline Strip<steps> sum_rows(int count, const Row& row,
   return sum.rounded();
 }
 
+/// Row number `row` of what a combine takes.
+__device__ inline const std::byte* combined_row(const CombineArguments& args, int32_t row,
+                                                int64_t row_bytes) {
+  const std::byte* rows = args.rows;
+  if (args.parts > 1) {
+    int part = 0;
+    while (part + 1 < args.parts && row >= args.part_rows.ends[part]) ++part;
+    rows = args.part_rows.rows[part];
+  }
+  return rows + row * row_bytes;
+}
+
 /// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
 template <class Weight>
 __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
@@ -106,7 +118,7 @@ __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments&
   const int64_t to = token * comm.top_k() + lane_id();
   const int64_t from = args.layout == RowLayout::expert ? row : int64_t{row} * comm.top_k() + lane_id();
   reinterpret_cast<Weight*>(section)[to] =
-      row < 0 ? Weight{0} : reinterpret_cast<const Weight*>(args.weight_grads)[from];
+      row < 0 || args.given_up ? Weight{0} : reinterpret_cast<const Weight*>(args.weight_grads)[from];
 }
 
 }  // namespace moecomm::intranode

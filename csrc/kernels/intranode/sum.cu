@@ -202,7 +202,7 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
       if (!find_slots(comm, args, epoch, t, places)) return;
     if (!wait_sums(comm, epoch, t / size, token)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
-    const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+    const auto row = [&](int j) { return combined_row(args, rows[j], row_bytes); };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
     const auto slot = [&](int s) { return kNodes ? places[s] : slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && meet(comm, Operation::combine, epoch)) {
+  if (!already_failed(comm) && meet(comm, Operation::combine, epoch) && !args.given_up) {
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {
