@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """The reference tables: every program with its baselines at the sizes that docs/results.md shows.
 
-Runs on the GPUs if there are any (--device). --nodes runs what is between nodes instead, emulated on this
-host: dispatch and combine over each provider, the provider by itself, and the proxy by itself. Prints each
-run as it goes and one summary at the end. Only --write changes files of the repository: docs/results/*.json,
-one a run, pictures of the sweeps, and its own part of docs/results.md; --into keeps the records elsewhere,
-and --page makes the page of the records that are there. With the defaults it takes two to four minutes on two
-cores, --nodes about seven.
+Runs on the GPUs if there are any (--device). --layers runs whole layers instead, forward and backward.
+--nodes runs what is between nodes instead, emulated on this host: dispatch and combine over each provider,
+the provider by itself, and the proxy by itself. Prints each run as it goes and one summary at the end. Only
+--write changes files of the repository: docs/results/*.json, one a run, pictures of the sweeps, and its own
+part of docs/results.md; --into keeps the records elsewhere, and --page makes the page of the records that are
+there. With the defaults it takes two to four minutes on two cores, --nodes about seven.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from typing import Any
 if not __package__:  # started as a file: the folder above bench/ is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import launch, native, node_results, results
-from bench.harness.entry import ranks_main
+from bench.harness import launch, layer_results, native, node_results, results
+from bench.harness.entry import Given, parse, ranks_main
+from bench.harness.layer_plan import layers_cpu_plan, layers_cuda_plan
 from bench.harness.node_plan import PROVIDERS, NativeRun, native_plan, nodes_cpu_plan, nodes_cuda_plan
-from bench.harness.options import Options, find_device, parse
+from bench.harness.options import find_device
 from bench.harness.plan import Run, cpu_plan, cuda_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +104,7 @@ def execute_native(
     return records
 
 
-def _options(run: Run, target: Path, commit: str | None) -> Options:
+def _options(run: Run, target: Path, commit: str | None) -> Given:
     given = parse(run.program, [*run.flags, "-J", str(target)])
     # The record shows the command a reader would type, without the folder this run happened to use.
     command = f"python bench/{run.program}_perf.py {shlex.join(run.flags)}"
@@ -149,14 +150,24 @@ def _write_page(plan: Sequence[Run], device: str, command: str) -> None:
 
 def _write_nodes_page(command: str) -> None:
     """The part between nodes, of all such records in docs/results/: of CPUs and GPUs, and of any label."""
-    paths = [path for path in RESULTS.glob("*.json") if node_results.is_one(path.stem)]
+    if records := _recorded(node_results.is_one, "between nodes"):
+        _renew("nodes", node_results.part(records, command), len(records))
+
+
+def _write_layers_page(command: str) -> None:
+    """The part of layers, of all such records in docs/results/: of CPUs and GPUs."""
+    if records := _recorded(layer_results.is_one, "of layers"):
+        _renew("layers", layer_results.part(records, command), len(records))
+
+
+def _recorded(is_one: Callable[[str], bool], words: str) -> dict[str, dict[str, Any]]:
+    """The records of one part that are in docs/results/, in the order in which they were made, which is the
+    plan's."""
+    paths = [path for path in RESULTS.glob("*.json") if is_one(path.stem)]
     if not paths:
-        print("run_all.py: docs/results/ has no records between nodes", file=sys.stderr)
-        return
+        print(f"run_all.py: docs/results/ has no records {words}", file=sys.stderr)
     found = {path.stem: json.loads(path.read_text()) for path in paths}
-    # In the order in which they were made, which is the plan's.
-    records = dict(sorted(found.items(), key=lambda each: (each[1]["time"], each[0])))
-    _renew("nodes", node_results.part(records, command), len(records))
+    return dict(sorted(found.items(), key=lambda each: (each[1]["time"], each[0])))
 
 
 def _renew(name: str, part: str, count: int) -> None:
@@ -167,7 +178,8 @@ def _renew(name: str, part: str, count: int) -> None:
 
 def _recorded_ranks() -> int:
     """How many ranks the largest runs on one node had whose records are in docs/results/."""
-    paths = [path for path in RESULTS.glob("*.json") if not node_results.is_one(path.stem)]
+    other = (node_results.is_one, layer_results.is_one)
+    paths = [path for path in RESULTS.glob("*.json") if not any(is_one(path.stem) for is_one in other)]
     return max((json.loads(path.read_text())["ranks"] for path in paths), default=2)
 
 
@@ -175,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="run_all.py", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
+    add("--layers", action="store_true", help="whole layers, forward and backward")
     add(
         "--nodes",
         action="store_true",
@@ -204,6 +217,9 @@ def _plan(given: argparse.Namespace, device: str) -> tuple[list[Run], list[Nativ
     warmup = given.warmup if given.warmup is not None else (5 if on_gpus else 3)
     if not given.nodes:
         here = _recorded_ranks() if given.page else parse("dispatch", ["--device", device]).ranks
+        if given.layers:
+            plan = layers_cuda_plan if on_gpus else layers_cpu_plan
+            return plan(given.ranks or here, iters, warmup), []
         return (cuda_plan if on_gpus else cpu_plan)(given.ranks or here, iters, warmup), []
     providers = [word for word in given.providers.split(",") if word]
     if not providers:
@@ -219,6 +235,8 @@ def _plan(given: argparse.Namespace, device: str) -> tuple[list[Run], list[Nativ
 def _command(given: argparse.Namespace, device: str) -> str:
     """What makes this part of the page again."""
     what = ["--nodes"] if given.nodes else ["--device", device]
+    if given.layers:
+        what = ["--layers", *what]
     return shlex.join(["python", "bench/run_all.py", *what, "--write"])
 
 
@@ -228,9 +246,11 @@ def main() -> int:
     given = parser.parse_args()
     if given.label and (not given.nodes or not given.label.isalnum()):
         parser.exit(2, "run_all.py: error: --label is a word of letters and digits, for --nodes\n")
+    if given.layers and given.nodes:
+        parser.exit(2, "run_all.py: error: --layers and --nodes are plans of their own: give one of them\n")
     device = "cpu" if given.nodes and given.device == "auto" else find_device(given.device)
-    if given.page and given.nodes:
-        _write_nodes_page(_command(given, device))
+    if given.page and (given.nodes or given.layers):
+        (_write_nodes_page if given.nodes else _write_layers_page)(_command(given, device))
         return 0
     try:
         plan, native_runs = _plan(given, device)
@@ -261,14 +281,17 @@ def main() -> int:
         for name in records:
             (folder / f"{name}.json").rename(folder / f"{name}{end}")
     summary = node_results.summary if given.nodes else results.summary
+    missing = results.missing
+    if given.layers:
+        summary, missing = layer_results.summary, layer_results.missing
     print("\n" + summary(records), flush=True)
-    print("\n".join(results.missing(records)), flush=True)
+    print("\n".join(missing(records)), flush=True)
     if given.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
         for name, record in records.items():
             (RESULTS / f"{name}{end}").write_text(json.dumps(record, indent=1) + "\n")
-        if given.nodes:
-            _write_nodes_page(_command(given, device))
+        if given.nodes or given.layers:
+            (_write_nodes_page if given.nodes else _write_layers_page)(_command(given, device))
         else:
             _write_page(plan, device, _command(given, device))
     failed = [run.name for run in everything if run.name not in records]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_ROWS_STREAM, _WEIGHTS_STREAM, _BYTES_STREAM = 2, 3, 6
+_ROWS_STREAM, _WEIGHTS_STREAM, _BYTES_STREAM, _EXPERTS_STREAM = 2, 3, 6, 7
 SCALE_BLOCK = 128  # columns that share a scale in the fp8 wire format
 _E4M3_MAX = 448.0
 _SMALLEST_SCALE = 2.0**-126
@@ -58,6 +58,20 @@ def weights(key: DataKey, rank: int, topk: int, device: torch.device) -> torch.T
     generator = _generator(device, key.seed, _WEIGHTS_STREAM, key.round, key.tokens, rank)
     values = torch.rand(key.tokens, topk, generator=generator, device=device).add_(0.25)
     return values.div_(values.sum(1, keepdim=True))
+
+
+def expert(
+    seed: int, number: int, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of expert `number` of all ranks': (H, 2F), gate first, and (F, H), so that rows keep their
+    magnitude.
+    """
+    generator = _generator(device, seed, _EXPERTS_STREAM, number)
+    made = []
+    for shape in ((hidden, 2 * ffn), (ffn, hidden)):
+        values = torch.randn(shape, generator=generator, device=device, dtype=wide(dtype))
+        made.append(values.mul_(shape[0] ** -0.5).to(dtype))
+    return made[0], made[1]
 
 
 def payload(

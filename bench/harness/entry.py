@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from . import launch
-from .options import Options, parse
+from . import launch, layer_options, options
+from .layer_options import LayerOptions
+from .options import Options
+
+Given = Options | LayerOptions
 
 
 def main(operation: str) -> int:
@@ -13,16 +17,26 @@ def main(operation: str) -> int:
     return launch.run(rank_main, parse(operation))
 
 
-def rank_main(options: Options, rank: int, ranks: int) -> int:
-    """One rank of the program."""
-    from .program import benchmark
+def parse(operation: str, flags: Sequence[str] | None = None) -> Given:
+    """The options of the program for `operation`: dispatch, combine, alltoall or moe_layer."""
+    if operation == layer_options.PROGRAM:
+        return layer_options.parse(flags)
+    return options.parse(operation, flags)
 
-    return benchmark(options, rank, ranks)
+
+def rank_main(options: Given, rank: int, ranks: int) -> int:
+    """One rank of a program."""
+    if isinstance(options, LayerOptions):
+        from . import layer_program
+
+        return layer_program.benchmark(options, rank, ranks)
+    from . import program
+
+    return program.benchmark(options, rank, ranks)
 
 
-def ranks_main(plan: tuple[Options, ...], deadline_s: float, options: Options, rank: int, ranks: int) -> int:
+def ranks_main(plan: tuple[Given, ...], deadline_s: float, options: Given, rank: int, ranks: int) -> int:
     """One rank of several runs in turn, which saves starting for each; none begins after the deadline."""
-    from .program import benchmark
     from .timing import sum_over_ranks
 
     begun = time.monotonic()
@@ -33,5 +47,5 @@ def ranks_main(plan: tuple[Options, ...], deadline_s: float, options: Options, r
             break
         if rank == 0:
             print(f"\n$ {each.command}", flush=True)
-        status |= benchmark(each, rank, ranks)
+        status |= rank_main(each, rank, ranks)
     return status

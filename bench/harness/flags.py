@@ -61,7 +61,7 @@ USEFUL_TEXT = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line and nothing else."""
 
     def error(self, message: str) -> NoReturn:
@@ -75,7 +75,7 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
     """The parser of one program; `alltoall` has no routing flags (its routing is what makes it an
     all-to-all).
     """
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

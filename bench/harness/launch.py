@@ -20,11 +20,28 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
-from .options import Options
 
-RankMain = Callable[[Options, int, int], int]
+class Launched(Protocol):
+    """What this file wants to know of a program's options."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def baselines(self) -> tuple[str, ...]: ...
+
+
+Given = TypeVar("Given", bound=Launched)
+RankMain = Callable[[Given, int, int], int]
 _GRACE_AFTER_FAILURE = 3.0  # seconds the other ranks get to report what they saw
 _GRACE_AFTER_TERM = 3.0
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +53,7 @@ _WITHOUT_MULTICAST = {
 }
 
 
-def run(rank_main: RankMain, options: Options) -> int:
+def run(rank_main: RankMain[Given], options: Given) -> int:
     """Runs `rank_main(options, rank, ranks)` on every rank and returns the exit status of the program.
 
     0: all ranks returned 0. 1: a rank failed or found wrong values. 130: interrupted.
@@ -46,7 +63,7 @@ def run(rank_main: RankMain, options: Options) -> int:
     return _spawn(rank_main, options)
 
 
-def _join(rank_main: RankMain, options: Options) -> int:
+def _join(rank_main: RankMain[Given], options: Given) -> int:
     import torch.distributed as dist
 
     backend = _prepare(options, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
@@ -54,7 +71,7 @@ def _join(rank_main: RankMain, options: Options) -> int:
     return _rank(rank_main, options, dist.get_rank(), dist.get_world_size())
 
 
-def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
+def _rank(rank_main: RankMain[Given], options: Given, rank: int, ranks: int) -> int:
     import torch.distributed as dist
 
     try:
@@ -74,7 +91,7 @@ def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
         dist.destroy_process_group()
 
 
-def _prepare(options: Options, local_rank: int) -> str:
+def _prepare(options: Launched, local_rank: int) -> str:
     """Sets threads and device of this process; returns the backends of its process group."""
     import torch
 
@@ -93,7 +110,7 @@ def _prepare(options: Options, local_rank: int) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _child(rank_main: RankMain, options: Options, rank: int, parent: int, line: Connection) -> None:
+def _child(rank_main: RankMain[Given], options: Given, rank: int, parent: int, line: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the ranks in order
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -113,7 +130,7 @@ def _child(rank_main: RankMain, options: Options, rank: int, parent: int, line: 
     raise SystemExit(_rank(rank_main, options, rank, options.ranks))
 
 
-def _spawn(rank_main: RankMain, options: Options) -> int:
+def _spawn(rank_main: RankMain[Given], options: Given) -> int:
     """Starts the ranks. Does without torch, so that they load it at once instead of after their parent."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -158,7 +175,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _wait(ranks: list[BaseProcess], options: Options) -> int:
+def _wait(ranks: list[BaseProcess], options: Launched) -> int:
     """Waits until all ranks are done, or one has failed and the others have had their grace."""
     running: dict[object, tuple[int, BaseProcess]] = {p.sentinel: (rank, p) for rank, p in enumerate(ranks)}
     failed = False

@@ -155,7 +155,7 @@ def _gpus() -> int:
     return found
 
 
-def _ranks(given: int | None, device: str) -> int:
+def find_ranks(given: int | None, device: str) -> int:
     world = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     if world is not None:
         if given is not None and given != int(world):
@@ -166,7 +166,7 @@ def _ranks(given: int | None, device: str) -> int:
     return given
 
 
-def _dtypes(text: str) -> tuple[str, ...]:
+def types_named(text: str) -> tuple[str, ...]:
     if text == "all":
         return tuple(DTYPES)
     names = tuple(_DTYPE_ALIASES.get(word, word) for word in text.split(","))
@@ -207,12 +207,12 @@ def _ranks_per_node(given: int | None, ranks: int) -> int | None:
     source = "--ranks-per-node"
     if given is None and (text := os.environ.get("MOECOMM_RANKS_PER_NODE")):
         source = "MOECOMM_RANKS_PER_NODE"
-        (given,) = _list(text, source)
+        (given,) = numbers(text, source)
     if given is None and "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         return local if local < ranks and ranks % local == 0 else None
     if given is not None:
-        _at_least(given, 1, source)
+        at_least(given, 1, source)
         if ranks % given:
             raise ValueError(f"{source} {given} does not divide the {ranks} ranks (-g)")
     return given
@@ -226,7 +226,7 @@ def _capacity(text: str | None) -> int | str | None:
     return int(text)
 
 
-def _writable(path: str | None, flag: str) -> str | None:
+def writable(path: str | None, flag: str) -> str | None:
     if path is not None:
         parent = Path(path).resolve().parent
         if not parent.is_dir():
@@ -236,14 +236,14 @@ def _writable(path: str | None, flag: str) -> str | None:
     return path
 
 
-def _list(text: str, flag: str) -> tuple[int, ...]:
+def numbers(text: str, flag: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"{flag} {text!r} has to be a number above 0, or a list of them: 8,24")
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
-def _exponents(text: str) -> tuple[float, ...]:
+def exponents_named(text: str) -> tuple[float, ...]:
     try:
         found = tuple(dict.fromkeys(float(word) for word in text.split(",")))
     except ValueError:
@@ -254,7 +254,7 @@ def _exponents(text: str) -> tuple[float, ...]:
     return found
 
 
-def _at_least(value: int, least: int, flag: str) -> int:
+def at_least(value: int, least: int, flag: str) -> int:
     if value < least:
         raise ValueError(f"{flag} has to be at least {least}, got {value}")
     return value
@@ -262,13 +262,13 @@ def _at_least(value: int, least: int, flag: str) -> int:
 
 def _checked(operation: str, given: argparse.Namespace, program: str, arguments: list[str]) -> Options:
     device = find_device(given.device)
-    ranks = _at_least(_ranks(given.ranks, device), 1, "-g")
+    ranks = at_least(find_ranks(given.ranks, device), 1, "-g")
     ranks_per_node = _ranks_per_node(given.ranks_per_node, ranks)
     nodes = ranks // (ranks_per_node or ranks)
     if given.fabric_provider and nodes == 1:
         raise ValueError("--fabric-provider is for several nodes (--ranks-per-node)")
-    hidden = _at_least(given.hidden, 1, "--hidden")
-    dtypes = _dtypes(given.dtype)
+    hidden = at_least(given.hidden, 1, "--hidden")
+    dtypes = types_named(given.dtype)
     for name in dtypes:
         if hidden * DTYPES[name] % 16:
             raise ValueError(
@@ -283,7 +283,9 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
     step = None if given.increment is None else parse_size(given.increment, row_bytes)
     sizes = sweep(first, first if given.max is None else parse_size(given.max, row_bytes), step, given.factor)
     flush_bytes = None if given.flush is None else 0 if given.flush == "0" else parse_size(given.flush, 1)
-    num_sms: tuple[int | None, ...] = (None,) if given.num_sms is None else _list(given.num_sms, "--num-sms")
+    num_sms: tuple[int | None, ...] = (
+        (None,) if given.num_sms is None else numbers(given.num_sms, "--num-sms")
+    )
     if device == "cpu":
         for flag, used in (("--num-sms", given.num_sms), ("--graph", given.graph)):
             if used:
@@ -295,9 +297,9 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         ranks=ranks,
         sizes=sizes,
         dtypes=dtypes,
-        iters=_at_least(given.iters, 1, "-n"),
-        warmup=_at_least(given.warmup, 0, "-w"),
-        checks=_at_least(given.check, 0, "-c"),
+        iters=at_least(given.iters, 1, "-n"),
+        warmup=at_least(given.warmup, 0, "-w"),
+        checks=at_least(given.check, 0, "-c"),
         hidden=hidden,
         **asdict(alike[0]),
         variants=tuple(alike),
@@ -317,15 +319,15 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         dequantize=True,
         kept_handle=None,
         graph=given.graph,
-        host_calls=_at_least(given.host_calls, 0, "--host-calls"),
+        host_calls=at_least(given.host_calls, 0, "--host-calls"),
         input=given.input,
         ids=given.ids,
         baselines=_baselines(operation, device, nodes, given.baselines),
         baselines_only=given.baselines_only,
-        json=_writable(given.json, "-J"),
-        plot=_writable(given.plot, "--plot"),
-        seed=_at_least(given.seed, 0, "--seed"),
-        threads=_at_least(given.threads, 1, "--threads")
+        json=writable(given.json, "-J"),
+        plot=writable(given.plot, "--plot"),
+        seed=at_least(given.seed, 0, "--seed"),
+        threads=at_least(given.threads, 1, "--threads")
         if given.threads is not None
         else threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), available_cores()),
         flush_bytes=flush_bytes,
@@ -347,18 +349,18 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
 
 def _with_routing(options: Options, given: argparse.Namespace) -> Options:
     routing, trace = _routing(given.routing)
-    counts = _list(given.experts, "--experts")
+    counts = numbers(given.experts, "--experts")
     if trace is not None:
         from .routing import load_trace  # numpy only when a trace is asked for
 
         trace_topk = load_trace(trace, min(counts)).shape[-1]
-        if given.topk is not None and _list(given.topk, "--topk") != (trace_topk,):
+        if given.topk is not None and numbers(given.topk, "--topk") != (trace_topk,):
             raise ValueError(
                 f"--topk {given.topk} disagrees with {trace}, which has {trace_topk} ids a token"
             )
         topks: tuple[int, ...] = (trace_topk,)
     else:
-        topks = (4,) if given.topk is None else _list(given.topk, "--topk")
+        topks = (4,) if given.topk is None else numbers(given.topk, "--topk")
     for experts in counts:
         if experts % options.ranks:
             raise ValueError(f"--experts {experts} cannot be shared evenly by {options.ranks} ranks (-g)")
@@ -375,7 +377,7 @@ def _with_routing(options: Options, given: argparse.Namespace) -> Options:
         raise ValueError("--no-dequantize is for --wire fp8: other rows arrive in their type")
     if given.wire is not None and options.device == "cpu":
         raise ValueError("--wire is for GPUs (--device cuda)")
-    exponents = _exponents(given.zipf)
+    exponents = exponents_named(given.zipf)
     variants = tuple(
         replace(each, experts=experts, topk=topk, zipf=zipf)
         for experts in counts
@@ -391,7 +393,7 @@ def _with_routing(options: Options, given: argparse.Namespace) -> Options:
         **asdict(variants[0]),
         variants=variants,
         layout=given.layout,
-        alignment=_at_least(given.alignment, 1, "--alignment"),
+        alignment=at_least(given.alignment, 1, "--alignment"),
         capacity=capacity,
         routing=routing,
         limit_nodes=given.limit_nodes,

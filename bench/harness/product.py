@@ -127,7 +127,7 @@ def _path(comm: moecomm.Communicator, case: Case, **given: Any) -> Path:
     )
 
 
-class _Captured:
+class Captured:
     """A call captured once in a CUDA graph; `replay` is the call, `result` what each replay writes."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -150,7 +150,7 @@ class _Captured:
 
 
 def _call(case: Case, call: Callable[[], Any]) -> Callable[[], Any]:
-    return _Captured(call).replay if case.options.graph else call
+    return Captured(call).replay if case.options.graph else call
 
 
 def dispatch_path(comm: moecomm.Communicator, case: Case) -> Path:

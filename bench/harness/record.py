@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Protocol
 
 from . import machine
 from .options import Options
@@ -17,6 +17,26 @@ from .traffic import Traffic
 from .wire import Between
 
 SCHEMA = 1
+
+
+class Recorded(Protocol):
+    """What a record says of a program's options."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def command(self) -> str: ...
+    @property
+    def commit(self) -> str | None: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +137,19 @@ def document(
     options: Options, rows: Sequence[Row], stats: dict[str, Any], missing: Sequence[Missing] = ()
 ) -> dict[str, Any]:
     """The whole record as plain values. `stats` are rank 0's Communicator.stats() at the end of the run."""
-    commit, dirty = (options.commit, None) if options.commit else machine.git_commit()
     checked = [row.wrong for row in rows if row.wrong is not None]
+    return {
+        **heading(options),
+        "rows": [asdict(row) for row in rows],
+        "missing": [asdict(each) for each in missing],
+        "stats": stats,
+        "wrong": sum(checked) if checked else None,
+    }
+
+
+def heading(options: Recorded) -> dict[str, Any]:
+    """What every program's record begins with: command, commit, machine, versions, options."""
+    commit, dirty = (options.commit, None) if options.commit else machine.git_commit()
     return {
         "schema": SCHEMA,
         "program": f"{options.operation}_perf",
@@ -132,10 +163,6 @@ def document(
         "ranks": options.ranks,
         "threads": options.threads,
         "options": {**options.as_dict(), "json": None},  # not the place of this record
-        "rows": [asdict(row) for row in rows],
-        "missing": [asdict(each) for each in missing],
-        "stats": stats,
-        "wrong": sum(checked) if checked else None,
     }
 
 

@@ -1,5 +1,5 @@
-"""docs/results.md from the records in docs/results/: a part for each kind of device, and one for what is
-between nodes (node_results.py), each renewed by itself.
+"""docs/results.md from the records in docs/results/: a part for each kind of device, one for whole layers
+(layer_results.py) and one for what is between nodes (node_results.py), each renewed by itself.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def renewed(page: str, name: str, part: str) -> str:
     """The page with one part renewed and the others kept."""
     parts = dict(re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->\n", page, re.DOTALL))
     parts[name] = part.rstrip("\n") + "\n"
-    order = sorted(parts, key=("cuda", "nodes", "cpu").index)
+    order = sorted(parts, key=("cuda", "layers", "nodes", "cpu").index)
     return _HEAD + "".join(f"\n<!-- {each} -->\n{parts[each]}<!-- /{each} -->\n" for each in order)
 
 

@@ -19,7 +19,7 @@ from .paths import Path
 
 _TRIAL_ITERS = 3
 _SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
-_LEAD_CYCLES = 2_000_000  # about 1 ms: longer than any path takes to issue a call
+_LEAD_CYCLES = 2_000_000  # about 1 ms: longer than dispatch and combine take to issue a call
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,12 @@ class CudaClock:
     buffer (the L2 is empty) and a tiny all-reduce (the GPUs start together, within microseconds).
 
     All are queued before the call, so launches are hidden as they are in a training step, as far as the
-    call does not itself wait for the GPU. What the host takes is `host`'s to say.
+    call does not itself wait for the GPU. What the host takes is `host`'s to say. `lead_cycles`: how long the
+    GPU sleeps; longer than the host takes to issue a call.
     """
 
-    def __init__(self, flush_bytes: int, device: torch.device) -> None:
+    def __init__(self, flush_bytes: int, device: torch.device, lead_cycles: int = _LEAD_CYCLES) -> None:
+        self._lead_cycles = lead_cycles
         self._buffer = torch.ones(flush_bytes // 8, dtype=torch.int64, device=device)
         self._aligner = torch.ones(1, device=device)
         self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -93,7 +95,7 @@ class CudaClock:
     def time(self, call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         with _no_collection():
-            torch.cuda._sleep(_LEAD_CYCLES)
+            torch.cuda._sleep(self._lead_cycles)
             if self._buffer.numel():
                 self._buffer.add_(1)
             dist.all_reduce(self._aligner, op=dist.ReduceOp.MAX)
@@ -170,6 +172,13 @@ def slowest(local_I: Sequence[float]) -> list[float]:
     merged = torch.tensor(local_I, dtype=torch.float64)
     dist.all_reduce(merged, op=dist.ReduceOp.MAX)
     return [float(value) for value in merged]
+
+
+def mean_over_ranks(local_I: Sequence[float]) -> list[float]:
+    """Each value's mean over the ranks."""
+    merged = torch.tensor(local_I, dtype=torch.float64)
+    dist.all_reduce(merged)
+    return [float(value) / dist.get_world_size() for value in merged]
 
 
 def sum_over_ranks(value: int) -> int:
