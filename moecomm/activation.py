@@ -72,6 +72,44 @@ def weighted_activation_backward(
     return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
 
 
+def weighted_activation_backward_into(
+    grad_inner_PI: Tensor,
+    grad_weights_P: Tensor | None,
+    z_PF: Tensor | None,
+    grad_z_PF: Tensor,
+    inner_PI: Tensor,
+    weights_P: Tensor | None,
+    ends_L: Tensor | None,
+    *,
+    activation: str,
+) -> None:
+    """As `weighted_activation_backward`, with the results in tensors of the caller: contiguous ones, parts of
+    larger ones for example. None: not needed. Unknown to torch.compile."""
+    width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
+    results = _new_gradients(inner_PI[:0], width, grad_weights_P is not None, z_PF is not None)
+    for name, result, like in zip(
+        ("grad_inner", "grad_weights", "z"), (grad_inner_PI, grad_weights_P, z_PF), results, strict=True
+    ):
+        if result is None:
+            continue
+        _require(name, result, (inner_PI.shape[0], *like.shape[1:]), like.dtype, inner_PI.device)
+        if not result.is_contiguous():
+            raise InvalidArgument(f"{name} is not contiguous, must be")
+    given = tuple(
+        like if result is None else result
+        for result, like in zip((grad_inner_PI, grad_weights_P, z_PF), results, strict=True)
+    )
+    if _has_kernel(inner_PI):
+        grad_z_PF = grad_z_PF.contiguous()
+        _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *given)
+        return
+    need_weights, need_z = grad_weights_P is not None, z_PF is not None
+    found = _backward_by_torch(grad_z_PF, inner_PI, weights_P, ends_L, activation, need_weights, need_z)
+    for result, value in zip((grad_inner_PI, grad_weights_P, z_PF), found, strict=True):
+        if result is not None:
+            result.copy_(value)
+
+
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time.
 

@@ -18,6 +18,7 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.overlapped import Call, Deferred, Runs, Weights, run_experts
 from moecomm.nn.router import Routing, TopKRouter
+from moecomm.nn.routes import route_parts
 from moecomm.overlap import Executor, Keep, Timeline
 
 
@@ -65,6 +66,7 @@ class MoELayer(nn.Module):
         nodes: int | None = None,
         overlap: bool = True,
         keep: Keep = "all",
+        parts: int = 1,
     ) -> None:
         super().__init__()
         if comm is None:
@@ -89,9 +91,11 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
-        """False: one stage after another, on one stream. May be set at any time, as the next three."""
+        """False: one stage after another, on one stream. May be set at any time, as the next four."""
         self.keep: Keep = keep
         """What a forward keeps for its backward."""
+        self.parts = parts
+        """In which rows travel, by the experts of each rank, where there is no capacity."""
         self.defer_weights = False
         """True: backwards leave the gradients of the experts' weights to `backward_weights`."""
         self.record = False
@@ -139,6 +143,7 @@ class MoELayer(nn.Module):
             self.capacity,
             self.config.activation,
             self.keep,
+            route_parts(self.comm, self.capacity, self.parts),
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
         )

@@ -10,6 +10,12 @@
 
 The way to the experts lies under the shared experts, which need no rows from elsewhere; the way back of the
 gradients under those of the weights, which nobody waits for.
+
+In parts, by the experts of each rank (moecomm.parts), the products of one part run while the rows of the next
+are on their way, and while what the one before has made travels back:
+
+    comm     publish, dispatch 0, dispatch 1                              combine 0             combine 1
+    compute           shared experts  up 0, activation 0, down 0  up 1, activation 1, down 1              sum
 """
 
 from __future__ import annotations
@@ -27,51 +33,85 @@ product, P * (H + I) values. "rows": the rows; the first product is made again. 
 more along the kept plan, while the gradients are on their way too, and then the first product."""
 
 
+def stage_name(name: str, part: int, parts: int) -> str:
+    """Of a stage of one part."""
+    return name if parts == 1 else f"{name} {part}"
+
+
 @lru_cache
-def forward_schedule(*, shared: bool) -> Schedule:
+def forward_schedule(*, shared: bool, parts: int = 1) -> Schedule:
     """`shared`: there are shared experts."""
+
+    def compute(name: str, part: int, *after: str) -> Stage:
+        names = tuple(stage_name(other, part, parts) for other in after)
+        return Stage(name=stage_name(name, part, parts), stream=COMPUTE, after=names)
+
     stages = [Stage(name="publish", stream=COMM, communicates=True)]
     if shared:
         stages.append(Stage(name="shared experts", stream=COMPUTE))
-    stages += [
-        Stage(name="dispatch", stream=COMM, after=("publish",), communicates=True),
-        Stage(name="up", stream=COMPUTE, after=("dispatch",)),
-        Stage(name="activation", stream=COMPUTE, after=("up",)),
-        Stage(name="down", stream=COMPUTE, after=("activation",)),
-        Stage(name="combine", stream=COMM, after=("down",), communicates=True),
-    ]
+    for part in range(parts):
+        before = stage_name("dispatch", part - 1, parts) if part > 0 else "publish"
+        stages.append(
+            Stage(name=stage_name("dispatch", part, parts), stream=COMM, after=(before,), communicates=True)
+        )
+    for part in range(parts):
+        stages += [
+            compute("up", part, "dispatch"),
+            compute("activation", part, "up"),
+            compute("down", part, "activation"),
+            Stage(
+                name=stage_name("combine", part, parts),
+                stream=COMM,
+                after=(stage_name("down", part, parts),),
+                communicates=True,
+            ),
+        ]
     if shared:
-        stages.append(Stage(name="sum", stream=COMPUTE, after=("combine", "shared experts")))
+        last = stage_name("combine", parts - 1, parts)
+        stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared experts")))
     return Schedule(stages, streams=(COMPUTE, COMM))
 
 
 @lru_cache
-def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool) -> Schedule:
+def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool, parts: int = 1) -> Schedule:
     """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now."""
-    stages = []
-    if keep == "nothing":
-        stages.append(Stage(name="rows again", stream=COMM, communicates=True))
-    stages.append(Stage(name="gradient rows", stream=COMM, communicates=True))
+
+    def each(name: str) -> list[str]:
+        return [stage_name(name, part, parts) for part in range(parts)]
+
+    ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
+    stages = [Stage(name=name, stream=COMM, communicates=True) for way in ways for name in each(way)]
     if shared:
         stages.append(Stage(name="shared backward", stream=COMPUTE))
-    if keep != "all":
-        rows = ("rows again",) if keep == "nothing" else ()
-        stages.append(Stage(name="up again", stream=COMPUTE, after=rows))
-    first = ("up again",) if keep != "all" else ()
-    stages += [
-        Stage(name="down backward", stream=COMPUTE, after=("gradient rows",)),
-        Stage(name="activation backward", stream=COMPUTE, after=("down backward", *first)),
-    ]
-    if home:
+    for part in range(parts):
+
+        def named(name: str, part: int = part) -> str:
+            return stage_name(name, part, parts)
+
+        first: tuple[str, ...] = ()
+        if keep != "all":
+            first = (named("up again"),)
+            rows = (named("rows again"),) if keep == "nothing" else ()
+            stages.append(Stage(name=named("up again"), stream=COMPUTE, after=rows))
         stages += [
-            Stage(name="up backward", stream=COMPUTE, after=("activation backward",)),
-            Stage(name="home", stream=COMM, after=("up backward",), communicates=True),
+            Stage(name=named("down backward"), stream=COMPUTE, after=(named("gradient rows"),)),
+            Stage(name=named("activation backward"), stream=COMPUTE, after=(named("down backward"), *first)),
         ]
+        if home:
+            after = (named("activation backward"),)
+            stages += [
+                Stage(name=named("up backward"), stream=COMPUTE, after=after),
+                Stage(
+                    name=named("home"), stream=COMM, after=(named("up backward"), *after), communicates=True
+                ),
+            ]
     if weights:
+        done = tuple(each("activation backward"))
         stages += [
-            Stage(name="down weights", stream=COMPUTE, after=("gradient rows", "activation backward")),
-            Stage(name="up weights", stream=COMPUTE, after=("activation backward",)),
+            Stage(name="down weights", stream=COMPUTE, after=(*each("gradient rows"), *done)),
+            Stage(name="up weights", stream=COMPUTE, after=done),
         ]
     if shared and home:
-        stages.append(Stage(name="sum", stream=COMPUTE, after=("home", "shared backward")))
+        last = stage_name("home", parts - 1, parts)
+        stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared backward")))
     return Schedule(stages, streams=(COMPUTE, COMM))

@@ -21,6 +21,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "rows kept": {"keep": "rows"},
     "nothing kept": {"keep": "nothing"},
     "weights later": {"defer_weights": True},
+    "in two parts": {"parts": 2},
+    "in three parts, nothing kept, weights later": {"parts": 3, "keep": "nothing", "defer_weights": True},
 }
 
 
@@ -64,7 +66,7 @@ class Case:
 
 def _run(layer: Any, x: torch.Tensor, grad: torch.Tensor, way: dict[str, Any]) -> dict[str, torch.Tensor]:
     """One forward and backward: the output and all gradients."""
-    settings = {"overlap": True, "keep": "all", "defer_weights": False, **way}
+    settings = {"overlap": True, "keep": "all", "defer_weights": False, "parts": 1, **way}
     for name, value in settings.items():
         setattr(layer, name, value)
     layer.zero_grad()

@@ -121,6 +121,9 @@ WAYS = {
     "rows kept": ({"keep": "rows"}, False),
     "nothing kept": ({"keep": "nothing"}, False),
     "weights later": ({}, True),
+    "in two parts": ({"parts": 2}, False),
+    "in parts, rows kept": ({"parts": 3, "keep": "rows"}, False),
+    "in as many parts as there can be, nothing kept, weights later": ({"parts": 8, "keep": "nothing"}, True),
     "nothing kept, weights later": ({"keep": "nothing"}, True),
 }
 

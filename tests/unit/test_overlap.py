@@ -3,6 +3,7 @@ streams."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -437,13 +438,33 @@ def test_no_record_while_a_graph_is_captured(gpu: Callable[[], Executor]) -> Non
 # -- the layer's ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("shared", [False, True])
-def test_forward_of_a_layer(shared: bool) -> None:
-    schedule = forward_schedule(shared=shared)
+def test_forward_of_a_layer(shared: bool, parts: int) -> None:
+    schedule = forward_schedule(shared=shared, parts=parts)
     names = _names(schedule)
-    assert names[0] == "publish" and names[-1] == ("sum" if shared else "combine")
+    first, last = ("dispatch", "combine") if parts == 1 else ("dispatch 0", f"combine {parts - 1}")
+    assert names[0] == "publish" and names[-1] == ("sum" if shared else last)
     if shared:  # is issued between the halves of a dispatch, whose second keeps the host waiting
-        assert names.index("publish") < names.index("shared experts") < names.index("dispatch")
+        assert names.index("publish") < names.index("shared experts") < names.index(first)
+
+
+def test_parts_hide_what_travels() -> None:
+    """With times as of a layer whose products take five times as long as its rows' way: of the way there and
+    back a quarter each stays exposed in four parts."""
+
+    def timed(schedule: Schedule, parts: int) -> Timeline:
+        seconds = {"dispatch": 1.0, "combine": 1.0, "up": 6.0, "down": 4.0}
+        stages = [
+            dataclasses.replace(stage, seconds=seconds.get(stage.name.split()[0], 0.0) / parts)
+            for stage in schedule.stages
+        ]
+        return Schedule(stages, streams=schedule.streams).plan()
+
+    for parts in (1, 2, 4):
+        timeline = timed(forward_schedule(shared=False, parts=parts), parts)
+        assert timeline.seconds == pytest.approx(10 + 2 / parts)
+        assert timeline.exposed_seconds == pytest.approx(2 / parts)
 
 
 @pytest.mark.parametrize("keep", ["all", "rows", "nothing"])
@@ -451,7 +472,13 @@ def test_forward_of_a_layer(shared: bool) -> None:
 @pytest.mark.parametrize("home", [False, True])
 @pytest.mark.parametrize("weights", [False, True])
 def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool) -> None:
+    three = _names(backward_schedule(shared=shared, keep=keep, home=home, weights=weights, parts=3))
+    for name in ("gradient rows", "down backward", "activation backward"):
+        assert [three.index(f"{name} {part}") for part in range(3)] == sorted(
+            three.index(f"{name} {part}") for part in range(3)
+        )
     names = _names(backward_schedule(shared=shared, keep=keep, home=home, weights=weights))
+    assert set(names) == {name.rstrip(" 012") for name in three}
     assert ("rows again" in names) == (keep == "nothing") and ("up again" in names) == (keep != "all")
     assert ("home" in names) == home and ("down weights" in names) == weights
     if home and weights:  # the weights' gradients are issued while gradients travel home
