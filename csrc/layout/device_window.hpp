@@ -79,10 +79,8 @@ struct DeviceShape {
   }
   /// Chunks of up to max_tokens tokens, whatever number of them comes.
   MOECOMM_HD int64_t max_chunks() const;
-  /// Flags that one rank sets at another: for each part and chunk, and one more.
-  MOECOMM_HD int64_t flags() const { return kMaxParts * max_chunks() + 1; }
-  /// The one more: of gradients of weights.
-  MOECOMM_HD int64_t gradients_flag() const { return kMaxParts * max_chunks(); }
+  /// Flags by which one rank tells another what has arrived: for each part of each chunk, and one more.
+  MOECOMM_HD int64_t arrivals() const { return kMaxParts * max_chunks() + 1; }
   /// Numbers that each source announces: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
   /// Numbers that a source counts: those, and with several nodes tokens for each node.
@@ -168,18 +166,20 @@ struct DeviceWindow {
                        ///< source sends here, where it sends it here
   int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
-  int64_t arrived;  ///< uint32[ranks][flags]: epoch in which a part of a chunk of this source has arrived
-  int64_t credits;  ///< uint32[ranks][flags]: epoch in which this reader has read a chunk; with several nodes
-                    ///< of Comm::pair(source, reader), since one rank sends for a rail
+  int64_t arrived;  ///< uint32[ranks][arrivals]: epoch in which a part of a chunk of this source has arrived;
+                    ///< the last: its gradients of weights
+  int64_t credits;  ///< uint32[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
+                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
 
   // With several nodes; [other] is the number of another node (NodeMap::other). What goes to and comes from
   // other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do with it.
-  int64_t relay_state;      ///< RelayState[other], this rank's own
-  int64_t relay_text[2];    ///< char[other][kErrorText]: of the rail's ranks
-  int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by the owners of this node
-  int64_t partial_arrived;  ///< uint32[node * local ranks + owner][flags], as `arrived`
-  int64_t partial_credits;  ///< uint32[home][flags]: epoch in which its relay has read a chunk
+  int64_t relay_state;     ///< RelayState[other], this rank's own
+  int64_t relay_text[2];   ///< char[other][kErrorText]: of the rail's ranks
+  int64_t relay_grads[2];  ///< weight type [other][max_tokens][top_k], written by the owners of this node
+  int64_t
+      partial_arrived;  ///< uint32[node * local ranks + owner][max_chunks + 1], as `arrived` without parts
+  int64_t partial_credits;  ///< uint32[home][max_chunks + 1]: epoch in which its relay has read a chunk
   int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows in place for the network
   int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
   int64_t partial_tokens;   ///< tokens of one home for whose sums there is room; it is used in turn

@@ -55,7 +55,7 @@ class Announcer {
 
   __device__ void announce() {
     peers_.for_each([&](int32_t peer) {
-      ptx::store_release_sys(comm_.flag(comm_.bases[peer], comm_.window.arrived, source_, chunk_), epoch_);
+      ptx::store_release_sys(comm_.arrival(comm_.bases[peer], source_, chunk_), epoch_);
     });
     chunk_ = -1;
   }

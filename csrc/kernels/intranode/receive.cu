@@ -476,10 +476,10 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
       bool here = true;
       if (lane_id() == 0)
-        here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
-                                  device::EpochFlag{comm.flag(comm.own, comm.window.arrived, item.source,
-                                                              comm.part_flag(args.part, item.chunk)),
-                                                    static_cast<uint32_t>(epoch)});
+        here = device::wait_until(
+            comm, {item.source, WaitPhase::rows, args.operation, epoch},
+            device::EpochFlag{comm.arrival(comm.own, item.source, comm.part_number(args.part, item.chunk)),
+                              static_cast<uint32_t>(epoch)});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }

@@ -95,12 +95,11 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  const int64_t flag = comm.window.shape.gradients_flag();
   for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks(); home += kReduceThreads)
     ptx::store_release_sys(comm.is_local(home)
-                               ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank, flag)
+                               ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
                                : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
-                                           comm.pair(home, comm.rank), flag),
+                                           comm.pair(home, comm.rank), comm.window.shape.max_chunks()),
                            static_cast<uint32_t>(epoch));
 }
 
@@ -199,11 +198,11 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     }
     __syncwarp();
     if (lane_id() == 0)
-      ptx::store_release_sys(local ? comm.flag(comm.bases[home], comm.window.arrived, comm.rank,
-                                               comm.part_flag(args.part, chunk))
-                                   : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
-                                               comm.pair(home, comm.rank), chunk),
-                             static_cast<uint32_t>(epoch));
+      ptx::store_release_sys(
+          local ? comm.arrival(comm.bases[home], comm.rank, comm.part_number(args.part, chunk))
+                : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
+                            comm.pair(home, comm.rank), chunk),
+          static_cast<uint32_t>(epoch));
   }
 }
 

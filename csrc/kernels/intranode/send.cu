@@ -392,7 +392,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
       break;
     rows.send(begin, owners.tokens, meta, announcer);
     if (reach == Reach::node)
-      announcer.chunk_stored(comm.rank, comm.part_flag(part, chunk), owners.peers);
+      announcer.chunk_stored(comm.rank, comm.part_number(part, chunk), owners.peers);
     else
       hand_over(comm, args, epoch, owners.tokens, meta);
   }

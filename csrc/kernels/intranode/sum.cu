@@ -62,10 +62,10 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
 __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const TokenSum& token) {
   bool here = true;
   if (token.owner >= 0)
-    here = device::wait_until(comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
-                              device::EpochFlag{comm.flag(comm.own, comm.window.arrived, token.owner,
-                                                          comm.part_flag(token.part, chunk)),
-                                                static_cast<uint32_t>(epoch)});
+    here = device::wait_until(
+        comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
+        device::EpochFlag{comm.arrival(comm.own, token.owner, comm.part_number(token.part, chunk)),
+                          static_cast<uint32_t>(epoch)});
   return __all_sync(0xffffffffu, here);
 }
 
@@ -108,8 +108,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks(); peer += kSumThreads)
     if (peer != comm.rank && comm.is_local(peer))
       here = device::wait_until(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
-                                device::EpochFlag{comm.flag(comm.own, comm.window.arrived, peer,
-                                                            comm.window.shape.gradients_flag()),
+                                device::EpochFlag{comm.arrival(comm.own, peer, comm.gradients_number()),
                                                   static_cast<uint32_t>(epoch)});
   const int64_t pieces = WindowShape::pieces(weights_bytes(comm, args.tokens));
   for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += kSumThreads) {
