@@ -6,6 +6,8 @@ that needs it, and is put to all of its places; so when a part has been received
 of those of the parts before are complete. On the way back a rank's sum for a token leaves with the last part
 that one of its experts here is in. Rows cross once, as in one part, and all results have the same bits.
 
+Another rank's mistake is raised by the call that starts an operation, or by one of its parts.
+
 Between the calls for one operation there must be none for another of the same communicator, or the operation
 is given up: its results are worth nothing then.
 """

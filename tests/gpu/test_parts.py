@@ -176,6 +176,23 @@ def test_mistakes(pool: Pools, size: int, seed: int) -> None:
     harness.assert_none(pool(size)(_mistakes, job))
 
 
+def _disagree(rank: int, world_size: int, job: Job) -> list[str]:
+    """Ranks that begin an operation in different parts all learn it, and go on."""
+    with harness.communicator(**job.communicator) as comm:
+        own = Oracle(job, rank, comm.device).own
+        begun = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK, parts=2 if rank == 0 else 3)
+        with pytest.raises(moecomm.MismatchedArguments, match="disagree on parts"):
+            begun.receive()
+        return Parts(comm, job, rank, 2).all()
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_disagree_on_parts(pool: Pools, size: int, seed: int) -> None:
+    job = Job(tokens=(64, 50, 3, 0)[:size], num_experts=8 * size, hidden=64, top_k=3, seed=seed)
+    harness.assert_none(pool(size)(_disagree, job))
+
+
 def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
     """What is begun and not completed is given up by the next operation, on all ranks alike or not."""
     problems = []
