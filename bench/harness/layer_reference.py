@@ -27,14 +27,14 @@ PLAIN_ROWS_OUT = "rows out without weights"
 MOVED, MOVED_DY = "rows moved", "gradients moved"
 MOVED_Y, MOVED_DX, MOVED_DWEIGHTS = "sum of rows", "sum of gradients", "weights moved"
 _EXACT = (MOVED, MOVED_DY)
-# A row of a few values, or one of an expert with a single token, may be small by chance throughout: all
-# values, or all of an expert, have one scale there.
+# A row of a few values may be small by chance throughout: all have one scale. So may a row of an expert with
+# a single token: in its gradients the expert counts, too.
 _ONE_SCALE = (DWEIGHTS, DROW_WEIGHTS, MOVED_DWEIGHTS)
 _EXPERT_SCALE = (DW_IN, DW_OUT)
-# Largest deviation of a value, as a part of its magnitude plus the root mean square of its row (for weights:
-# of its expert). A value is behind up to five roundings; float32 is held against float64, and sums thousands
-# of products.
-BOUNDS = {"bfloat16": 3 / 32, "float16": 3 / 256, "float32": 2.0**-14, "float64": 2.0**-40}
+# Largest deviation of a value, as a part of its magnitude plus the root mean square of its row (for gradients
+# of experts: plus that of the expert). A value is behind up to five roundings; float32 is held against
+# float64, and sums thousands of products.
+BOUNDS = {"bfloat16": 2.0**-4, "float16": 2.0**-7, "float32": 2.0**-14, "float64": 2.0**-40}
 _BLOCK = 1 << 26  # values compared at a time
 
 
@@ -174,26 +174,26 @@ class Verdict(NamedTuple):
 @torch.no_grad()
 def compare(got: Named, wanted: Named, dtype: str) -> Verdict:
     """Holds what a way has returned against what it should. A value may be off by BOUNDS[dtype] times its
-    magnitude plus the root mean square of its row (of its expert for gradients of experts' weights, of all
-    values for those of routing weights), copied rows by nothing; where a whole row should be zero it has to
-    be.
+    magnitude plus the root mean square of its row (of all values for gradients of routing weights; for those
+    of an expert plus that of the expert), copied rows by nothing; where all of these are zero it has to be.
     """
     wrong, worst = 0, 0.0
     for name, value in got.items():
         bound = 0.0 if name in _EXACT else BOUNDS[dtype]
         if value.shape != wanted[name].shape:
             return Verdict(max(value.numel(), wanted[name].numel()), float("inf"))
-        width = value.shape[-1]
-        if name in _ONE_SCALE:
-            width = value.numel()
-        elif name in _EXPERT_SCALE:
-            width *= value.shape[-2]
-        rows, reference = (each.reshape(-1, max(width, 1)) for each in (value, wanted[name]))
-        if not rows.numel():
+        if not value.numel():
             continue
-        block = max(1, _BLOCK // rows.shape[1])
-        for some, others in zip(rows.split(block), reference.split(block), strict=True):
-            scale = others.square().mean(1, keepdim=True).sqrt() + others.abs()
+        # As (groups, rows, columns): a mean square is of a row, and where there is one scale all are one row.
+        columns = value.numel() if name in _ONE_SCALE else value.shape[-1]
+        rows = value.shape[1] if name in _EXPERT_SCALE else 1
+        groups, reference = (each.reshape(-1, rows, columns) for each in (value, wanted[name]))
+        block = max(1, _BLOCK // (rows * columns))
+        for some, others in zip(groups.split(block), reference.split(block), strict=True):
+            squares = others.square().mean(2, keepdim=True)
+            scale = others.abs() + squares.sqrt()
+            if name in _EXPERT_SCALE:
+                scale += squares.mean(1, keepdim=True).sqrt()
             off = (some.to(others.dtype) - others).abs()
             wrong += int((~(off <= bound * scale)).sum())  # so that NaN is wrong
             share = torch.where(off == 0, 0.0, off / scale).max()

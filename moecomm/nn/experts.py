@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.grouped import grouped_matmul
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
+
+Run = Callable[[Tensor], Tensor]
 
 
 class GroupedExperts(nn.Module):
@@ -58,10 +61,11 @@ class GroupedExperts(nn.Module):
     def forward(
         self,
         rows_PH: Tensor,
-        offsets_L: Tensor,
+        offsets_L: Tensor | None = None,
         weights_P: Tensor | None = None,
         *,
         has_tail: bool = True,
+        run: Run | None = None,
     ) -> Tensor:
         """rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive
         ends of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights, which multiply the
@@ -69,9 +73,16 @@ class GroupedExperts(nn.Module):
 
         Returns (P, H). Rows past offsets[-1], which a communicator leaves unspecified in fixed-capacity mode,
         may hold anything: they come out zero, get a zero gradient and reach no weight's gradient. The caller
-        who knows that there are none (P == offsets[-1]) says has_tail=False and saves two passes. Raises
-        InvalidArgument.
+        who knows that there are none (P == offsets[-1]) says has_tail=False and saves two passes.
+
+        With `run` it is run(rows_PH) that is done instead, of tokens as they are at home for example, with
+        the weights as hooks of this module have made them ready (FSDP gathers them for a forward, and again
+        for its backward). Raises InvalidArgument.
         """
+        if run is not None:
+            return run(rows_PH)
+        if offsets_L is None:
+            raise InvalidArgument("offsets are None, must be the ends of the groups of rows")
         if rows_PH.dim() != 2 or rows_PH.shape[1] != self.config.hidden or rows_PH.dtype != self.w_in.dtype:
             raise InvalidArgument(
                 f"rows have shape {tuple(rows_PH.shape)} and dtype {rows_PH.dtype}, must be "
@@ -132,7 +143,9 @@ class SharedExperts(nn.Module):
         init_shared_weight(self.w_in, self.config.init_std)
         init_shared_weight(self.w_out, self.config.init_std)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """(T, H) of the weights' dtype -> (T, H)."""
+    def forward(self, x_TH: Tensor, *, run: Run | None = None) -> Tensor:
+        """(T, H) of the weights' dtype -> (T, H). `run`: as in GroupedExperts."""
+        if run is not None:
+            return run(x_TH)
         with torch.autocast(x_TH.device.type, enabled=False):
             return weighted_activation(x_TH @ self.w_in, activation=self.config.activation) @ self.w_out

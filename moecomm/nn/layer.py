@@ -124,8 +124,8 @@ class MoELayer(nn.Module):
 
     def backward_weights(self) -> None:
         """Computes the gradients of the experts' weights that backwards have left (`defer_weights`), and adds
-        them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run. Without
-        any it does nothing.
+        them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run, and
+        they must not be sharded. Without any it does nothing.
         """
         self._deferred.run(self.experts.w_in, self.experts.w_out)
 
@@ -147,13 +147,23 @@ class MoELayer(nn.Module):
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
         )
-        weights = Weights(
-            experts.w_in,
-            experts.w_out,
-            None if shared is None else shared.w_in,
-            None if shared is None else shared.w_out,
+
+        def run(x_TH: Tensor) -> Tensor:
+            weights = Weights(
+                experts.w_in,
+                experts.w_out,
+                None if shared is None else shared.w_in,
+                None if shared is None else shared.w_out,
+            )
+            return run_experts(call, x_TH, routing.topk_weights_TK, weights)
+
+        # Within the calls of both modules, whose hooks may have to make their weights ready.
+        y_TH: Tensor = (
+            experts(rows_TH, run=run)
+            if shared is None
+            else shared(rows_TH, run=lambda x_TH: experts(x_TH, run=run))
         )
-        return run_experts(call, rows_TH, routing.topk_weights_TK, weights)
+        return y_TH
 
     def _run_in_order(self, rows_TH: Tensor, routing: Routing) -> Tensor:
         """The same, one after another and differentiated by autograd."""
