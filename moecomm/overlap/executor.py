@@ -78,16 +78,17 @@ class Executor:
                 f"work and the schedule's stages do not have the same names: {sorted(difference)} is in one "
                 "of them only"
             )
-        order = self._order(schedule, record)
-        results = Results(order, schedule)
-        try:
-            for stage in schedule.stages:
-                results._stage = stage
-                with order.stage(stage):
-                    results._values[stage.name] = work[stage.name](results)
-        finally:
-            results._stage = None
-            order.end()
+        with contextlib.nullcontext() if self._gpu is None else self._gpu.current():
+            order = self._order(schedule, record)
+            results = Results(order, schedule)
+            try:
+                for stage in schedule.stages:
+                    results._stage = stage
+                    with order.stage(stage):
+                        results._values[stage.name] = work[stage.name](results)
+            finally:
+                results._stage = None
+                order.end()
         return results
 
     def _order(self, schedule: Schedule, record: bool) -> _Order:

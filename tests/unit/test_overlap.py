@@ -422,6 +422,13 @@ def test_recorded_times(gpu: Callable[[], Executor], monkeypatch: pytest.MonkeyP
         assert all(spans[other].end <= spans[stage.name].begin for other in stage.after)
 
 
+def test_another_device_may_be_current(gpu: Callable[[], Executor]) -> None:
+    executor, fake, seen = gpu(), FakeGpu.last, []
+    fake.device_is_current = False
+    executor.run(SCHEDULE, {name: (lambda _: seen.append(fake.is_current())) for name in _names(SCHEDULE)})
+    assert seen == [True] * 5 and not fake.is_current()
+
+
 def test_no_record_while_a_graph_is_captured(gpu: Callable[[], Executor]) -> None:
     executor = gpu()
     FakeGpu.last.captures.add(100)
