@@ -18,6 +18,7 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import clip_grad_norm, sync_gradients
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
+from moecomm.nn.overlapped import keep_plans
 from moecomm.nn.parameters import is_expert_parameter
 from moecomm.nn.router import Routing, TopKRouter
 
@@ -31,6 +32,7 @@ __all__ = [
     "attach_loss",
     "clip_grad_norm",
     "is_expert_parameter",
+    "keep_plans",
     "load_balancing_loss",
     "set_loss_scale",
     "sharded_state",

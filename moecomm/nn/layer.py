@@ -16,7 +16,8 @@ from moecomm.nn.capacity import tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
-from moecomm.nn.overlapped import Call, Deferred, Runs, Weights, run_experts
+from moecomm.nn.overlapped import run_experts
+from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
 from moecomm.overlap import Executor, Keep, Timeline
@@ -39,7 +40,7 @@ class MoELayer(nn.Module):
     choice dropped gets only the shared experts. With pad_to_capacity the received rows have the fixed number
     R * L * (limit for max_tokens), which no routing can exceed.
 
-    The routing's losses are attached to the output: their gradient flows when the output's backward runs, as
+    The routing's losses are attached to the result: their gradient flows when its backward runs, as
     if loss_scale * (their sum) had been added to the model's loss. Set loss_scale to whatever the model's
     loss is multiplied by before backward (1 / accumulation steps, a GradScaler's scale); `set_loss_scale`
     does so for a model.
@@ -118,9 +119,17 @@ class MoELayer(nn.Module):
         x_TH, seq_len = self._flatten(x, seq_len)
         routing = self.router(x_TH, seq_len)
         rows_TH = x_TH.to(self.config.dtype)
+        self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
+        self.last_tokens_per_expert = routing.tokens_per_expert_E
+        # To the weights, if they take part: what comes last keeps nothing then, so that a checkpoint need not
+        # go so far again.
+        weights_TK = self._attach(routing.topk_weights_TK, routing)
         in_order = not self.overlap or torch.compiler.is_compiling()
-        y_TH = self._run_in_order(rows_TH, routing) if in_order else self._run(rows_TH, routing)
-        return self._attach(y_TH.to(x.dtype), routing).view(x.shape)
+        run = self._run_in_order if in_order else self._run
+        y_TH = run(rows_TH, routing.topk_idx_TK, weights_TK).to(x.dtype)
+        if not weights_TK.requires_grad:
+            y_TH = self._attach(y_TH, routing)
+        return y_TH.view(x.shape)
 
     def backward_weights(self) -> None:
         """Computes the gradients of the experts' weights that backwards have left (`defer_weights`), and adds
@@ -134,12 +143,12 @@ class MoELayer(nn.Module):
         `record` was set. Waits for them."""
         return self._runs.timelines()
 
-    def _run(self, rows_TH: Tensor, routing: Routing) -> Tensor:
+    def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         experts, shared = self.experts, self.shared
         call = Call(
             self.comm,
             self._executor,
-            routing.topk_idx_TK,
+            topk_idx_TK,
             self.capacity,
             self.config.activation,
             self.keep,
@@ -155,7 +164,7 @@ class MoELayer(nn.Module):
                 None if shared is None else shared.w_in,
                 None if shared is None else shared.w_out,
             )
-            return run_experts(call, x_TH, routing.topk_weights_TK, weights)
+            return run_experts(call, x_TH, topk_weights_TK, weights)
 
         # Within the calls of both modules, whose hooks may have to make their weights ready.
         y_TH: Tensor = (
@@ -165,11 +174,9 @@ class MoELayer(nn.Module):
         )
         return y_TH
 
-    def _run_in_order(self, rows_TH: Tensor, routing: Routing) -> Tensor:
+    def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """The same, one after another and differentiated by autograd."""
-        out = self.comm.dispatch(
-            rows_TH, routing.topk_idx_TK, routing.topk_weights_TK, capacity=self.capacity
-        )
+        out = self.comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity)
         has_tail = self.capacity is not None
         expert_rows_PH = self.experts(out.tokens, out.offsets, out.weights, has_tail=has_tail)
         y_TH = self.comm.combine(expert_rows_PH, out.handle)
@@ -194,15 +201,13 @@ class MoELayer(nn.Module):
             return x.flatten(0, 1), x.shape[1] or None
         return x, seq_len
 
-    def _attach(self, y_TH: Tensor, routing: Routing) -> Tensor:
-        self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
-        self.last_tokens_per_expert = routing.tokens_per_expert_E
-        if not (torch.is_grad_enabled() and y_TH.requires_grad):
-            return y_TH
-        total = sum(routing.losses.values(), start=y_TH.new_zeros((), dtype=torch.float32))
+    def _attach(self, to: Tensor, routing: Routing) -> Tensor:
+        if not (torch.is_grad_enabled() and to.requires_grad):
+            return to
+        total = sum(routing.losses.values(), start=to.new_zeros((), dtype=torch.float32))
         router, load_E, training = self.router, routing.tokens_per_expert_E, self.training
         return attach_loss(
-            y_TH, total, self.loss_scale, (lambda: router.record_load(load_E)) if training else None
+            to, total, self.loss_scale, (lambda: router.record_load(load_E)) if training else None
         )
 
 

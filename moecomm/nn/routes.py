@@ -71,10 +71,9 @@ class Route(Protocol):
 class AsOne:
     """With a capacity, or without."""
 
-    def __init__(self, comm: Communicator, capacity: int | None) -> None:
-        self._comm, self._capacity = comm, capacity
+    def __init__(self, comm: Communicator, capacity: int | None, handle: Handle | None) -> None:
+        self._comm, self._capacity, self._handle = comm, capacity, handle
         self._dispatch: Work[DispatchOutput] | None = None
-        self._handle: Handle | None = None
 
     def publish(self, x_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> None:
         """Starts it; without a capacity the rest waits for the number of rows."""
@@ -108,10 +107,9 @@ class AsOne:
 class InParts:
     """Without a capacity."""
 
-    def __init__(self, comm: Communicator, parts: int) -> None:
-        self._comm, self._parts = comm, parts
+    def __init__(self, comm: Communicator, parts: int, handle: Handle | None) -> None:
+        self._comm, self._parts, self._handle = comm, parts, handle
         self._dispatch: DispatchInParts | None = None
-        self._handle: Handle | None = None
         self._again: dict[str, RedispatchInParts] = {}
         self._combine: CombineInParts | None = None
 
@@ -161,12 +159,11 @@ class InParts:
         return result
 
 
-def make_route(comm: Communicator, capacity: int | None, parts: int) -> Route:
-    """In `parts`, as far as this communicator and a call without capacity can."""
-    parts = min(parts, comm.most_parts)
-    return AsOne(comm, capacity) if parts == 1 or capacity is not None else InParts(comm, parts)
+def make_route(comm: Communicator, capacity: int | None, parts: int, handle: Handle | None) -> Route:
+    """In `parts`. `handle`: of a dispatch that has been, along which it goes."""
+    return AsOne(comm, capacity, handle) if parts == 1 else InParts(comm, parts, handle)
 
 
 def route_parts(comm: Communicator, capacity: int | None, parts: int) -> int:
-    """How many that are."""
+    """As many as this communicator can have, and a call without a capacity."""
     return 1 if capacity is not None else min(parts, comm.most_parts)

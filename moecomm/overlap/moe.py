@@ -115,3 +115,20 @@ def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool, pa
         last = stage_name("home", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared backward")))
     return Schedule(stages, streams=(COMPUTE, COMM))
+
+
+@lru_cache
+def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1) -> Schedule:
+    """What a forward has kept, again, for a checkpoint that has thrown it away."""
+    stages = []
+    for part in range(parts):
+        if keep != "nothing":
+            name = stage_name("rows again", part, parts)
+            stages.append(Stage(name=name, stream=COMM, communicates=True))
+    if shared:
+        stages.append(Stage(name="shared experts", stream=COMPUTE))
+    for part in range(parts):
+        if keep == "all":
+            after = (stage_name("rows again", part, parts),)
+            stages.append(Stage(name=stage_name("up again", part, parts), stream=COMPUTE, after=after))
+    return Schedule(stages, streams=(COMPUTE, COMM))

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
+from moecomm.nn import keep_plans
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 
@@ -244,6 +246,37 @@ def test_timelines(pool: Pools, size: int, seed: int) -> None:
                 begin, end = spans[stage.name]
                 assert 0 <= begin <= end
                 assert all(spans[other][1] <= begin + 1e-6 for other in stage.after)
+
+
+def _checkpointed(rank: int, world_size: int, case: Case) -> list[str]:
+    """Computed again with the plans of the first time."""
+    layer = case.layer()
+    x, grad = (each.to(harness.device()) for each in case.input(rank))
+    problems = []
+    for way in ({}, {"keep": "rows", "parts": 2}, {"keep": "nothing"}):
+        want = _run(layer, x, grad, way)
+        layer.zero_grad()
+        inside = x.detach().clone().requires_grad_()
+        y = checkpoint(layer, inside, use_reentrant=False, context_fn=keep_plans)
+        layer.comm.reset_stats()
+        y.backward(grad)
+        harness.synchronize()
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        got = {"y": y.detach(), "x": inside.grad, **grads}
+        problems += _differences(want, got, 8 * torch.finfo(case.dtype).eps, f"rank {rank}, {way}")
+        stats = layer.comm.stats()
+        if stats["plans_made"] or stats["plans_reused"] or stats["combine_calls"] != 1:
+            problems.append(f"rank {rank}, {way}: {stats}")
+    layer.comm.close()
+    return problems
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity_factor": 2.0, "pad_to_capacity": True}], ids=["", "fixed"]
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_checkpoints_keep_plans(pool: Pools, size: int, options: dict[str, Any], seed: int) -> None:
+    harness.assert_none(pool(size)(_checkpointed, Case((200, 0, 77, 256)[:size], seed, options=options)))
 
 
 def _fails(rank: int, world_size: int, case: Case) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, InvalidArgument
 from moecomm.nn import (
@@ -17,6 +18,7 @@ from moecomm.nn import (
     MoELayer,
     clip_grad_norm,
     is_expert_parameter,
+    keep_plans,
     set_loss_scale,
     sync_gradients,
     update_expert_bias,
@@ -76,6 +78,7 @@ CASES = {
     ),
     "recomputed, fixed buffers": Case({"capacity_factor": 1.0, "pad_to_capacity": True}, reentrant=False),
 }
+FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
 LOW_PRECISION = ("softmax", "per sequence, shared experts", "fixed buffers", "recomputed")
 
 
@@ -184,6 +187,59 @@ def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
     for rows, kept in pools[2](kept_bytes, seed):
         assert kept["all"] - kept["rows"] == rows * inner * 2
         assert kept["rows"] - kept["nothing"] == (rows - 64) * hidden * 2  # and the 64 tokens instead
+
+
+def checkpointed(
+    rank: int, world_size: int, options: dict[str, Any], layer: dict[str, Any], seed: int
+) -> None:
+    """Two layers and more in a block, computed again with the plans of the first time: the same bits as
+    without a checkpoint, one plan a layer, and no combine of the last one a second time."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, "aux_loss": "batch", "aux_loss_coef": 0.3, "jitter": 0.1, **options})
+    first = MoELayer(config, max_tokens=8, **layer)
+    second = MoELayer(config, first.comm, **layer)
+    norm = torch.nn.RMSNorm(16)
+    model = torch.nn.ModuleList([first, second, norm])
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x = x + first(norm(x))
+        return x + second(norm(x))
+
+    found = []
+    for way in ("plain", "checkpoint", "plans kept", "plans kept, twice in one graph"):
+        x = torch.randn(5 + rank, 16, generator=torch.Generator().manual_seed(seed + rank)).requires_grad_()
+        model.zero_grad()
+        torch.manual_seed(seed)
+        first.comm.reset_stats()
+        if way == "plain":
+            y = block(x)
+        elif way == "checkpoint":
+            y = checkpoint(block, x, use_reentrant=False)
+        else:
+            y = checkpoint(block, x, use_reentrant=False, context_fn=keep_plans)
+        twice = way.endswith("graph")
+        y.square().sum().backward(retain_graph=twice)
+        stats = first.comm.stats()
+        if way.startswith("plans kept"):
+            assert stats["plans_made"] + stats["plans_reused"] == 2
+            assert stats["combine_calls"] == 2 + 1 + 2  # forward; the first layer again; backward
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        found.append([y.detach(), x.grad.clone(), *grads])
+        if twice:
+            y.square().sum().backward()
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                assert torch.equal(parameter.grad, 2 * grad)
+    for other in found[1:]:
+        for left, right in zip(found[0], other, strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_shared_experts": 1}, FIXED], ids=["", "shared", "fixed"])
+@pytest.mark.parametrize("layer", [{}, {"keep": "rows", "parts": 2}, {"keep": "nothing"}], ids=str)
+def test_checkpoints_keep_plans(
+    layer: dict[str, Any], options: dict[str, Any], pools: dict[int, RankPool], seed: int
+) -> None:
+    pools[2](checkpointed, options, layer, seed)
 
 
 def deferred(rank: int, world_size: int, seed: int) -> None:

@@ -1,0 +1,72 @@
+"""What a pass of tokens through the experts is told, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from moecomm.communicator import Communicator
+from moecomm.overlap import Executor, Keep, Results, Timeline
+
+
+class Weights(NamedTuple):
+    """Of the experts here, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), if any."""
+
+    w_in: Tensor
+    w_out: Tensor
+    shared_in: Tensor | None
+    shared_out: Tensor | None
+
+
+@dataclass
+class Deferred:
+    """Gradients of the experts' weights that are still to be computed, oldest first: each makes those of
+    w_in and of w_out, or None."""
+
+    pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
+
+    def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
+        """Computes them all and adds them to the parameters' `grad`."""
+        while self.pending:
+            for parameter, gradient in zip((w_in, w_out), self.pending.pop(0)(), strict=True):
+                if gradient is None:
+                    continue
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+@dataclass
+class Runs:
+    """The last forward and backward that were recorded."""
+
+    forward: Results | None = None
+    backward: Results | None = None
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Of those that there were, by their names. Waits for them."""
+        runs = {"forward": self.forward, "backward": self.backward}
+        return {name: results.timeline() for name, results in runs.items() if results is not None}
+
+
+class Call(NamedTuple):
+    """What a pass needs beside the tensors that have gradients."""
+
+    comm: Communicator
+    executor: Executor
+    topk_idx_TK: Tensor
+    capacity: int | None
+    activation: str
+    keep: Keep
+    parts: int
+    """1 with a capacity."""
+    deferred: Deferred | None
+    """None: the weights' gradients are computed in the backward."""
+    runs: Runs | None
+    """None: nothing is recorded."""
+
+
+def of_part(do: Callable[[Results, int], Any], part: int) -> Callable[[Results], Any]:
+    """A stage of one part."""
+    return lambda results: do(results, part)
