@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 from moecomm.overlap.executor import Executor, Results, Work
+from moecomm.overlap.interleave import interleave, pause
 from moecomm.overlap.moe import Keep, backward_schedule, forward_schedule, recompute_schedule
 from moecomm.overlap.schedule import Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
@@ -35,5 +36,7 @@ __all__ = [
     "Work",
     "backward_schedule",
     "forward_schedule",
+    "interleave",
+    "pause",
     "recompute_schedule",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument
+from moecomm.overlap.interleave import pause
 from moecomm.overlap.schedule import Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 from moecomm.types import DispatchOutput
@@ -86,6 +87,8 @@ class Executor:
                     results._stage = stage
                     with order.stage(stage):
                         results._values[stage.name] = work[stage.name](results)
+                    if stage.yields:
+                        pause()
             finally:
                 results._stage = None
                 order.end()

@@ -38,6 +38,12 @@ def stage_name(name: str, part: int, parts: int) -> str:
     return name if parts == 1 else f"{name} {part}"
 
 
+def _transfer(name: str, part: int, parts: int, *after: str) -> Stage:
+    """A part of one. Other programs go on after the last: no other operation may come between parts."""
+    last = part + 1 == parts
+    return Stage(name=stage_name(name, part, parts), stream=COMM, after=after, communicates=True, yields=last)
+
+
 @lru_cache
 def forward_schedule(*, shared: bool, parts: int = 1) -> Schedule:
     """`shared`: there are shared experts."""
@@ -51,20 +57,13 @@ def forward_schedule(*, shared: bool, parts: int = 1) -> Schedule:
         stages.append(Stage(name="shared experts", stream=COMPUTE))
     for part in range(parts):
         before = stage_name("dispatch", part - 1, parts) if part > 0 else "publish"
-        stages.append(
-            Stage(name=stage_name("dispatch", part, parts), stream=COMM, after=(before,), communicates=True)
-        )
+        stages.append(_transfer("dispatch", part, parts, before))
     for part in range(parts):
         stages += [
             compute("up", part, "dispatch"),
             compute("activation", part, "up"),
             compute("down", part, "activation"),
-            Stage(
-                name=stage_name("combine", part, parts),
-                stream=COMM,
-                after=(stage_name("down", part, parts),),
-                communicates=True,
-            ),
+            _transfer("combine", part, parts, stage_name("down", part, parts)),
         ]
     if shared:
         last = stage_name("combine", parts - 1, parts)
@@ -80,7 +79,7 @@ def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool, pa
         return [stage_name(name, part, parts) for part in range(parts)]
 
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
-    stages = [Stage(name=name, stream=COMM, communicates=True) for way in ways for name in each(way)]
+    stages = [_transfer(way, part, parts) for way in ways for part in range(parts)]
     if shared:
         stages.append(Stage(name="shared backward", stream=COMPUTE))
     for part in range(parts):
@@ -101,9 +100,7 @@ def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool, pa
             after = (named("activation backward"),)
             stages += [
                 Stage(name=named("up backward"), stream=COMPUTE, after=after),
-                Stage(
-                    name=named("home"), stream=COMM, after=(named("up backward"), *after), communicates=True
-                ),
+                _transfer("home", part, parts, named("up backward"), *after),
             ]
     if weights:
         done = tuple(each("activation backward"))
@@ -123,8 +120,7 @@ def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1) -> Schedule:
     stages = []
     for part in range(parts):
         if keep != "nothing":
-            name = stage_name("rows again", part, parts)
-            stages.append(Stage(name=name, stream=COMM, communicates=True))
+            stages.append(_transfer("rows again", part, parts))
     if shared:
         stages.append(Stage(name="shared experts", stream=COMPUTE))
     for part in range(parts):

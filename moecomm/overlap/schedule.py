@@ -32,6 +32,8 @@ class Stage:
     """How long it is thought to take with nothing beside it."""
     communicates: bool = False
     """It waits for peers or for links, and is to be hidden behind stages that do not."""
+    yields: bool = False
+    """Another program of `interleave` may go on when it has been issued."""
 
 
 class Schedule:

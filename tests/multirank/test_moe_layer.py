@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
+from moecomm.overlap import interleave
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import (
     SIZES,
@@ -240,6 +241,60 @@ def test_checkpoints_keep_plans(
     layer: dict[str, Any], options: dict[str, Any], pools: dict[int, RankPool], seed: int
 ) -> None:
     pools[2](checkpointed, options, layer, seed)
+
+
+def interleaved(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
+    """Microbatches one after another, and merged: the forward of the next with the backward of the one
+    before, and two at once."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**SIZES, num_shared_experts=1)
+    first = MoELayer(config, max_tokens=9, **way)
+    model = torch.nn.Sequential(first, torch.nn.RMSNorm(16), MoELayer(config, first.comm, **way))
+    inputs = [torch.randn(4 + rank + i, 16) for i in range(4)]
+
+    def forward(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: model(x)
+
+    def backward(y: torch.Tensor) -> Callable[[], None]:
+        return lambda: y.square().sum().backward()
+
+    def alone() -> list[torch.Tensor]:
+        outputs = []
+        for x in inputs:
+            outputs.append(model(x))
+            backward(outputs[-1])()
+        return outputs
+
+    def merged() -> list[torch.Tensor]:
+        outputs = [model(inputs[0])]
+        for x in inputs[1:]:
+            outputs.append(interleave(forward(x), backward(outputs[-1]))[0])
+        backward(outputs[-1])()
+        return outputs
+
+    def both() -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] = []
+        for pair in (inputs[:2], inputs[2:]):
+            ys = interleave(*map(forward, pair))
+            interleave(*map(backward, ys))
+            outputs += ys
+        return outputs
+
+    found = []
+    for run in (alone, merged, both):
+        model.zero_grad()
+        outputs = [y.detach() for y in run()]
+        found.append((outputs, [parameter.grad.clone() for parameter in model.parameters()]))
+    for outputs, grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0][0], outputs, strict=True))
+        for a, b in zip(found[0][1], grads, strict=True):
+            # Two backwards at once add up in another order.
+            assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [{}, {"parts": 2}, {"keep": "nothing"}, {"overlap": False}], ids=str)
+def test_interleaved_microbatches(way: dict[str, Any], pools: dict[int, RankPool], seed: int) -> None:
+    pools[3](interleaved, way, seed)
 
 
 def deferred(rank: int, world_size: int, seed: int) -> None:

@@ -1,0 +1,167 @@
+"""Several programs on one stream, in turns: where one has sent its rows on their way, another computes.
+
+    fresh, loss = interleave(lambda: block(x_next), lambda: y.backward(grad))
+
+Each program is ordinary code, such as the forward of one microbatch or the backward of another, in a thread
+of its own, of which only one runs at a time. Turns change at fixed points: after stages that say so
+(`Stage.yields`), and where a program calls `pause`. So the order in which work reaches the stream, and the
+communicator, is that of the programs, the same in every run and on every rank that has the same programs.
+(Megatron-Core merges the forward of one microbatch with the backward of another to this end.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from moecomm.errors import InvalidArgument
+
+Result = TypeVar("Result")
+
+_LOOK_S = 0.2  # between looks of the caller's thread for a keyboard interrupt
+
+
+class _Ended(BaseException):
+    """In a program whose turn will not come: the caller was interrupted."""
+
+
+class _Turns:
+    """Whose turn it is. Programs are numbered; the lowest begins."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._alive = [True] * count
+        self._turn = 0
+        self._ended = False
+
+    def wait(self, number: int) -> None:
+        """Until it is the turn of a program; raises _Ended if it will not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._turn == number)
+            if self._ended:
+                raise _Ended
+
+    def pass_on(self, number: int) -> None:
+        """The next program's, if there is another one; comes back when it is this one's again."""
+        with self._changed:
+            self._next(number)
+        self.wait(number)
+
+    def leave(self, number: int) -> None:
+        """A program is over."""
+        with self._changed:
+            self._alive[number] = False
+            self._next(number)
+
+    def end(self) -> None:
+        """No program gets another turn."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _next(self, number: int) -> None:
+        count = len(self._alive)
+        others = ((number + step) % count for step in range(1, count + 1))
+        self._turn = next((other for other in others if self._alive[other]), -1)
+        self._changed.notify_all()
+
+
+_place: contextvars.ContextVar[tuple[_Turns, int] | None] = contextvars.ContextVar(
+    "moecomm turn", default=None
+)
+
+
+def pause() -> None:
+    """Within a program of `interleave`: the next one's turn. Elsewhere it does nothing."""
+    place = _place.get()
+    if place is not None:
+        turns, number = place
+        turns.pass_on(number)
+
+
+def interleave(*programs: Callable[[], Any]) -> tuple[Any, ...]:
+    """Runs the programs in turns, the first one first, and returns their results in their order.
+
+    A program finds the caller's device, stream, grad mode and autocast; a backward runs in the program's own
+    thread. Programs must not wait for each other, and their operations of one communicator come in the order
+    of the turns.
+
+    An exception in one program lets the others come to their end, since other ranks may have a part in what
+    they do; then the first one in the order of the programs is raised. A keyboard interrupt ends them at
+    their next turn.
+
+    Raises InvalidArgument for something that cannot be called, and within a program of another interleave.
+    """
+    for program in programs:
+        if not callable(program):
+            raise InvalidArgument(f"program is {type(program).__name__}, expected something to call")
+    if _place.get() is not None:
+        raise InvalidArgument("interleave within a program of another one, expected outside")
+    turns = _Turns(len(programs))
+    results: list[Any] = [None] * len(programs)
+    errors: list[BaseException | None] = [None] * len(programs)
+    surroundings = _surroundings()
+
+    def play(number: int) -> None:
+        _place.set((turns, number))
+        try:
+            turns.wait(number)
+            with surroundings():
+                results[number] = programs[number]()
+        except BaseException as error:  # every kind belongs to the caller
+            errors[number] = error
+        finally:
+            turns.leave(number)
+
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(play, number), name=f"moecomm program {number}"
+        )
+        for number in range(len(programs))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+    except BaseException:
+        turns.end()
+        for thread in threads:
+            thread.join()
+        raise
+    for error in errors:
+        if error is not None:
+            raise error
+    return tuple(results)
+
+
+def _surroundings() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes what torch keeps for each thread as it is in this one."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = ["cpu"]
+    stream = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        kinds.append("cuda")
+        stream = torch.cuda.current_stream()
+    casts = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+
+    @contextlib.contextmanager
+    def enter() -> Any:
+        with contextlib.ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, (enabled, dtype) in casts.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            # A backward that waits for its turn must not hold up the device's own thread, which all share.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    return enter
