@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+from moecomm.overlap.cost import H200, Choice, LayerShape, Rates, choose, part_shares, planned
 from moecomm.overlap.executor import Executor, Results, Work
 from moecomm.overlap.interleave import interleave, pause
 from moecomm.overlap.moe import Keep, backward_schedule, forward_schedule, recompute_schedule
@@ -26,8 +27,12 @@ from moecomm.overlap.schedule import Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 
 __all__ = [
+    "H200",
+    "Choice",
     "Executor",
     "Keep",
+    "LayerShape",
+    "Rates",
     "Results",
     "Schedule",
     "Span",
@@ -35,8 +40,11 @@ __all__ = [
     "Timeline",
     "Work",
     "backward_schedule",
+    "choose",
     "forward_schedule",
     "interleave",
+    "part_shares",
     "pause",
+    "planned",
     "recompute_schedule",
 ]

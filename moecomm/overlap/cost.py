@@ -1,0 +1,236 @@
+"""How long the stages of a layer take, by a few rates; and from that in how many parts its rows should
+travel, and with how many SMs.
+
+A layer's products are held by the rate of the GPU's matrix units, its activation by memory, and the way of
+its rows by what `moecomm.model` says of dispatch and combine, or by the SMs that move them. In parts the
+first part of a dispatch, and the last of a combine, has most rows (docs/overlap.md).
+
+    from moecomm.model import MACHINES, MODELS, Shape
+    from moecomm.overlap import LayerShape, H200, choose
+
+    shape = LayerShape(Shape(nodes=1, ranks_per_node=4, tokens=4096, **MODELS["deepseek-v3"]), ffn=2048)
+    choice = choose(shape, MACHINES["h200"], H200)
+    print(choice)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moecomm.errors import InvalidArgument
+from moecomm.model import Machine, Shape, predict
+from moecomm.overlap.moe import Keep, backward_schedule, forward_schedule
+from moecomm.overlap.schedule import Schedule, Stage
+from moecomm.overlap.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one GPU computes, and what it takes to keep its links busy. Raises InvalidArgument for a rate of
+    zero."""
+
+    products_TFLOPs: float
+    """Grouped products of rows with weights."""
+    weights_TFLOPs: float
+    """Grouped products of rows with rows, the gradients of weights."""
+    memory_GBps: float
+    """Read and written bytes together."""
+    sms: int
+    dispatch_sms: int
+    """With fewer a dispatch takes longer, in proportion."""
+    combine_sms: int
+    """Likewise for a combine."""
+    part_us: float
+    """What each part of a transfer costs beside its rows: launches, and the filling of its pipes."""
+    product_us: float
+    """What each grouped product costs beside its rows: its launch, and its last wave of tiles."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise InvalidArgument(f"Rates.{field.name} is {value!r}, must be above 0")
+
+
+H200 = Rates(
+    products_TFLOPs=640.0,
+    weights_TFLOPs=495.0,
+    memory_GBps=4143.0,
+    sms=132,
+    dispatch_sms=30,
+    combine_sms=40,
+    part_us=6.0,
+    product_us=8.0,
+)
+"""Of one H200 with torch 2.11, many experts of some hundred rows each (docs/performance.md)."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer: its exchange, and what its experts compute."""
+
+    exchange: Shape
+    ffn: int
+    """F: inner width of an expert."""
+    gated: bool = True
+    """swiglu: the first product is 2F wide."""
+    shared_ffn: int = 0
+    """Inner width of the shared experts together."""
+
+    @property
+    def inner(self) -> int:
+        """I: width of the first product."""
+        return self.ffn * (2 if self.gated else 1)
+
+    @property
+    def local_experts(self) -> int:
+        """L."""
+        return self.exchange.experts // self.exchange.ranks
+
+    @property
+    def rows(self) -> float:
+        """P: rows of a rank's experts in the mean."""
+        return self.exchange.tokens * self.exchange.top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `choose` found best."""
+
+    parts: int
+    comm_sms: int
+    forward: Schedule
+    backward: Schedule
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward as planned."""
+        return self.forward.plan().seconds + self.backward.plan().seconds
+
+    def timelines(self) -> dict[str, Timeline]:
+        """As planned."""
+        return {"forward": self.forward.plan(), "backward": self.backward.plan()}
+
+    def __str__(self) -> str:
+        exposed = sum(timeline.exposed_seconds for timeline in self.timelines().values())
+        return (
+            f"{self.parts} parts, {self.comm_sms} SMs for communication: {self.seconds * 1e6:.0f} us, "
+            f"{exposed / self.seconds:.1%} exposed"
+        )
+
+
+def part_shares(exchange: Shape, parts: int) -> tuple[float, ...]:
+    """Of the rows that a rank gets, those that come with each part; random routing without groups.
+
+    A token is among the first p parts of a rank, s = p L / parts experts, with the probability that not all
+    of its K choices of E experts miss them. Example: 4 ranks of 64 experts, top-8, 2 parts: 0.73, 0.27.
+    """
+    experts, local = exchange.experts, exchange.experts // exchange.ranks
+
+    def reached(count: int) -> float:
+        missed = 1.0
+        for choice in range(exchange.top_k):
+            missed *= max(experts - count - choice, 0) / (experts - choice)
+        return 1.0 - missed
+
+    ends = [0, *(-(-(part + 1) * local // parts) for part in range(parts))]
+    return tuple((reached(b) - reached(a)) / reached(local) for a, b in itertools.pairwise(ends))
+
+
+@lru_cache(maxsize=256)
+def planned(
+    shape: LayerShape, machine: Machine, rates: Rates, parts: int, comm_sms: int, keep: Keep = "all"
+) -> tuple[Schedule, Schedule]:
+    """The forward and backward schedules of a layer with the time and the SMs of each stage."""
+    transfers = predict(machine, shape.exchange)
+    hidden, inner, ffn, item = shape.exchange.hidden, shape.inner, shape.ffn, shape.exchange.element_bytes
+    tokens, rows, shared = shape.exchange.tokens, shape.rows, shape.shared_ffn
+    shared_inner = shared * (2 if shape.gated else 1)
+    there = part_shares(shape.exchange, parts)
+    back = tuple(reversed(there))
+    compute_sms = rates.sms - comm_sms
+
+    def product(count: float, width: float, depth: float, rate: float) -> float:
+        flops = 2.0 * count * width * depth
+        return flops / (rate * 1e12) * rates.sms / compute_sms + rates.product_us * 1e-6
+
+    def pass_over(count: float, columns: float) -> float:
+        return count * columns * item / (rates.memory_GBps * 1e9) * min(1.0, rates.sms / compute_sms)
+
+    def moved(whole: float, fixed_us: float, shares: tuple[float, ...], part: int, wanted: int) -> float:
+        """Signals and plan go with the part that has most rows."""
+        fixed = fixed_us * 1e-6 if shares[part] == max(shares) else 0.0
+        slower = max(1.0, wanted / comm_sms)
+        return fixed + (whole - fixed_us * 1e-6) * shares[part] * slower + rates.part_us * 1e-6
+
+    def seconds(stage: Stage) -> float:
+        words = stage.name.split()
+        part = int(words.pop()) if words[-1].isdigit() else 0
+        name, slice_rows = " ".join(words), rows / parts
+        if name in ("dispatch", "gradient rows", "rows again"):
+            whole, fixed = transfers.dispatch.seconds, machine.dispatch_fixed_us
+            return moved(whole, fixed, there, part, rates.dispatch_sms)
+        if name in ("combine", "home"):
+            whole, fixed = transfers.combine.seconds, machine.combine_fixed_us
+            return moved(whole, fixed, back, part, rates.combine_sms)
+        computed = {
+            "publish": 0.0,
+            "shared experts": product(tokens, shared_inner, hidden, rates.products_TFLOPs)
+            + product(tokens, hidden, shared, rates.products_TFLOPs),
+            "shared backward": 2 * product(tokens, shared_inner, hidden, rates.products_TFLOPs)
+            + 2 * product(tokens, hidden, shared, rates.products_TFLOPs),
+            "up": product(slice_rows, inner, hidden, rates.products_TFLOPs),
+            "up again": product(slice_rows, inner, hidden, rates.products_TFLOPs),
+            "up backward": product(slice_rows, inner, hidden, rates.products_TFLOPs),
+            "down": product(slice_rows, ffn, hidden, rates.products_TFLOPs),
+            "down backward": product(slice_rows, ffn, hidden, rates.products_TFLOPs),
+            "activation": pass_over(slice_rows, inner + ffn),
+            "activation backward": pass_over(slice_rows, 2 * inner + 2 * ffn),
+            "up weights": product(rows, inner, hidden, rates.weights_TFLOPs),
+            "down weights": product(rows, ffn, hidden, rates.weights_TFLOPs),
+            "sum": pass_over(tokens, 3 * hidden),
+        }
+        return computed[name]
+
+    def with_costs(schedule: Schedule) -> Schedule:
+        stages = [
+            dataclasses.replace(
+                stage,
+                seconds=seconds(stage),
+                uses={"sms": comm_sms if stage.communicates else compute_sms},
+            )
+            for stage in schedule.stages
+        ]
+        return Schedule(stages, streams=schedule.streams, resources={"sms": rates.sms})
+
+    has_shared = shared > 0
+    return (
+        with_costs(forward_schedule(shared=has_shared, parts=parts)),
+        with_costs(backward_schedule(shared=has_shared, keep=keep, home=True, weights=True, parts=parts)),
+    )
+
+
+def choose(
+    shape: LayerShape,
+    machine: Machine,
+    rates: Rates,
+    *,
+    most_parts: int = 8,
+    sms: tuple[int, ...] = (16, 24, 32, 48, 64),
+    keep: Keep = "all",
+) -> Choice:
+    """The number of parts, and of SMs for communication, with the shortest planned forward and backward; the
+    fewest parts, then the fewest SMs, of those that are equal. Pure arithmetic; raises InvalidArgument for
+    SMs that the GPU does not have."""
+    for count in sms:
+        if not 0 < count < rates.sms:
+            raise InvalidArgument(f"sms has {count}, must be from 1 to {rates.sms - 1}")
+    choices = []
+    for parts in range(1, min(most_parts, shape.local_experts) + 1):
+        for count in sorted(sms):
+            forward, backward = planned(shape, machine, rates, parts, count, keep)
+            choices.append(Choice(parts=parts, comm_sms=count, forward=forward, backward=backward))
+    return min(choices, key=lambda choice: choice.seconds)
