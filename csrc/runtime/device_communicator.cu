@@ -275,7 +275,9 @@ intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bo
 int32_t DeviceCommunicator::most_parts() const {
   // A chunk whose place another one takes has to be read as a whole first, and chunks come once for each
   // part.
-  const bool all_fit = window_.stage_tokens >= config_.shape.max_tokens;
+  const int64_t most = config_.shape.max_tokens;
+  const bool all_fit =
+      window_.stage_tokens >= most && window_.with_wire(WireFormat::same).stage_tokens >= most;
   return nodes_.nodes() == 1 && all_fit ? std::min(kMaxParts, config_.shape.local_experts()) : 1;
 }
 
