@@ -340,7 +340,7 @@ import torch
 import torch.distributed as dist
 import moecomm
 
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, size, store, ended = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 limit = datetime.timedelta(seconds=60)
 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
 comm = moecomm.Communicator(
@@ -355,7 +355,9 @@ assert os.wait()[1] == 0
 if rank == 1:
     try:
         print("waiting", flush=True)
-        time.sleep(2.0)
+        late = time.monotonic() + 60.0
+        while not os.path.exists(ended) and time.monotonic() < late:
+            time.sleep(0.01)
         # What the other has announced before its end is as good as any; then it is missed.
         comm.dispatch(x, ids)
         comm.dispatch(x, ids)
@@ -371,9 +373,10 @@ def test_ctrl_c_ends_the_interpreter(tmp_path: Path) -> None:
     """Nobody catches it, and nobody closes: neither rank hangs on its way out, nor do their children."""
     environment = {**os.environ, **NO_GPUS, "GLOO_SOCKET_IFNAME": "lo", "MOECOMM_FABRIC_PROVIDER": "tcp"}
     environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
+    ended = tmp_path / "ended"  # the other rank comes to its dispatch when the first is no more
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _ENDS, str(rank), "2", str(tmp_path / "store")],
+            [sys.executable, "-c", _ENDS, str(rank), "2", str(tmp_path / "store"), str(ended)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -386,6 +389,8 @@ def test_ctrl_c_ends_the_interpreter(tmp_path: Path) -> None:
             assert each.stdout is not None and each.stdout.readline() == "waiting\n"
         time.sleep(0.3)
         ranks[0].send_signal(signal.SIGINT)
+        ranks[0].wait(3.0 * NEVER_NOTICED)
+        ended.touch()
         said = [each.communicate(timeout=3.0 * NEVER_NOTICED) for each in ranks]
     finally:
         for each in ranks:
