@@ -335,11 +335,13 @@ def test_a_loss_is_noticed_although_a_child_lives_on(tmp_path: Path) -> None:
 # -- the end of the interpreter ------------------------------------------------------------------------------
 
 _ENDS = """
-import datetime, json, os, sys, time
+import datetime, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 import moecomm
 
+# A shell starts what runs in the background with interrupts ignored, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 rank, size, store, ended = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 limit = datetime.timedelta(seconds=60)
 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
