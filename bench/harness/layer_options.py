@@ -15,10 +15,9 @@ from .flags import Parser
 from .layer_presets import MULTIPLE, PRESETS, Preset, scaled
 from .options import (
     at_least,
-    available_cores,
     exponents_named,
     find_ranks,
-    threads_for,
+    find_threads,
     types_named,
     writable,
 )
@@ -203,9 +202,7 @@ def _checked(given: argparse.Namespace, arguments: list[str]) -> LayerOptions:
         json=writable(given.json, "-J"),
         trace=given.trace,
         seed=at_least(given.seed, 0, "--seed"),
-        threads=at_least(given.threads, 1, "--threads")
-        if given.threads is not None
-        else threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), available_cores()),
+        threads=find_threads(given.threads, ranks),
         flush_bytes=flush_bytes,
         timeout=given.timeout,
         inject_error=given.inject_error,

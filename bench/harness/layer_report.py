@@ -32,23 +32,16 @@ def _line(cells: Sequence[str], lead: str = " ") -> str:
 
 def header(options: LayerOptions, flush_bytes: int) -> str:
     """What is run and on what, as comment lines."""
-    host, made = machine.describe(), machine.versions()
     rows, inner, columns = options.dense
     lines = [
-        f"# moe_layer_perf  moecomm {made['moecomm']}  torch {made['torch']}  numpy {made['numpy']}"
-        f"  python {made['python']}",
-        f"# {host.cpu}, {host.architecture}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB memory",
+        *machine.heading(options.operation),
         f"# ranks {options.ranks}  threads/rank {options.threads}  type {options.dtype}"
         f"  SMs {options.num_sms or 'chosen'}  dense {rows} x {inner} x {columns}",
         f"# iters {options.iters}  warmup {options.warmup}  check {options.checks} (bound"
         f" {BOUNDS[options.dtype]:.3g})  seed {options.seed}  flushed {flush_bytes / 2**20:.0f} MiB/rank",
     ]
     if options.device == "cuda":
-        gpus = machine.describe_gpus()
-        lines.append(
-            f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links or '?'}, "
-            f"driver {gpus.driver}"
-        )
+        lines.append(machine.heading_of_gpus())
     return "\n".join(lines)
 
 

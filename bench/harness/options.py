@@ -166,6 +166,13 @@ def find_ranks(given: int | None, device: str) -> int:
     return given
 
 
+def find_threads(given: int | None, ranks: int) -> int:
+    """Those of a rank: as given, or its share of this host's cores."""
+    if given is not None:
+        return at_least(given, 1, "--threads")
+    return threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), available_cores())
+
+
 def types_named(text: str) -> tuple[str, ...]:
     if text == "all":
         return tuple(DTYPES)
@@ -327,9 +334,7 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         json=writable(given.json, "-J"),
         plot=writable(given.plot, "--plot"),
         seed=at_least(given.seed, 0, "--seed"),
-        threads=at_least(given.threads, 1, "--threads")
-        if given.threads is not None
-        else threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), available_cores()),
+        threads=find_threads(given.threads, ranks),
         flush_bytes=flush_bytes,
         timeout=given.timeout,
         inject_error=given.inject_error,

@@ -33,15 +33,11 @@ def _line(cells: Sequence[str], widths: Sequence[int], lead: str = " ") -> str:
 
 def header(options: Options, flush_bytes: int, calibrations: Sequence[str] = ()) -> str:
     """What is run and on what, as comment lines, then the column titles."""
-    host = machine.describe()
-    made = machine.versions()
     routing = {"zipf": f"zipf({options.zipf:g})", "trace": f"trace {options.trace}"}.get(
         options.routing, options.routing
     )
     lines = [
-        f"# {options.operation}_perf  moecomm {made['moecomm']}  torch {made['torch']}  numpy {made['numpy']}"
-        f"  python {made['python']}",
-        f"# {host.cpu}, {host.architecture}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB memory",
+        *machine.heading(options.operation),
         f"# ranks {options.ranks}  threads/rank {options.threads}  hidden {options.hidden}"
         f"  experts {options.experts}  topk {options.topk}  routing {routing}  ids {options.ids}",
         f"# layout {options.layout}  alignment {options.alignment}  capacity {options.capacity or 'exact'}"
@@ -50,10 +46,8 @@ def header(options: Options, flush_bytes: int, calibrations: Sequence[str] = ())
         f"  flushed {flush_bytes / 2**20:.0f} MiB/rank",
     ]
     if options.device == "cuda":
-        gpus = machine.describe_gpus()
         lines.append(
-            f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links or '?'}, "
-            f"driver {gpus.driver}"
+            f"{machine.heading_of_gpus()}"
             f"  wire {options.wire or 'as it is'}{'' if options.dequantize else ', handed on'}"
             f"{f'  kept handle {options.kept_handle}' if options.kept_handle else ''}"
             f"{'  graph' if options.graph else ''}"

@@ -73,8 +73,8 @@ class Executor:
 
         Raises InvalidArgument where work and stages do not have the same names.
         """
-        if work.keys() != {stage.name for stage in schedule.stages}:
-            difference = work.keys() ^ {stage.name for stage in schedule.stages}
+        if work.keys() != schedule.names:
+            difference = work.keys() ^ schedule.names
             raise InvalidArgument(
                 f"work and the schedule's stages do not have the same names: {sorted(difference)} is in one "
                 "of them only"
@@ -158,12 +158,6 @@ class _StreamOrder:
         self._ends: dict[str, torch.cuda.Event] = {}
         self._times: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self._begun: dict[str, None] = {}  # side streams, in order
-        self._awaited = {  # by stages of other streams
-            other
-            for stage in schedule.stages
-            for other in stage.after
-            if schedule[other].stream != stage.stream
-        }
         self._fork = self._event()
 
     @contextlib.contextmanager
@@ -180,7 +174,7 @@ class _StreamOrder:
             with self._gpu.on(stream):
                 begin = self._event() if self._record else None
                 yield
-                if begin is not None or stage.name in self._awaited:
+                if begin is not None or stage.name in self._schedule.awaited:
                     self._ends[stage.name] = self._event()
                 if begin is not None:
                     self._times[stage.name] = (begin, self._ends[stage.name])

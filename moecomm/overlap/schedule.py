@@ -62,6 +62,14 @@ class Schedule:
         self.stages: tuple[Stage, ...] = _in_order(listed)
         """In the order of issue."""
         self._by_name = {stage.name: stage for stage in self.stages}
+        self.names: frozenset[str] = frozenset(self._by_name)
+        self.awaited: frozenset[str] = frozenset(
+            other
+            for stage in self.stages
+            for other in stage.after
+            if self._by_name[other].stream != stage.stream
+        )
+        """Names of the stages that some stage of another stream waits for."""
 
     def __getitem__(self, name: str) -> Stage:
         return self._by_name[name]
