@@ -60,7 +60,8 @@ __device__ inline Normal<double> normal(double x) {
   return {0.5 * erfc(-0.70710678118654752 * x), 0.39894228040143268 * exp(-0.5 * x * x)};
 }
 
-/// value(): of one column. slopes(): also how it changes with each of its inputs.
+/// value(): of one column. slopes(): also how it changes with each of its inputs. What may be fused is fused by
+/// name: left to the compiler, variants of a kernel would differ in their last bits.
 template <Activation>
 struct Function;
 
@@ -74,7 +75,7 @@ struct Function<Activation::swiglu> {
   template <class Sum>
   __device__ static Sum slopes(const Sum* in, Sum* out) {
     const Sum share = sigmoid(in[0]), silu = in[0] * share;
-    out[0] = in[1] * (share * (1 + in[0] * (1 - share)));
+    out[0] = in[1] * (share * fma(in[0], 1 - share, Sum{1}));
     out[1] = silu;
     return silu * in[1];
   }
@@ -90,7 +91,7 @@ struct Function<Activation::gelu> {
   template <class Sum>
   __device__ static Sum slopes(const Sum* in, Sum* out) {
     const Normal<Sum> found = normal(in[0]);
-    out[0] = found.below + in[0] * found.density;
+    out[0] = fma(in[0], found.density, found.below);
     return in[0] * found.below;
   }
 };
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
         for (int e = 0; e < E::kVector; ++e) {
           pick(values, e, column);
           const Sum value = F::slopes(column, slopes), scaled = weight * grads[e];
-          dot += grads[e] * value;
+          dot = fma(grads[e], value, dot);
           results[e] = weight * value;
 #pragma unroll
           for (int i = 0; i < F::kInputs; ++i) values[i][e] = scaled * slopes[i];
