@@ -123,6 +123,7 @@ def device_plan_fields(shape: DeviceShape) -> dict[str, tuple[int, int]]: ...
 class DeviceCommunicator:
     closed: bool
     most_parts: int
+    num_sms: int
     def __init__(
         self,
         *,

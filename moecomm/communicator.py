@@ -157,6 +157,8 @@ class Communicator:
         self.most_parts: int = backend.most_parts
         """The most parts that `begin_dispatch` and its like can have: 1 on CUDA where there are several
         nodes, or where the window has not room for all rows of a dispatch at once."""
+        self.num_sms: int = backend.num_sms
+        """SMs that an operation holds while it runs; on the CPU, its threads."""
         self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)

@@ -78,6 +78,7 @@ class LayerOptions:
     routings: tuple[tuple[str, float | None], ...]  # kind, exponent of zipf
     ways: tuple[str, ...]
     keeps: tuple[str, ...]
+    parts: tuple[int, ...]
     headroom: float
     dense: tuple[int, int, int]
     num_sms: int | None  # None: moecomm's own choice
@@ -158,6 +159,13 @@ def _routings(given: argparse.Namespace) -> tuple[tuple[str, float | None], ...]
     return tuple(found)
 
 
+def _parts(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"--parts {text!r} has to be a number above 0, or a list of them: 1,2,4")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
 def _dense(text: str | None, device: str) -> tuple[int, int, int]:
     if text is None:
         return _DENSE[device]
@@ -191,6 +199,7 @@ def _checked(given: argparse.Namespace, arguments: list[str]) -> LayerOptions:
         routings=_routings(given),
         ways=_words(given.ways, WAYS, "--ways"),
         keeps=_words(given.keep, KEEPS, "--keep"),
+        parts=_parts(given.parts),
         headroom=given.headroom,
         dense=_dense(given.dense, device),
         num_sms=None if given.num_sms is None else at_least(given.num_sms, 2, "--num-sms"),
@@ -253,6 +262,12 @@ def _parser() -> Parser:
         default="all",
         metavar="LIST",
         help="overlapped with each of these kept for the backward: all,rows,nothing (all)",
+    )
+    add(
+        "--parts",
+        default="1",
+        metavar="LIST",
+        help="overlapped with rows in each of these numbers of parts (1)",
     )
     add(
         "--headroom",

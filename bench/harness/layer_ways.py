@@ -101,6 +101,7 @@ def make_layer(
     overlap: bool,
     keep: Keep = "all",
     capacity: int | None = None,
+    parts: int = 1,
 ) -> MoELayer:
     """A layer with the case's routing and experts, whose weights all layers share."""
     config = MoEConfig(
@@ -112,7 +113,7 @@ def make_layer(
         pre_softmax=True,
         dtype=case.dtype,
     )
-    layer = MoELayer(config, comm, overlap=overlap, keep=keep)
+    layer = MoELayer(config, comm, overlap=overlap, keep=keep, parts=parts)
     experts: Experts = case.experts
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", _FixedRouting(case))
@@ -220,9 +221,10 @@ def layer_way(
     overlap: bool = True,
     keep: Keep = "all",
     capacity: int | None = None,
+    parts: int = 1,
 ) -> Way:
     """A MoELayer as a training loop calls it, behind its router."""
-    layer = make_layer(comm, case, overlap=overlap, keep=keep, capacity=capacity)
+    layer = make_layer(comm, case, overlap=overlap, keep=keep, capacity=capacity, parts=parts)
 
     def forward() -> Tensor:
         y_TH: Tensor = layer(case.x_TH)
@@ -280,6 +282,11 @@ def keep_name(keep: str) -> str:
     return OVERLAPPED if keep == "all" else f"{OVERLAPPED}, keep {keep}"
 
 
+def parts_name(parts: int) -> str:
+    """What overlapped is called whose rows travel in so many parts."""
+    return OVERLAPPED if parts == 1 else f"{OVERLAPPED}, {parts} parts"
+
+
 def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict[str, Make]:
     """How each wanted way is made, by its name, in the order of the table; `graphs`: those around replay."""
     made: dict[str, Make] = {
@@ -293,13 +300,18 @@ def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict
             for keep in ("rows", "nothing")
             if keep in case.options.keeps and not graphs
         },
+        **{
+            parts_name(parts): _in_parts(comm, case, parts)
+            for parts in case.options.parts
+            if parts > 1 and not graphs
+        },
         FIXED: lambda: layer_way(FIXED, comm, case, capacity=case.capacity),
         GRAPH: lambda: graph_way(comm, case),
         BASELINE: lambda: baseline_way(case, tuned=False),
         TUNED: lambda: baseline_way(case, tuned=True),
     }
     wanted = GRAPH_WAYS if graphs else case.options.ways
-    kept = "all" in case.options.keeps or graphs
+    kept = ("all" in case.options.keeps and 1 in case.options.parts) or graphs
     return {
         name: make
         for name, make in made.items()
@@ -310,6 +322,10 @@ def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict
 
 def _keeping(comm: moecomm.Communicator, case: LayerCase, keep: Keep) -> Make:
     return lambda: layer_way(keep_name(keep), comm, case, keep=keep)
+
+
+def _in_parts(comm: moecomm.Communicator, case: LayerCase, parts: int) -> Make:
+    return lambda: layer_way(parts_name(parts), comm, case, parts=parts)
 
 
 def why_not(name: str, device: torch.device) -> NotRun | None:

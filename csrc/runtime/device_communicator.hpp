@@ -121,6 +121,8 @@ class DeviceCommunicator {
 
   /// The most parts that an operation can have.
   int32_t most_parts() const;
+  /// SMs that an operation holds while it runs.
+  int32_t num_sms() const { return heuristics_.all_blocks(); }
   /// Starts to send and to plan. finish_dispatch has to follow, for each part.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
   /// Waits until the row count of a dispatch without capacity is known. If it throws, what ranks disagree on

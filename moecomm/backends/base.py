@@ -106,6 +106,8 @@ class Backend(Protocol):
     nodes: NodeMap
     most_parts: int
     """Parts that an operation can have at most."""
+    num_sms: int
+    """SMs that an operation holds; on the CPU, threads."""
     plan_fields: PlanFields
     """Of the blob in a TensorPlan."""
 

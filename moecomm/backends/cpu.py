@@ -136,6 +136,7 @@ class CpuBackend:
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
         check_host_room(meeting, party, self.memory.committed_bytes)
         host_ranks = party.host_ranks(meeting.rank)
+        self.num_sms = threads or default_threads(host_ranks)
         self._native = introduce(
             meeting,
             party,
@@ -143,7 +144,7 @@ class CpuBackend:
                 shape=shape,
                 rank=meeting.rank,
                 num_experts=arguments["num_experts"],
-                threads=threads or default_threads(host_ranks),
+                threads=self.num_sms,
                 timeout=meeting.timeout,
                 host_ranks=host_ranks,
             ),

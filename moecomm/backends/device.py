@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,21 @@ class CudaDevice:
             torch.cuda.empty_cache()
             free = int(torch.cuda.mem_get_info(self.index)[0])
         return free
+
+    def count_sms(self) -> int:
+        """Streaming multiprocessors of the GPU."""
+        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
+
+    @contextlib.contextmanager
+    def leaving(self, sms: int) -> Iterator[None]:
+        """Matrix products that torch issues within the block leave so many SMs alone, as far as their
+        kernels know how: those of grouped_mm and of cuBLAS do."""
+        before = torch._C._get_sm_carveout_experimental()
+        torch._C._set_sm_carveout_experimental(sms)
+        try:
+            yield
+        finally:
+            torch._C._set_sm_carveout_experimental(before)
 
     def uuid(self) -> str:
         """Names the GPU on this host, whatever its index in this process."""

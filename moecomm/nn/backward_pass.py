@@ -73,7 +73,9 @@ class BackwardPass:
             }
         if shared and home:
             work["sum"] = self._sum
-        schedule = backward_schedule(shared=shared, keep=call.keep, home=home, weights=now, parts=parts)
+        schedule = backward_schedule(
+            shared=shared, keep=call.keep, home=home, weights=now, parts=parts, split=call.split
+        )
         results = call.executor.run(schedule, work, record=call.runs is not None)
         if call.runs is not None:
             call.runs.backward = results

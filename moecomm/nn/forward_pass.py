@@ -73,7 +73,7 @@ class ForwardPass:
         if shared:
             work["shared experts"] = lambda _: self._share()
             work["sum"] = lambda results: results[last].add_(results["shared experts"])
-        results = self._execute(forward_schedule(shared=shared, parts=parts), work)
+        results = self._execute(forward_schedule(shared=shared, parts=parts, split=call.split), work)
         if call.runs is not None:
             call.runs.forward = results
         y_TH: Tensor = results["sum" if shared else last]

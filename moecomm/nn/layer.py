@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moecomm.activation import prepare as prepare_activation
+from moecomm.backends.device import CudaDevice
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.nn.capacity import tokens_per_expert_limit
@@ -20,7 +21,8 @@ from moecomm.nn.overlapped import run_experts
 from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
-from moecomm.overlap import Executor, Keep, Timeline
+
+from moecomm.overlap import Executor, Keep, Split, Timeline
 
 
 class MoELayer(nn.Module):
@@ -102,6 +104,7 @@ class MoELayer(nn.Module):
         self.record = False
         """True: measure when stages run, for `timelines`."""
         prepare_activation(comm.device, config.dtype)
+        self._split = _find_split(comm)
         self._executor = Executor(comm.device, {"comm": comm.stream})
         self._deferred, self._runs = Deferred(), Runs()
         self.loss_scale = 1.0
@@ -153,6 +156,7 @@ class MoELayer(nn.Module):
             self.config.activation,
             self.keep,
             route_parts(self.comm, self.capacity, self.parts),
+            self._split,
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
         )
@@ -220,6 +224,14 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
         comm.num_local_experts * limit, min(config.top_k, comm.num_local_experts) * comm.max_tokens
     )
     return comm.size * from_one_rank
+
+
+def _find_split(comm: Communicator) -> Split | None:
+    """None where operations take more than half of the GPU: they are better alone then."""
+    if comm.device.type != "cuda":
+        return None
+    sms = CudaDevice(comm.device.index).count_sms()
+    return Split(sms, comm.num_sms) if 2 * comm.num_sms <= sms else None
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
-from moecomm.overlap import Executor, Keep, Results, Timeline
+from moecomm.overlap import Executor, Keep, Results, Split, Timeline
 
 
 class Weights(NamedTuple):
@@ -61,6 +61,8 @@ class Call(NamedTuple):
     keep: Keep
     parts: int
     """1 with a capacity."""
+    split: Split | None
+    """None: products leave no SMs to what travels meanwhile."""
     deferred: Deferred | None
     """None: the weights' gradients are computed in the backward."""
     runs: Runs | None

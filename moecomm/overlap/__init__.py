@@ -22,7 +22,7 @@ from __future__ import annotations
 from moecomm.overlap.cost import H200, Choice, LayerShape, Rates, choose, part_shares, planned
 from moecomm.overlap.executor import Executor, Results, Work
 from moecomm.overlap.interleave import interleave, pause
-from moecomm.overlap.moe import Keep, backward_schedule, forward_schedule, recompute_schedule
+from moecomm.overlap.moe import Keep, Split, backward_schedule, forward_schedule, recompute_schedule
 from moecomm.overlap.schedule import Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 
@@ -36,6 +36,7 @@ __all__ = [
     "Results",
     "Schedule",
     "Span",
+    "Split",
     "Stage",
     "Timeline",
     "Work",

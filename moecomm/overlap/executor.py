@@ -13,7 +13,7 @@ import torch
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.overlap.interleave import pause
-from moecomm.overlap.schedule import Schedule, Stage
+from moecomm.overlap.schedule import SMS, Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 from moecomm.types import DispatchOutput
 
@@ -173,13 +173,22 @@ class _StreamOrder:
         try:
             with self._gpu.on(stream):
                 begin = self._event() if self._record else None
-                yield
+                with self._leaving(stage):
+                    yield
                 if begin is not None or stage.name in self._schedule.awaited:
                     self._ends[stage.name] = self._event()
                 if begin is not None:
                     self._times[stage.name] = (begin, self._ends[stage.name])
         finally:
             self._gpu.pop_range()
+
+    def _leaving(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        """Of the SMs those that the schedule does not give to the stage."""
+        whole = self._schedule.resources.get(SMS, 0.0)
+        used = stage.uses.get(SMS, whole)
+        if stage.communicates or used >= whole:
+            return contextlib.nullcontext()
+        return self._gpu.leaving(int(whole - used))
 
     def take(self, stream: str, value: Any) -> None:
         if self._gpu.capturing():

@@ -21,9 +21,9 @@ are on their way, and while what the one before has made travels back:
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from moecomm.overlap.schedule import Schedule, Stage
+from moecomm.overlap.schedule import SMS, Schedule, Stage
 
 COMPUTE, COMM = "compute", "comm"
 
@@ -33,55 +33,91 @@ product, P * (H + I) values. "rows": the rows; the first product is made again. 
 more along the kept plan, while the gradients are on their way too, and then the first product."""
 
 
+class Split(NamedTuple):
+    """How the SMs of a GPU are shared where rows travel beside products."""
+
+    sms: int
+    """All of them."""
+    comm: int
+    """Those of an operation of the communicator."""
+
+    @property
+    def products(self) -> dict[str, float]:
+        """What a product uses beside an operation."""
+        return {SMS: float(self.sms - self.comm)}
+
+
 def stage_name(name: str, part: int, parts: int) -> str:
     """Of a stage of one part."""
     return name if parts == 1 else f"{name} {part}"
 
 
-def _transfer(name: str, part: int, parts: int, *after: str) -> Stage:
+def _transfer(name: str, part: int, parts: int, *after: str, split: Split | None = None) -> Stage:
     """A part of one. Other programs go on after the last: no other operation may come between parts."""
     last = part + 1 == parts
-    return Stage(name=stage_name(name, part, parts), stream=COMM, after=after, communicates=True, yields=last)
+    uses = {} if split is None else {SMS: float(split.comm)}
+    return Stage(
+        name=stage_name(name, part, parts),
+        stream=COMM,
+        after=after,
+        uses=uses,
+        communicates=True,
+        yields=last,
+    )
+
+
+def _product(name: str, *after: str, beside: Split | None = None) -> Stage:
+    """`beside`: something travels meanwhile."""
+    return Stage(name=name, stream=COMPUTE, after=after, uses={} if beside is None else beside.products)
+
+
+def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
+    resources = {} if split is None else {SMS: float(split.sms)}
+    return Schedule(stages, streams=(COMPUTE, COMM), resources=resources)
 
 
 @lru_cache
-def forward_schedule(*, shared: bool, parts: int = 1) -> Schedule:
-    """`shared`: there are shared experts."""
+def forward_schedule(*, shared: bool, parts: int = 1, split: Split | None = None) -> Schedule:
+    """`shared`: there are shared experts. `split`: what runs while rows travel leaves them SMs."""
+    beside = split if parts > 1 else None
 
     def compute(name: str, part: int, *after: str) -> Stage:
         names = tuple(stage_name(other, part, parts) for other in after)
-        return Stage(name=stage_name(name, part, parts), stream=COMPUTE, after=names)
+        return _product(stage_name(name, part, parts), *names, beside=beside)
 
     stages = [Stage(name="publish", stream=COMM, communicates=True)]
     if shared:
-        stages.append(Stage(name="shared experts", stream=COMPUTE))
+        stages.append(_product("shared experts", beside=split))
     for part in range(parts):
         before = stage_name("dispatch", part - 1, parts) if part > 0 else "publish"
-        stages.append(_transfer("dispatch", part, parts, before))
+        stages.append(_transfer("dispatch", part, parts, before, split=split))
     for part in range(parts):
         stages += [
             compute("up", part, "dispatch"),
             compute("activation", part, "up"),
             compute("down", part, "activation"),
-            _transfer("combine", part, parts, stage_name("down", part, parts)),
+            _transfer("combine", part, parts, stage_name("down", part, parts), split=split),
         ]
     if shared:
         last = stage_name("combine", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared experts")))
-    return Schedule(stages, streams=(COMPUTE, COMM))
+    return _schedule(stages, split)
 
 
 @lru_cache
-def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool, parts: int = 1) -> Schedule:
+def backward_schedule(
+    *, shared: bool, keep: Keep, home: bool, weights: bool, parts: int = 1, split: Split | None = None
+) -> Schedule:
     """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now."""
+    beside = split if parts > 1 else None
 
     def each(name: str) -> list[str]:
         return [stage_name(name, part, parts) for part in range(parts)]
 
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
-    stages = [_transfer(way, part, parts) for way in ways for part in range(parts)]
+    stages = [_transfer(way, part, parts, split=split) for way in ways for part in range(parts)]
     if shared:
-        stages.append(Stage(name="shared backward", stream=COMPUTE))
+        stages.append(_product("shared backward", beside=split))
     for part in range(parts):
 
         def named(name: str, part: int = part) -> str:
@@ -91,27 +127,27 @@ def backward_schedule(*, shared: bool, keep: Keep, home: bool, weights: bool, pa
         if keep != "all":
             first = (named("up again"),)
             rows = (named("rows again"),) if keep == "nothing" else ()
-            stages.append(Stage(name=named("up again"), stream=COMPUTE, after=rows))
+            stages.append(_product(named("up again"), *rows, beside=beside))
         stages += [
-            Stage(name=named("down backward"), stream=COMPUTE, after=(named("gradient rows"),)),
-            Stage(name=named("activation backward"), stream=COMPUTE, after=(named("down backward"), *first)),
+            _product(named("down backward"), named("gradient rows"), beside=beside),
+            _product(named("activation backward"), named("down backward"), *first, beside=beside),
         ]
         if home:
             after = (named("activation backward"),)
             stages += [
-                Stage(name=named("up backward"), stream=COMPUTE, after=after),
-                _transfer("home", part, parts, named("up backward"), *after),
+                _product(named("up backward"), *after, beside=beside),
+                _transfer("home", part, parts, named("up backward"), *after, split=split),
             ]
     if weights:
         done = tuple(each("activation backward"))
         stages += [
-            Stage(name="down weights", stream=COMPUTE, after=(*each("gradient rows"), *done)),
-            Stage(name="up weights", stream=COMPUTE, after=done),
+            _product("down weights", *each("gradient rows"), *done, beside=split if home else None),
+            _product("up weights", *done),
         ]
     if shared and home:
         last = stage_name("home", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared backward")))
-    return Schedule(stages, streams=(COMPUTE, COMM))
+    return _schedule(stages, split)
 
 
 @lru_cache

@@ -13,6 +13,8 @@ from types import MappingProxyType
 from moecomm.errors import InvalidSchedule
 from moecomm.overlap.timeline import Span, Timeline
 
+SMS = "sms"
+"""The resource that `Executor` looks after: matrix products of a stage leave the SMs that it does not use."""
 _ROUNDING = 1e-9
 """Of sums of amounts."""
 

@@ -15,10 +15,15 @@ struct Heuristics {
   int reduce_blocks, sum_blocks;    ///< of combine
   int relay_blocks;                 ///< with several nodes, of each operation
 
+  /// Of one operation.
+  int all_blocks() const {
+    return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks) + relay_blocks;
+  }
+
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
-    return std::to_string(send_blocks + receive_blocks + relay_blocks) + " SMs: dispatch " +
+    return std::to_string(all_blocks()) + " SMs: dispatch " +
            std::to_string(send_blocks) + " sending (at most " + std::to_string(send_warps) +
            " warps each) and " + std::to_string(receive_blocks) + " receiving, combine " +
            std::to_string(reduce_blocks) + " reducing and " + std::to_string(sum_blocks) + " summing" +
