@@ -569,6 +569,7 @@ void DeviceCommunicator::combine_part(int32_t part, const std::byte* rows, int32
                 "part is " + std::to_string(part) + ", which is not the next of a combine");
   intranode::CombineArguments all = *reducing_;
   const int32_t first = part == 0 ? 0 : all.part_rows.ends[part - 1];
+  all.rows = rows;
   all.part_rows.rows[part] = rows - first * config_.shape.row_bytes();
   all.part_rows.ends[part] = end;
   reduce_part(all, stream);
