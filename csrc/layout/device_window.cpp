@@ -73,6 +73,7 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   DeviceWindow window{};
   window.shape = shape;
   window.wire_bytes = shape.wire_row_bytes();
+  window.max_chunks = shape.max_chunks();
   window.code_bits = code_bits(shape);
   const int64_t rows = rows_bytes(shape);
   window.stage_tokens = fitting_tokens(shape, rows);

@@ -152,6 +152,7 @@ struct RelayState {
 struct DeviceWindow {
   DeviceShape shape;
   int64_t wire_bytes;     ///< shape.wire_row_bytes(), which kernels want often
+  int64_t max_chunks;     ///< shape.max_chunks(), likewise
   int32_t code_bits;      ///< bits of a number below max_tokens
   int64_t stage_tokens;   ///< tokens of one source that the staging section holds; slots are used in turn
   int64_t sources;        ///< SourceLines[ranks]

@@ -95,7 +95,7 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
       here = device::wait_until(
           comm, {owner, WaitPhase::rows, Operation::combine, epoch},
           device::EpochFlag{comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner),
-                                      comm.window.shape.max_chunks()),
+                                      comm.window.max_chunks),
                             static_cast<uint32_t>(epoch)});
     }
     if (!__syncthreads_and(here) && intranode::already_failed(comm)) return;

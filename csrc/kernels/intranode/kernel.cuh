@@ -200,11 +200,40 @@ cudaError_t with_dtype(DType dtype, const Use& use) {
   return cudaErrorInvalidValue;
 }
 
-/// The same with Of<nodes>::Kernel, where `nodes` says whether there are several.
-template <template <bool> class Of, class Use>
-cudaError_t with_dtype(const DeviceShape& shape, const Use& use) {
-  return shape.other_nodes() > 0 ? with_dtype<Of<true>::template Kernel>(shape.dtype, use)
-                                 : with_dtype<Of<false>::template Kernel>(shape.dtype, use);
+/// How the rows of an operation come: at once or in several parts on one node, or at once between nodes.
+/// Kernels differ in it at compile time: what one way needs costs the others nothing.
+enum class Way { whole, parts, nodes };
+
+inline Way way_of(const DeviceShape& shape, int32_t parts) {
+  return shape.other_nodes() > 0 ? Way::nodes : parts > 1 ? Way::parts : Way::whole;
+}
+
+/// Calls use.operator()<Of<way>>().
+template <template <Way> class Of, class Use>
+cudaError_t with_way(Way way, const Use& use) {
+  switch (way) {
+    case Way::whole:
+      return use.template operator()<Of<Way::whole>>();
+    case Way::parts:
+      return use.template operator()<Of<Way::parts>>();
+    case Way::nodes:
+      return use.template operator()<Of<Way::nodes>>();
+  }
+  return cudaErrorInvalidValue;
+}
+
+/// The same with Of<way>::Kernel.
+template <template <Way> class Of, class Use>
+cudaError_t with_dtype(DType dtype, Way way, const Use& use) {
+  return with_way<Of>(way, [&]<class Each>() { return with_dtype<Each::template Kernel>(dtype, use); });
+}
+
+/// Calls load(way) for the ways of a shape.
+template <class Load>
+cudaError_t for_ways(const DeviceShape& shape, const Load& load) {
+  if (shape.other_nodes() > 0) return load(Way::nodes);
+  const cudaError_t error = load(Way::whole);
+  return error != cudaSuccess ? error : load(Way::parts);
 }
 
 /// The Of<dtype, wire> of the types whose rows can travel in `wire`.

@@ -68,6 +68,7 @@ __device__ int slot_between_nodes(const Comm& comm, int32_t home, int32_t owner)
 
 /// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
 /// into the plan, and what goes with a row to its place. Loads of all tokens are under way together.
+template <bool kParts>
 __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
                              ChunkRows& chunk) {
   const DeviceWindow& w = comm.window;
@@ -105,7 +106,7 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
       chunk.row[i] =
           by_expert ? fitting(bases[chunk.local[i]] + (code[i] & ((1 << w.code_bits) - 1))) : chunk.place[i];
     int32_t last = 0;
-    if (args.parts > 1) {
+    if constexpr (kParts) {
       const int32_t part = mine ? part_of(chunk.local[i], args.parts, comm.local_experts) : 0;
       chunk.part[i] = __reduce_min_sync(0xffffffffu, mine ? part : args.parts);
       last = __reduce_max_sync(0xffffffffu, part);
@@ -133,13 +134,14 @@ struct Wanted {
 };
 
 /// Fills meta[i * top_k ...] with the output rows of token i, and counts[i] with their number.
+template <bool kParts>
 __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
                             int32_t* meta, int32_t* counts) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
   ChunkRows chunk;
-  if (args.operation == Operation::dispatch && args.part == 0) {
-    resolve_rows(comm, args, epoch, item, chunk);
+  if (args.operation == Operation::dispatch && (!kParts || args.part == 0)) {
+    resolve_rows<kParts>(comm, args, epoch, item, chunk);
   } else {
     const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
     const int32_t* const rows = plan.at(plan.fields.rows) + first * top_k + lane;
@@ -147,14 +149,14 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
     for (int i = 0; i < kMaxChunk; ++i) {
       chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
       chunk.part[i] =
-          args.parts > 1 && i < tokens ? TokenSlot{plan.at(plan.fields.slots)[first + i]}.first_part() : 0;
+          kParts && i < tokens ? TokenSlot{plan.at(plan.fields.slots)[first + i]}.first_part() : 0;
     }
   }
   Wanted wanted;
   __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    if (i >= tokens || chunk.part[i] != args.part) continue;
+    if (i >= tokens || (kParts && chunk.part[i] != args.part)) continue;
     const int32_t row = chunk.row[i];
     wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
     const int count = compact(meta + i * top_k, row, counts_once(args.layout, row));
@@ -443,7 +445,7 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
   return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
 }
 
-template <class Rows>
+template <bool kParts, class Rows>
 __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               BlockMemory& block) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -452,12 +454,13 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   int64_t most_chunks = 0;
   for (int32_t source = 0; source < ranks; ++source)
     most_chunks = max(most_chunks, chunk_count(tokens_of[source]));
-  const int64_t paddings = args.layout == RowLayout::expert && args.part == 0 ? comm.local_experts : 0;
+  const int64_t paddings =
+      args.layout == RowLayout::expert && (!kParts || args.part == 0) ? comm.local_experts : 0;
 
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
   Rows rows(comm, args, epoch, warp_memory(block));
-  Claims claims(&comm.state().part_next[args.part]);
+  Claims claims(&comm.state().part_next[kParts ? args.part : 0]);
   for (int64_t claim = claims.take(); claim < paddings + most_chunks * ranks; claim = claims.take()) {
     if (claim < paddings) {
       zero_padding(comm, args, claim);
@@ -470,7 +473,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     item.begin = item.chunk * size;
     item.end = min(item.begin + size, tokens);
     if (item.begin >= item.end) continue;
-    const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
+    const Wanted wanted = list_rows<kParts>(comm, args, epoch, item, meta, counts);
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && tokens > comm.window.stage_tokens;
     if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
@@ -478,8 +481,9 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
       if (lane_id() == 0)
         here = device::wait_until(
             comm, {item.source, WaitPhase::rows, args.operation, epoch},
-            device::EpochFlag{comm.arrival(comm.own, item.source, comm.part_number(args.part, item.chunk)),
-                              static_cast<uint32_t>(epoch)});
+            device::EpochFlag{
+                comm.arrival(comm.own, item.source, comm.part_number(kParts ? args.part : 0, item.chunk)),
+                static_cast<uint32_t>(epoch)});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }
@@ -493,34 +497,41 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   wait_stores<0>();
 }
 
-template <class Rows>
+template <bool kParts, class Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     receive_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
   if (start(comm, args, epoch))
-    receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-  if (args.part + 1 == args.parts)
+    receive_items<kParts, Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
+  if (!kParts || args.part + 1 == args.parts)
     end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns);
 }
 
 enum class Arrival { as_it_is, dequantised, scaled };
 
-template <DType dtype>
-struct ScalingKernel {
-  static constexpr auto kernel = &receive_kernel<ScaleOut<dtype>>;
-};
-template <DType dtype, WireFormat wire>
-struct DequantisingKernel {
-  static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype, wire>>;
+template <Way way>
+struct Receiving {
+  static constexpr bool kParts = way == Way::parts;  // between nodes as on one
+  static constexpr auto as_it_is = &receive_kernel<kParts, CopyOut>;
+  template <DType dtype>
+  struct Scaling {
+    static constexpr auto kernel = &receive_kernel<kParts, ScaleOut<dtype>>;
+  };
+  template <DType dtype, WireFormat wire>
+  struct Dequantising {
+    static constexpr auto kernel = &receive_kernel<kParts, DequantiseOut<dtype, wire>>;
+  };
 };
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
-  if (arrival == Arrival::scaled) return with_dtype<ScalingKernel>(shape.dtype, use);
-  if (arrival == Arrival::dequantised) return with_conversion<DequantisingKernel>(shape, use);
-  return use.template operator()<&receive_kernel<CopyOut>>();
+cudaError_t with_kernel(const DeviceShape& shape, Way way, Arrival arrival, const Use& use) {
+  return with_way<Receiving>(way, [&]<class Each>() {
+    if (arrival == Arrival::scaled) return with_dtype<Each::template Scaling>(shape.dtype, use);
+    if (arrival == Arrival::dequantised) return with_conversion<Each::template Dequantising>(shape, use);
+    return use.template operator()<Each::as_it_is>();
+  });
 }
 
 }  // namespace
@@ -529,19 +540,22 @@ cudaError_t launch_receive(const Launch& launch, const Comm& comm, const Receive
   const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
                           : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
                                                                             : Arrival::as_it_is;
-  return with_kernel(comm.window.shape, arrival, [&]<auto kernel>() {
+  const DeviceShape& shape = comm.window.shape;
+  return with_kernel(shape, way_of(shape, args.parts), arrival, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_receive(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
-  for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
-    if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
-    const cudaError_t error = with_kernel(shape, arrival, prepare);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return for_ways(shape, [&](Way way) {
+    for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
+      if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
+      const cudaError_t error = with_kernel(shape, way, arrival, prepare);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  });
 }
 
 }  // namespace moecomm::intranode

@@ -29,7 +29,7 @@ struct ReduceMemory {
 /// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
 /// number, and slots[i] with where its sum goes. Returns the tokens that this rank owns experts of, as bits:
 /// their sums go home.
-template <class Sum>
+template <class Sum, bool kParts>
 __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, int32_t home, int64_t begin,
                               int tokens, int32_t* sources, Sum* weights, int32_t* counts, int32_t* slots) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -51,9 +51,9 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     const TokenSlot token{slot[i]};
-    if (!token.here() || (args.parts > 1 && token.last_part() != args.part)) continue;
+    if (!token.here() || (kParts && token.last_part() != args.part)) continue;
     owned |= 1u << i;
-    const bool keep = counts_once(args.layout, row[i]) && !args.given_up;
+    const bool keep = counts_once(args.layout, row[i]) && !(kParts && args.given_up);
     compact(weights + i * top_k, weight[i], keep);
     const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
@@ -99,7 +99,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     ptx::store_release_sys(comm.is_local(home)
                                ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
                                : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
-                                           comm.pair(home, comm.rank), comm.window.shape.max_chunks()),
+                                           comm.pair(home, comm.rank), comm.window.max_chunks),
                            static_cast<uint32_t>(epoch));
 }
 
@@ -132,8 +132,9 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
 }
 
 /// What a block does.
-template <DType dtype, bool kNodes>
+template <DType dtype, Way way>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
+  constexpr bool kNodes = way == Way::nodes, kParts = way == Way::parts;
   using Sum = typename Element<dtype>::Sum;
   if (already_failed(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
@@ -147,12 +148,12 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       return;
     }
   }
-  if (blockIdx.x == 0 && args.part == 0)
+  if (blockIdx.x == 0 && (!kParts || args.part == 0))
     signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
                  (args.rows != nullptr ? kCarriesRows : 0u) |
                      (args.weight_grads != nullptr ? kCarriesWeights : 0u) | parts_bits(args.parts));
   if (id == 0 || comm.ranks() == 1) return;
-  if (args.weight_grads != nullptr && args.part + 1 == args.parts)
+  if (args.weight_grads != nullptr && (!kParts || args.part + 1 == args.parts))
     send_weight_grads<Sum>(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
 
@@ -163,7 +164,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
   Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
-  Claims claims(&comm.state().part_next[args.part]);
+  Claims claims(&comm.state().part_next[kParts ? args.part : 0]);
 
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
   const int32_t others = comm.ranks() - 1;
@@ -176,8 +177,8 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     const int64_t tokens = tokens_of[home], size = chunk_tokens(tokens);
     const int64_t begin = chunk * size, end = min(begin + size, tokens);
     if (begin >= end) continue;
-    const uint32_t owned =
-        list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
+    const uint32_t owned = list_rows<Sum, kParts>(comm, args, home, begin, static_cast<int>(end - begin),
+                                                  sources, weights, counts, slots);
     if (owned == 0) continue;
     const bool local = !kNodes || comm.is_local(home);
     if constexpr (kNodes)
@@ -192,48 +193,50 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       std::byte* const to = first_slot + (i * slots_of_token + slots[i]) * row_bytes;
       const int32_t* const rows = sources + i * top_k;
       const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
-      const auto row = [&](int j) { return combined_row(args, rows[j], row_bytes); };
+      const auto row = [&](int j) { return combined_row<kParts>(args, rows[j], row_bytes); };
       for (int first = 0; first < vectors; first += kSteps * 32)
         sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors).store(to, first, vectors);
     }
     __syncwarp();
     if (lane_id() == 0)
       ptx::store_release_sys(
-          local ? comm.arrival(comm.bases[home], comm.rank, comm.part_number(args.part, chunk))
+          local ? comm.arrival(comm.bases[home], comm.rank, comm.part_number(kParts ? args.part : 0, chunk))
                 : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
                             comm.pair(home, comm.rank), chunk),
           static_cast<uint32_t>(epoch));
   }
 }
 
-template <DType dtype, bool kNodes>
+template <DType dtype, Way way>
 __global__ void __launch_bounds__(kReduceThreads, 1)
     reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
-  if (args.part == 0) start_clock(comm);
-  reduce<dtype, kNodes>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
+  if (way != Way::parts || args.part == 0) start_clock(comm);
+  reduce<dtype, way>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
   if (args.senders > 0) end_sending(comm);
 }
 
-template <bool kNodes>
+template <Way way>
 struct Reduce {
   template <DType dtype>
   struct Kernel {
-    static constexpr auto kernel = &reduce_kernel<dtype, kNodes>;
+    static constexpr auto kernel = &reduce_kernel<dtype, way>;
   };
 };
 
 }  // namespace
 
 cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_dtype<Reduce>(comm.window.shape, [&]<auto kernel>() {
+  const DeviceShape& shape = comm.window.shape;
+  return with_dtype<Reduce>(shape.dtype, way_of(shape, args.parts), [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
 cudaError_t prepare_reduce(const DeviceShape& shape) {
-  return with_dtype<Reduce>(shape, Prepare{sizeof(ReduceMemory)});
+  return for_ways(
+      shape, [&](Way way) { return with_dtype<Reduce>(shape.dtype, way, Prepare{sizeof(ReduceMemory)}); });
 }
 
 }  // namespace moecomm::intranode

@@ -43,9 +43,10 @@ struct ChunkMeta {
 };
 
 /// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to in `part`.
-template <bool kNodes>
+template <Way way>
 __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int32_t part,
                                    int64_t begin, int64_t end, const ChunkMeta& meta) {
+  constexpr bool kNodes = way == Way::nodes;
   ChunkOwners chunk;
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
   const PlanView plan{args.plan, comm.plan_fields};
@@ -66,9 +67,10 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
     if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
       target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
-    if (args.parts > 1 && least_with(target, part_of(id[i] - target * comm.local_experts, args.parts,
-                                                     comm.local_experts)) != part)
-      target = -1;
+    if constexpr (way == Way::parts) {
+      const int32_t own = part_of(id[i] - target * comm.local_experts, args.parts, comm.local_experts);
+      if (least_with(target, own) != part) target = -1;
+    }
     if constexpr (kNodes) {
       if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
       if (target >= 0 && reach == Reach::others) {
@@ -120,8 +122,6 @@ struct RowPaths {
 template <bool kNodes>
 class CopyRows {
  public:
-  static constexpr bool nodes = kNodes;
-
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
                  comm.window.shape.wire_data_bytes()) {}
@@ -243,8 +243,6 @@ class QuantiseRows {
   }
 
  public:
-  static constexpr bool nodes = kNodes;
-
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
@@ -376,16 +374,18 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
 }
 
 /// This rank's rows that go to one kind of targets.
-template <class Rows>
+template <Way way, class Rows>
 __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
                           Reach reach, const ChunkMeta& meta) {
+  constexpr bool kParts = way == Way::parts;
   Announcer announcer(comm, epoch);
   Claims claims(reach == Reach::node ? &comm.state().send_next : &comm.state().stage_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  for (int64_t claim = claims.take(); claim < chunks * args.parts; claim = claims.take()) {
-    const int32_t part = args.parts > 1 ? static_cast<int32_t>(claim / chunks) : 0;
+  const int64_t all = kParts ? chunks * args.parts : chunks;
+  for (int64_t claim = claims.take(); claim < all; claim = claims.take()) {
+    const int32_t part = kParts ? static_cast<int32_t>(claim / chunks) : 0;
     const int64_t chunk = claim - part * chunks, begin = chunk * size, end = min(begin + size, args.tokens);
-    const ChunkOwners owners = list_owners<Rows::nodes>(comm, args, reach, part, begin, end, meta);
+    const ChunkOwners owners = list_owners<way>(comm, args, reach, part, begin, end, meta);
     if (owners.tokens == 0) continue;
     if (reach == Reach::node && args.tokens > comm.window.stage_tokens &&
         !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
@@ -476,7 +476,7 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
 }
 
 /// What a block does.
-template <class Rows>
+template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
   if (already_failed(comm)) {
     if (args.operation == Operation::dispatch && blockIdx.x == 0) make_plan(comm, args, epoch);
@@ -484,10 +484,10 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
   }
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
                        block.from[warp_id()]};
-  const int senders = static_cast<int>(gridDim.x) - (Rows::nodes ? args.relay_blocks : 0);
+  const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);
   bool valid = true;
   if (args.operation != Operation::dispatch) valid = PlanView{args.plan, comm.plan_fields}.header().id != 0;
-  if constexpr (Rows::nodes) {
+  if constexpr (way == Way::nodes) {
     if (static_cast<int>(blockIdx.x) >= senders) {
       relay(comm, args, epoch, {static_cast<int>(blockIdx.x) - senders, args.relay_blocks}, valid, block,
             meta);
@@ -502,7 +502,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
       route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
             &block.shared_word);
     if (blockIdx.x == 0) make_plan(comm, args, epoch);
-    if constexpr (Rows::nodes) {  // relay indices are known when all have counted
+    if constexpr (way == Way::nodes) {  // relay indices are known when all have counted
       bool routed = true;
       if (threadIdx.x == 0)
         routed =
@@ -520,61 +520,61 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
   __syncthreads();
   if (!valid || warp_id() >= args.warps) return;
   Rows rows(comm, args, epoch, warp_memory(block));
-  if constexpr (Rows::nodes) {
+  if constexpr (way == Way::nodes) {
     // What goes to other nodes never waits for owners on this one, which may wait for what comes from there:
     // half of the warps see to it first.
     const bool first = warp_id() % 2 == 0;
-    send_rows(comm, args, epoch, rows, first ? Reach::others : Reach::node, meta);
-    send_rows(comm, args, epoch, rows, first ? Reach::node : Reach::others, meta);
+    send_rows<way>(comm, args, epoch, rows, first ? Reach::others : Reach::node, meta);
+    send_rows<way>(comm, args, epoch, rows, first ? Reach::node : Reach::others, meta);
   } else {
-    send_rows(comm, args, epoch, rows, Reach::node, meta);
+    send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
   }
 }
 
-template <class Rows>
+template <Way way, class Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
   start_clock(comm);
-  send<Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
+  send<way, Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
   if (args.apart) end_sending(comm);
 }
 
-template <bool kNodes>
-struct Quantising {
+template <Way way>
+struct Sending {
+  static constexpr auto as_it_is = &send_kernel<way, CopyRows<way == Way::nodes>>;
   template <DType dtype, WireFormat wire>
-  struct Kernel {
-    static constexpr auto kernel = &send_kernel<QuantiseRows<dtype, wire, kNodes>>;
+  struct Quantising {
+    static constexpr auto kernel = &send_kernel<way, QuantiseRows<dtype, wire, way == Way::nodes>>;
   };
 };
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
-template <bool kNodes, class Use>
-cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
-  return quantise ? with_conversion<Quantising<kNodes>::template Kernel>(shape, use)
-                  : use.template operator()<&send_kernel<CopyRows<kNodes>>>();
-}
-
-/// The same, for one node or several.
 template <class Use>
-cudaError_t with_reach(const DeviceShape& shape, bool quantise, const Use& use) {
-  return shape.other_nodes() > 0 ? with_kernel<true>(shape, quantise, use)
-                                 : with_kernel<false>(shape, quantise, use);
+cudaError_t with_kernel(const DeviceShape& shape, Way way, bool quantise, const Use& use) {
+  return with_way<Sending>(way, [&]<class Each>() {
+    return quantise ? with_conversion<Each::template Quantising>(shape, use)
+                    : use.template operator()<Each::as_it_is>();
+  });
 }
 
 }  // namespace
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return with_reach(comm.window.shape, args.quantise, [&]<auto kernel>() {
+  const DeviceShape& shape = comm.window.shape;
+  return with_kernel(shape, way_of(shape, args.parts), args.quantise, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
-  const cudaError_t error = with_reach(shape, false, prepare);
-  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_reach(shape, true, prepare);
+  return for_ways(shape, [&](Way way) {
+    const cudaError_t error = with_kernel(shape, way, false, prepare);
+    return error != cudaSuccess || shape.wire == WireFormat::same ? error
+                                                                  : with_kernel(shape, way, true, prepare);
+  });
 }
 
 }  // namespace moecomm::intranode

@@ -100,10 +100,11 @@ __device__ inline Strip<steps> sum_rows(int count, const Row& row,
 }
 
 /// Row number `row` of what a combine takes.
+template <bool kParts>
 __device__ inline const std::byte* combined_row(const CombineArguments& args, int32_t row,
                                                 int64_t row_bytes) {
   const std::byte* rows = args.rows;
-  if (args.parts > 1) {
+  if constexpr (kParts) {
     int part = 0;
     while (part + 1 < args.parts && row >= args.part_rows.ends[part]) ++part;
     rows = args.part_rows.rows[part];

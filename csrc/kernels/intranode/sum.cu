@@ -31,7 +31,7 @@ struct TokenSum {
 };
 
 /// Fills sources with the own rows of a token and weights with their factors.
-template <class Sum, bool kNodes>
+template <class Sum, Way way>
 __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, int64_t token, int32_t* sources,
                               Sum* weights) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -44,10 +44,10 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
     row = plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane];
   const Sum weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row] : Sum{1};
-  const bool sends = owner >= 0 && owner != comm.rank && (!kNodes || comm.is_local(owner));
+  const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
   const int32_t sender = sends ? owner : -1;
   int32_t part = 0;
-  if (args.parts > 1)
+  if constexpr (way == Way::parts)
     part =
         most_with(sender, part_of(id - int64_t{sender} * comm.local_experts, args.parts, comm.local_experts));
   const bool keep = counts_once(args.layout, row);
@@ -177,8 +177,9 @@ __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, cons
   return sum.rounded();
 }
 
-template <DType dtype, bool kNodes>
+template <DType dtype, Way way>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
+  constexpr bool kNodes = way == Way::nodes, kParts = way == Way::parts;
   using Sum = typename Element<dtype>::Sum;
   int32_t* const rows = block.sources[warp_id()];
   Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
@@ -195,13 +196,13 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   for (int64_t claim = claims.take(); claim < args.tokens * parts; claim = claims.take()) {
     const int64_t t = claim / parts;
     const int begin = static_cast<int>(claim % parts) * each, end = min(begin + each, vectors);
-    const TokenSum token = list_rows<Sum, kNodes>(comm, args, t, rows, weights);
+    const TokenSum token = list_rows<Sum, way>(comm, args, t, rows, weights);
     const std::byte** const places = block.slots[warp_id()];
     if constexpr (kNodes)
       if (!find_slots(comm, args, epoch, t, places)) return;
     if (!wait_sums(comm, epoch, t / size, token)) return;
     const Sum* const factors = args.weights != nullptr ? weights : nullptr;
-    const auto row = [&](int j) { return combined_row(args, rows[j], row_bytes); };
+    const auto row = [&](int j) { return combined_row<kParts>(args, rows[j], row_bytes); };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
     const auto slot = [&](int s) { return kNodes ? places[s] : slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
@@ -210,41 +211,44 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   }
 }
 
-template <DType dtype, bool kNodes>
+template <DType dtype, Way way>
 __global__ void __launch_bounds__(kSumThreads, 1)
     sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && meet(comm, Operation::combine, epoch) && !args.given_up) {
+  if (!already_failed(comm) && meet(comm, Operation::combine, epoch) &&
+      !(way == Way::parts && args.given_up)) {
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {
       if (args.rows != nullptr)
-        sum_tokens<dtype, kNodes>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
+        sum_tokens<dtype, way>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
       if (args.weight_grads != nullptr) collect_weight_grads<typename Element<dtype>::Sum>(comm, args, epoch);
     }
   }
   end_operation(comm, Operation::combine, epoch, args.senders, &comm.state().combine_ns);
 }
 
-template <bool kNodes>
+template <Way way>
 struct SumOf {
   template <DType dtype>
   struct Kernel {
-    static constexpr auto kernel = &sum_kernel<dtype, kNodes>;
+    static constexpr auto kernel = &sum_kernel<dtype, way>;
   };
 };
 
 }  // namespace
 
 cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_dtype<SumOf>(comm.window.shape, [&]<auto kernel>() {
+  const DeviceShape& shape = comm.window.shape;
+  return with_dtype<SumOf>(shape.dtype, way_of(shape, args.parts), [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
 cudaError_t prepare_sum(const DeviceShape& shape) {
-  return with_dtype<SumOf>(shape, Prepare{sizeof(SumMemory)});
+  return for_ways(shape,
+                  [&](Way way) { return with_dtype<SumOf>(shape.dtype, way, Prepare{sizeof(SumMemory)}); });
 }
 
 }  // namespace moecomm::intranode

@@ -122,17 +122,17 @@ struct Comm {
                window.shape.row_bytes();
   }
   __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
-    return at<uint32_t>(base, section) + writer * (window.shape.max_chunks() + 1) + chunk;
+    return at<uint32_t>(base, section) + writer * (window.max_chunks + 1) + chunk;
   }
   /// By which `writer` tells the rank of the window at `base` that number `number` of what it sends is there.
   __device__ uint32_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
-    return at<uint32_t>(base, window.arrived) + writer * window.shape.arrivals() + number;
+    return at<uint32_t>(base, window.arrived) + writer * (kMaxParts * window.max_chunks + 1) + number;
   }
   /// That of a part of a chunk, and that of the gradients of weights.
   __device__ int64_t part_number(int32_t part, int64_t chunk) const {
-    return part * window.shape.max_chunks() + chunk;
+    return part * window.max_chunks + chunk;
   }
-  __device__ int64_t gradients_number() const { return window.shape.arrivals() - 1; }
+  __device__ int64_t gradients_number() const { return kMaxParts * window.max_chunks; }
 };
 
 /// A plan in device memory.
