@@ -21,7 +21,6 @@ from moecomm.nn.overlapped import run_experts
 from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
-
 from moecomm.overlap import Executor, Keep, Split, Timeline
 
 
@@ -154,6 +153,7 @@ class MoELayer(nn.Module):
             topk_idx_TK,
             self.capacity,
             self.config.activation,
+            experts.products,
             self.keep,
             route_parts(self.comm, self.capacity, self.parts),
             self._split,
