@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -24,17 +23,8 @@ from moecomm.errors import Unsupported
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.grouped import ALL, PlainProducts, Products
 from moecomm.nn.parameters import is_expert_parameter
-from moecomm.quantize import (
-    Quantized,
-    QuantizedColumns,
-    prepare,
-    quantize_columns,
-    quantize_rows,
-    quantize_transposed,
-)
-
-RESULT = torch.bfloat16
-"""What torch's products of e4m3 give."""
+from moecomm.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.scaled import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
 
 
 def make_products(config: MoEConfig, device: torch.device) -> Products:
@@ -42,12 +32,11 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
     if config.expert_precision is None:
         return PlainProducts()
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major != 9:
+        reason = missing_on(device)
+        if reason is not None:
             raise Unsupported(
-                f"expert_precision is {config.expert_precision!r}, but {device} has compute capability "
-                f"{major}.{minor}: torch's grouped product of e4m3 with a scale a row needs 9.0 (H100, "
-                "H200). Use expert_precision=None there"
+                f"expert_precision is {config.expert_precision!r}, but {reason}. "
+                "Use expert_precision=None there"
             )
         prepare(device, config.dtype)
     return Fp8Products()
@@ -87,17 +76,17 @@ class Fp8Products:
         self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
     ) -> Tensor:
         weights = self._weights(weight_LAB, quantize_transposed, experts)
-        return _by_weights(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
+        return scaled_rows_by_weights(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
 
     def rows_by_weights_transposed(
         self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
     ) -> Tensor:
         weights = self._weights(weight_LAB, quantize_rows, experts)
-        return _by_weights(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
+        return scaled_rows_by_weights(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
 
     def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
         left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
-        return _by_columns(left, right).to(rows_PA.dtype)
+        return scaled_columns_by_columns(left, right).to(rows_PA.dtype)
 
     def _weights(
         self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized], experts: slice
@@ -172,44 +161,3 @@ def _wait_for(kept: _Kept) -> None:
         stream.wait_event(kept.made.done)
         for part in kept.quantized:
             part.record_stream(stream)
-
-
-# -- products of quantised operands ------------------------------------------------------------------------
-
-
-def _by_weights(rows: Quantized, weights: Quantized, offsets_L: Tensor) -> Tensor:
-    """(P, N) in bfloat16. rows: (P, K) and (P,); weights: (L, N, K) and (L, N)."""
-    count, width = rows.values.shape[0], weights.values.shape[1]
-    if count == 0:
-        return rows.values.new_empty((0, width), dtype=RESULT)
-    weights_LKN = weights.values.transpose(1, 2)
-    if rows.values.is_cuda:
-        return _scaled_grouped_mm(rows.values, weights_LKN, rows.scales, weights.scales, offsets_L)
-    sums_PN = functional.grouped_mm(rows.values.float(), weights_LKN.float(), offs=offsets_L)
-    of_P = torch.searchsorted(offsets_L, torch.arange(count, dtype=torch.int32), right=True)
-    scales_PN = weights.scales[of_P.clamp_max(len(offsets_L) - 1)]
-    return (sums_PN * rows.scales.unsqueeze(1) * scales_PN).to(RESULT)
-
-
-def _by_columns(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
-    """(L, A, B) in bfloat16: left^T right of each group, zero for an empty one."""
-    right_QB, ends_L = right.values_CQ.t(), left.padded_ends_L
-    if left.values_CQ.is_cuda:
-        scales = left.scales_LC.flatten(), right.scales_LC.flatten()
-        return _scaled_grouped_mm(left.values_CQ, right_QB, *scales, ends_L)
-    sums_LAB = functional.grouped_mm(left.values_CQ.float(), right_QB.float(), offs=ends_L)
-    return (sums_LAB * left.scales_LC.unsqueeze(2) * right.scales_LC.unsqueeze(1)).to(RESULT)
-
-
-def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends_L: Tensor) -> Tensor:
-    """torch's own, on Hopper. Sums stay in the tensor cores: promoting them to float32 registers between
-    would cost much of what fp8 gains (docs/fp8.md)."""
-    if not hasattr(functional, "scaled_grouped_mm"):  # torch 2.9 and before
-        return torch._scaled_grouped_mm(
-            a, b, scale_a, scale_b, offs=ends_L, out_dtype=RESULT, use_fast_accum=True
-        )
-    by_row = functional.ScalingType.RowWise
-    product: Tensor = functional.scaled_grouped_mm(
-        a, b, scale_a, by_row, scale_b, by_row, offs=ends_L, output_dtype=RESULT, use_fast_accum=True
-    )
-    return product
