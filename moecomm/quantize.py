@@ -167,8 +167,8 @@ def _check_transposed(x_LAB: Tensor) -> None:
 
 def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
     _check_rows(x, ends_L)
-    if not x.is_cuda:
-        x32 = _real(x.float(), ends_L)
+    if not _has_kernel(x):
+        x32 = _real(x.contiguous().float(), ends_L)
         scales = _scales(x32, -1)
         return _values(x32, scales.unsqueeze(-1)), scales
     values, scales = _new_rows(x)
@@ -192,7 +192,7 @@ def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
 def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     padded = _check_columns(x_PC, ends_L)
     values_CQ, scales_LC, padded_ends_L = _new_columns(x_PC, ends_L)
-    if not x_PC.is_cuda:
+    if not _has_kernel(x_PC):
         values_CQ.view(torch.uint8).zero_()
         begin = at = 0
         for group, end in enumerate(ends_L.tolist()):
@@ -227,7 +227,7 @@ def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
     _check_transposed(x_LAB)
-    if not x_LAB.is_cuda:
+    if not _has_kernel(x_LAB):
         x32_LBA = x_LAB.transpose(1, 2).float().contiguous()
         scales_LB = _scales(x32_LBA, -1)
         return _values(x32_LBA, scales_LB.unsqueeze(-1)), scales_LB
@@ -273,6 +273,10 @@ def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 @functools.cache
