@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,7 +148,7 @@ def test_extremes() -> None:
     tiny = 2.0**-149
     x = torch.zeros(6, 16)
     x[1, 3] = tiny  # below the least scale: subnormal in e4m3, or zero
-    x[2] = torch.linspace(-3.4e38, 3.4e38, 16)
+    x[2] = torch.linspace(-1, 1, 16) * 3.4e38
     x[3, 0], x[3, 1] = math.nan, 2.0
     x[4, 0], x[4, 1] = math.inf, 2.0
     x[5] = -0.0
@@ -325,16 +327,16 @@ class FakeNative:
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> FakeNative:
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNative]:
     """CPU tensors go to FakeNative, as CUDA tensors go to the extension."""
     fake = FakeNative()
-    gpu = SimpleNamespace(index=0, raw_stream=lambda: 77, current=lambda: pytest.MonkeyPatch.context())
+    gpu = SimpleNamespace(index=0, raw_stream=lambda: 77, current=contextlib.nullcontext)
     monkeypatch.setattr(module, "_C", fake)
     monkeypatch.setattr(module, "_gpu", lambda index: gpu)
     monkeypatch.setattr(module, "_has_kernel", lambda x: True)
-    monkeypatch.setattr(module._prepare, "__wrapped__", None, raising=False)
     module._prepare.cache_clear()
-    return fake
+    yield fake
+    module._prepare.cache_clear()
 
 
 def test_what_the_extension_is_given(native: FakeNative, seed: int) -> None:
@@ -362,7 +364,7 @@ def test_what_the_extension_is_given(native: FakeNative, seed: int) -> None:
 
 def test_without_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_C", SimpleNamespace())
-    module._gpu.cache_clear()
+    module._gpu.cache_clear()  # what fails is not cached
     with pytest.raises(Unsupported, match="built without its CUDA part"):
         module._gpu(0)
 
