@@ -28,7 +28,7 @@ Shape letters here: P rows, C columns, L groups, Q rows of groups that are padde
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -174,18 +174,18 @@ def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
     values, scales = _new_rows(x)
     gpu, x, dtype = _gpu_of(x)
     ends_L = None if ends_L is None else ends_L.contiguous()
-    with gpu.current():
-        _C.quantize_rows(
-            x.data_ptr(),
-            0 if ends_L is None else ends_L.data_ptr(),
-            0 if ends_L is None else ends_L.shape[0],
-            scales.numel(),
-            x.shape[-1],
-            dtype,
-            values.data_ptr(),
-            scales.data_ptr(),
-            gpu.raw_stream(),
-        )
+    _launch(
+        gpu,
+        "quantize_rows",
+        x.data_ptr(),
+        0 if ends_L is None else ends_L.data_ptr(),
+        0 if ends_L is None else ends_L.shape[0],
+        scales.numel(),
+        x.shape[-1],
+        dtype,
+        values.data_ptr(),
+        scales.data_ptr(),
+    )
     return values, scales
 
 
@@ -208,20 +208,20 @@ def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return values_CQ, scales_LC, padded_ends_L
     gpu, x_PC, dtype = _gpu_of(x_PC)
     ends_L = ends_L.contiguous()
-    with gpu.current():
-        _C.quantize_columns(
-            x_PC.data_ptr(),
-            ends_L.data_ptr(),
-            ends_L.shape[0],
-            x_PC.shape[0],
-            x_PC.shape[1],
-            padded,
-            dtype,
-            values_CQ.data_ptr(),
-            scales_LC.data_ptr(),
-            padded_ends_L.data_ptr(),
-            gpu.raw_stream(),
-        )
+    _launch(
+        gpu,
+        "quantize_columns",
+        x_PC.data_ptr(),
+        ends_L.data_ptr(),
+        ends_L.shape[0],
+        x_PC.shape[0],
+        x_PC.shape[1],
+        padded,
+        dtype,
+        values_CQ.data_ptr(),
+        scales_LC.data_ptr(),
+        padded_ends_L.data_ptr(),
+    )
     return values_CQ, scales_LC, padded_ends_L
 
 
@@ -234,20 +234,20 @@ def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
     values_LBA, scales_LB = _new_transposed(x_LAB)
     gpu, x_LAB, dtype = _gpu_of(x_LAB)
     groups, rows, columns = x_LAB.shape
-    with gpu.current():
-        _C.quantize_columns(
-            x_LAB.data_ptr(),
-            0,
-            groups,
-            rows,
-            columns,
-            0,
-            dtype,
-            values_LBA.data_ptr(),
-            scales_LB.data_ptr(),
-            0,
-            gpu.raw_stream(),
-        )
+    _launch(
+        gpu,
+        "quantize_columns",
+        x_LAB.data_ptr(),
+        0,
+        groups,
+        rows,
+        columns,
+        0,
+        dtype,
+        values_LBA.data_ptr(),
+        scales_LB.data_ptr(),
+        0,
+    )
     return values_LBA, scales_LB
 
 
@@ -301,6 +301,16 @@ def _gpu_of(x: Tensor) -> tuple[CudaDevice, Tensor, _C.DType]:
     _prepare(gpu.index, x.dtype)
     x = x.contiguous()
     return gpu, x.clone() if x.data_ptr() % _ALIGNMENT else x, NATIVE_DTYPES[x.dtype]
+
+
+def _launch(gpu: CudaDevice, name: str, *arguments: Any) -> None:
+    """Puts a kernel of the extension on the device's current stream."""
+    kernel = getattr(_C, name)
+    if gpu.is_current():
+        kernel(*arguments, gpu.raw_stream())
+    else:
+        with gpu.current():
+            kernel(*arguments, gpu.raw_stream())
 
 
 # -- elsewhere ---------------------------------------------------------------------------------------------

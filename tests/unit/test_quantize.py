@@ -330,7 +330,9 @@ class FakeNative:
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNative]:
     """CPU tensors go to FakeNative, as CUDA tensors go to the extension."""
     fake = FakeNative()
-    gpu = SimpleNamespace(index=0, raw_stream=lambda: 77, current=contextlib.nullcontext)
+    gpu = SimpleNamespace(
+        index=0, is_current=lambda: False, raw_stream=lambda: 77, current=contextlib.nullcontext
+    )
     monkeypatch.setattr(module, "_C", fake)
     monkeypatch.setattr(module, "_gpu", lambda index: gpu)
     monkeypatch.setattr(module, "_has_kernel", lambda x: True)
