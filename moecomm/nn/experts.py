@@ -131,7 +131,9 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
-        return f"experts {self.first_expert}..{last} of {self.config.num_experts}, {self.config.activation}"
+        precision = "" if self.config.expert_precision is None else f", in {self.config.expert_precision}"
+        of = f"experts {self.first_expert}..{last} of {self.config.num_experts}"
+        return f"{of}, {self.config.activation}{precision}"
 
 
 class SharedExperts(nn.Module):

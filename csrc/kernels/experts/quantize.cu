@@ -30,10 +30,10 @@ __device__ inline float larger(float most, float value) { return fmaxf(most, fab
 
 // -- rows ---------------------------------------------------------------------------------------------------
 
-constexpr int kHeld = 8;             // pieces of 16 bytes that a thread holds
-constexpr int kWarpPieces = 32 * 4;  // of a row that a warp takes alone
-constexpr int kGrids = 8;            // of blocks that fit at once, at most
-constexpr int kRowBlocks = 4;        // that an SM is to hold at once
+constexpr int kHeld = 8;                 // pieces of 16 bytes that a thread holds
+constexpr int kWarpPieces = 32 * kHeld;  // of a row that a warp takes alone
+constexpr int kGrids = 8;                // of blocks that fit at once, at most
+constexpr int kRowBlocks = 4;            // that an SM is to hold at once
 
 /// The largest of a team's values. All threads of the team; those of a block have the same `turn`, which
 /// changes from call to call.
