@@ -50,9 +50,11 @@ class MoELayer(nn.Module):
     and gradients of tokens under those of the experts' weights. The routing weights multiply the experts'
     inner rows, so that what comes out of the second product is not kept. With overlap=False, and in a graph
     of torch.compile, the same is done in order, with the same bits in the output and in the experts'
-    gradients. With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever
-    way; quantised weights are kept between calls, see GroupedExperts.forget_quantized. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
+    gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
     computed again) or "nothing" (the rows are dispatched again, along the kept plan).
+
+    With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
+    run; quantised weights are kept from call to call until the weights change (Fp8Products).
 
     After a forward: last_losses, the detached losses by name; last_tokens_per_expert, (E,) int64, this rank's
     choices before drops. Expert weights are made on the communicator's device and do not depend on the number
