@@ -211,20 +211,19 @@ class DeviceCommunicator:
         stream: int,
         /,
     ) -> None: ...
-    def combine_part(
+    def begin_combine(
         self,
         plan: int,
         rows: int,
-        end: int,
         tokens: int,
         y: int,
         weight_grads: int,
         out_weight_grads: int,
         stream: int,
-        part: int,
         parts: int,
         /,
     ) -> None: ...
+    def combine_part(self, part: int, rows: int, end: int, stream: int, /) -> None: ...
     def fail(self, kind: ErrorKind, text: str, stream: int) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...

@@ -161,20 +161,23 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
                            pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
                           stream_of(stream));
            })
-      .def("combine_part",
-           [](DeviceCommunicator& self, uintptr_t plan, uintptr_t rows, int32_t end, int64_t tokens,
-              uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads, uintptr_t stream, int32_t part,
-              int32_t parts) {
+      .def("begin_combine",
+           [](DeviceCommunicator& self, uintptr_t plan, uintptr_t rows, int64_t tokens, uintptr_t y,
+              uintptr_t weight_grads, uintptr_t out_weight_grads, uintptr_t stream, int32_t parts) {
              intranode::CombineArguments arguments{};
+             arguments.rows = pointer(rows);
              arguments.weight_grads = pointer(weight_grads);
              arguments.y = pointer(y);
              arguments.out_weight_grads = pointer(out_weight_grads);
              arguments.plan = pointer<int32_t>(plan);
              arguments.tokens = tokens;
              arguments.layout = RowLayout::expert;
-             arguments.part = part;
              arguments.parts = parts;
-             self.combine_part(arguments, pointer(rows), end, stream_of(stream));
+             self.begin_combine(arguments, stream_of(stream));
+           })
+      .def("combine_part",
+           [](DeviceCommunicator& self, int32_t part, uintptr_t rows, int32_t end, uintptr_t stream) {
+             self.combine_part(part, pointer(rows), end, stream_of(stream));
            })
       .def(
           "fail",

@@ -551,24 +551,27 @@ void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, c
   reduce_part(arguments, stream);
 }
 
-void DeviceCommunicator::combine_part(const intranode::CombineArguments& arguments, const std::byte* rows,
-                                      int32_t end, cudaStream_t stream) {
+void DeviceCommunicator::begin_combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
-  intranode::CombineArguments all = arguments;
-  if (arguments.part == 0) {
-    abandon();
-    require_parts(arguments.parts, arguments.layout);
-  } else if (!reducing_ || reducing_->part != arguments.part || reducing_->parts != arguments.parts) {
+  abandon();
+  require_parts(arguments.parts, arguments.layout);
+  reducing_ = arguments;
+  reducing_->part = 0;
+  pending_stream_ = stream;
+}
+
+void DeviceCommunicator::combine_part(int32_t part, const std::byte* rows, int32_t end, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  if (!reducing_ || reducing_->part != part)
     throw Error(ErrorKind::invalid_argument,
-                "part is " + std::to_string(arguments.part) + ", which is not the next of a combine");
-  } else {
-    all.part_rows = reducing_->part_rows;
-  }
-  const int32_t first = arguments.part == 0 ? 0 : all.part_rows.ends[arguments.part - 1];
+                "part is " + std::to_string(part) + ", which is not the next of a combine");
+  intranode::CombineArguments all = *reducing_;
+  const int32_t first = part == 0 ? 0 : all.part_rows.ends[part - 1];
   all.rows = rows;
-  all.part_rows.rows[arguments.part] = rows - first * config_.shape.row_bytes();
-  all.part_rows.ends[arguments.part] = end;
+  all.part_rows.rows[part] = rows - first * config_.shape.row_bytes();
+  all.part_rows.ends[part] = end;
   reduce_part(all, stream);
 }
 

@@ -138,11 +138,12 @@ class DeviceCommunicator {
   /// Starts to receive the next part into `output` of `rows` rows.
   void finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream);
   void combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
-  /// The next of arguments.parts parts of a combine, whose rows, up to number `end`, are at `rows` (of the
-  /// first of them); with the last part the tokens' sums. The first part's `arguments` hold for all, but for
-  /// weight_grads and the results: those of the last do.
-  void combine_part(const intranode::CombineArguments& arguments, const std::byte* rows, int32_t end,
-                    cudaStream_t stream);
+  /// Starts a combine in arguments.parts parts. The plan has to stay until all of them, or the next
+  /// operation, have been put on the stream.
+  void begin_combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
+  /// The next part, whose rows, up to number `end`, are at `rows` (of the first of them); with the last one
+  /// the tokens' sums.
+  void combine_part(int32_t part, const std::byte* rows, int32_t end, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 

@@ -103,6 +103,7 @@ class CudaBackend:
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
         self._unfinished: SideWork[Any] | None = None
+        self._combining: _BegunCombine | None = None  # has to stay until it has had its parts, or others
         self._stats_before: dict[str, float] = {}
 
         with self._gpu.current():
@@ -475,7 +476,7 @@ class CudaBackend:
     def begin_combine(
         self, plan: TensorPlan, ends: tuple[int, ...], weight_grads: torch.Tensor | None
     ) -> _BegunCombine:
-        """Takes memory for the results."""
+        """Starts it, with memory for the results."""
         grads_TK = None
         try:
             y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
@@ -483,29 +484,32 @@ class CudaBackend:
                 grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
         except OutOfMemory as error:
             self.fail(error)
-        return _BegunCombine(plan, ends, weight_grads, (y_TH, grads_TK), [])
+        self._native.begin_combine(
+            self._plan_address(plan),
+            self._nowhere_address,  # there are rows; where, the parts say
+            plan.tokens,
+            self._address(y_TH),
+            0 if weight_grads is None else self._address(weight_grads),
+            0 if grads_TK is None else self._address(grads_TK),
+            self._raw_stream,
+            len(ends),
+        )
+        begun = _BegunCombine(plan, ends, weight_grads, (y_TH, grads_TK), [])
+        self._combining = begun
+        return begun
 
     def send_part(
         self, begun: _BegunCombine, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Sends the sums that the next part completes."""
-        y_TH, grads_TK = begun.results
-        grads, part = begun.weight_grads, len(begun.rows)
+        part = len(begun.rows)
         rows, address = self._readable(rows)
+        self._native.combine_part(part, address, begun.ends[part], self._raw_stream)
         begun.rows.append(rows)  # later parts read it too
-        self._native.combine_part(
-            self._plan_address(begun.plan),
-            address,
-            begun.ends[part],
-            begun.plan.tokens,
-            self._address(y_TH),
-            0 if grads is None else self._address(grads),
-            0 if grads_TK is None else self._address(grads_TK),
-            self._raw_stream,
-            part,
-            len(begun.ends),
-        )
-        return begun.results if part + 1 == len(begun.ends) else None
+        if part + 1 < len(begun.ends):
+            return None
+        self._combining = None
+        return begun.results
 
     def combine(
         self,

@@ -46,10 +46,12 @@ class CudaDevice:
         """A stream of high priority: the few blocks of a transfer get their SMs before the many of a GEMM."""
         return torch.cuda.Stream(self.index, priority=-1)
 
-    def record_event(self, timed: bool = False) -> torch.cuda.Event:
-        """An event behind what the current stream holds now; `timed`: for `elapsed_time`."""
+    def record_event(
+        self, stream: torch.cuda.Stream | None = None, *, timed: bool = False
+    ) -> torch.cuda.Event:
+        """An event behind what a stream, or else the current one, holds now; `timed`: for `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timed)
-        event.record(self.stream())
+        event.record(self.stream() if stream is None else stream)
         return event
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:

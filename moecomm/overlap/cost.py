@@ -22,8 +22,8 @@ from functools import lru_cache
 
 from moecomm.errors import InvalidArgument
 from moecomm.model import Machine, Shape, predict
-from moecomm.overlap.moe import Keep, backward_schedule, forward_schedule
-from moecomm.overlap.schedule import Schedule, Stage
+from moecomm.overlap.moe import Keep, Split, backward_schedule, forward_schedule
+from moecomm.overlap.schedule import SMS, Schedule, Stage
 from moecomm.overlap.timeline import Timeline
 
 
@@ -33,18 +33,22 @@ class Rates:
     zero."""
 
     products_TFLOPs: float
-    """Grouped products of rows with weights."""
+    """Grouped products of rows with weights, of experts with very many rows."""
+    products_rows: float
+    """Rows of an expert with which they reach half of that."""
     weights_TFLOPs: float
-    """Grouped products of rows with rows, the gradients of weights."""
+    """Grouped products of rows with rows, the gradients of weights, of experts with very many rows."""
+    weights_rows: float
+    """Rows of an expert with which they reach half of that."""
     memory_GBps: float
     """Read and written bytes together."""
     sms: int
-    dispatch_sms: int
-    """With fewer a dispatch takes longer, in proportion."""
-    combine_sms: int
-    """Likewise for a combine."""
+    dispatch_GBps: float
+    """Bytes of expert rows that one SM of a dispatch brings to their places, where links do not hold it."""
+    combine_GBps: float
+    """Likewise those that one SM of a combine adds up."""
     part_us: float
-    """What each part of a transfer costs beside its rows: launches, and the filling of its pipes."""
+    """What each part of a transfer after the first costs one SM to find its rows among all."""
     product_us: float
     """What each grouped product costs beside its rows: its launch, and its last wave of tiles."""
 
@@ -56,16 +60,18 @@ class Rates:
 
 
 H200 = Rates(
-    products_TFLOPs=640.0,
-    weights_TFLOPs=495.0,
+    products_TFLOPs=760.0,
+    products_rows=115.0,
+    weights_TFLOPs=720.0,
+    weights_rows=200.0,
     memory_GBps=4143.0,
     sms=132,
-    dispatch_sms=30,
-    combine_sms=40,
-    part_us=6.0,
+    dispatch_GBps=35.0,
+    combine_GBps=22.0,
+    part_us=5000.0,
     product_us=8.0,
 )
-"""Of one H200 with torch 2.11, many experts of some hundred rows each (docs/performance.md)."""
+"""Of one H200 with torch 2.11 (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -144,72 +150,94 @@ def part_shares(exchange: Shape, parts: int) -> tuple[float, ...]:
 def planned(
     shape: LayerShape, machine: Machine, rates: Rates, parts: int, comm_sms: int, keep: Keep = "all"
 ) -> tuple[Schedule, Schedule]:
-    """The forward and backward schedules of a layer with the time and the SMs of each stage."""
+    """The forward and backward schedules of a layer with the time and the SMs of each stage.
+
+    With more than half of the SMs transfers have nothing beside them, as in MoELayer.
+    """
     transfers = predict(machine, shape.exchange)
     hidden, inner, ffn, item = shape.exchange.hidden, shape.inner, shape.ffn, shape.exchange.element_bytes
     tokens, rows, shared = shape.exchange.tokens, shape.rows, shape.shared_ffn
     shared_inner = shared * (2 if shape.gated else 1)
     there = part_shares(shape.exchange, parts)
     back = tuple(reversed(there))
-    compute_sms = rates.sms - comm_sms
+    split = Split(rates.sms, comm_sms) if 2 * comm_sms <= rates.sms else None
+    each = rows / shape.local_experts
 
-    def product(count: float, width: float, depth: float, rate: float) -> float:
-        flops = 2.0 * count * width * depth
-        return flops / (rate * 1e12) * rates.sms / compute_sms + rates.product_us * 1e-6
+    def product(count: float, width: float, depth: float, peak: float, half: float, own: float) -> float:
+        """On all SMs; `own`: rows of one weight."""
+        rate = peak * 1e12 * own / (own + half)
+        return 2.0 * count * width * depth / rate + rates.product_us * 1e-6
+
+    def by_weights(count: float, width: float, depth: float, own: float = each) -> float:
+        return product(count, width, depth, rates.products_TFLOPs, rates.products_rows, own)
+
+    def by_rows(count: float, width: float, depth: float, own: float = each) -> float:
+        return product(count, width, depth, rates.weights_TFLOPs, rates.weights_rows, own)
 
     def pass_over(count: float, columns: float) -> float:
-        return count * columns * item / (rates.memory_GBps * 1e9) * min(1.0, rates.sms / compute_sms)
+        return count * columns * item / (rates.memory_GBps * 1e9)
 
-    def moved(whole: float, fixed_us: float, shares: tuple[float, ...], part: int, wanted: int) -> float:
-        """Signals and plan go with the part that has most rows."""
-        fixed = fixed_us * 1e-6 if shares[part] == max(shares) else 0.0
-        slower = max(1.0, wanted / comm_sms)
-        return fixed + (whole - fixed_us * 1e-6) * shares[part] * slower + rates.part_us * 1e-6
+    by_sm = rows * hidden * item / (comm_sms * 1e9)  # seconds, times GB/s of an SM
+    more = rates.part_us * 1e-6 / comm_sms
+
+    def dispatched(part: int) -> float:
+        """As the links allow, or the SMs. Signals and plan go with the first part."""
+        fixed = machine.dispatch_fixed_us * 1e-6
+        time = max(transfers.dispatch.seconds - fixed, by_sm / rates.dispatch_GBps) * there[part]
+        return time + (fixed if part == 0 else more)
+
+    def combined(part: int) -> float:
+        """Signals, and half of what SMs add up, the sums at home, go with the last part."""
+        fixed, last = machine.combine_fixed_us * 1e-6, part + 1 == parts
+        by_links = (transfers.combine.seconds - fixed) * back[part]
+        by_sms = by_sm / rates.combine_GBps * (back[part] + float(last)) / 2
+        return max(by_links, by_sms) + (fixed if last else more)
 
     def seconds(stage: Stage) -> float:
         words = stage.name.split()
         part = int(words.pop()) if words[-1].isdigit() else 0
         name, slice_rows = " ".join(words), rows / parts
         if name in ("dispatch", "gradient rows", "rows again"):
-            whole, fixed = transfers.dispatch.seconds, machine.dispatch_fixed_us
-            return moved(whole, fixed, there, part, rates.dispatch_sms)
+            return dispatched(part)
         if name in ("combine", "home"):
-            whole, fixed = transfers.combine.seconds, machine.combine_fixed_us
-            return moved(whole, fixed, back, part, rates.combine_sms)
+            return combined(part)
         computed = {
             "publish": 0.0,
-            "shared experts": product(tokens, shared_inner, hidden, rates.products_TFLOPs)
-            + product(tokens, hidden, shared, rates.products_TFLOPs),
-            "shared backward": 2 * product(tokens, shared_inner, hidden, rates.products_TFLOPs)
-            + 2 * product(tokens, hidden, shared, rates.products_TFLOPs),
-            "up": product(slice_rows, inner, hidden, rates.products_TFLOPs),
-            "up again": product(slice_rows, inner, hidden, rates.products_TFLOPs),
-            "up backward": product(slice_rows, inner, hidden, rates.products_TFLOPs),
-            "down": product(slice_rows, ffn, hidden, rates.products_TFLOPs),
-            "down backward": product(slice_rows, ffn, hidden, rates.products_TFLOPs),
+            "shared experts": by_weights(tokens, shared_inner, hidden, tokens)
+            + by_weights(tokens, hidden, shared, tokens),
+            "shared backward": by_weights(tokens, shared_inner, hidden, tokens)
+            + by_weights(tokens, hidden, shared, tokens)
+            + by_rows(tokens, shared_inner, hidden, tokens)
+            + by_rows(tokens, hidden, shared, tokens),
+            "up": by_weights(slice_rows, inner, hidden),
+            "up again": by_weights(slice_rows, inner, hidden),
+            "up backward": by_weights(slice_rows, inner, hidden),
+            "down": by_weights(slice_rows, ffn, hidden),
+            "down backward": by_weights(slice_rows, ffn, hidden),
             "activation": pass_over(slice_rows, inner + ffn),
             "activation backward": pass_over(slice_rows, 2 * inner + 2 * ffn),
-            "up weights": product(rows, inner, hidden, rates.weights_TFLOPs),
-            "down weights": product(rows, ffn, hidden, rates.weights_TFLOPs),
+            "up weights": by_rows(rows, inner, hidden),
+            "down weights": by_rows(rows, ffn, hidden),
             "sum": pass_over(tokens, 3 * hidden),
         }
         return computed[name]
 
     def with_costs(schedule: Schedule) -> Schedule:
-        stages = [
-            dataclasses.replace(
-                stage,
-                seconds=seconds(stage),
-                uses={"sms": comm_sms if stage.communicates else compute_sms},
+        stages = []
+        for stage in schedule.stages:
+            used = stage.uses.get(SMS, comm_sms if stage.communicates else rates.sms)
+            slower = 1.0 if stage.communicates else rates.sms / used
+            stages.append(
+                dataclasses.replace(stage, seconds=seconds(stage) * slower, uses={SMS: float(used)})
             )
-            for stage in schedule.stages
-        ]
-        return Schedule(stages, streams=schedule.streams, resources={"sms": rates.sms})
+        return Schedule(stages, streams=schedule.streams, resources={SMS: float(rates.sms)})
 
     has_shared = shared > 0
     return (
-        with_costs(forward_schedule(shared=has_shared, parts=parts)),
-        with_costs(backward_schedule(shared=has_shared, keep=keep, home=True, weights=True, parts=parts)),
+        with_costs(forward_schedule(shared=has_shared, parts=parts, split=split)),
+        with_costs(
+            backward_schedule(shared=has_shared, keep=keep, home=True, weights=True, parts=parts, split=split)
+        ),
     )
 
 
@@ -219,7 +247,7 @@ def choose(
     rates: Rates,
     *,
     most_parts: int = 8,
-    sms: tuple[int, ...] = (16, 24, 32, 48, 64),
+    sms: tuple[int, ...] = (16, 24, 32, 48, 64, 99),
     keep: Keep = "all",
 ) -> Choice:
     """The number of parts, and of SMs for communication, with the shortest planned forward and backward; the

@@ -158,12 +158,12 @@ class _StreamOrder:
         self._ends: dict[str, torch.cuda.Event] = {}
         self._times: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self._begun: dict[str, None] = {}  # side streams, in order
-        self._fork = self._event()
+        self._fork = self._event(self._caller)
 
     @contextlib.contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
         stream = self._streams[stage.stream]
-        if stream != self._caller and stage.stream not in self._begun:
+        if stream is not self._caller and stage.stream not in self._begun:
             stream.wait_event(self._fork)
             self._begun[stage.stream] = None
         for other in stage.after:
@@ -171,14 +171,15 @@ class _StreamOrder:
                 stream.wait_event(self._ends[other])
         self._gpu.push_range(f"moecomm {stage.name}")
         try:
-            with self._gpu.on(stream):
-                begin = self._event() if self._record else None
-                with self._leaving(stage):
-                    yield
-                if begin is not None or stage.name in self._schedule.awaited:
-                    self._ends[stage.name] = self._event()
-                if begin is not None:
-                    self._times[stage.name] = (begin, self._ends[stage.name])
+            begin = self._event(stream) if self._record else None
+            # To switch streams takes the host longer than most of what else there is here.
+            there = contextlib.nullcontext() if stream is self._caller else self._gpu.on(stream)
+            with there, self._leaving(stage):
+                yield
+            if begin is not None or stage.name in self._schedule.awaited:
+                self._ends[stage.name] = self._event(stream)
+            if begin is not None:
+                self._times[stage.name] = (begin, self._ends[stage.name])
         finally:
             self._gpu.pop_range()
 
@@ -199,9 +200,7 @@ class _StreamOrder:
 
     def end(self) -> None:
         for name in self._begun:
-            with self._gpu.on(self._streams[name]):
-                event = self._event()
-            self._caller.wait_event(event)
+            self._caller.wait_event(self._event(self._streams[name]))
 
     def timeline(self) -> Timeline:
         _require_recorded(self._record)
@@ -212,8 +211,8 @@ class _StreamOrder:
             spans.append(Span(stage.name, stage.stream, begin, end, stage.communicates))
         return Timeline(spans, streams=self._schedule.streams)
 
-    def _event(self) -> torch.cuda.Event:
-        return self._gpu.record_event(timed=self._record)
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        return self._gpu.record_event(stream, timed=self._record)
 
 
 def _require_recorded(record: bool) -> None:

@@ -140,8 +140,17 @@ def backward_schedule(
             ]
     if weights:
         done = tuple(each("activation backward"))
+        # A grouped product takes all SMs for as long as it runs, and those that it has to wait for hold up
+        # all of it: it runs beside a transfer only where it leaves it SMs.
+        home_done = (stage_name("home", parts - 1, parts),) if home and split is None else ()
         stages += [
-            _product("down weights", *each("gradient rows"), *done, beside=split if home else None),
+            _product(
+                "down weights",
+                *each("gradient rows"),
+                *done,
+                *home_done,
+                beside=split if home else None,
+            ),
             _product("up weights", *done),
         ]
     if shared and home:

@@ -19,6 +19,8 @@ import moecomm
 from moecomm import _C
 from moecomm.backends import why_no_cuda
 from moecomm.memory import device_shape
+from moecomm.model import MACHINES, Shape
+from moecomm.overlap import H200, LayerShape, choose, planned
 from tests import reference
 from tests.fabric import needs_fabric
 
@@ -401,6 +403,22 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
         shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None)
         assert round(_C.device_plan_fields(shape)["total"][1] * 4 / mib, 1) == plan
         assert staged == (4096 if ranks <= 8 else 4096 * 8 // int(ranks) // 8 * 8)
+
+
+def test_overlap_page_has_the_planned_times() -> None:
+    """Those of the model, and near those that were measured."""
+    exchange = Shape(nodes=1, ranks_per_node=2, tokens=4096, hidden=7168, top_k=8, experts=256)
+    shape = LayerShape(exchange, ffn=2048)
+    rows = [list(map(int, row)) for row in table_rows(part("overlap.md", "What is worth it"))[1:]]
+    assert len(rows) >= 12
+    for sms, parts, measured, said in rows:
+        schedules = planned(shape, MACHINES["h200"], H200, parts, sms)
+        time = sum(schedule.plan().seconds for schedule in schedules) * 1e6
+        assert said == round(time)
+        assert time == pytest.approx(measured, rel=0.1)
+    best = min(rows, key=lambda row: row[2])
+    choice = choose(shape, MACHINES["h200"], H200)
+    assert [choice.comm_sms, choice.parts] == best[:2]
 
 
 def test_memory_page_has_the_times_of_its_formula() -> None:

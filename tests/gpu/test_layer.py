@@ -34,6 +34,8 @@ class Case:
     seed: int
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
+    num_sms: int | None = None
+    """Of the communicator. With few of them products leave these alone."""
 
     @property
     def config(self) -> Any:
@@ -55,6 +57,7 @@ class Case:
             max_tokens=max(max(self.tokens), 1),
             dtype=config.dtype,
             device=harness.device() if device is None else device,
+            num_sms=self.num_sms,
             timeout=harness.COMM_TIMEOUT_S,
         )
         return MoELayer(config, comm)
@@ -114,15 +117,17 @@ def _ways(rank: int, world_size: int, case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["dropless", "capacity", "gelu, no shared experts"])
+@pytest.mark.parametrize("kind", ["dropless", "capacity", "gelu, no shared experts", "few SMs"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_way_gives_the_same(pool: Pools, size: int, kind: str, dtype: torch.dtype, seed: int) -> None:
     options: dict[str, dict[str, Any]] = {
         "dropless": {},
         "capacity": {"capacity_factor": 1.5, "pad_to_capacity": True},
         "gelu, no shared experts": {"activation": "gelu", "num_shared_experts": 0},
+        "few SMs": {},
     }
-    case = Case((300, 0, 257, 64)[:size], seed, dtype, options[kind])
+    num_sms = 8 if kind == "few SMs" else None
+    case = Case((300, 0, 257, 64)[:size], seed, dtype, options[kind], num_sms)
     harness.assert_none(pool(size)(_ways, case))
 
 

@@ -3,11 +3,12 @@ streams."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from moecomm.overlap import (
     Results,
     Schedule,
     Span,
+    Split,
     Stage,
     Timeline,
     backward_schedule,
@@ -296,12 +298,20 @@ def test_work_has_to_fit() -> None:
 class Gpu(FakeGpu):
     """With events that can be recorded and asked for times."""
 
-    def record_event(self, timed: bool = False) -> Any:
-        self.log.append(f"record {self.now.number}")
+    left = 0
+
+    def record_event(self, stream: FakeStream, *, timed: bool = False) -> Any:
+        self.log.append(f"record {stream.number}")
         at = float(len(self.log))
         return SimpleNamespace(
-            stream=self.now, at=at, elapsed_time=lambda other: (other.at - at) if timed else None
+            stream=stream, at=at, elapsed_time=lambda other: (other.at - at) if timed else None
         )
+
+    @contextlib.contextmanager
+    def leaving(self, sms: int) -> Iterator[None]:
+        self.left = sms
+        yield
+        self.left = 0
 
 
 class Tensor(torch.Tensor):
@@ -353,6 +363,27 @@ def test_streams_wait_for_what_is_needed_and_no_more(gpu: Callable[[], Executor]
     log.clear()
     executor.run(SCHEDULE, _work([]))
     assert len(FakeGpu.last.streams) == 2  # the same side stream again
+
+
+def test_products_leave_what_the_schedule_does_not_give_them(gpu: Callable[[], Executor]) -> None:
+    executor = gpu()
+    split = Split(sms=132, comm=24)
+    left: dict[str, int] = {}
+
+    def look(name: str) -> Callable[[Results], None]:
+        return lambda _: left.__setitem__(name, FakeGpu.last.left)  # type: ignore[attr-defined]
+
+    for schedule in (
+        forward_schedule(shared=True, parts=2, split=split),
+        backward_schedule(shared=False, keep="all", home=True, weights=True, split=split),
+    ):
+        executor.run(schedule, {name: look(name) for name in _names(schedule)})
+    assert left.pop("sum") == left.pop("up weights") == 0  # nothing travels then
+    beside = {"shared experts", "down weights"} | {
+        f"{step} {part}" for step in ("up", "activation", "down") for part in (0, 1)
+    }
+    assert {name for name, sms in left.items() if sms == 24} == beside
+    assert all(sms == 0 for name, sms in left.items() if name not in beside)
 
 
 def test_given_streams_are_used(gpu: Callable[[], Executor]) -> None:
@@ -490,5 +521,11 @@ def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool)
     assert ("home" in names) == home and ("down weights" in names) == weights
     if home and weights:  # the weights' gradients are issued while gradients travel home
         assert names.index("home") < names.index("down weights")
+        schedules = {
+            split: backward_schedule(shared=shared, keep=keep, home=home, weights=weights, split=split)
+            for split in (None, Split(sms=132, comm=24))
+        }
+        for split, schedule in schedules.items():  # and run then, if there are SMs for both
+            assert ("home" in schedule["down weights"].after) == (split is None)
     if shared and home:
         assert names[-1] == "sum"

@@ -45,45 +45,75 @@ def test_the_example() -> None:
 
 
 def test_times_by_hand() -> None:
-    """No shared experts, one part, all the SMs that transfers want."""
-    rates = dataclasses.replace(H200, dispatch_sms=32, combine_sms=32, sms=64)
+    """No shared experts, one part, as many SMs as links want."""
+    rates = dataclasses.replace(H200, dispatch_GBps=1e3, combine_GBps=1e3, sms=64)
     shape = _shape()
-    forward, _ = planned(shape, MACHINE, rates, 1, 32)
+    forward, backward = planned(shape, MACHINE, rates, 1, 32)
     transfers = predict(MACHINE, shape.exchange)
-    assert forward["dispatch"].seconds == pytest.approx(transfers.dispatch.seconds + 6e-6)
-    assert forward["combine"].seconds == pytest.approx(transfers.combine.seconds + 6e-6)
-    flops = 2 * 4096 * 8 * 4096 * 7168
-    assert forward["up"].seconds == pytest.approx(flops / 640e12 * 2 + 8e-6)  # on half of the SMs
-    assert forward["down"].seconds == pytest.approx(flops / 2 / 640e12 * 2 + 8e-6)
+    assert forward["dispatch"].seconds == pytest.approx(transfers.dispatch.seconds)
+    assert forward["combine"].seconds == pytest.approx(transfers.combine.seconds)
+    flops, rows = 2 * 4096 * 8 * 4096 * 7168, 4096 * 8 / 64
+    rate = 760e12 * rows / (rows + 115)
+    assert forward["up"].seconds == pytest.approx(flops / rate + 8e-6)
+    assert forward["down"].seconds == pytest.approx(flops / 2 / rate + 8e-6)
     assert forward["activation"].seconds == pytest.approx(4096 * 8 * 3 * 2048 * 2 / 4143e9)
     total = sum(stage.seconds for stage in forward.stages)
     assert forward.plan().seconds == pytest.approx(total)  # nothing lies beside anything
+    rate = 720e12 * rows / (rows + 200)
+    assert backward["up weights"].seconds == pytest.approx(flops / rate + 8e-6)
+    # On half of the SMs, as gradients travel home meanwhile.
+    assert backward["down weights"].seconds == pytest.approx((flops / 2 / rate + 8e-6) * 2)
+    spans = {span.name: span for span in backward.plan().spans}
+    assert spans["down weights"].begin == pytest.approx(spans["home"].begin)
 
 
-def test_fewer_sms_slow_transfers_and_speed_products() -> None:
-    few, many = (planned(_shape(), MACHINE, H200, 2, sms)[0] for sms in (16, 32))
-    assert few["dispatch 0"].seconds > many["dispatch 0"].seconds
-    assert few["up 0"].seconds < many["up 0"].seconds
+def test_transfers_that_sms_hold() -> None:
+    rates = dataclasses.replace(H200, dispatch_GBps=1.0, combine_GBps=2.0)
+    shape = _shape()
+    bytes_of_rows = 4096 * 8 * 7168 * 2
+    forward, _ = planned(shape, MACHINE, rates, 1, 16)
+    fixed = (MACHINE.dispatch_fixed_us * 1e-6, MACHINE.combine_fixed_us * 1e-6)
+    assert forward["dispatch"].seconds == pytest.approx(bytes_of_rows / 16e9 + fixed[0])
+    assert forward["combine"].seconds == pytest.approx(bytes_of_rows / 32e9 + fixed[1])
+    forward, _ = planned(shape, MACHINE, rates, 2, 16)
+    there = part_shares(shape.exchange, 2)
+    more = 5000e-6 / 16
+    assert forward["dispatch 1"].seconds == pytest.approx(bytes_of_rows / 16e9 * there[1] + more)
+    # Half of a combine's work, the sums at home, comes with the last part.
+    assert forward["combine 0"].seconds == pytest.approx(bytes_of_rows / 64e9 * there[1] + more)
+    assert forward["combine 1"].seconds == pytest.approx(bytes_of_rows / 64e9 * (1 + there[0]) + fixed[1])
+
+
+def test_many_sms_have_nothing_beside_them() -> None:
+    few, many = (planned(_shape(), MACHINE, H200, 2, sms) for sms in (24, 99))
+    assert few[0]["dispatch 1"].seconds > many[0]["dispatch 1"].seconds
+    assert few[0]["up 0"].seconds == pytest.approx(many[0]["up 0"].seconds * 132 / 108)
+    for schedule in many:
+        timeline = schedule.plan()
+        assert timeline.seconds == pytest.approx(sum(stage.seconds for stage in schedule.stages))
+    assert few[1].plan().seconds < sum(stage.seconds for stage in few[1].stages)
 
 
 @pytest.mark.parametrize("model", FFN)
 def test_parts_hide_more_and_more(model: str) -> None:
+    """Where finding their rows costs nothing."""
     shape = _shape(model)
+    rates = dataclasses.replace(H200, part_us=1e-9)
     exposed = []
     for parts in (1, 2, 4):
-        timelines = [schedule.plan() for schedule in planned(shape, MACHINE, H200, parts, 32)]
+        timelines = [schedule.plan() for schedule in planned(shape, MACHINE, rates, parts, 32)]
         exposed.append(sum(timeline.exposed_seconds for timeline in timelines))
     assert all(a > b for a, b in itertools.pairwise(exposed))
 
 
 def test_choices() -> None:
-    large, small = choose(_shape(), MACHINE, H200), choose(_shape(tokens=8), MACHINE, H200)
+    two_nodes = Shape(nodes=2, ranks_per_node=8, tokens=4096, hidden=7168, top_k=8, experts=256)
+    large, small = choose(LayerShape(two_nodes, ffn=2048), MACHINE, H200), choose(_shape(), MACHINE, H200)
     assert large.parts > 1 and small.parts == 1
-    assert choose(_shape(), MACHINE, H200, most_parts=1).parts == 1
-    for parts, sms in itertools.product((1, 3), (16, 64)):
-        assert large.seconds <= sum(
-            schedule.plan().seconds for schedule in planned(_shape(), MACHINE, H200, parts, sms)
-        )
+    assert choose(LayerShape(two_nodes, ffn=2048), MACHINE, H200, most_parts=1).parts == 1
+    for parts, sms in itertools.product((1, 3), (16, 64, 99)):
+        schedules = planned(LayerShape(two_nodes, ffn=2048), MACHINE, H200, parts, sms)
+        assert large.seconds <= sum(schedule.plan().seconds for schedule in schedules)
     assert str(large).startswith(f"{large.parts} parts, {large.comm_sms} SMs for communication: ")
     assert large.timelines()["forward"].seconds + large.timelines()["backward"].seconds == large.seconds
 

@@ -60,8 +60,8 @@ __device__ inline Normal<double> normal(double x) {
   return {0.5 * erfc(-0.70710678118654752 * x), 0.39894228040143268 * exp(-0.5 * x * x)};
 }
 
-/// value(): of one column. slopes(): also how it changes with each of its inputs. What may be fused is fused by
-/// name: left to the compiler, variants of a kernel would differ in their last bits.
+/// value(): of one column. slopes(): also how it changes with each of its inputs. What may be fused is fused
+/// by name: left to the compiler, variants of a kernel would differ in their last bits.
 template <Activation>
 struct Function;
 

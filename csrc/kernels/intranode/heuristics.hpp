@@ -23,11 +23,10 @@ struct Heuristics {
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
-    return std::to_string(all_blocks()) + " SMs: dispatch " +
-           std::to_string(send_blocks) + " sending (at most " + std::to_string(send_warps) +
-           " warps each) and " + std::to_string(receive_blocks) + " receiving, combine " +
-           std::to_string(reduce_blocks) + " reducing and " + std::to_string(sum_blocks) + " summing" +
-           relaying;
+    return std::to_string(all_blocks()) + " SMs: dispatch " + std::to_string(send_blocks) +
+           " sending (at most " + std::to_string(send_warps) + " warps each) and " +
+           std::to_string(receive_blocks) + " receiving, combine " + std::to_string(reduce_blocks) +
+           " reducing and " + std::to_string(sum_blocks) + " summing" + relaying;
   }
 };
 

@@ -383,7 +383,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   Claims claims(reach == Reach::node ? &comm.state().send_next : &comm.state().stage_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
   for (int64_t claim = claims.take(); claim < chunks * args.parts; claim = claims.take()) {
-    const auto part = static_cast<int32_t>(claim / chunks);
+    const int32_t part = args.parts > 1 ? static_cast<int32_t>(claim / chunks) : 0;
     const int64_t chunk = claim - part * chunks, begin = chunk * size, end = min(begin + size, args.tokens);
     const ChunkOwners owners = list_owners<Rows::nodes>(comm, args, reach, part, begin, end, meta);
     if (owners.tokens == 0) continue;
