@@ -264,3 +264,30 @@ def activation_backward(
     stream: int,
     /,
 ) -> None: ...
+def prepare_quantize(dtype: DType) -> None: ...
+def quantize_rows(
+    x: int,
+    ends: int,
+    groups: int,
+    rows: int,
+    columns: int,
+    dtype: DType,
+    values: int,
+    scales: int,
+    stream: int,
+    /,
+) -> None: ...
+def quantize_columns(
+    x: int,
+    ends: int,
+    groups: int,
+    rows: int,
+    columns: int,
+    out_rows: int,
+    dtype: DType,
+    values: int,
+    scales: int,
+    padded_ends: int,
+    stream: int,
+    /,
+) -> None: ...

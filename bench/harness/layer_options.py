@@ -28,7 +28,9 @@ ROUTINGS = ("uniform", "zipf", "balanced")
 COMPUTE, PLAIN, COMM = "compute only", "plain compute", "communication only"
 SERIAL, OVERLAPPED, FIXED, GRAPH = "serial", "overlapped", "fixed", "graph replay"
 BASELINE, TUNED = "baseline", "baseline-tuned"
+FP8_COMPUTE, FP8_OVERLAPPED = "fp8 compute only", "fp8 overlapped"
 WAYS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, BASELINE, TUNED)
+FP8_WAYS = (FP8_COMPUTE, FP8_OVERLAPPED)  # not among all: GPUs that have them are few
 GRAPH_WAYS = (COMPUTE, OVERLAPPED, FIXED, GRAPH)  # at --graph-tokens
 KEEPS = ("all", "rows", "nothing")
 _DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
@@ -44,6 +46,9 @@ ways (each verified against an independent computation before it is timed):
   baseline            what a plain framework does: all_to_all_single (NCCL, on CPUs gloo) between torch sort
                       and index permutes, grouped_mm and SwiGLU under autograd
   baseline-tuned      the same with gathers for the backward of permutes and one fused weighted sum
+  fp8 compute only    compute only and overlapped with the experts' products in fp8 (expert_precision of
+  fp8 overlapped      MoEConfig). Every call quantises the weights, too, as a step of one microbatch does.
+                      Only if --ways has them
   fixed               overlapped, with a fixed number of rows (--headroom)
   graph replay        fixed, forward and backward replayed from CUDA graphs
 All begin with the routing at hand: the router is in none of them.
@@ -59,7 +64,8 @@ columns:
   host       microseconds of CPU time to issue a step, waits for the GPU left out (GPUs)
   error      largest deviation from the independent computation, of a value's magnitude plus the root mean
              square of its row
-  #wrong     values that deviate by more than the type's bound, summed over ranks; N/A with -c 0
+  #wrong     values that deviate by more than the type's bound, summed over ranks; N/A with -c 0. Of fp8 ways:
+             by more than once that scale, or all, where they deviate by a fifth of their size in the mean
 """
 
 
@@ -197,7 +203,7 @@ def _checked(given: argparse.Namespace, arguments: list[str]) -> LayerOptions:
         graph_tokens=at_least(given.graph_tokens, 0, "--graph-tokens"),
         dtype=dtypes[0],
         routings=_routings(given),
-        ways=_words(given.ways, WAYS, "--ways"),
+        ways=WAYS if given.ways == "all" else _words(given.ways, (*WAYS, *FP8_WAYS), "--ways"),
         keeps=_words(given.keep, KEEPS, "--keep"),
         parts=_parts(given.parts),
         headroom=given.headroom,
@@ -255,7 +261,7 @@ def _parser() -> Parser:
         "--ways",
         default="all",
         metavar="LIST",
-        help=f"all, or a list of {', '.join(WAYS)} (all)",
+        help=f"all, or a list of {', '.join((*WAYS, *FP8_WAYS))} (all, without the last two)",
     )
     add(
         "--keep",

@@ -192,7 +192,7 @@ class _Benchmark:
             return reference.Verdict(0, 0.0)
         if self.options.inject_error:
             _corrupt(next(iter(results.values())))
-        verdict = reference.compare(results, wanted, self.options.dtype)
+        verdict = reference.compare(results, wanted, reference.FP8 if way.fp8 else self.options.dtype)
         poison(*results.values())
         return verdict
 

@@ -20,6 +20,9 @@ from .layer_options import (
     COMM,
     COMPUTE,
     FIXED,
+    FP8_COMPUTE,
+    FP8_OVERLAPPED,
+    FP8_WAYS,
     GRAPH,
     GRAPH_WAYS,
     OVERLAPPED,
@@ -34,7 +37,7 @@ from .plain_layer import PlainLayer, swiglu_experts
 from .product import Captured
 
 Keep = Literal["all", "rows", "nothing"]
-_PLACEHOLDER_FFN = 1
+_PLACEHOLDER_FFN, _PLACEHOLDER_FP8 = 1, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class Way:
     waited: Callable[[], float] | None = None
     keeps_memory: bool = False  # its memory is there before a step, too
     note: str = ""
+    fp8: bool = False  # its products are: another bound for what they give
 
 
 Make = Callable[[], Way]
@@ -102,16 +106,18 @@ def make_layer(
     keep: Keep = "all",
     capacity: int | None = None,
     parts: int = 1,
+    fp8: bool = False,
 ) -> MoELayer:
     """A layer with the case's routing and experts, whose weights all layers share."""
     config = MoEConfig(
         hidden=case.preset.hidden,
         # A layer draws its weights on the CPU, which would take minutes: they are put in afterwards.
-        ffn_hidden=_PLACEHOLDER_FFN,
+        ffn_hidden=_PLACEHOLDER_FP8 if fp8 else _PLACEHOLDER_FFN,
         num_experts=case.preset.experts,
         top_k=case.preset.topk,
         pre_softmax=True,
         dtype=case.dtype,
+        expert_precision="fp8" if fp8 else None,
     )
     layer = MoELayer(config, comm, overlap=overlap, keep=keep, parts=parts)
     experts: Experts = case.experts
@@ -136,9 +142,9 @@ def _step(case: LayerCase, forward: Callable[[], Tensor]) -> dict[str, Tensor]:
     }
 
 
-def compute_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
+def compute_way(name: str, comm: moecomm.Communicator, case: LayerCase, *, fp8: bool = False) -> Way:
     """The experts alone, as moecomm.nn has them, on rows that are here already."""
-    experts = make_layer(comm, case, overlap=False).experts
+    experts = make_layer(comm, case, overlap=False, fp8=fp8).experts
 
     def forward() -> Tensor:
         rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
@@ -156,7 +162,7 @@ def compute_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
             named.DW_OUT: dw_out,
         }
 
-    return Way(name=COMPUTE, forward=forward, step=step)
+    return Way(name=name, forward=forward, step=step, fp8=fp8)
 
 
 def plain_compute_way(case: LayerCase) -> Way:
@@ -222,9 +228,10 @@ def layer_way(
     keep: Keep = "all",
     capacity: int | None = None,
     parts: int = 1,
+    fp8: bool = False,
 ) -> Way:
     """A MoELayer as a training loop calls it, behind its router."""
-    layer = make_layer(comm, case, overlap=overlap, keep=keep, capacity=capacity, parts=parts)
+    layer = make_layer(comm, case, overlap=overlap, keep=keep, capacity=capacity, parts=parts, fp8=fp8)
 
     def forward() -> Tensor:
         y_TH: Tensor = layer(case.x_TH)
@@ -240,6 +247,7 @@ def layer_way(
         blocks=capacity is None,
         waited=_waited(comm),
         note="" if capacity is None else f"{capacity} rows",
+        fp8=fp8,
     )
 
 
@@ -290,7 +298,7 @@ def parts_name(parts: int) -> str:
 def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict[str, Make]:
     """How each wanted way is made, by its name, in the order of the table; `graphs`: those around replay."""
     made: dict[str, Make] = {
-        COMPUTE: lambda: compute_way(comm, case),
+        COMPUTE: lambda: compute_way(COMPUTE, comm, case),
         PLAIN: lambda: plain_compute_way(case),
         COMM: lambda: communication_way(comm, case),
         SERIAL: lambda: layer_way(SERIAL, comm, case, overlap=False),
@@ -305,6 +313,8 @@ def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict
             for parts in case.options.parts
             if parts > 1 and not graphs
         },
+        FP8_COMPUTE: lambda: compute_way(FP8_COMPUTE, comm, case, fp8=True),
+        FP8_OVERLAPPED: lambda: layer_way(FP8_OVERLAPPED, comm, case, fp8=True),
         FIXED: lambda: layer_way(FIXED, comm, case, capacity=case.capacity),
         GRAPH: lambda: graph_way(comm, case),
         BASELINE: lambda: baseline_way(case, tuned=False),
@@ -332,6 +342,10 @@ def why_not(name: str, device: torch.device) -> NotRun | None:
     """Why a way cannot be on this device."""
     if name == GRAPH and device.type != "cuda":
         return NotRun(name, "CUDA graphs are of GPUs")
+    if name in FP8_WAYS and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != 9:
+            return NotRun(name, f"needs compute capability 9.0, this is {major}.{minor}")
     return None
 
 

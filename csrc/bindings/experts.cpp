@@ -1,8 +1,9 @@
-// The kernels of the experts in the Python face: addresses, sizes and a stream in. moecomm/activation.py is
-// its only caller.
+// The kernels of the experts in the Python face: addresses, sizes and a stream in. moecomm/activation.py and
+// moecomm/quantize.py are its only callers.
 #include "bindings/cuda.hpp"
 #include "common/error.hpp"
 #include "kernels/experts/activation.hpp"
+#include "kernels/experts/quantize.hpp"
 
 namespace py = pybind11;
 
@@ -12,6 +13,8 @@ namespace {
 using experts::Activation;
 using experts::ActivationGradients;
 using experts::ActivationRows;
+using experts::QuantizeColumns;
+using experts::QuantizeRows;
 
 void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -57,6 +60,29 @@ ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64
           activation};
 }
 
+constexpr int64_t kPiece = 16;  // bytes that a kernel moves at once
+
+/// What both kernels of e4m3 want of x.
+void check_quantized(int64_t rows, int64_t columns, DType dtype) {
+  check_between("rows", rows, 0, experts::kMostRows);
+  check_between("columns", columns, experts::kQuantum, experts::kMostWidth);
+  if (columns % experts::kQuantum != 0)
+    throw Error(ErrorKind::invalid_argument, "columns is " + std::to_string(columns) +
+                                                 ", must be a multiple of " +
+                                                 std::to_string(experts::kQuantum));
+  if (dtype == DType::float64) throw Error(ErrorKind::invalid_argument, "x is float64, must be narrower");
+}
+
+/// Runs `load` as if no thread captured a graph: a capture of this thread has nothing to do with it.
+template <class Load>
+void load_kernels(const Load& load) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  const cudaError_t error = load();
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  check_cuda(error, "loading the kernels of the experts");
+}
+
 }  // namespace
 
 void bind_experts(py::module_& m) {
@@ -83,14 +109,59 @@ void bind_experts(py::module_& m) {
   });
   m.def(
       "prepare_activation",
-      [](DType dtype) {
-        // A capture of this thread has nothing to do with it.
-        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-        check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-        const cudaError_t error = experts::prepare_activation(dtype);
-        cudaThreadExchangeStreamCaptureMode(&mode);
-        check_cuda(error, "loading the kernels of the experts");
-      },
+      [](DType dtype) { load_kernels([&] { return experts::prepare_activation(dtype); }); },
+      py::arg("dtype"));
+
+  m.def("quantize_rows", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
+                            DType dtype, uintptr_t values, uintptr_t scales, uintptr_t stream) {
+    check_quantized(rows, columns, dtype);
+    const int32_t* real_rows = pointer<int32_t>("ends", ends, sizeof(int32_t), true);
+    if (real_rows != nullptr) {
+      check_between("groups", groups, 1, INT32_MAX);
+      real_rows += groups - 1;
+    }
+    const QuantizeRows all{pointer("x", x, kPiece, rows == 0),
+                           pointer("values", values, kPiece, rows == 0),
+                           pointer<float>("scales", scales, sizeof(float), rows == 0),
+                           real_rows,
+                           static_cast<int32_t>(rows),
+                           static_cast<int32_t>(columns),
+                           dtype};
+    check_cuda(experts::launch_quantize_rows(all, reinterpret_cast<cudaStream_t>(stream)), "quantize rows");
+  });
+  m.def("quantize_columns", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
+                               int64_t out_rows, DType dtype, uintptr_t values, uintptr_t scales,
+                               uintptr_t padded_ends, uintptr_t stream) {
+    check_quantized(rows, columns, dtype);
+    check_between("groups", groups, 1, INT32_MAX / columns);
+    if (ends == 0 && rows % experts::kQuantum != 0)
+      throw Error(
+          ErrorKind::invalid_argument,
+          "rows is " + std::to_string(rows) + ", must be a multiple of " + std::to_string(experts::kQuantum));
+    if (ends != 0) {
+      // Room for groups of whatever sizes.
+      const int64_t least = (rows / experts::kQuantum + groups) * experts::kQuantum;
+      check_between("out_rows", out_rows, least, 2 * experts::kMostRows - experts::kQuantum);
+      if (out_rows % experts::kQuantum != 0)
+        throw Error(ErrorKind::invalid_argument, "out_rows is " + std::to_string(out_rows) +
+                                                     ", must be a multiple of " +
+                                                     std::to_string(experts::kQuantum));
+    }
+    const QuantizeColumns all{pointer("x", x, kPiece, rows == 0),
+                              pointer<int32_t>("ends", ends, sizeof(int32_t), true),
+                              pointer("values", values, kPiece, rows == 0 && ends == 0),
+                              pointer<float>("scales", scales, sizeof(float)),
+                              pointer<int32_t>("padded_ends", padded_ends, sizeof(int32_t), ends == 0),
+                              static_cast<int32_t>(groups),
+                              static_cast<int32_t>(rows),
+                              static_cast<int32_t>(columns),
+                              static_cast<int32_t>(out_rows),
+                              dtype};
+    check_cuda(experts::launch_quantize_columns(all, reinterpret_cast<cudaStream_t>(stream)),
+               "quantize columns");
+  });
+  m.def(
+      "prepare_quantize", [](DType dtype) { load_kernels([&] { return experts::prepare_quantize(dtype); }); },
       py::arg("dtype"));
 }
 

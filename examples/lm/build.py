@@ -33,6 +33,7 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
         aux_loss="sequence" if options.aux_coef else "none",
         aux_loss_coef=options.aux_coef,
         dtype=comm.dtype,
+        expert_precision=None if options.expert_precision == "dtype" else options.expert_precision,
         init_std=std,
     )
     config = ModelConfig(

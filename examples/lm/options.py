@@ -51,6 +51,7 @@ class Options:
     device: str
     preset: str
     dtype: str
+    expert_precision: str
     seed: int
     steps: int
     batch: int
@@ -118,6 +119,11 @@ def check_ranks(options: Options, world: int) -> int:
 def _check(options: Options) -> None:
     if options.dim % options.heads or (options.dim // options.heads) % 2:
         raise UsageError(f"--dim {options.dim} must be an even multiple of --heads {options.heads}")
+    for name in ("dim", "ffn"):
+        if options.expert_precision == "fp8" and getattr(options, name) % 16:
+            raise UsageError(
+                f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
+            )
     if options.top_k > options.experts:
         raise UsageError(f"--top-k {options.top_k} is more than --experts {options.experts}")
     out = Path(options.out)
@@ -205,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         help="of the arithmetic, and of rows between ranks; weights and optimizer are float32 with either",
+    )
+    add(
+        "--expert-precision",
+        choices=("dtype", "fp8"),
+        default="dtype",
+        help="of the experts' products, forward and backward; fp8 takes H100 or H200, where it is GPUs",
     )
     add("--bias-rate", type=_amount, default=0.01, help="step of the balancing biases of the router")
     add("--aux-coef", type=_amount, default=0.01, help="weight of the balancing loss, taken per sequence")

@@ -206,11 +206,12 @@ class Trainer:
             }
             self.metrics.write({"step": 0, **facts})
         world, ep = self.ranks.world, self.comm.size
+        note = ", experts in fp8" if self.options.expert_precision == "fp8" else ""
         self._say(self.corpus.describe())
         self._say(
             f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
             f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}, "
-            f"width {self.options.dim}, {self.options.dtype}"
+            f"width {self.options.dim}, {self.options.dtype}{note}"
         )
         self._say(
             f"training: {self.options.steps} steps of {self.options.batch} windows of {self.options.seq} "

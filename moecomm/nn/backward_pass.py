@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moecomm.activation import weighted_activation_backward, weighted_activation_backward_into
-from moecomm.nn.grouped import rows_by_rows, rows_by_weights
 from moecomm.nn.passes import Call, Deferred, of_part
 from moecomm.overlap import Results, backward_schedule
 from moecomm.overlap.moe import stage_name
@@ -21,6 +20,7 @@ class BackwardPass:
 
     def __init__(self, ctx: Any, grad_y_TH: Tensor) -> None:
         self.call: Call = ctx.call
+        self.products = self.call.products
         self.route, self.handle, self.slices = ctx.route, ctx.handle, ctx.slices
         self.grad_y_TH = grad_y_TH
         (
@@ -132,13 +132,14 @@ class BackwardPass:
     def _up_again(self, results: Results, part: int) -> Tensor:
         slices = self.slices
         rows = self._rows(results, part)[slices.rows(part)]
-        return rows_by_weights(rows, self.w_in[slices.experts(part)], slices.offsets(part))
+        return self.products.rows_by_weights(rows, self.w_in, slices.offsets(part), slices.experts(part))
 
     def _down_backward(self, results: Results, part: int) -> Tensor:
         slices = self.slices
         grads = results[self._name("gradient rows", part)][slices.rows(part)]
-        weights = self.w_out[slices.experts(part)].transpose(1, 2)
-        return rows_by_weights(grads, weights, slices.offsets(part))
+        return self.products.rows_by_weights_transposed(
+            grads, self.w_out, slices.offsets(part), slices.experts(part)
+        )
 
     def _activation_backward(self, results: Results, part: int) -> Tensor:
         """The gradient of the first product; and, for all parts in one tensor each, that of the routing
@@ -172,8 +173,9 @@ class BackwardPass:
     def _up_backward(self, results: Results, part: int) -> Tensor:
         slices = self.slices
         grad_inner = results[self._name("activation backward", part)]
-        weights = self.w_in[slices.experts(part)].transpose(1, 2)
-        return rows_by_weights(grad_inner, weights, slices.offsets(part))
+        return self.products.rows_by_weights_transposed(
+            grad_inner, self.w_in, slices.offsets(part), slices.experts(part)
+        )
 
     def _home(self, results: Results, part: int) -> tuple[Tensor, Tensor | None] | None:
         results[self._name("activation backward", part)]  # the weights' gradients were made there
@@ -186,11 +188,12 @@ class BackwardPass:
     def _down_weights(self, results: Results) -> Tensor:
         assert self.z_PF is not None
         grads_PH = results[self._name("gradient rows", self.call.parts - 1)]
-        return rows_by_rows(self.z_PF, grads_PH, self.offsets_L)
+        return self.products.rows_by_rows(self.z_PF, grads_PH, self.offsets_L)
 
     def _up_weights(self, results: Results) -> Tensor:
         assert self.grad_inner_PI is not None
-        return rows_by_rows(self._rows(results, self.call.parts - 1), self.grad_inner_PI, self.offsets_L)
+        rows_PH = self._rows(results, self.call.parts - 1)
+        return self.products.rows_by_rows(rows_PH, self.grad_inner_PI, self.offsets_L)
 
     def _sum(self, results: Results) -> Tensor | None:
         grad_x_TH, _ = results[self._name("home", self.call.parts - 1)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.errors import InvalidArgument
+from moecomm.quantize import QUANTUM
 
 _CHOICES = {
     "activation": ("swiglu", "gelu"),
@@ -83,6 +84,10 @@ class MoEConfig:
 
     dtype: torch.dtype = torch.float32
     """Of the experts' weights and of the rows on the wire. The router computes in float32 all the same."""
+    expert_precision: str | None = None
+    """None: the experts' products are computed in dtype. "fp8": all six of forward and backward in e4m3 with
+    a scale a row or column (docs/fp8.md), which on CUDA takes a GPU of compute capability 9.0; dtype narrower
+    than float64, hidden and ffn_hidden multiples of 16. Shared experts and router compute as ever."""
     init_std: float = 0.02
     """Standard deviation of the normal distribution that all weights start from."""
 
@@ -105,9 +110,24 @@ class MoEConfig:
         _require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
         factor = self.scaling_factor
         _require(math.isfinite(factor) and factor > 0, "scaling_factor", factor, "a finite number above 0")
+        self._check_precision()
         self._check_scores()
         self._check_groups()
         self._check_capacity()
+
+    def _check_precision(self) -> None:
+        precision = self.expert_precision
+        _require(precision in (None, "fp8"), "expert_precision", precision, "None or 'fp8'")
+        if precision is None:
+            return
+        _require(
+            self.dtype != torch.float64, "dtype", self.dtype, "narrower than float64 with expert_precision"
+        )
+        for name in ("hidden", "ffn_hidden"):
+            value = getattr(self, name)
+            _require(
+                value % QUANTUM == 0, name, value, f"a multiple of {QUANTUM} with expert_precision='fp8'"
+            )
 
     def _check_scores(self) -> None:
         softmax = self.score_function == "softmax"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moecomm.activation import weighted_activation
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
+from moecomm.nn.fp8 import make_products
 from moecomm.nn.grouped import grouped_matmul
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
 
@@ -24,6 +25,9 @@ class GroupedExperts(nn.Module):
     gelu; w_out (L, F, H). They are marked as expert parameters. Expert e starts from a seed made of its
     global id and one number drawn from torch's default generator: ranks that call torch.manual_seed alike
     make the same model at any EP size. first_expert is the global id of the first local expert.
+
+    With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
+    keep their dtype. Raises Unsupported for a GPU that has none of them.
     """
 
     w_in: nn.Parameter
@@ -45,6 +49,9 @@ class GroupedExperts(nn.Module):
                 f"within 0..{config.num_experts - 1}"
             )
         self.config, self.num_local_experts, self.first_expert = config, local, first_expert
+        where = torch.get_default_device() if device is None else torch.device(device)
+        self.products = make_products(config, where)
+        """How products are computed, in whatever way a layer runs."""
         inner = config.ffn_hidden * (2 if config.activation == "swiglu" else 1)
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
@@ -102,10 +109,16 @@ class GroupedExperts(nn.Module):
             rows_PH = rows_PH.where(real_P1, 0.0)
             return self._apply_experts(rows_PH, offsets_L, weights_P).where(real_P1, 0.0)
 
+    def forget_quantized(self) -> None:
+        """To be called after weights have changed in a way that torch does not count: through `.data`, or in
+        a CUDA graph that has an optimizer's step alone. Quantised weights (expert_precision="fp8") are made
+        again then. Steps of optimizers, load_state_dict and in-place operations need no call."""
+        self.products.forget()
+
     def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
-        inner_PI = grouped_matmul(rows_PH, self.w_in, offsets_L)
+        inner_PI = grouped_matmul(rows_PH, self.w_in, offsets_L, self.products)
         z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=self.config.activation)
-        return grouped_matmul(z_PF, self.w_out, offsets_L)
+        return grouped_matmul(z_PF, self.w_out, offsets_L, self.products)
 
     def _mark_parameters(self) -> None:
         mark_expert_parameter(self.w_in)
@@ -118,7 +131,9 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
-        return f"experts {self.first_expert}..{last} of {self.config.num_experts}, {self.config.activation}"
+        precision = "" if self.config.expert_precision is None else f", in {self.config.expert_precision}"
+        of = f"experts {self.first_expert}..{last} of {self.config.num_experts}"
+        return f"{of}, {self.config.activation}{precision}"
 
 
 class SharedExperts(nn.Module):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moecomm.activation import weighted_activation
-from moecomm.nn.grouped import rows_by_weights
 from moecomm.nn.passes import Call, Weights, of_part
 from moecomm.nn.routes import Route, Slices, make_route
 from moecomm.overlap import Results, forward_schedule, recompute_schedule
@@ -170,8 +169,9 @@ class ForwardPass:
 
     def _first_product(self, rows_PH: Tensor, part: int) -> Tensor:
         slices = self.known.slices
-        weights = self.weights.w_in[slices.experts(part)]
-        return rows_by_weights(rows_PH[slices.rows(part)], weights, slices.offsets(part))
+        return self.call.products.rows_by_weights(
+            rows_PH[slices.rows(part)], self.weights.w_in, slices.offsets(part), slices.experts(part)
+        )
 
     def _activation(self, inner: Tensor, part: int) -> Tensor:
         slices = self.known.slices
@@ -180,7 +180,9 @@ class ForwardPass:
 
     def _down(self, z: Tensor, part: int) -> Tensor:
         slices = self.known.slices
-        return rows_by_weights(z, self.weights.w_out[slices.experts(part)], slices.offsets(part))
+        return self.call.products.rows_by_weights(
+            z, self.weights.w_out, slices.offsets(part), slices.experts(part)
+        )
 
     def _combine(self, results: Results, part: int) -> Tensor | None:
         y_TH = self.route.combine(part, results[self._name("down", part)])

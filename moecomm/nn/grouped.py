@@ -2,27 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _ALIGNMENT_BYTES = 16
+ALL = slice(None)
 
 
-def grouped_matmul(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+class Products(Protocol):
+    """How the experts' products are computed: `forward`, its data gradient and its weight gradient, none of
+    them differentiable. Shapes, offsets and what is unspecified are as in `grouped_matmul`; results have the
+    rows' dtype. Of the weights those of `experts` take part, whose groups `offsets_L` has."""
+
+    def rows_by_weights(
+        self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
+    ) -> Tensor:
+        """(P, B): rows of each group times its weight."""
+
+    def rows_by_weights_transposed(
+        self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
+    ) -> Tensor:
+        """(P, A): rows of each group times its weight, transposed."""
+
+    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+        """(L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one."""
+
+    def forget(self) -> None:
+        """Throws away what is kept of weights, if anything."""
+
+
+class PlainProducts:
+    """In the dtype of the operands."""
+
+    def rows_by_weights(
+        self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
+    ) -> Tensor:
+        return rows_by_weights(rows_PA, weight_LAB[experts], offsets_L)
+
+    def rows_by_weights_transposed(
+        self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
+    ) -> Tensor:
+        return rows_by_weights(rows_PB, weight_LAB[experts].transpose(1, 2), offsets_L)
+
+    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+        return rows_by_rows(rows_PA, grad_PB, offsets_L)
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+_PLAIN = PlainProducts()
+
+
+def grouped_matmul(
+    rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products = _PLAIN
+) -> Tensor:
     """(P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
 
     rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
     P; a group may be empty. Rows past offsets[-1] come out unspecified and get an unspecified gradient; the
     weights' gradient does not depend on them, even if they hold NaN, and is zero for an empty group.
 
-    Runs torch.nn.functional.grouped_mm, with no padding and no host wait. That has no float64 and wants A and
-    B to be multiples of 16 bytes; elsewhere each group is one torch.mm, for which the host must know the
-    offsets.
+    Plain products run torch.nn.functional.grouped_mm, with no padding and no host wait. That has no float64
+    and wants A and B to be multiples of 16 bytes; elsewhere each group is one torch.mm, for which the host
+    must know the offsets.
     """
-    product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L)  # type: ignore[no-untyped-call]
+    product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
     return product
 
 
@@ -30,19 +78,22 @@ class _GroupedMatmul(torch.autograd.Function):
     # grouped_mm's own backward refuses gradients that are not contiguous, such as the expanded one of a sum.
 
     @staticmethod
-    def forward(ctx: Any, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products
+    ) -> Tensor:
         ctx.save_for_backward(rows_PA, weight_LAB, offsets_L)
-        return rows_by_weights(rows_PA, weight_LAB, offsets_L)
+        ctx.products = products
+        return products.rows_by_weights(rows_PA, weight_LAB, offsets_L)
 
     @staticmethod
-    def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
         grad_rows_PA = grad_weight_LAB = None
         if ctx.needs_input_grad[0]:
-            grad_rows_PA = rows_by_weights(grad_PB, weight_LAB.transpose(1, 2), offsets_L)
+            grad_rows_PA = ctx.products.rows_by_weights_transposed(grad_PB, weight_LAB, offsets_L)
         if ctx.needs_input_grad[1]:
-            grad_weight_LAB = rows_by_rows(rows_PA, grad_PB, offsets_L)
-        return grad_rows_PA, grad_weight_LAB, None
+            grad_weight_LAB = ctx.products.rows_by_rows(rows_PA, grad_PB, offsets_L)
+        return grad_rows_PA, grad_weight_LAB, None, None
 
 
 def _row_major(rows_PA: Tensor) -> Tensor:

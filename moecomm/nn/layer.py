@@ -53,6 +53,9 @@ class MoELayer(nn.Module):
     gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
     computed again) or "nothing" (the rows are dispatched again, along the kept plan).
 
+    With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
+    run; quantised weights are kept from call to call until the weights change (Fp8Products).
+
     After a forward: last_losses, the detached losses by name; last_tokens_per_expert, (E,) int64, this rank's
     choices before drops. Expert weights are made on the communicator's device and do not depend on the number
     of ranks.
@@ -153,6 +156,7 @@ class MoELayer(nn.Module):
             topk_idx_TK,
             self.capacity,
             self.config.activation,
+            experts.products,
             self.keep,
             route_parts(self.comm, self.capacity, self.parts),
             self._split,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
+from moecomm.nn.grouped import Products
 from moecomm.overlap import Executor, Keep, Results, Split, Timeline
 
 
@@ -58,6 +59,7 @@ class Call(NamedTuple):
     topk_idx_TK: Tensor
     capacity: int | None
     activation: str
+    products: Products
     keep: Keep
     parts: int
     """1 with a capacity."""

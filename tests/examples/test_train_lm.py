@@ -39,6 +39,8 @@ RESULT = re.compile(
 OTHER_SPREAD = 1e-4
 # Eight bits in the arithmetic of every layer, over sixty steps of training.
 BFLOAT16 = 0.1
+# Of the mean of twenty losses: three or four bits in the products of the experts.
+FP8 = 0.03
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -118,6 +120,23 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, text_folder: Path, t
     done = run_example("train_lm.py", "--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
     assert done.code == 0, done.err
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
+
+
+def test_experts_in_fp8_learn_as_well(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
+    """Beside bfloat16 experts: the same losses but for a few percent of noise in the experts' part."""
+    found = {}
+    for name, flags in {"bf16": (), "fp8": ("--expert-precision", "fp8")}.items():
+        arguments = [*SMALL_RUN, "--dtype", "bfloat16", *flags, "--data", text_folder]
+        done = run_example("train_lm.py", *arguments, "--out", tmp_path / name)
+        assert done.code == 0, done.err
+        found[name] = losses(tmp_path / name)
+    assert found["fp8"] == pytest.approx(found["bf16"], abs=BFLOAT16)
+    assert found["fp8"] != found["bf16"]
+    mean = {name: sum(list(each.values())[-20:]) / 20 for name, each in found.items()}
+    assert mean["fp8"] == pytest.approx(mean["bf16"], abs=FP8)
+    wrong = ("--expert-precision", "fp8", "--ffn", "24")
+    done = run_example("train_lm.py", *SMALL_RUN, *wrong, "--out", tmp_path)
+    assert done.code == 2 and "--ffn 24 must be a multiple of 16" in done.err
 
 
 def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(

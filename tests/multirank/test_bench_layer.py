@@ -180,6 +180,20 @@ def test_a_way_that_is_wrong_is_caught_and_no_other(tmp_path: Path) -> None:
     assert set(wrong.values()) == {0}
 
 
+def test_products_in_fp8(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    done = program(
+        "-g", "2", "--presets", "mixtral-8x22b", "--ways", "compute only,fp8 compute only,fp8 overlapped",
+        "--graph-tokens", "0", "-J", str(target),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["way"]: row for row in record(target)["rows"]}
+    assert list(rows) == ["compute only", "fp8 compute only", "fp8 overlapped"]
+    assert all(row["wrong"] == 0 for row in rows.values())
+    worst = {name: row["worst"] for name, row in rows.items()}
+    assert worst["fp8 overlapped"] > 4 * worst["compute only"], "as exact as bfloat16: was it fp8?"
+
+
 def test_unchecked_ways_say_so(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     done = program(

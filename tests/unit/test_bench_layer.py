@@ -92,6 +92,7 @@ def test_flags_arrive() -> None:
     everything = layer_options.parse([])
     assert [p.name for p in everything.presets] == list(PRESETS)
     assert everything.ways == layer_options.WAYS
+    assert layer_options.parse(["--ways", "serial,fp8 overlapped"]).ways == ("serial", "fp8 overlapped")
     assert (everything.tokens, everything.graph_tokens, everything.most_tokens) == (4096, 512, 4096)
     assert everything.dtype == "bfloat16"
 
@@ -250,6 +251,23 @@ def test_the_check_catches_what_is_wrong(dtype: str, seed: int) -> None:
     nudged = right["rows moved"].clone()
     nudged[0, 0] *= 1 + 2.0**-7
     assert wrong("rows moved", nudged) == 1  # what is only moved is compared bit for bit
+
+
+def test_the_check_of_products_in_fp8(seed: int) -> None:
+    """Lets pass what e4m3 leaves, and nothing like another row or factor."""
+    case = _case("bfloat16", seed)
+    wanted = layer_reference.expected(case)
+    torch.manual_seed(seed)
+    names = ("y", "dx", "dw_in", "dw_out", "dweights")
+    right = {name: wanted[name] * (1 + 0.1 * torch.randn_like(wanted[name])) for name in names}
+    assert layer_reference.compare(right, wanted, layer_reference.FP8).wrong == 0
+    assert layer_reference.compare(right, wanted, "bfloat16").wrong > 0
+    for name, value in right.items():
+        broken = value.clone()
+        broken.view(-1)[3] = float("nan")
+        for wrong in (value.roll(1, 0), value * 1.3, torch.zeros_like(value), broken):
+            found = layer_reference.compare({**right, name: wrong}, wanted, layer_reference.FP8).wrong
+            assert found >= value.numel(), name
 
 
 def test_an_expert_without_rows_has_to_have_no_gradient(seed: int) -> None:

@@ -18,7 +18,7 @@ PYTHON_LAYERS = [
     {"errors", "types", "env"},
     {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric", "model", "nodes"},
     {"backends"},
-    {"ops", "operators", "activation", "parts"},
+    {"ops", "operators", "activation", "quantize", "scaled", "parts"},
     {"construction"},
     {"communicator"},
     {"overlap"},

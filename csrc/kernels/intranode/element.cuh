@@ -4,6 +4,7 @@
 
 #include <cuda_fp8.h>
 
+#include "kernels/e4m3.cuh"
 #include "kernels/element.cuh"
 #include "layout/wire_format.hpp"
 
@@ -26,20 +27,9 @@ struct Wire<WireFormat::fp8> {
   static_assert(wire_entry(WireFormat::fp8).value_bytes == 1);
 
   /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
-  __device__ static float scale(float amax) {
-    constexpr float kLargest = 448.0f, kLeast = 1.17549435e-38f;  // of e4m3; of the normal floats
-    return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
-  }
+  __device__ static float scale(float amax) { return e4m3::scale(amax); }
   /// Values times `inverse` as e4m3, to nearest even, saturating.
-  __device__ static uint32_t write(const float* in, float inverse) {
-    uint32_t out = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 pair = {__fmul_rn(in[2 * i], inverse), __fmul_rn(in[2 * i + 1], inverse)};
-      out |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (16 * i);
-    }
-    return out;
-  }
+  __device__ static uint32_t write(const float* in, float inverse) { return e4m3::write(in, inverse); }
   /// e4m3 values times `scale`.
   __device__ static void read(uint32_t in, float scale, float* out) {
 #pragma unroll

@@ -1,0 +1,64 @@
+// Operands of products in fp8, on the device: values in e4m3 with a float32 scale for each row or column of a
+// product (the arithmetic of docs/data_formats.md). Launches are put on a stream and can be captured; they
+// allocate nothing and wait for nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtype.hpp"
+#include "common/macros.hpp"
+
+namespace moecomm::experts {
+
+/// Rows of a group of a product's summed dimension come in multiples of this, and columns as well.
+inline constexpr int32_t kQuantum = 16;
+
+/// Rows that a group of `count` takes among columns: some, also where it is empty.
+MOECOMM_HD constexpr int32_t padded_rows(int32_t count) {
+  return count <= 0 ? kQuantum : (count + kQuantum - 1) / kQuantum * kQuantum;
+}
+
+/// One scale a row. Values lie at multiples of 16 bytes.
+struct QuantizeRows {
+  const std::byte* x;        ///< (rows, columns), not of float64
+  std::byte* values;         ///< (rows, columns) of e4m3
+  float* scales;             ///< (rows)
+  const int32_t* real_rows;  ///< if present, rows from *real_rows on are neither read nor written
+  int32_t rows;
+  int32_t columns;  ///< a multiple of kQuantum
+  DType dtype;
+};
+
+/// One scale a group and column, and columns as rows. Values lie at multiples of 16 bytes.
+///
+/// With `ends`, group g has rows ends[g-1] to ends[g]-1 of x (rows, columns). The result is (columns,
+/// out_rows): a group's part of a line begins where that of the group before ends, and has padded_rows()
+/// values, the last ones zero. What is past the last group's is not written. Example, groups of 3, 0 and 17
+/// rows: padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
+///
+/// Without, x is (groups, rows, columns) and the result (groups, columns, rows).
+struct QuantizeColumns {
+  const std::byte* x;    ///< not of float64
+  const int32_t* ends;   ///< (groups) or absent
+  std::byte* values;     ///< of e4m3
+  float* scales;         ///< (groups, columns)
+  int32_t* padded_ends;  ///< (groups), with ends: where the groups end in a line of the result
+  int32_t groups;        ///< at least 1
+  int32_t rows;          ///< of x; without ends of a group, a multiple of kQuantum
+  int32_t columns;       ///< a multiple of kQuantum
+  int32_t out_rows;      ///< with ends: at least the last of padded_ends, a multiple of kQuantum
+  DType dtype;
+};
+
+cudaError_t launch_quantize_rows(const QuantizeRows& rows, cudaStream_t stream);
+
+cudaError_t launch_quantize_columns(const QuantizeColumns& columns, cudaStream_t stream);
+
+/// Loads the kernels for a dtype onto the current device. Before their first launch: loading at the launch
+/// may wait for kernels under way.
+cudaError_t prepare_quantize(DType dtype);
+
+}  // namespace moecomm::experts

@@ -1,0 +1,163 @@
+"""The products of the experts in fp8: operands in e4m3 with a scale a row (moecomm.quantize), results in
+bfloat16.
+
+    h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
+    y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
+    dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
+
+with the columns of rows' tensors within each expert's group. docs/fp8.md has the error of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moecomm.errors import Unsupported
+from moecomm.nn.config import MoEConfig
+from moecomm.nn.grouped import ALL, PlainProducts, Products
+from moecomm.nn.parameters import is_expert_parameter
+from moecomm.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.scaled import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
+
+
+def make_products(config: MoEConfig, device: torch.device) -> Products:
+    """Those of config.expert_precision. Raises Unsupported where the device has none of e4m3."""
+    if config.expert_precision is None:
+        return PlainProducts()
+    if device.type == "cuda":
+        reason = missing_on(device)
+        if reason is not None:
+            raise Unsupported(
+                f"expert_precision is {config.expert_precision!r}, but {reason}. "
+                "Use expert_precision=None there"
+            )
+        prepare(device, config.dtype)
+    return Fp8Products()
+
+
+class Fp8Products:
+    """All three products in e4m3. Quantised weights are kept until the weight changes, so that the
+    microbatches of a step pay for them once: a byte a value in the forward, two with the backward.
+
+    Kept are those of a module's own expert parameters. What FSDP gathers or functional_call puts in their
+    place is quantised for each product, and so is everything while a CUDA graph is captured: a replay has to
+    see what weights are then. A change is noticed by the parameter's version counter and address, and by
+    steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go past
+    all of these.
+    """
+
+    def __init__(self) -> None:
+        self._kept: MutableMapping[Tensor, dict[str, _Kept]] = WeakTensorKeyDictionary()
+        _count_optimizer_steps()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Products:
+        return Fp8Products()
+
+    def __reduce__(self) -> tuple[type[Fp8Products], tuple[()]]:
+        return Fp8Products, ()
+
+    def forget(self) -> None:
+        """Throws the quantised weights away; the next product makes its own again."""
+        self._kept.clear()
+
+    def kept_bytes(self) -> int:
+        """Of quantised weights, with their scales."""
+        kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
+        return sum(part.nbytes for each in kept for part in each)
+
+    def rows_by_weights(
+        self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
+    ) -> Tensor:
+        weights = self._weights(weight_LAB, quantize_transposed, experts)
+        return scaled_rows_by_weights(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
+
+    def rows_by_weights_transposed(
+        self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
+    ) -> Tensor:
+        weights = self._weights(weight_LAB, quantize_rows, experts)
+        return scaled_rows_by_weights(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
+
+    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+        left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
+        return scaled_columns_by_columns(left, right).to(rows_PA.dtype)
+
+    def _weights(
+        self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized], experts: slice
+    ) -> Quantized:
+        """Values along what is summed, of these experts."""
+        if not _may_keep(weight_LAB):
+            return quantize(weight_LAB.detach()[experts])
+        forms = self._kept.setdefault(weight_LAB, {})
+        kept, state = forms.get(quantize.__name__), _state_of(weight_LAB)
+        if kept is None or kept.state != state:
+            # Its own memory is free for the new one.
+            forms.pop(quantize.__name__, None)
+            kept = _Kept(quantize(weight_LAB.detach()), state, _made_now(weight_LAB))
+            forms[quantize.__name__] = kept
+        elif kept.made is not None:
+            _wait_for(kept)
+        values, scales = kept.quantized
+        return Quantized(values[experts], scales[experts])
+
+
+# -- weights that are kept ---------------------------------------------------------------------------------
+
+
+class _Made(NamedTuple):
+    stream: torch.cuda.Stream
+    done: torch.cuda.Event
+
+
+class _Kept(NamedTuple):
+    quantized: Quantized
+    state: tuple[int, int, int]
+    made: _Made | None
+    """On a GPU."""
+
+
+class _Steps:
+    """Of all optimizers of this process."""
+
+    count = 0
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    def step(*_: Any) -> None:
+        _Steps.count += 1
+
+    register_optimizer_step_post_hook(step)
+
+
+def _may_keep(weight: Tensor) -> bool:
+    if torch.compiler.is_compiling() or not is_expert_parameter(weight) or weight.is_inference():
+        return False
+    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _state_of(weight: Tensor) -> tuple[int, int, int]:
+    return weight._version, weight.data_ptr(), _Steps.count
+
+
+def _made_now(weight: Tensor) -> _Made | None:
+    if not weight.is_cuda:
+        return None
+    stream = torch.cuda.current_stream(weight.device)
+    return _Made(stream, stream.record_event())
+
+
+def _wait_for(kept: _Kept) -> None:
+    """Lets the current stream use what another one may have made."""
+    assert kept.made is not None
+    stream = torch.cuda.current_stream(kept.quantized.values.device)
+    if stream != kept.made.stream:
+        stream.wait_event(kept.made.done)
+        for part in kept.quantized:
+            part.record_stream(stream)

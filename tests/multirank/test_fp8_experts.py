@@ -1,0 +1,160 @@
+"""MoELayer with its experts in fp8, on several ranks: near the dense reference in float64, the same bits in
+whatever way it runs, and never with weights of an earlier step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from moecomm import InvalidArgument
+from moecomm.nn import MoEConfig, MoELayer
+from moecomm.nn.fp8 import Fp8Products
+from tests.multirank.harness import RankPool
+from tests.multirank.moe_cases import SIZES, Case, groups_of, layer_step, reference_step, whole
+from tests.multirank.test_moe_layer import CASES, WAYS
+
+FP8: dict[str, Any] = {"ffn_hidden": 32, "expert_precision": "fp8"}
+NAMES = ("softmax", "like deepseek-v3", "like switch", "fixed buffers", "drop by weight", "recomputed")
+PRODUCT = math.sqrt(2 / 3) / 16
+"""Error of a product in the mean, relative to it, at most: e4m3 is off by up to a sixteenth of a value,
+evenly spread and independent for both operands."""
+
+
+def in_fp8(name: str, dtype: torch.dtype) -> Case:
+    case = CASES[name].with_dtype(dtype)
+    return replace(case, options={**case.options, **FP8})
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    made = {size: RankPool(size) for size in (1, 2, 3)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
+    """In float32, so that tokens choose the same experts. The output comes from two products in e4m3, a
+    gradient from up to four; gradients of others (the router, x) have the experts' error at most."""
+    case = in_fp8(name, torch.float32)
+    results = pools[ranks](layer_step, case, seed)
+    want = reference_step(results, case, seed)
+    assert [result["load"] for result in results] == want["load"]
+
+    def near(got: torch.Tensor, ref: torch.Tensor, products: int, what: str, least: float = 0.0) -> None:
+        error, size = float((got - ref).norm()), float(ref.norm())
+        # Half as much again: these are few numbers, and activations may stretch errors.
+        assert error <= 1.5 * PRODUCT * math.sqrt(products) * size + 1e-6, f"{what}: {error} of {size}"
+        assert error >= least * size, f"{what} is too exact for e4m3: {error} of {size}"
+
+    def joined(key: str, of: Any) -> torch.Tensor:
+        return torch.cat([each[key] if isinstance(each, dict) else each for each in of])
+
+    near(joined("y", results), torch.cat(want["y"]), 2, "y", 0.005)
+    near(joined("x.grad", results), torch.cat(want["x.grad"]), 4, "x.grad", 0.002)
+    for grad, value in whole(results, "grads").items():
+        near(value, want["grads"][grad], 4, f"{grad}.grad", 0.005 if grad.startswith("experts") else 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_to_run_gives_the_same(
+    name: str, dtype: torch.dtype, ranks: int, pools: dict[int, RankPool], seed: int
+) -> None:
+    """The same bits in the output and in the gradients of the experts."""
+    case = in_fp8(name, dtype)
+    plain = pools[ranks](layer_step, case, seed)
+    for layer, defer in WAYS.values():
+        found = pools[ranks](layer_step, replace(case, layer=layer, defer=defer), seed)
+        for a, b in zip(plain, found, strict=True):
+            assert torch.equal(a["y"], b["y"]) and a["load"] == b["load"], layer
+            for grad in a["grads"]:
+                if grad.startswith(("experts.", "shared.")):
+                    assert torch.equal(a["grads"][grad], b["grads"][grad]), (layer, grad)
+
+
+def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
+    """Steps of two microbatches each: what a layer makes is what one makes that has never seen other
+    weights, and weights are quantised once a step."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, **FP8, "dtype": torch.float32})
+    layer = MoELayer(config, max_tokens=8, **way)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    sizes = []
+    for step in range(3):
+        fresh = MoELayer(config, layer.comm, **way)
+        fresh.load_state_dict(layer.state_dict())
+        x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed + 10 * step + rank))
+        for each in (layer, fresh):
+            each.zero_grad()
+            outputs = [each(part) for part in x]
+            for y in outputs:
+                y.square().sum().backward()
+            each.outputs = [y.detach() for y in outputs]  # type: ignore[assignment]
+        for ours, theirs in zip(layer.outputs, fresh.outputs, strict=True):  # type: ignore[arg-type]
+            assert torch.equal(ours, theirs), f"step {step}"
+        for ours, theirs in zip(layer.experts.parameters(), fresh.experts.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+        assert isinstance(layer.experts.products, Fp8Products)
+        sizes.append(layer.experts.products.kept_bytes())
+        optimizer.step()
+    assert sizes[0] > 0 and len(set(sizes)) == 1
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"parts": 2, "keep": "rows"}], ids=str)
+def test_steps_of_an_optimizer(way: dict[str, Any], pools: dict[int, RankPool], seed: int) -> None:
+    pools[2](trained, way, seed)
+
+
+def sharded(rank: int, world_size: int, apart: bool, seed: int) -> None:
+    """FSDP gathers weights into memory that it uses again, and hides that from the version counter."""
+    ep_group, _ = groups_of(rank, world_size, 1)
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, **FP8, "dtype": torch.float32})
+    layer = MoELayer(config, group=ep_group, max_tokens=8)
+    with layer.comm as comm:
+        if apart:
+            fully_shard(layer.experts)
+        fully_shard(layer)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for step in range(3):
+            plain = MoELayer(config, comm)
+            state = {
+                name: value.full_tensor() if isinstance(value, DTensor) else value
+                for name, value in layer.state_dict().items()
+            }
+            plain.load_state_dict(state)
+            x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed + 10 * step + rank))
+            y = layer(x)
+            assert torch.equal(y, plain(x)), f"step {step}"
+            optimizer.zero_grad()
+            y.square().sum().backward()
+            optimizer.step()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["as one", "experts apart"])
+def test_under_fsdp(apart: bool, pools: dict[int, RankPool], seed: int) -> None:
+    pools[2](sharded, apart, seed)
+
+
+def refused(rank: int, world_size: int) -> None:
+    """A layer that cannot be is refused by its description, before any communicator."""
+    with pytest.raises(InvalidArgument, match="ffn_hidden is 8, must be a multiple of 16"):
+        MoELayer(MoEConfig(**{**SIZES, "expert_precision": "fp8"}), max_tokens=8)
+
+
+def test_refused(pools: dict[int, RankPool]) -> None:
+    pools[2](refused)

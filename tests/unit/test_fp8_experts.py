@@ -1,0 +1,373 @@
+"""The experts' products in fp8 on the CPU: their error, which weights are kept quantised and for how long."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.nn import GroupedExperts, MoEConfig
+from moecomm.nn import fp8 as module
+from moecomm.nn.fp8 import Fp8Products, make_products
+from moecomm.nn.grouped import PlainProducts, Products
+from moecomm.quantize import Quantized, QuantizedColumns, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.scaled import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
+
+SIZES: dict[str, Any] = {"hidden": 32, "ffn_hidden": 48, "num_experts": 4, "top_k": 2, "init_std": 0.3}
+GROUPS = ([3, 5, 40, 50], [0, 4, 4, 50], [0, 0, 50, 50], [16, 32, 48, 50])
+TWO_OPERANDS = 2 / 16 + 1 / 256
+"""Relative error of a product of two numbers in e4m3, at most: each is off by a sixteenth."""
+
+
+def make(seed: int, **options: Any) -> GroupedExperts:
+    torch.manual_seed(seed)
+    return GroupedExperts(MoEConfig(**{**SIZES, "expert_precision": "fp8", **options}))
+
+
+def ends_of(ends: list[int]) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def operands(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (50, 32), weights (4, 32, 48) and gradients (50, 48)."""
+    torch.manual_seed(seed)
+    rows, weight, grad = torch.randn(50, 32), torch.randn(4, 32, 48), torch.randn(50, 48)
+    return rows.to(dtype), weight.to(dtype), grad.to(dtype)
+
+
+def by_groups(ends: list[int], each: Callable[[int, slice], Tensor]) -> list[Tensor]:
+    return [each(group, slice(b, e)) for group, (b, e) in enumerate(zip([0, *ends], ends, strict=False))]
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", GROUPS, ids=str)
+def test_products_of_quantised_operands(ends: list[int], seed: int) -> None:
+    """In float64, but for float32 sums and one rounding to bfloat16."""
+    rows, weight, grad = operands(seed)
+    offsets = ends_of(ends)
+
+    def near(got: Tensor, want: Tensor, size: Tensor) -> None:
+        assert got.dtype == torch.bfloat16
+        assert bool(((got.double() - want).abs() <= want.abs() * 2.0**-8 + size * 2.0**-18).all())
+
+    def real(each: Quantized) -> Tensor:
+        return each.values.double() * each.scales.double().unsqueeze(-1)
+
+    x, forward, backward = quantize_rows(rows, offsets), quantize_transposed(weight), quantize_rows(weight)
+    dy = quantize_rows(grad, offsets)
+    for left, right in ((x, forward), (dy, backward)):
+        got = scaled_rows_by_weights(left, right, offsets)
+        a, b = real(left), real(right).transpose(1, 2)
+        want = torch.cat(by_groups(ends, lambda g, part, a=a, b=b: a[part] @ b[g]))
+        size = torch.cat(by_groups(ends, lambda g, part, a=a, b=b: a[part].abs() @ b[g].abs()))
+        near(got[: ends[-1]], want, size)
+    columns = quantize_columns(rows, offsets), quantize_columns(grad, offsets)
+    parts = []
+    for each in columns:
+        padded = each.padded_ends_L.tolist()
+        values = by_groups(padded, lambda g, part, each=each: each.values_CQ[:, part].double())
+        parts.append([v * s.double().unsqueeze(1) for v, s in zip(values, each.scales_LC, strict=True)])
+    want = torch.stack([a @ b.t() for a, b in zip(*parts, strict=True)])
+    size = torch.stack([a.abs() @ b.abs().t() for a, b in zip(*parts, strict=True)])
+    near(scaled_columns_by_columns(*columns), want, size)
+
+
+@pytest.mark.parametrize("ends", GROUPS, ids=str)
+def test_how_far_off_a_product_is(ends: list[int], seed: int) -> None:
+    """docs/fp8.md: a sixteenth an operand, what is subnormal in e4m3, and the result's own rounding. And not
+    much less: it is e4m3 that was multiplied."""
+    rows, weight, grad = operands(seed)
+    offsets, products = ends_of(ends), Fp8Products()
+
+    def near(got: Tensor, left: Tensor, right: Tensor) -> None:
+        want = left.double() @ right.double()
+        # Of operands below their scale's smallest normal number: half the smallest number of e4m3 each.
+        small = [each.abs().amax(dim).double() / 448 / 1024 for each, dim in ((left, 1), (right, 0))]
+        size = left.abs().double() @ right.abs().double()
+        below = small[0].unsqueeze(1) * right.abs().double().sum(0)
+        below += left.abs().double().sum(1, keepdim=True) * small[1]
+        bound = size * TWO_OPERANDS + 2 * below + want.abs() * 2.0**-7
+        error = (got.double() - want).abs()
+        assert bool((error <= bound).all())
+        assert error.max() > 1e-3 * size.max() or size.max() == 0
+
+    y = products.rows_by_weights(rows, weight, offsets)
+    dx = products.rows_by_weights_transposed(grad, weight, offsets)
+    dw = products.rows_by_rows(rows, grad, offsets)
+    for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end == begin:
+            assert not bool(dw[group].any())
+            continue
+        part = slice(begin, end)
+        near(y[part], rows[part], weight[group])
+        near(dx[part], grad[part], weight[group].t())
+        near(dw[group], rows[part].t(), grad[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_experts_beside_plain_ones(activation: str, dtype: torch.dtype, seed: int) -> None:
+    """Errors of e4m3 are independent of each other, and 2^-4 / sqrt(3) of a value in the mean at most; a
+    product has those of two operands. An output comes from two products and a gradient from up to four."""
+    experts = make(seed, activation=activation, dtype=dtype)
+    plain = GroupedExperts(MoEConfig(**SIZES, activation=activation, dtype=torch.float64))
+    plain.load_state_dict({name: value.double() for name, value in experts.state_dict().items()})
+    rows, _, _ = operands(seed, dtype)
+    weights, grad = torch.rand(50), torch.randn(50, 32)
+    found = []
+    for each in (plain, experts):
+        kind = each.w_in.dtype
+        x = rows.to(kind).requires_grad_()
+        w = weights.to(torch.float64 if kind == torch.float64 else torch.float32).requires_grad_()
+        y = each(x, ends_of([9, 9, 20, 45]), w)
+        y.backward(grad.to(kind))
+        assert y.dtype == kind and x.grad is not None and w.grad is not None
+        found.append([y.detach(), x.grad, w.grad, each.w_in.grad, each.w_out.grad])
+    product = math.sqrt(2 / 3) / 16
+    for got, want, products in zip(*found[::-1], (2, 4, 3, 4, 3), strict=True):
+        assert got is not None and want is not None
+        relative = float((got.double() - want).norm() / want.norm())
+        assert 0.005 < relative < 1.5 * product * math.sqrt(products)
+
+
+def test_a_tail_of_nan(seed: int) -> None:
+    experts = make(seed, dtype=torch.bfloat16)
+    rows, _, _ = operands(seed, torch.bfloat16)
+    clean, dirty = rows.clone(), rows.clone()
+    clean[40:], dirty[40:] = 0, math.nan
+    results = []
+    for each in (clean, dirty):
+        experts.zero_grad()
+        x = each.clone().requires_grad_()
+        y = experts(x, ends_of([9, 9, 20, 40]))
+        y.sum().backward()
+        results.append([y.detach(), x.grad, experts.w_in.grad, experts.w_out.grad])
+    for a, b in zip(*results, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"ends": ends_of([50])}, "weights of 4 groups and ends of 1"),
+        ({"ends": torch.tensor([1, 2, 3, 50])}, "ends are torch.int64"),
+        ({"rows": torch.zeros(50, 48)}, r"\(50, 48\) and weights \(4, 48, 32\)"),
+        ({"scales": torch.ones(49)}, r"scales of rows have shape \(49,\), expected \(50,\)"),
+        ({"scales": torch.ones(50, dtype=torch.float64)}, "with torch.float64 scales"),
+        ({"weights": torch.zeros(4, 32, 24)}, "N is 24, expected a multiple of 16"),
+        ({"device": "meta"}, "rows are on meta, expected cpu"),
+    ],
+)
+def test_refuses_operands(changed: dict[str, Any], text: str) -> None:
+    rows = changed.get("rows", torch.zeros(50, 32)).to(torch.float8_e4m3fn)
+    left = Quantized(rows, changed.get("scales", torch.ones(50)))
+    left = Quantized(*(each.to(changed.get("device", "cpu")) for each in left))
+    weights = changed.get("weights", torch.zeros(4, 32, 48)).transpose(1, 2).to(torch.float8_e4m3fn)
+    right = Quantized(weights, torch.ones(weights.shape[:2]))
+    with pytest.raises(InvalidArgument, match=text):
+        scaled_rows_by_weights(left, right, changed.get("ends", ends_of([1, 2, 3, 50])))
+
+
+def test_refuses_columns() -> None:
+    good = quantize_columns(torch.zeros(50, 32), ends_of([1, 50]))
+    for bad, text in (
+        (good._replace(values_CQ=good.values_CQ[:, :16]), r"\(A, Q\) and \(B, Q\)"),
+        (good._replace(scales_LC=good.scales_LC[:1]), "scales of right columns"),
+        (good._replace(values_CQ=good.values_CQ[:8], scales_LC=good.scales_LC[:, :8]), "B is 8"),
+        (good._replace(values_CQ=good.values_CQ.float()), "right columns are torch.float32"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            scaled_columns_by_columns(good, QuantizedColumns(*bad))
+
+
+def test_in_a_graph(seed: int) -> None:
+    experts = make(seed, dtype=torch.bfloat16)
+    rows, _, _ = operands(seed, torch.bfloat16)
+    torch._dynamo.reset()
+    found = []
+    for call in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True)):
+        experts.zero_grad()
+        x = rows.clone().requires_grad_()
+        y = call(x, ends_of([9, 9, 20, 50]), torch.ones(50))
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, experts.w_in.grad, experts.w_out.grad])
+    torch._dynamo.reset()
+    for a, b in zip(*found, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+# -- weights that are kept ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often weights, which have three dimensions, were quantised."""
+    calls: Counter[str] = Counter()
+    for quantize in (quantize_rows, quantize_transposed):
+
+        @functools.wraps(quantize)
+        def counted(x: Tensor, *others: Any, quantize: Any = quantize) -> Any:
+            if x.dim() == 3:
+                calls[quantize.__name__] += 1
+            return quantize(x, *others)
+
+        monkeypatch.setattr(module, quantize.__name__, counted)
+    return calls
+
+
+def step(experts: GroupedExperts, seed: int) -> Tensor:
+    rows, _, _ = operands(seed, experts.w_in.dtype)
+    y = experts(rows.clone().requires_grad_(), ends_of([9, 9, 20, 50]))
+    y.float().square().sum().backward()
+    return y.detach()
+
+
+def test_once_for_several_backwards(made: Counter[str], seed: int) -> None:
+    experts = make(seed, dtype=torch.bfloat16)
+    for _ in range(3):
+        step(experts, seed)
+    assert made == {"quantize_transposed": 2, "quantize_rows": 2}
+    products = experts.products
+    assert isinstance(products, Fp8Products)
+    values = sum(parameter.numel() for parameter in experts.parameters())
+    scales = sum(math.prod(p.shape[:2]) + p.shape[0] * p.shape[2] for p in experts.parameters())
+    assert products.kept_bytes() == 2 * values + 4 * scales
+    experts.forget_quantized()
+    assert products.kept_bytes() == 0
+
+
+def with_optimizer(kind: Any, **options: Any) -> Callable[[GroupedExperts], None]:
+    return lambda experts: kind(experts.parameters(), lr=0.5, **options).step()
+
+
+@torch.no_grad()
+def in_place(experts: GroupedExperts) -> None:
+    experts.w_in.mul_(-1.5)
+    experts.w_out.mul_(-1.5)
+
+
+def loaded(experts: GroupedExperts) -> None:
+    experts.load_state_dict({name: -value for name, value in experts.state_dict().items()})
+
+
+def other_memory(experts: GroupedExperts) -> None:
+    for parameter in experts.parameters():
+        parameter.data = parameter.data * -2
+
+
+def past_the_counter(experts: GroupedExperts) -> None:
+    for parameter in experts.parameters():
+        parameter.data.mul_(-2)
+    experts.forget_quantized()
+
+
+CHANGES: dict[str, Callable[[GroupedExperts], None]] = {
+    "sgd": with_optimizer(torch.optim.SGD),
+    "adamw": with_optimizer(torch.optim.AdamW),
+    "adamw, foreach": with_optimizer(torch.optim.AdamW, foreach=True),
+    "adamw, fused": with_optimizer(torch.optim.AdamW, fused=True),
+    "sgd, fused": with_optimizer(torch.optim.SGD, fused=True),
+    "in place": in_place,
+    "loaded": loaded,
+    "other memory": other_memory,
+    "past the counter, and told": past_the_counter,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_is_noticed(change: Callable[[GroupedExperts], None], seed: int) -> None:
+    experts = make(seed)
+    before = step(experts, seed)
+    change(experts)
+    fresh = make(seed)
+    fresh.load_state_dict(experts.state_dict())
+    experts.zero_grad()
+    after = step(experts, seed)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, step(fresh, seed))
+    for ours, theirs in zip(experts.parameters(), fresh.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+
+
+def test_what_stands_in_for_a_parameter_is_not_kept(made: Counter[str], seed: int) -> None:
+    """Such as what FSDP gathers: its address and version may come again with other values."""
+    experts = make(seed, dtype=torch.bfloat16)
+    rows, _, _ = operands(seed, torch.bfloat16)
+    offsets = ends_of([9, 9, 20, 50])
+    others = {name: value.detach() * 2 for name, value in experts.named_parameters()}
+    for count in (1, 2):
+        torch.func.functional_call(experts, others, (rows, offsets))
+        assert made == {"quantize_transposed": 2 * count}
+    assert isinstance(experts.products, Fp8Products) and experts.products.kept_bytes() == 0
+
+
+def test_copies_keep_nothing(seed: int) -> None:
+    experts = make(seed, dtype=torch.bfloat16)
+    want = step(experts, seed)
+    for twin in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert twin.products is not experts.products and twin.products.kept_bytes() == 0
+        assert torch.equal(step(twin, seed), want)
+        assert twin.products.kept_bytes() == experts.products.kept_bytes()  # type: ignore[attr-defined]
+
+
+def test_what_is_kept_goes_with_its_parameter(seed: int) -> None:
+    experts = make(seed, dtype=torch.bfloat16)
+    step(experts, seed)
+    products = experts.products
+    assert isinstance(products, Fp8Products) and products.kept_bytes() > 0
+    del experts
+    assert products.kept_bytes() == 0
+
+
+def test_in_inference_mode(seed: int) -> None:
+    """Parameters that were made there have no version."""
+    with torch.inference_mode():
+        experts = make(seed, dtype=torch.bfloat16)
+        rows, _, _ = operands(seed, torch.bfloat16)
+        y = experts(rows, ends_of([9, 9, 20, 50]))
+        experts.w_out.mul_(2)
+        assert not torch.equal(experts(rows, ends_of([9, 9, 20, 50])), y)
+
+
+# -- where it can be ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"expert_precision": "fp4"}, "expert_precision is 'fp4', must be None or 'fp8'"),
+        ({"hidden": 24}, "hidden is 24, must be a multiple of 16"),
+        ({"ffn_hidden": 40}, "ffn_hidden is 40, must be a multiple of 16"),
+        ({"dtype": torch.float64}, "dtype is torch.float64, must be narrower"),
+    ],
+)
+def test_refuses(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        MoEConfig(**{**SIZES, "expert_precision": "fp8", **options})
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_gpus_that_have_it(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(module, "prepare", lambda *given: prepared.append(given))
+    config, gpu = MoEConfig(**SIZES, expert_precision="fp8", dtype=torch.bfloat16), torch.device("cuda", 3)
+    if capability == (9, 0):
+        assert missing_on(gpu) is None
+        products: Products = make_products(config, gpu)
+        assert isinstance(products, Fp8Products) and prepared == [(gpu, torch.bfloat16)]
+        return
+    with pytest.raises(Unsupported, match=rf"cuda:3 has compute capability {capability[0]}\.{capability[1]}"):
+        make_products(config, gpu)
+    assert isinstance(make_products(MoEConfig(**SIZES), gpu), PlainProducts) and not prepared

@@ -1,0 +1,375 @@
+"""Rows and columns in e4m3 on the CPU: bit for bit against numpy, and what the extension is given."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moecomm import quantize as module
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
+from tests import reference
+from tests.unit.loopback import DTYPES, memory
+
+KINDS = (torch.bfloat16, torch.float16, torch.float32)
+LEAST = np.float32(2.0**-126)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Of all sizes that the dtype has, subnormal ones too, with zeros of both signs; all finite."""
+    rng = np.random.default_rng(seed)
+    last = np.log2(torch.finfo(dtype).max) - 3
+    first = np.log2(torch.finfo(dtype).smallest_normal) - 4
+    around = rng.uniform(first, last, (*shape[:-1], 1))
+    values = rng.standard_normal(shape) * np.exp2(np.clip(around + rng.normal(0, 4, shape), first, last))
+    values *= rng.random(shape) > 0.05
+    found = torch.from_numpy(values).to(dtype)
+    return found.nan_to_num(posinf=torch.finfo(dtype).max, neginf=torch.finfo(dtype).min)
+
+
+def oracle(x_NC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of float32 with one scale each."""
+    if x_NC.shape[0] == 0:
+        return x_NC, np.zeros(0, np.float32)
+    data, scales = reference.quantised(x_NC, block=x_NC.shape[1])
+    return data, scales[:, 0]
+
+
+def column_oracle(x_PC: np.ndarray, ends: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Lines of padded groups, scales by group and column, where the groups end."""
+    lines, scales, padded = [], [], []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        part = x_PC[begin:end]
+        if len(part):
+            data, scale = oracle(np.ascontiguousarray(part.T))
+        else:
+            data, scale = np.zeros((x_PC.shape[1], 0), np.float32), np.full(x_PC.shape[1], LEAST)
+        missing = 16 - len(part) if len(part) < 16 else -len(part) % 16
+        lines.append(np.pad(data, ((0, 0), (0, missing))))
+        scales.append(scale)
+        padded.append((padded[-1] if padded else 0) + lines[-1].shape[1])
+    return np.concatenate(lines, axis=1), np.stack(scales), padded
+
+
+def assert_bits(values: Tensor, scales: Tensor, want: np.ndarray, want_scales: np.ndarray) -> None:
+    assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
+    assert scales.dtype == torch.float32 and scales.is_contiguous()
+    np.testing.assert_array_equal(values.float().numpy(), want)
+    np.testing.assert_array_equal(scales.numpy(), want_scales)
+    # Zeros have signs, which comparing numbers does not see.
+    numbers_only = ~np.isnan(want)
+    signs = values.view(torch.uint8).numpy() >> 7
+    np.testing.assert_array_equal(signs[numbers_only], np.signbit(want)[numbers_only])
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (40, 64), (0, 16), (7, 1040)])
+def test_rows(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
+    x = numbers((rows, columns), dtype, seed)
+    assert_bits(*quantize_rows(x), *oracle(x.float().numpy()))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_columns_of_matrices(dtype: torch.dtype, seed: int) -> None:
+    x = numbers((3, 48, 32), dtype, seed)
+    values, scales = quantize_transposed(x)
+    assert values.shape == (3, 32, 48) and scales.shape == (3, 32)
+    for each, got, got_scales in zip(x, values, scales, strict=True):
+        assert_bits(got, got_scales, *oracle(np.ascontiguousarray(each.float().numpy().T)))
+    rows, row_scales = quantize_rows(x)
+    assert rows.shape == x.shape and row_scales.shape == (3, 48)
+    flat, flat_scales = quantize_rows(x.flatten(0, 1))
+    assert torch.equal(rows.view(torch.uint8).flatten(0, 1), flat.view(torch.uint8))
+    assert torch.equal(row_scales.flatten(), flat_scales)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(
+    "ends",
+    [[50], [16, 32, 48], [3, 3, 20], [0, 0, 50], [50, 50], [0], [1, 18, 18, 19, 50], [49, 50]],
+    ids=str,
+)
+def test_columns(ends: list[int], dtype: torch.dtype, seed: int) -> None:
+    """NaN past the last end is nobody's."""
+    x = numbers((50, 32), dtype, seed)
+    x[ends[-1] :] = math.nan
+    values, scales, padded = quantize_columns(x, torch.tensor(ends, dtype=torch.int32))
+    want, want_scales, want_padded = column_oracle(x.float().numpy(), ends)
+    assert padded.dtype == torch.int32 and padded.tolist() == want_padded
+    assert values.shape == (32, 16 * (50 // 16 + len(ends))) and values.shape[1] >= want_padded[-1]
+    assert_bits(values[:, : want_padded[-1]].contiguous(), scales, want, want_scales)
+    assert int(values[:, want_padded[-1] :].view(torch.uint8).sum()) == 0
+
+
+def test_the_example() -> None:
+    """Of the docstring and of csrc/kernels/experts/quantize.hpp."""
+    x = torch.ones(20, 16)
+    values, _, padded = quantize_columns(x, torch.tensor([3, 3, 20], dtype=torch.int32))
+    assert padded.tolist() == [16, 32, 64] and values.shape == (16, 64)
+    real = [*range(3), *range(32, 49)]
+    want = torch.zeros(64)
+    want[real] = 448
+    assert torch.equal(values.float(), want.expand(16, 64))
+
+
+def test_the_bound_for_groups_is_enough(seed: int) -> None:
+    """Of any sizes; and it is reached."""
+    rng = np.random.default_rng(seed)
+    tight = False
+    for _ in range(300):
+        sizes = rng.choice([0, 1, 15, 16, 17, 33], size=rng.integers(1, 6))
+        ends = torch.from_numpy(np.cumsum(sizes).astype(np.int32))
+        values, _, padded = quantize_columns(torch.zeros(int(sizes.sum()), 16), ends)
+        assert int(padded[-1]) <= values.shape[1]
+        tight |= int(padded[-1]) == values.shape[1]
+    assert tight
+
+
+@pytest.mark.parametrize("real", [0, 3, 7, 9])
+def test_rows_past_the_last_end(real: int, seed: int) -> None:
+    x = numbers((7, 32), torch.bfloat16, seed)
+    x[real:] = math.nan
+    values, scales = quantize_rows(x, torch.tensor([min(real, 2), real], dtype=torch.int32))
+    want, want_scales = oracle(x[:real].float().numpy())
+    assert_bits(values[:real], scales[:real], want, want_scales)
+    assert int(values[real:].view(torch.uint8).sum()) == 0 and bool((scales[real:] == LEAST.item()).all())
+
+
+def test_extremes() -> None:
+    """What cannot be scaled to 448, what is NaN or infinite, and its neighbours."""
+    tiny = 2.0**-149
+    x = torch.zeros(6, 16)
+    x[1, 3] = tiny  # below the least scale: subnormal in e4m3, or zero
+    x[2] = torch.linspace(-1, 1, 16) * 3.4e38
+    x[3, 0], x[3, 1] = math.nan, 2.0
+    x[4, 0], x[4, 1] = math.inf, 2.0
+    x[5] = -0.0
+    values, scales = quantize_rows(x)
+    back = values.float() * scales.unsqueeze(1)
+    assert back[0].tolist() == [0] * 16 and scales[0] == LEAST.item()
+    assert back[1].tolist() == [0] * 16 and scales[1] == LEAST.item()
+    assert bool(torch.isfinite(back[2]).all()) and values[2, -1].float() == 448
+    assert bool(back[3, 0].isnan()) and back[3, 1] == 2 and not bool(back[3, 2:].any())
+    assert bool(back[4].isnan().all())
+    assert bool(torch.signbit(values[5].float()).all())
+    columns, column_scales = quantize_transposed(x.repeat(8, 1)[:48].unsqueeze(0))
+    assert columns.shape == (1, 16, 48) and bool(column_scales[0, 0].isinf())
+
+
+def test_how_far_off(seed: int) -> None:
+    """The bound that the docstring states."""
+    x = numbers((200, 64), torch.float32, seed)
+    values, scales = quantize_rows(x)
+    back = values.double() * scales.double().unsqueeze(1)
+    bound = torch.maximum(x.abs().double() / 16, scales.double().unsqueeze(1) / 1024)
+    assert bool(((back - x.double()).abs() <= bound + x.abs().double() * 2.0**-21).all())
+
+
+def test_strides_do_not_matter(seed: int) -> None:
+    x = numbers((32, 48), torch.bfloat16, seed)
+    ends = torch.tensor([5, 9, 30, 9], dtype=torch.int32)[::2]
+    for each in (x.t().contiguous().t(), torch.stack([x, -x], dim=2)[:, :, 0]):
+        for want, got in (
+            (quantize_rows(x), quantize_rows(each)),
+            (quantize_columns(x, ends.contiguous()), quantize_columns(each, ends)),
+            (quantize_transposed(x.unsqueeze(0)), quantize_transposed(each.unsqueeze(0))),
+        ):
+            for a, b in zip(want, got, strict=True):
+                assert b.is_contiguous() and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+GOOD_ENDS = torch.tensor([1, 4], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: quantize_rows(torch.zeros(4, 24)), r"\(4, 24\), expected columns in multiples of 16"),
+        (lambda: quantize_rows(torch.zeros(4, 0)), "at least 16"),
+        (lambda: quantize_rows(torch.zeros(16)), "expected at least two dimensions"),
+        (lambda: quantize_rows(torch.zeros(4, 16, dtype=torch.float64)), "x is torch.float64, expected one"),
+        (lambda: quantize_rows(torch.zeros(2, 4, 16), GOOD_ENDS), r"expected \(P, C\)"),
+        (lambda: quantize_rows(torch.zeros(4, 16), GOOD_ENDS.long()), "ends is torch.int64"),
+        (lambda: quantize_rows(torch.zeros(4, 16), GOOD_ENDS[:0]), "L at least 1"),
+        (lambda: quantize_rows(torch.zeros(4, 16), GOOD_ENDS.to("meta")), "ends is on meta"),
+        (lambda: quantize_columns(torch.zeros(4, 8), GOOD_ENDS), "columns in multiples of 16"),
+        (lambda: quantize_columns(torch.zeros(1, 4, 16), GOOD_ENDS), r"expected \(P, C\)"),
+        (lambda: quantize_columns(torch.zeros(4, 16), GOOD_ENDS.view(1, 2)), r"expected \(L,\)"),
+        (lambda: quantize_transposed(torch.zeros(2, 8, 16)), "A and B multiples of 16"),
+        (lambda: quantize_transposed(torch.zeros(2, 16, 20)), "A and B multiples of 16"),
+        (lambda: quantize_transposed(torch.zeros(16, 16)), r"expected \(L, A, B\)"),
+        (lambda: quantize_transposed(torch.zeros(0, 16, 16)), "L at least 1"),
+    ],
+)
+def test_refuses(call: Any, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        call()
+
+
+def test_gradients_end_here() -> None:
+    x = torch.ones(16, 16, requires_grad=True)
+    for each in (*quantize_rows(x), *quantize_columns(x, GOOD_ENDS), *quantize_transposed(x.unsqueeze(0))):
+        assert not each.requires_grad
+
+
+def test_operators_are_what_they_say(seed: int) -> None:
+    x = numbers((20, 32), torch.float32, seed)
+    ops = torch.ops.moecomm
+    tests = ("test_schema", "test_faketensor")  # opcheck's others compare e4m3, which torch cannot
+    torch.library.opcheck(ops.quantize_rows.default, (x, None), test_utils=tests)
+    torch.library.opcheck(ops.quantize_rows.default, (x, GOOD_ENDS), test_utils=tests)
+    torch.library.opcheck(ops.quantize_columns.default, (x, GOOD_ENDS), test_utils=tests)
+    torch.library.opcheck(ops.quantize_transposed.default, (x[:16].unsqueeze(0),), test_utils=tests)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_in_a_graph(backend: str, seed: int) -> None:
+    def program(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        rows, columns = quantize_rows(x * 2, ends), quantize_columns(x * 2, ends)
+        return rows.values.float(), rows.scales, columns.values_CQ.float(), columns.scales_LC
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    for rows in (6, 6, 40):
+        x = numbers((rows, 32), torch.float32, seed) / 4
+        for want, got in zip(program(x, GOOD_ENDS), compiled(x, GOOD_ENDS), strict=True):
+            assert torch.equal(want, got)
+    torch._dynamo.reset()
+
+
+# -- what the extension is given ---------------------------------------------------------------------------
+
+
+class FakeNative:
+    """`_C` with the kernels: reads and writes the addresses that it is given."""
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+        self.loaded: list[Any] = []
+
+    def prepare_quantize(self, dtype: Any) -> None:
+        self.loaded.append(dtype)
+
+    def quantize_rows(
+        self,
+        x: int,
+        ends: int,
+        groups: int,
+        rows: int,
+        columns: int,
+        dtype: Any,
+        values: int,
+        scales: int,
+        stream: int,
+    ) -> None:
+        self.streams.append(stream)
+        assert x % 16 == 0 and (ends == 0) == (groups == 0)
+        source = memory(x, (rows, columns), DTYPES[dtype])
+        ends_L = memory(ends, (groups,), torch.int32)
+        if source is None:
+            return
+        real = rows if ends_L is None else min(rows, int(ends_L[-1]))
+        found = oracle(source[:real].float().numpy())
+        self._put(values, found[0], (rows, columns), real)
+        out = memory(scales, (rows,), torch.float32)
+        assert out is not None
+        out[:real] = torch.from_numpy(found[1])
+
+    def quantize_columns(
+        self,
+        x: int,
+        ends: int,
+        groups: int,
+        rows: int,
+        columns: int,
+        out_rows: int,
+        dtype: Any,
+        values: int,
+        scales: int,
+        padded_ends: int,
+        stream: int,
+    ) -> None:
+        self.streams.append(stream)
+        assert x % 16 == 0
+        scales_LC = memory(scales, (groups, columns), torch.float32)
+        assert scales_LC is not None
+        if ends == 0:
+            assert padded_ends == 0
+            source = memory(x, (groups, rows, columns), DTYPES[dtype])
+            assert source is not None
+            for g, each in enumerate(source):
+                data, scale = oracle(np.ascontiguousarray(each.float().numpy().T))
+                self._put(values + g * rows * columns, data, (columns, rows), columns)
+                scales_LC[g] = torch.from_numpy(scale)
+            return
+        source, ends_L = memory(x, (rows, columns), DTYPES[dtype]), memory(ends, (groups,), torch.int32)
+        padded_L = memory(padded_ends, (groups,), torch.int32)
+        assert source is not None and ends_L is not None and padded_L is not None
+        data, found, padded = column_oracle(source.float().numpy(), ends_L.tolist())
+        whole = np.pad(data, ((0, 0), (0, out_rows - data.shape[1])))
+        self._put(values, whole, (columns, out_rows), columns)
+        scales_LC[:] = torch.from_numpy(found)
+        padded_L[:] = torch.tensor(padded, dtype=torch.int32)
+
+    @staticmethod
+    def _put(address: int, data: np.ndarray, shape: tuple[int, int], rows: int) -> None:
+        out = memory(address, shape, torch.uint8)
+        assert out is not None
+        out[:rows] = torch.from_numpy(data).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNative]:
+    """CPU tensors go to FakeNative, as CUDA tensors go to the extension."""
+    fake = FakeNative()
+    gpu = SimpleNamespace(
+        index=0, is_current=lambda: False, raw_stream=lambda: 77, current=contextlib.nullcontext
+    )
+    monkeypatch.setattr(module, "_C", fake)
+    monkeypatch.setattr(module, "_gpu", lambda index: gpu)
+    monkeypatch.setattr(module, "_has_kernel", lambda x: True)
+    module._prepare.cache_clear()
+    yield fake
+    module._prepare.cache_clear()
+
+
+def test_what_the_extension_is_given(native: FakeNative, seed: int) -> None:
+    x = numbers((50, 32), torch.bfloat16, seed)
+    ends = torch.tensor([3, 3, 40], dtype=torch.int32)
+    values, scales = quantize_rows(x, ends)
+    want = oracle(x.float().numpy())
+    assert_bits(values[:40], scales[:40], want[0][:40], want[1][:40])
+    columns = quantize_columns(x, ends)
+    data, found, padded = column_oracle(x.float().numpy(), ends.tolist())
+    assert columns.padded_ends_L.tolist() == padded
+    assert_bits(columns.values_CQ[:, : padded[-1]].contiguous(), columns.scales_LC, data, found)
+    matrices = x[:48].view(3, 16, 32)
+    for got, got_scales, each in zip(*quantize_transposed(matrices), matrices, strict=True):
+        assert_bits(got, got_scales, *oracle(np.ascontiguousarray(each.float().numpy().T)))
+    # Elements that do not lie at a multiple of 16 bytes.
+    moved = torch.empty(50 * 32 + 1, dtype=torch.bfloat16)[1:].view(50, 32).copy_(x)
+    assert torch.equal(
+        quantize_rows(moved, ends).values.view(torch.uint8)[:40], values.view(torch.uint8)[:40]
+    )
+    assert native.streams == [77] * 4
+    assert quantize_rows(x[:0]).values.shape == (0, 32)
+    assert len(native.loaded) == 1
+
+
+def test_without_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_C", SimpleNamespace())
+    module._gpu.cache_clear()  # what fails is not cached
+    with pytest.raises(Unsupported, match="built without its CUDA part"):
+        module._gpu(0)
+
+
+def test_prepare_does_nothing_on_the_cpu() -> None:
+    prepare(torch.device("cpu"), torch.bfloat16)
