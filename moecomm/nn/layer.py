@@ -22,7 +22,6 @@ from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
-
 from moecomm.overlap import Executor, Keep, Split, Timeline
 
 

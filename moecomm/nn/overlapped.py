@@ -27,7 +27,6 @@ from moecomm.nn.forward_pass import ForwardPass, Known
 from moecomm.nn.passes import Call, Weights
 from moecomm.nn.pool import Ticket
 
-
 _NO_TABLE = torch.empty(0, dtype=torch.int32)
 
 
@@ -120,8 +119,8 @@ class _Pass:
         return forward
 
     def let_go(self) -> None:
-        """Takes out of the pool what autograd has not kept: a checkpoint's hook, for example, throws away what
-        its first pass would keep."""
+        """Takes out of the pool what autograd has not kept: a checkpoint's hook, for example, throws away
+        what its first pass would keep."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None and _holders(ticket) <= self._holders:
             assert self.call.pool is not None
@@ -140,7 +139,10 @@ class _Pass:
 def _holders(ticket: Ticket) -> int:
     """How many hold the table, as a tensor or as another tensor's memory, some more or less."""
     storage = ticket.table.untyped_storage()
-    return int(ticket.table._use_count()) + int(torch._C._storage_Use_Count(storage._cdata))
+    return int(
+        ticket.table._use_count()  # type: ignore[attr-defined]
+        + torch._C._storage_Use_Count(storage._cdata)
+    )
 
 
 class _Keep(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecomm import _C
 from moecomm.backends.device import CudaDevice
-from moecomm.errors import InvalidArgument, OutOfMemory, Unsupported
+from moecomm.errors import OutOfMemory, Unsupported
 
 STATE_WORDS = 8
 FREE_DEVICE, FREE_HOST, HELD, PEAK, FAILED, LOST, SERIAL, RESET = range(STATE_WORDS)

@@ -134,9 +134,7 @@ class ActivationPool:
         InvalidArgument; so it is after a `reset`.
         """
         table, rows, columns = ticket
-        tensors = tuple(
-            torch.empty(rows, count, dtype=dtype, device=self.device) for count, dtype in columns
-        )
+        tensors = tuple(torch.empty(rows, count, dtype=dtype, device=self.device) for count, dtype in columns)
         self._pages.pop(tensors, table)
         return tensors
 

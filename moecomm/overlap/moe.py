@@ -8,8 +8,8 @@
     comm     rows again, gradient rows                                     home
     compute  shared backward, up again  down-, activation-, up backward   down weights, up weights, sum
 
-With an activation pool what the backward needs goes there beside the combine ("to pool"), and comes back beside
-the gradients' way to the experts ("from pool").
+With an activation pool what the backward needs goes there beside the combine ("to pool"), and comes back
+beside the gradients' way to the experts ("from pool").
 
 The way to the experts lies under the shared experts, which need no rows from elsewhere; the way back of the
 gradients under those of the weights, which nobody waits for.
