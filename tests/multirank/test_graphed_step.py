@@ -1,7 +1,7 @@
 """A GraphedStep whose graph is the step itself equals plain steps, bit for bit, whether it overflows or not.
 
-CUDA graphs have tests/gpu/test_graphed_step.py; here is all that is around them: what is undone, what ranks agree
-upon, what is counted.
+CUDA graphs have tests/gpu/test_graphed_step.py; here is all that is around them: what is undone, what ranks
+agree upon, what is counted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from tests.multirank.harness import RankPool
+from tests.played import Played
 
 HIDDEN, TOKENS, LAYERS = 16, 12, 3
 PAGE = 4096
@@ -39,20 +40,6 @@ def pools() -> Iterator[dict[int, RankPool]]:
     yield made
     for pool in made.values():
         pool.close()
-
-
-class Played:
-    """Records nothing: a replay runs the step. `runs` counts what ran as it would be recorded."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def warm_up(self, run: Callable[[], object]) -> None:
-        self.runs += 1
-        run()
-
-    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        return run
 
 
 class Model(nn.Module):
