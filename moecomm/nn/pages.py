@@ -81,12 +81,12 @@ class CudaPages:
         self._gpu = CudaDevice(device.index)
         with self._gpu.current():
             pages = device_pages + host_pages
-            self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-            self._free = torch.empty(pages, dtype=torch.int32, device=device)
-            self._owner = torch.empty(pages, dtype=torch.int64, device=device)
             self._memory = torch.empty(device_pages * page_bytes, dtype=torch.uint8, device=device)
             # Pinned memory has one address for the host and the device.
             self._host = torch.empty(host_pages * page_bytes, dtype=torch.uint8, pin_memory=host_pages > 0)
+            self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+            self._free = torch.empty(pages, dtype=torch.int32, device=device)
+            self._owner = torch.empty(pages, dtype=torch.int64, device=device)
             self._native = _C.PagePool(
                 state=self.state.data_ptr(),
                 free=self._free.data_ptr(),
