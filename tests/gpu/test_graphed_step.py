@@ -382,7 +382,7 @@ def test_memory_of_many_layers(pool: Pools, size: int, seed: int) -> None:
     one of them keeps at worst; without, more."""
     sizes = {"tokens": 32768, "layers": 12, "headroom": 100.0, "options": {"ffn_hidden": 512}}
     kept = pool(size)(_memory, Case(seed, pool_bytes=0, **sizes), 4096)
-    pooled = pool(size)(_memory, Case(seed, pool_bytes=768 << 20, **sizes), 4096)
+    pooled = pool(size)(_memory, Case(seed, pool_bytes=480 << 20, **sizes), 4096)
     for with_pool, without in zip(pooled, kept, strict=True):
         print(f"with a pool {with_pool}, without {without}")
         assert with_pool["overflows"] == without["overflows"] == 0

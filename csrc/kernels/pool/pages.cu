@@ -17,6 +17,7 @@ constexpr int kTakers = 1024, kThreads = 256;
 constexpr int kPieces = 4;  // of 16 bytes that a thread has under way
 constexpr int kChunkBytes = kThreads * kPieces * 16;
 constexpr int kBlocks = 8;  // of an SM
+static_assert(kThreads >= 16, "the bytes after the last piece are a thread each");
 
 __device__ inline int32_t* pages_of(Ticket* ticket) { return reinterpret_cast<int32_t*>(ticket + 1); }
 __device__ inline const int32_t* pages_of(const Ticket* ticket) {
