@@ -77,8 +77,9 @@ class GraphedStep:
 
     Args:
         step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts. It must not do what
-            a graph cannot capture: look at values on the host, for one. With torch.utils.checkpoint that
-            takes preserve_rng_state=False. The RNG is the default one of the GPU.
+            a graph cannot capture: look at values on the host, for one, as torch's grouped product does
+            unless rows are bfloat16 on a GPU of 9.0 or 10.0. With torch.utils.checkpoint that takes
+            preserve_rng_state=False. The RNG is the default one of the GPU.
         model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes.
             Buffers have to be changed in place.
         pool: for what the layers keep, of all of them together; None: it has the size of the capacity and
