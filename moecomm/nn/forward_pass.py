@@ -80,7 +80,7 @@ class ForwardPass:
             work["sum"] = lambda results: results[last].add_(results["shared experts"])
         pool = call.pool is not None
         if pool:
-            work["to pool"] = lambda _: self._to_pool()
+            work["to pool"] = lambda results: self._to_pool(results, "dispatch")
         schedule = forward_schedule(shared=shared, parts=parts, split=call.split, pool=pool)
         results = self._execute(schedule, work)
         if call.runs is not None:
@@ -102,7 +102,7 @@ class ForwardPass:
             work["shared experts"] = lambda _: self._share_first()
         pool = call.pool is not None
         if pool:
-            work["to pool"] = lambda _: self._to_pool()
+            work["to pool"] = lambda results: self._to_pool(results, "rows again")
         self._execute(recompute_schedule(shared=shared, keep=call.keep, parts=parts, pool=pool), work)
 
     def finish(self) -> Tensor:
@@ -145,7 +145,9 @@ class ForwardPass:
             *(self._inners if keep == "all" else ()),
         )
 
-    def _to_pool(self) -> None:
+    def _to_pool(self, results: Results, rows_from: str) -> None:
+        """`rows_from`: the stage that has received them."""
+        results[self._name(rows_from, 0)]
         assert self.call.pool is not None and self._rows_PH is not None
         inners = self._inners if self.call.keep == "all" else []
         kept, pool = (self._rows_PH, *inners), self.call.pool

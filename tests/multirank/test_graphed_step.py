@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,6 +149,16 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> l
     return [f"{what}: {name} differs" for name in want if not torch.equal(got[name], want[name])]
 
 
+def most_rows(model: Model, world_size: int) -> int:
+    """That a rank got in a layer, in the last step without a graph."""
+    found = 0
+    for layer in model.layers:
+        tokens_E = layer.last_tokens_per_expert.clone()
+        dist.all_reduce(tokens_E)
+        found = max(found, int(tokens_E.view(world_size, -1).sum(dim=1).max()))
+    return found
+
+
 def pool_of(rank: int, case: Case) -> ActivationPool | None:
     size = case.pool_bytes[rank]
     return ActivationPool("cpu", size, page_bytes=PAGE) if size else None
@@ -178,7 +189,7 @@ def plain_and_graphed(rank: int, world_size: int, case: Case, seed: int) -> dict
         recorder=Played(),
     )
     plain, update = forward_backward(twin), update_of(twin, second)
-    problems, overflowed = [], []
+    problems, overflowed, rows = [], [], []
     torch.manual_seed(seed + rank)
     for number in range(case.steps):
         x_TH = batch(rank, number, seed)
@@ -190,6 +201,7 @@ def plain_and_graphed(rank: int, world_size: int, case: Case, seed: int) -> dict
         torch.set_rng_state(random)
         want = plain(x_TH)
         problems += differences(got, {n: t.detach() for n, t in want.items()}, f"step {number}")
+        rows.append(most_rows(twin, world_size))
         if not torch.equal(after, torch.get_rng_state()):
             problems.append(f"step {number}: the RNG went on differently")
         if whole_steps:
@@ -203,6 +215,7 @@ def plain_and_graphed(rank: int, world_size: int, case: Case, seed: int) -> dict
     result = {
         "problems": [f"rank {rank}, {text}" for text in problems],
         "overflowed": overflowed,
+        "rows": rows,
         "counts": (step.replays, step.overflows),
         "needed": step.last_needed,
         "report": step.report(),
@@ -242,14 +255,16 @@ def test_equals_plain_steps(case: Case, ranks: int, pools: dict[int, RankPool], 
     assert all(result["needed"][::2] == needed[::2] for result in results) if needed else True
     if case is CASES["room for all"]:
         assert not any(overflowed) and needed is None
-    if case is CASES["rows overflow"] and ranks > 1:
-        assert any(overflowed) and not all(overflowed), overflowed
-        assert needed.rows > needed.capacity == results[0]["capacities"][0]
-        assert f"{needed.rows} rows of {needed.capacity}" in results[0]["report"]
-    if case.headroom == 0.5 or "pool" in results[0]["report"]:
+    capacity = results[0]["capacities"][0]
+    if case.pool_bytes[0] != PAGE and case.capacity_factor is None:
+        assert overflowed == [rows > capacity for rows in results[0]["rows"]]
+    if case.headroom == 0.5:
         assert all(overflowed)
+    if needed is not None and needed.rows:
+        assert needed.rows > needed.capacity == capacity
+        assert f"{needed.rows} rows of {needed.capacity}" in results[0]["report"]
     if case.pool_bytes[0] == PAGE:
-        assert needed.rows == 0 and needed.bytes > PAGE
+        assert all(overflowed) and needed.rows == 0 and needed.bytes > PAGE
         assert f"{needed.bytes} bytes" in results[0]["report"]
     worst = ranks * TOKENS * 2
     assert all(rows <= worst for rows in results[0]["capacities"])
