@@ -14,6 +14,7 @@ from moecomm.errors import (
     OutOfMemory,
     PeerLost,
     PeerTimeout,
+    PoolExceeded,
     Unsupported,
 )
 from moecomm.memory import MemoryPlan
@@ -35,6 +36,7 @@ __all__ = [
     "OutOfMemory",
     "PeerLost",
     "PeerTimeout",
+    "PoolExceeded",
     "Unsupported",
     "Work",
     "__version__",

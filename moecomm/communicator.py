@@ -139,6 +139,8 @@ class Communicator:
             "moecomm version": __version__,
         }
         backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
+        self.group: Group | None = group
+        """The ranks; None: this process alone."""
         self.rank: int = meeting.rank
         """This rank within the group."""
         self.size: int = meeting.size

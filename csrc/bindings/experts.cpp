@@ -1,7 +1,7 @@
 // The kernels of the experts in the Python face: addresses, sizes and a stream in. moecomm/activation.py and
 // moecomm/quantize.py are its only callers.
+#include "bindings/arguments.hpp"
 #include "bindings/cuda.hpp"
-#include "common/error.hpp"
 #include "kernels/experts/activation.hpp"
 #include "kernels/experts/quantize.hpp"
 
@@ -15,31 +15,6 @@ using experts::ActivationGradients;
 using experts::ActivationRows;
 using experts::QuantizeColumns;
 using experts::QuantizeRows;
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // what is not sticky is reported here and not again elsewhere
-  throw Error(ErrorKind::unsupported,
-              std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
-}
-
-void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most)
-    throw Error(ErrorKind::invalid_argument, std::string(name) + " is " + std::to_string(value) +
-                                                 ", must be from " + std::to_string(least) + " to " +
-                                                 std::to_string(most));
-}
-
-/// The memory of elements of `bytes` each at `address`; one that may be absent is null where that is 0.
-template <class T = std::byte>
-T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absent = false) {
-  if (address == 0 && !may_be_absent)
-    throw Error(ErrorKind::invalid_argument, std::string(name) + " has no address");
-  if (address % static_cast<uintptr_t>(bytes) != 0)
-    throw Error(ErrorKind::invalid_argument, std::string(name) + " is at address " + std::to_string(address) +
-                                                 ", must be a multiple of " + std::to_string(bytes));
-  return reinterpret_cast<T*>(address);
-}
 
 /// `ends`: of `groups` groups, the last of which is the number of rows that are real; 0: all are.
 ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
@@ -73,16 +48,6 @@ void check_quantized(int64_t rows, int64_t columns, DType dtype) {
   if (dtype == DType::float64) throw Error(ErrorKind::invalid_argument, "x is float64, must be narrower");
 }
 
-/// Runs `load` as if no thread captured a graph: a capture of this thread has nothing to do with it.
-template <class Load>
-void load_kernels(const Load& load) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  const cudaError_t error = load();
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  check_cuda(error, "loading the kernels of the experts");
-}
-
 }  // namespace
 
 void bind_experts(py::module_& m) {
@@ -109,7 +74,10 @@ void bind_experts(py::module_& m) {
   });
   m.def(
       "prepare_activation",
-      [](DType dtype) { load_kernels([&] { return experts::prepare_activation(dtype); }); },
+      [](DType dtype) {
+        load_kernels("loading the kernels of the experts",
+                     [dtype] { return experts::prepare_activation(dtype); });
+      },
       py::arg("dtype"));
 
   m.def("quantize_rows", [](uintptr_t x, uintptr_t ends, int64_t groups, int64_t rows, int64_t columns,
@@ -161,7 +129,11 @@ void bind_experts(py::module_& m) {
                "quantize columns");
   });
   m.def(
-      "prepare_quantize", [](DType dtype) { load_kernels([&] { return experts::prepare_quantize(dtype); }); },
+      "prepare_quantize",
+      [](DType dtype) {
+        load_kernels("loading the kernels of the experts",
+                     [dtype] { return experts::prepare_quantize(dtype); });
+      },
       py::arg("dtype"));
 }
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 import moecomm
+from lm.errors import UsageError
 from lm.model import ModelConfig, Transformer
 from lm.options import Options
-from moecomm.nn import MoEConfig, MoELayer, is_expert_parameter
+from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter
 
 FINAL_LR_SHARE = 0.1
+HEADROOM = 1.25  # rows of a graph, and its pool, beyond what a balanced routing needs
 
 
 def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Transformer:
@@ -58,6 +61,22 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
             elif name.endswith("router.weight"):
                 parameter.mul_(0.1)
     return model
+
+
+def build_graphed_step(
+    forward_backward: Callable[[torch.Tensor], torch.Tensor],
+    model: Transformer,
+    options: Options,
+    comm: moecomm.Communicator,
+) -> GraphedStep:
+    """What the layers keep goes to a pool with room for a little more than balanced routing brings. Raises
+    UsageError on the CPU."""
+    if comm.device.type != "cuda":
+        raise UsageError(f"--graph: a graph is of GPUs, and this run is on the {comm.device.type}")
+    rows = options.layers * comm.max_tokens * options.top_k
+    row_bytes = (options.dim + 2 * options.ffn) * comm.dtype.itemsize
+    pool = ActivationPool(comm.device, math.ceil(HEADROOM * rows * row_bytes))
+    return GraphedStep(forward_backward, model, pool=pool, headroom=HEADROOM)
 
 
 def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:

@@ -33,7 +33,7 @@ FIXED = (
     "tied",
 )
 # These belong to one call and not to the run.
-PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset")
+PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Options:
     ranks: int | None
     ep: int | None
     device: str
+    graph: bool
     preset: str
     dtype: str
     expert_precision: str
@@ -234,6 +235,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")
     add("--ep", type=_count, help="ranks that share out the experts (default: as many as divide both)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
+    add(
+        "--graph",
+        action="store_true",
+        help="on GPUs: forward and backward as a CUDA graph; steps whose rows do not fit run again without",
+    )
 
     add = parser.add_argument_group("output").add_argument
     add("--out", default="runs/train_lm", metavar="DIR", help="metrics, pictures and checkpoints go here")

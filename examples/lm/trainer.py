@@ -12,7 +12,13 @@ import torch.nn.functional as F
 
 import moecomm
 from lm import checkpoint, data, evaluate, plots, precision
-from lm.build import build_model, build_optimizer, count_parameters, learning_rate
+from lm.build import (
+    build_graphed_step,
+    build_model,
+    build_optimizer,
+    count_parameters,
+    learning_rate,
+)
 from lm.corpus import Corpus
 from lm.metrics import (
     MetricsFile,
@@ -53,6 +59,11 @@ class Trainer:
         if options.resume:
             checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state, ranks)
         self.totals = Totals()
+        self.graphed = (
+            build_graphed_step(self._forward_backward, self.model, options, self.comm)
+            if options.graph
+            else None
+        )
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
@@ -85,6 +96,8 @@ class Trainer:
             plots.draw_loss(self.metrics.records, self.out / "loss.png")
             plots.draw_expert_load(self.metrics.records, self.out / "expert_load.png")
             self.metrics.close()
+        if self.graphed is not None:
+            self._say(self.graphed.report())
         if not stopped:
             self._say(
                 f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
@@ -96,7 +109,8 @@ class Trainer:
         """One optimizer step; returns whether the run was asked to stop, which all ranks learn together."""
         options = self.options
         began = time.perf_counter()
-        measured = step in (1, options.steps) or step % options.log_every == 0
+        # The times of stages cannot be measured in a graph.
+        measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
         measure_layers(self.model, measured)
         self.comm.reset_stats()
         mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
@@ -108,9 +122,7 @@ class Trainer:
             seq=options.seq,
             part=mine,
         ).to(self.ranks.device)
-        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
-        loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
-        loss.backward()
+        loss = (self.graphed or self._forward_backward)(tokens_BS)
         sync_gradients(self.model, expert_group=self.ranks.same_experts_group)
         norm = clip_grad_norm(self.model, options.clip, self.ranks.ep_group)
         rate = learning_rate(step, options)
@@ -135,6 +147,12 @@ class Trainer:
             self.metrics.write(record)
         progress.step(record)
         return totals.stop
+
+    def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        loss.backward()
+        return loss
 
     def _record(self, step: int, totals: StepTotals, *, rate: float, norm: float, seconds: float) -> Record:
         record: Record = {

@@ -16,13 +16,17 @@ from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import clip_grad_norm, sync_gradients
+from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
 from moecomm.nn.overlapped import keep_plans
 from moecomm.nn.parameters import is_expert_parameter
+from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 
 __all__ = [
+    "ActivationPool",
+    "GraphedStep",
     "GroupedExperts",
     "MoEConfig",
     "MoELayer",

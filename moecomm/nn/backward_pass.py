@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moecomm.activation import weighted_activation_backward, weighted_activation_backward_into
 from moecomm.nn.passes import Call, Deferred, of_part
+from moecomm.nn.pool import Ticket
 from moecomm.overlap import Results, backward_schedule
 from moecomm.overlap.moe import stage_name
 from moecomm.routing import weight_dtype
@@ -35,6 +36,10 @@ class BackwardPass:
             self.shared_inner_TI,
             *self.inners,
         ) = ctx.saved_tensors
+        self.ticket: Ticket | None = ctx.ticket
+        if self.ticket is not None:
+            # A checkpoint has thrown the first table away and made another.
+            self.ticket = self.ticket._replace(table=self.inners.pop())
         _, self.need_x, self.need_weights, *self.need = ctx.needs_input_grad
         # What the products of all parts write, as one for the weights' gradients.
         self.grad_inner_PI: Tensor | None = None
@@ -64,6 +69,8 @@ class BackwardPass:
             for step, do in steps.items()
             for part in range(parts)
         }
+        if self.ticket is not None:
+            work["from pool"] = lambda _: self._from_pool()
         if shared:
             work["shared backward"] = self._shared_backward
         if now:
@@ -74,7 +81,13 @@ class BackwardPass:
         if shared and home:
             work["sum"] = self._sum
         schedule = backward_schedule(
-            shared=shared, keep=call.keep, home=home, weights=now, parts=parts, split=call.split
+            shared=shared,
+            keep=call.keep,
+            home=home,
+            weights=now,
+            parts=parts,
+            split=call.split,
+            pool=self.ticket is not None,
         )
         results = call.executor.run(schedule, work, record=call.runs is not None)
         if call.runs is not None:
@@ -100,6 +113,10 @@ class BackwardPass:
 
     def _name(self, step: str, part: int) -> str:
         return stage_name(step, part, self.call.parts)
+
+    def _from_pool(self) -> None:
+        assert self.call.pool is not None and self.ticket is not None
+        self.rows_PH, *self.inners = self.call.pool.pop(self.ticket)
 
     def _send(self, part: int, kind: str, x_TH: Tensor) -> Tensor:
         rows_PH: Tensor = self.route.send_again(part, kind, x_TH, self.handle)

@@ -20,6 +20,19 @@ def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
     return min(limit, num_tokens)
 
 
+def rows_for_headroom(
+    headroom: float, *, ranks: int, max_tokens: int, top_k: int, num_local_experts: int
+) -> int:
+    """Rows that a rank gets where the tokens of all ranks spread evenly over the experts, times `headroom`;
+    never more than any routing can bring.
+
+    Example: 4 ranks with 1000 tokens each, top-2, 8 experts a rank: 2000 rows by balance, 8000 at worst; with
+    a headroom of 1.25 it is 2500.
+    """
+    worst = ranks * max_tokens * min(top_k, num_local_experts)
+    return min(worst, math.ceil(headroom * max_tokens * top_k))
+
+
 def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:
     """(T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moecomm.activation import weighted_activation
 from moecomm.nn.passes import Call, Weights, of_part
+from moecomm.nn.pool import Ticket
 from moecomm.nn.routes import Route, Slices, make_route
 from moecomm.overlap import Results, forward_schedule, recompute_schedule
 from moecomm.overlap.moe import stage_name
@@ -46,6 +47,10 @@ class ForwardPass:
         self._rows_PH: Tensor | None = None
         self._inners: list[Tensor] = []
         self._shared_inner_TI: Tensor | None = None
+        self.keeps = True
+        """False: nothing goes to the pool; the ticket is like one of a pass that keeps."""
+        self.ticket: Ticket | None = None
+        """Of what the pool has."""
 
     @property
     def known(self) -> Known:
@@ -72,7 +77,11 @@ class ForwardPass:
         if shared:
             work["shared experts"] = lambda _: self._share()
             work["sum"] = lambda results: results[last].add_(results["shared experts"])
-        results = self._execute(forward_schedule(shared=shared, parts=parts, split=call.split), work)
+        pool = call.pool is not None
+        if pool:
+            work["to pool"] = lambda results: self._to_pool(results, "dispatch")
+        schedule = forward_schedule(shared=shared, parts=parts, split=call.split, pool=pool)
+        results = self._execute(schedule, work)
         if call.runs is not None:
             call.runs.forward = results
         y_TH: Tensor = results["sum" if shared else last]
@@ -90,7 +99,10 @@ class ForwardPass:
                 work[self._name("up again", part)] = of_part(self._up_again, part)
         if shared:
             work["shared experts"] = lambda _: self._share_first()
-        self._execute(recompute_schedule(shared=shared, keep=call.keep, parts=parts), work)
+        pool = call.pool is not None
+        if pool:
+            work["to pool"] = lambda results: self._to_pool(results, "rows again")
+        self._execute(recompute_schedule(shared=shared, keep=call.keep, parts=parts, pool=pool), work)
 
     def finish(self) -> Tensor:
         """(T, H), after `prepare`."""
@@ -109,9 +121,19 @@ class ForwardPass:
             return y_TH if self.weights.shared_in is None else y_TH.add_(self._share_second())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
-        """What a backward needs, beside the weights. `need_in`: w_in needs a gradient."""
+        """What a backward needs, beside the weights; what is in the pool is not among it, but the ticket's
+        table comes last. `need_in`: w_in needs a gradient."""
         keep = self.call.keep
         shared = self.weights.shared_in is not None
+        if self.ticket is not None:
+            return (
+                self.x_TH if shared else None,
+                None,
+                self.known.weights_P,
+                self.known.offsets_L,
+                self._shared_inner_TI,
+                self.ticket.table,
+            )
         keeps_rows = keep != "nothing" and (need_in or keep == "rows")
         return (
             self.x_TH if shared or keep == "nothing" else None,
@@ -121,6 +143,14 @@ class ForwardPass:
             self._shared_inner_TI,
             *(self._inners if keep == "all" else ()),
         )
+
+    def _to_pool(self, results: Results, rows_from: str) -> None:
+        """`rows_from`: the stage that has received them."""
+        results[self._name(rows_from, 0)]
+        assert self.call.pool is not None and self._rows_PH is not None
+        inners = self._inners if self.call.keep == "all" else []
+        kept, pool = (self._rows_PH, *inners), self.call.pool
+        self.ticket = pool.push(*kept, ends=self.known.offsets_L) if self.keeps else pool.blank(*kept)
 
     def _execute(self, schedule: Any, work: dict[str, Callable[[Results], Any]]) -> Results:
         with self._without_autocast():
@@ -146,7 +176,11 @@ class ForwardPass:
         return z_TF @ self.weights.shared_out
 
     def _dispatch(self, results: Results, part: int) -> DispatchOutput:
-        return self.route.receive(part)
+        out = self.route.receive(part)
+        overflow = self.call.overflow
+        if overflow is not None:
+            torch.maximum(overflow, out.overflow, out=overflow)
+        return out
 
     def _up(self, results: Results, part: int) -> Tensor:
         out: DispatchOutput = results[self._name("dispatch", part)]

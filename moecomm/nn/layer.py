@@ -19,6 +19,7 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.overlapped import run_experts
 from moecomm.nn.passes import Call, Deferred, Runs, Weights
+from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
 from moecomm.overlap import Executor, Keep, Split, Timeline
@@ -96,7 +97,7 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
-        """False: one stage after another, on one stream. May be set at any time, as the next four."""
+        """False: one stage after another, on one stream. May be set at any time, as the next five."""
         self.keep: Keep = keep
         """What a forward keeps for its backward."""
         self.parts = parts
@@ -105,10 +106,14 @@ class MoELayer(nn.Module):
         """True: backwards leave the gradients of the experts' weights to `backward_weights`."""
         self.record = False
         """True: measure when stages run, for `timelines`."""
+        self.pool: ActivationPool | None = None
+        """With a capacity: where the rows go that a forward keeps, by their real number. Without a capacity
+        tensors have that size already, and the pool is not used. Layers may share one."""
         prepare_activation(comm.device, config.dtype)
         self._split = _find_split(comm)
         self._executor = Executor(comm.device, {"comm": comm.stream})
         self._deferred, self._runs = Deferred(), Runs()
+        self._overflow: Tensor | None = None
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
@@ -130,6 +135,11 @@ class MoELayer(nn.Module):
         # go so far again.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         in_order = not self.overlap or torch.compiler.is_compiling()
+        if in_order and self.pool is not None and self.capacity is not None:
+            raise InvalidArgument(
+                "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
+                "autograd keeps what it needs itself: set overlap=True or pool=None"
+            )
         run = self._run_in_order if in_order else self._run
         y_TH = run(rows_TH, routing.topk_idx_TK, weights_TK).to(x.dtype)
         if not weights_TK.requires_grad:
@@ -162,6 +172,8 @@ class MoELayer(nn.Module):
             self._split,
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
+            self.pool if self.capacity is not None else None,
+            self._overflow if self.capacity is not None else None,
         )
 
         def run(x_TH: Tensor) -> Tensor:
@@ -185,14 +197,18 @@ class MoELayer(nn.Module):
         """The same, one after another and differentiated by autograd."""
         out = self.comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity)
         has_tail = self.capacity is not None
+        if has_tail and self._overflow is not None:
+            torch.maximum(self._overflow, out.overflow, out=self._overflow)
         expert_rows_PH = self.experts(out.tokens, out.offsets, out.weights, has_tail=has_tail)
         y_TH = self.comm.combine(expert_rows_PH, out.handle)
         return y_TH if self.shared is None else y_TH + self.shared(rows_TH)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        """A copy (an average of the weights, say) has its own parameters and shares the communicator."""
+        """A copy (an average of the weights, say) has its own parameters and shares the communicator and the
+        pool."""
         memo[id(self.comm)] = self.comm
-        memo[id(self._executor)] = self._executor
+        for shared in (self._executor, self.pool, self._overflow):
+            memo[id(shared)] = shared
         memo[id(self._deferred)], memo[id(self._runs)] = Deferred(), Runs()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
 from moecomm.nn.grouped import Products
+from moecomm.nn.pool import ActivationPool
 from moecomm.overlap import Executor, Keep, Results, Split, Timeline
 
 
@@ -69,6 +70,11 @@ class Call(NamedTuple):
     """None: the weights' gradients are computed in the backward."""
     runs: Runs | None
     """None: nothing is recorded."""
+    pool: ActivationPool | None = None
+    """Where the rows go that are kept; only with a capacity, and if any are."""
+    overflow: Tensor | None = None
+    """0-d int32: becomes the most rows that a dispatch would have needed beyond its capacity, if that is
+    more."""
 
 
 def of_part(do: Callable[[Results, int], Any], part: int) -> Callable[[Results], Any]:

@@ -8,6 +8,9 @@
     comm     rows again, gradient rows                                     home
     compute  shared backward, up again  down-, activation-, up backward   down weights, up weights, sum
 
+With an activation pool what the backward needs goes there beside the combine ("to pool"), and comes back
+beside the gradients' way to the experts ("from pool").
+
 The way to the experts lies under the shared experts, which need no rows from elsewhere; the way back of the
 gradients under those of the weights, which nobody waits for.
 
@@ -77,8 +80,11 @@ def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
 
 
 @lru_cache
-def forward_schedule(*, shared: bool, parts: int = 1, split: Split | None = None) -> Schedule:
-    """`shared`: there are shared experts. `split`: what runs while rows travel leaves them SMs."""
+def forward_schedule(
+    *, shared: bool, parts: int = 1, split: Split | None = None, pool: bool = False
+) -> Schedule:
+    """`shared`: there are shared experts. `split`: what runs while rows travel leaves them SMs. `pool`: what
+    is kept goes to one, in one part."""
     beside = split if parts > 1 else None
 
     def compute(name: str, part: int, *after: str) -> Stage:
@@ -98,6 +104,8 @@ def forward_schedule(*, shared: bool, parts: int = 1, split: Split | None = None
             compute("down", part, "activation"),
             _transfer("combine", part, parts, stage_name("down", part, parts), split=split),
         ]
+    if pool:
+        stages.append(_product("to pool", "up"))
     if shared:
         last = stage_name("combine", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared experts")))
@@ -106,9 +114,17 @@ def forward_schedule(*, shared: bool, parts: int = 1, split: Split | None = None
 
 @lru_cache
 def backward_schedule(
-    *, shared: bool, keep: Keep, home: bool, weights: bool, parts: int = 1, split: Split | None = None
+    *,
+    shared: bool,
+    keep: Keep,
+    home: bool,
+    weights: bool,
+    parts: int = 1,
+    split: Split | None = None,
+    pool: bool = False,
 ) -> Schedule:
-    """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now."""
+    """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now. `pool`: what
+    was kept is in one."""
     beside = split if parts > 1 else None
 
     def each(name: str) -> list[str]:
@@ -116,6 +132,8 @@ def backward_schedule(
 
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
     stages = [_transfer(way, part, parts, split=split) for way in ways for part in range(parts)]
+    if pool:
+        stages.append(_product("from pool"))
     if shared:
         stages.append(_product("shared backward", beside=split))
     for part in range(parts):
@@ -160,8 +178,8 @@ def backward_schedule(
 
 
 @lru_cache
-def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1) -> Schedule:
-    """What a forward has kept, again, for a checkpoint that has thrown it away."""
+def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1, pool: bool = False) -> Schedule:
+    """What a forward has kept, again, for a checkpoint that has thrown it away; `pool`: it goes to one."""
     stages = []
     for part in range(parts):
         if keep != "nothing":
@@ -172,4 +190,7 @@ def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1) -> Schedule:
         if keep == "all":
             after = (stage_name("rows again", part, parts),)
             stages.append(Stage(name=stage_name("up again", part, parts), stream=COMPUTE, after=after))
+    if pool:
+        last = stage_name("rows again" if keep == "rows" else "up again", parts - 1, parts)
+        stages.append(Stage(name="to pool", stream=COMPUTE, after=(last,)))
     return Schedule(stages, streams=(COMPUTE, COMM))

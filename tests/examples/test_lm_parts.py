@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import moecomm
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm import checkpoint, data, options, plots, presets, ranks  # isort: skip
-from lm.build import learning_rate  # isort: skip
+from lm.build import build_graphed_step, learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import MetricsFile, StepTotals, Totals, read_metrics  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
@@ -130,6 +131,17 @@ def test_library_tokenizer_or_a_clear_error(tmp_path: Path) -> None:
     path.write_text("not json")
     with pytest.raises(UsageError):
         make_tokenizer(str(path))
+
+
+def test_graphs_are_of_gpus(tmp_path: Path) -> None:
+    chosen = options.parse(["--graph", "--preset", "small", "--out", str(tmp_path)])
+    with (
+        moecomm.Communicator(
+            num_experts=4, hidden=16, top_k=2, max_tokens=8, dtype=torch.float32, device="cpu"
+        ) as comm,
+        pytest.raises(UsageError, match="--graph: a graph is of GPUs, and this run is on the cpu"),
+    ):
+        build_graphed_step(lambda tokens: tokens, small_model(), chosen, comm)
 
 
 def small_model() -> Transformer:

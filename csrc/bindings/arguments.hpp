@@ -1,0 +1,49 @@
+// What the bindings of kernels ask of the addresses and sizes that Python hands them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "common/error.hpp"
+
+namespace moecomm {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // what is not sticky is reported here and not again elsewhere
+  throw Error(ErrorKind::unsupported,
+              std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
+}
+
+inline void check_between(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    throw Error(ErrorKind::invalid_argument, std::string(name) + " is " + std::to_string(value) +
+                                                 ", must be from " + std::to_string(least) + " to " +
+                                                 std::to_string(most));
+}
+
+/// The memory of elements of `bytes` each at `address`; one that may be absent is null where that is 0.
+template <class T = std::byte>
+T* pointer(const char* name, uintptr_t address, int64_t bytes, bool may_be_absent = false) {
+  if (address == 0 && !may_be_absent)
+    throw Error(ErrorKind::invalid_argument, std::string(name) + " has no address");
+  if (address % static_cast<uintptr_t>(bytes) != 0)
+    throw Error(ErrorKind::invalid_argument, std::string(name) + " is at address " + std::to_string(address) +
+                                                 ", must be a multiple of " + std::to_string(bytes));
+  return reinterpret_cast<T*>(address);
+}
+
+/// Runs `load`, which launches nothing, whatever this thread is capturing.
+template <class Load>
+void load_kernels(const char* what, const Load& load) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  const cudaError_t error = load();
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  check_cuda(error, what);
+}
+
+}  // namespace moecomm

@@ -1,0 +1,448 @@
+"""A whole training step in CUDA graphs, dropless: with rows for a little more than a balanced routing, and
+the same step again without graphs where that was not enough."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moecomm.communicator import Communicator
+from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
+from moecomm.nn.capacity import rows_for_headroom
+from moecomm.nn.layer import MoELayer
+from moecomm.nn.pool import ActivationPool, lost_rows
+from moecomm.nn.recorder import CudaRecorder, Recorder
+from moecomm.nn.verdict import Verdict
+from moecomm.types import Group
+
+_log = logging.getLogger(__name__)
+
+
+class Needed(NamedTuple):
+    """What the last step would have needed that had to run again; of the rank that needed most."""
+
+    rows: int
+    """Of its fullest dispatch; 0 if all dispatches fitted."""
+    capacity: int
+    """Rows there were, in the layer with fewest."""
+    bytes: int
+    """Of the activation pool; 0 if that sufficed. A step whose dispatches did not fit needs more yet."""
+    available: int
+    """Bytes of the pool; 0 without one."""
+
+
+class _Done(NamedTuple):
+    """What a run of the step has made."""
+
+    output: Any
+    grads: list[Tensor | None]
+    seen: list[tuple[dict[str, Tensor], Tensor]]
+    """Of each layer: last_losses, last_tokens_per_expert."""
+
+
+class _Before(NamedTuple):
+    """What a step may change, as it was."""
+
+    grads: list[Tensor | None]
+    """Those of the graph as copies: a replay writes them."""
+    are_own: list[bool]
+    """Those that are the graph's."""
+    random: tuple[Tensor, Tensor | None]
+
+
+class GraphedStep:
+    """Runs `step_fn(*inputs)`, a forward and backward of `model`, as the replay of a CUDA graph.
+
+        pool = ActivationPool("cuda", 16 << 30)
+        step = GraphedStep(forward_backward, model, pool=pool, update=optimizer)
+        for tokens in batches:
+            loss = step(tokens)
+
+    In the graph every MoELayer of the model has room for `headroom` times the rows that a balanced routing
+    brings, not for the worst case, and what it keeps for its backward goes to `pool`. Whether that was enough
+    is found out on the device, and agreed upon between the ranks, with one short wait of the host a step. If
+    not, on any rank, what the replay did is undone, and the same step runs without graph, capacity and pool:
+    from the same inputs and RNG state, to the result of a dropless step. Nothing is dropped. `overflows`
+    counts it, `last_needed` and `report` say what was missing, and a warning is logged, once in
+    `report_every` times.
+
+    A call does what `step_fn` does: gradients are added to the parameters' `grad`, the forward's changes of
+    buffers happen once, the RNG goes on by one step. Where no `grad` was, it is a tensor of the graph: its
+    values are good until the call after the one before which `grad` was set to None.
+
+    Args:
+        step_fn: takes tensors and returns a loss, or tensors in tuples, lists and dicts. It must not do what
+            a graph cannot capture: look at values on the host, for one, as torch's grouped product does
+            unless rows are bfloat16 on a GPU of 9.0 or 10.0. With torch.utils.checkpoint that takes
+            preserve_rng_state=False. The RNG is the default one of the GPU.
+        model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes.
+            Buffers have to be changed in place.
+        pool: for what the layers keep, of all of them together; None: it has the size of the capacity and
+            belongs to the graph. None other may use it.
+        headroom: rows of each layer: headroom * max_tokens * top_k, where max_tokens is the communicator's;
+            at most what any routing can bring.
+        update: what is done with the gradients once a step is accepted: an optimizer (capturable=True where
+            it has that, its rate a tensor on the GPU if it is to change), or a function without arguments,
+            such as sync_gradients, clip_grad_norm and step together. The first time it runs as it is, then
+            as a second graph. None: nothing. With it, gradients that there were are added to the graph's.
+        group: ranks that decide together: all that `step_fn` communicates with. None: those of the layers'
+            communicators, which have to have one group then.
+        warmup: runs before the capture, in the first call, at least one; they leave no trace.
+        report_every: overflows between two warnings.
+        recorder: another way to record; None: CUDA graphs.
+
+    A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
+    rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded. After an
+    error the parameters' `grad` is what it was before. Construction raises Unsupported where the model is not
+    on a GPU and no recorder is given.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        model: nn.Module,
+        *,
+        pool: ActivationPool | None = None,
+        headroom: float = 1.25,
+        update: torch.optim.Optimizer | Callable[[], object] | None = None,
+        group: Group | None = None,
+        warmup: int = 2,
+        report_every: int = 100,
+        recorder: Recorder | None = None,
+    ) -> None:
+        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        if not layers:
+            raise InvalidArgument("model has no MoELayer: a graph of torch does for it")
+        self.device = layers[0].comm.device
+        if recorder is None and self.device.type != "cuda":
+            raise Unsupported(f"the model is on {self.device}: a step is captured on a GPU only")
+        if pool is not None and pool.device != self.device:
+            raise InvalidArgument(f"pool is on {pool.device}, must be on {self.device}, where the layers are")
+        for name, value, least in (("warmup", warmup, 1), ("report_every", report_every, 1)):
+            if value < least:
+                raise InvalidArgument(f"{name} is {value}, must be at least {least}")
+        if not headroom > 0:
+            raise InvalidArgument(f"headroom is {headroom}, must be more than 0")
+        self.pool, self.headroom, self.warmup, self.report_every = pool, headroom, warmup, report_every
+        self.replays = 0
+        """Of the graph, those included that overflowed."""
+        self.overflows = 0
+        """Steps that ran again without graph."""
+        self.last_needed: Needed | None = None
+        """By the last of them."""
+        self._step_fn, self._model, self._layers = step_fn, model, layers
+        self._update = _update_function(update, self.device)
+        self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
+        self._capacities = [_capacity(layer, headroom) for layer in layers]
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._verdict = Verdict(self.device, self._group(group))
+        self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
+        self._inputs: tuple[Any, ...] = ()
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._replay: Callable[[], _Done] | None = None
+        self._has_updated = False
+        self._replay_update: Callable[[], list[bool]] | None = None
+        self._own_grads: list[Tensor | None] = [None] * len(self._parameters)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Rows of each MoELayer in the graph, in the order of `model.modules()`."""
+        return tuple(self._capacities)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """One step. inputs: tensors without gradients, of the shapes of the first call; anything else has to
+        be equal to what it was then. Returns what `step_fn` does, as copies without gradients."""
+        if self._replay is None:
+            self._prepare(inputs)
+        else:
+            self._take(inputs)
+        assert self._replay is not None
+        before = self._before()
+        try:
+            done, needed = self._try(self._replay)
+            if needed is not None:
+                self._count(needed)
+                done = self._again(before, done)
+            assert done is not None
+        except BaseException:
+            self._put_grads(before.grads)
+            raise
+        self._deliver(done, before)
+        self._run_update()
+        return _map(lambda tensor: tensor.detach().clone(), done.output)
+
+    def report(self) -> str:
+        """One line: how many steps there were, how many had to run again, and what the last one lacked."""
+        share = f" ({self.overflows / self.replays:.1%})" if self.replays else ""
+        text = f"{self.replays} replayed steps, {self.overflows} run again without graph{share}"
+        needed = self.last_needed
+        if needed is None:
+            return text
+        lacks = []
+        if needed.rows:
+            lacks.append(f"{needed.rows} rows of {needed.capacity} (headroom {self.headroom:g})")
+        if needed.bytes:
+            lacks.append(f"{needed.bytes} bytes of {needed.available} in the pool")
+        return f"{text}; the last needed {' and '.join(lacks)}"
+
+    # -- before the first replay -----------------------------------------------------------------------
+
+    def _group(self, group: Group | None) -> Group | None:
+        if group is not None:
+            return group
+        groups = {id(comm.group): comm.group for comm in self._comms}
+        if len(groups) > 1:
+            raise InvalidArgument(
+                "group is None and the layers' communicators have several groups: pass one that has all "
+                "ranks which take part in a step"
+            )
+        return next(iter(groups.values()))
+
+    def _prepare(self, inputs: tuple[Any, ...]) -> None:
+        """Static inputs, runs beforehand that leave no trace, and the capture."""
+        for number, each in enumerate(inputs):
+            if isinstance(each, Tensor) and each.requires_grad:
+                raise InvalidArgument(f"input {number} requires a gradient, must not: it is copied")
+        self._inputs = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
+        before = self._before()
+        buffers = dict(self._model.named_buffers())
+        saved = {name: (each.clone(), each._version) for name, each in buffers.items()}
+        try:
+            for _ in range(self.warmup):
+                with contextlib.suppress(CapacityExceeded):
+                    self._recorder.warm_up(self._body)
+                self._check_comms()
+            now = dict(self._model.named_buffers())
+            for name, buffer in buffers.items():
+                if now.get(name) is not buffer:
+                    raise InvalidArgument(
+                        f"step_fn puts another tensor in the place of buffer {name}: a graph needs it to be "
+                        "changed in place"
+                    )
+                kept, version = saved[name]
+                if buffer._version != version or not torch.equal(buffer, kept):
+                    with torch.no_grad():
+                        buffer.copy_(kept)
+                    self._buffers.append((kept, buffer))
+            self._set_random(before.random)
+            self._replay = self._recorder.record(self._body)
+        finally:
+            self._set_random(before.random)
+            self._put_grads(before.grads)
+
+    def _take(self, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) != len(self._inputs):
+            raise InvalidArgument(
+                f"{len(inputs)} inputs were given, must be {len(self._inputs)}, as captured"
+            )
+        for number, (new, kept) in enumerate(zip(inputs, self._inputs, strict=True)):
+            if isinstance(kept, Tensor):
+                kind = (kept.shape, kept.dtype, kept.device)
+                if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != kind:
+                    found = (
+                        f"{new.dtype} {tuple(new.shape)} on {new.device}"
+                        if isinstance(new, Tensor)
+                        else type(new).__name__
+                    )
+                    raise InvalidArgument(
+                        f"input {number} is {found}, must be {kept.dtype} {tuple(kept.shape)} on "
+                        f"{kept.device}, as captured"
+                    )
+            elif new != kept:
+                raise InvalidArgument(f"input {number} is {new!r}, must be {kept!r}, as captured")
+        for new, kept in zip(inputs, self._inputs, strict=True):
+            if isinstance(kept, Tensor):
+                kept.copy_(new.detach(), non_blocking=True)
+
+    # -- what a graph has ------------------------------------------------------------------------------
+
+    def _body(self) -> _Done:
+        """The step with capacities and pool; and what it would have needed."""
+        with self._settings(self._capacities, self.pool, self._verdict.rows):
+            self._verdict.clear()
+            if self.pool is not None:
+                self.pool.reset()
+            with torch.no_grad():
+                for kept, buffer in self._buffers:
+                    kept.copy_(buffer)
+            done = self._run_step()
+            if self.pool is not None:
+                self.pool.record(self._verdict.pool)
+        return done
+
+    def _run_step(self) -> _Done:
+        self._put_grads([None] * len(self._parameters))
+        output = _map(lambda tensor: tensor.detach(), self._step_fn(*self._inputs))
+        grads = [parameter.grad for parameter in self._parameters]
+        self._put_grads([None] * len(self._parameters))
+        return _Done(
+            output, grads, [(each.last_losses, each.last_tokens_per_expert) for each in self._layers]
+        )
+
+    @contextlib.contextmanager
+    def _settings(
+        self, capacities: Sequence[int | None], pool: ActivationPool | None, rows: Tensor | None
+    ) -> Iterator[None]:
+        before = [(each.capacity, each.pool) for each in self._layers]
+        try:
+            for layer, capacity in zip(self._layers, capacities, strict=True):
+                layer.capacity, layer.pool, layer._overflow = capacity, pool, rows
+            yield
+        finally:
+            for layer, (own_capacity, own_pool) in zip(self._layers, before, strict=True):
+                layer.capacity, layer.pool, layer._overflow = own_capacity, own_pool, None
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def _before(self) -> _Before:
+        grads = [each.grad for each in self._parameters]
+        are_own = [grad is not None and grad is own for grad, own in zip(grads, self._own_grads, strict=True)]
+        kept = [
+            grad.clone() if grad is not None and is_own else grad
+            for grad, is_own in zip(grads, are_own, strict=True)
+        ]
+        on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
+
+    def _try(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
+        """A replay, and what it lacked on any rank; all ranks of the group come to the same."""
+        self.replays += 1
+        done: _Done | None = None
+        rows_on_host = 0
+        try:
+            done = replay()
+        except CapacityExceeded as error:
+            # The CPU's dispatch says so at the next one, on all ranks; a graph's does not.
+            rows_on_host = error.needed
+        verdict = self._verdict.read(rows_on_host, self._check_comms)
+        if verdict.lost:
+            raise lost_rows()
+        if verdict.rows == 0 and verdict.bytes == 0:
+            return done, None
+        available = 0 if self.pool is None else self.pool.bytes
+        return done, Needed(verdict.rows, min(self._capacities), verdict.bytes, available)
+
+    def _check_comms(self) -> None:
+        """Raises what the device has found, but for passed capacities: the verdict has these."""
+        for comm in self._comms:
+            with contextlib.suppress(CapacityExceeded):
+                comm.check()
+
+    def _again(self, before: _Before, failed: _Done | None) -> _Done:
+        """The step without graph, at exact size, from where the replay began."""
+        self._set_random(before.random)
+        with torch.no_grad():
+            for kept, buffer in self._buffers:
+                buffer.copy_(kept)
+        with self._settings([None] * len(self._layers), None, None):
+            done = self._run_step()
+        if failed is None:
+            return done
+        # In the tensors of the graph, where `update` looks for them.
+        grads: list[Tensor | None] = []
+        with torch.no_grad():
+            for own, exact in zip(failed.grads, done.grads, strict=True):
+                if own is not None and exact is not None:
+                    own.copy_(exact)
+                grads.append(own if own is not None and exact is not None else exact)
+        return done._replace(grads=grads)
+
+    def _deliver(self, done: _Done, before: _Before) -> None:
+        """Adds the step's gradients to those that there were, and says what the layers saw."""
+        with torch.no_grad():
+            for parameter, grad, prior, is_own in zip(
+                self._parameters, done.grads, before.grads, before.are_own, strict=True
+            ):
+                if grad is None or prior is None:
+                    parameter.grad = prior if grad is None else grad
+                elif is_own or self._update is not None:
+                    parameter.grad = grad.add_(prior)
+                else:
+                    parameter.grad = prior.add_(grad)
+        self._own_grads = done.grads
+        for layer, (losses, tokens_per_expert) in zip(self._layers, done.seen, strict=True):
+            layer.last_losses, layer.last_tokens_per_expert = losses, tokens_per_expert
+
+    def _run_update(self) -> None:
+        if self._update is None:
+            return
+        if not self._has_updated:
+            self._update()  # makes what an optimizer makes once
+            self._has_updated = True
+            return
+        if self._replay_update is None:
+            self._replay_update = self._recorder.record(self._update_body)
+        for parameter, is_cleared in zip(self._parameters, self._replay_update(), strict=True):
+            if is_cleared:
+                parameter.grad = None
+
+    def _update_body(self) -> list[bool]:
+        """The update, and which gradients it set to None."""
+        assert self._update is not None
+        self._update()
+        return [each.grad is None for each in self._parameters]
+
+    def _count(self, needed: Needed) -> None:
+        self.overflows += 1
+        self.last_needed = needed
+        if (self.overflows - 1) % self.report_every == 0:
+            _log.warning("a step ran again without graph: %s", self.report())
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def _put_grads(self, grads: Sequence[Tensor | None]) -> None:
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+
+    def _set_random(self, state: tuple[Tensor, Tensor | None]) -> None:
+        on_host, on_gpu = state
+        torch.set_rng_state(on_host)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, self.device)
+
+
+def _capacity(layer: MoELayer, headroom: float) -> int:
+    comm = layer.comm
+    rows = rows_for_headroom(
+        headroom,
+        ranks=comm.size,
+        max_tokens=comm.max_tokens,
+        top_k=comm.top_k,
+        num_local_experts=comm.num_local_experts,
+    )
+    return rows if layer.capacity is None else min(rows, layer.capacity)
+
+
+def _update_function(
+    update: torch.optim.Optimizer | Callable[[], object] | None, device: torch.device
+) -> Callable[[], object] | None:
+    if not isinstance(update, torch.optim.Optimizer):
+        return update
+    for group in update.param_groups:
+        if device.type == "cuda" and group.get("capturable") is False:
+            raise InvalidArgument(
+                f"update is {type(update).__name__}(capturable=False): make it with capturable=True, so that "
+                "a graph can have it"
+            )
+    return update.step
+
+
+def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map(change, each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        changed = [_map(change, each) for each in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if value is None:
+        return None
+    raise InvalidArgument(
+        f"step_fn returned {type(value).__name__}, must return tensors, alone or in tuples, lists and dicts"
+    )

@@ -1,0 +1,238 @@
+"""Memory for what layers of a fixed capacity keep for their backward, by the rows that there really are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecomm.errors import InvalidArgument, PoolExceeded
+from moecomm.nn.pages import (
+    FAILED,
+    HELD,
+    LOST,
+    PEAK,
+    TICKET_WORDS,
+    count_pages,
+    make_pages,
+    row_bytes_of,
+)
+
+PAGE_BYTES = 1 << 16
+LEAST_PAGE_BYTES, MOST_PAGE_BYTES = 1 << 12, 1 << 30
+MOST_TENSORS = 4
+"""Of one ticket."""
+_ALIGNMENT = 16
+
+
+class Ticket(NamedTuple):
+    """What a push has put into the pool. Only `table` changes from one replay of a graph to the next."""
+
+    table: Tensor
+    """int32, on the pool's device: how many rows there are, and the numbers of their pages."""
+    rows: int
+    """P, of the tensors that were pushed."""
+    columns: tuple[tuple[int, torch.dtype], ...]
+    """C and dtype of each."""
+
+
+class PoolUse(NamedTuple):
+    """Bytes of a pool, in whole pages."""
+
+    held: int
+    """Of all tickets that are not popped, also of those that did not get their pages."""
+    peak: int
+    """The most that was held since the last `reset`, or the last error of `check`."""
+    available: int
+    """Of the pool."""
+
+
+class ActivationPool:
+    """Pages of one size, which hold the real rows of tensors whose shape is sized for the worst case.
+
+        pool = ActivationPool("cuda", 8 << 30)
+        ticket = pool.push(rows_PH, inner_PI, ends=offsets_L)    # the first offsets_L[-1] rows of both
+        rows_PH, inner_PI = pool.pop(ticket)
+
+    A push takes as many pages as the rows need, which only the device knows, from a stack of free ones; so a
+    captured CUDA graph takes in each replay what that replay needs. The host waits for nothing, and the same
+    pushes and pops take the same pages. Tickets may be popped in any order. Work of several streams on one
+    pool is put in the order of the calls.
+
+    Where pages do not suffice a push writes and takes nothing, and its pop leaves the rows unspecified.
+    Nothing traps. The pool goes on counting as if the rows were there: `check` raises PoolExceeded with what
+    all tickets together would have needed.
+
+    Args:
+        device: of the tensors. On the CPU the same is done by torch, step by step.
+        bytes: of the pages in the device's memory; rounded down to whole pages.
+        page_bytes: a power of two from 4 KiB to 1 GiB. A tensor leaves half a page unused on average; a
+            ticket has 4 bytes a page of the worst case.
+        spill_bytes: of further pages in pinned host memory, which kernels read and write over the bus, and
+            which are taken when there are no others. (torch's allocator of pinned memory rounds up to a power
+            of two.)
+
+    Raises InvalidArgument, OutOfMemory, and Unsupported on CUDA where this build has no CUDA part.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        bytes: int,
+        *,
+        page_bytes: int = PAGE_BYTES,
+        spill_bytes: int = 0,
+    ) -> None:
+        self.device = _whole_device(device)
+        power_of_two = isinstance(page_bytes, int) and page_bytes > 0 and page_bytes & (page_bytes - 1) == 0
+        if not power_of_two or not LEAST_PAGE_BYTES <= page_bytes <= MOST_PAGE_BYTES:
+            raise InvalidArgument(
+                f"page_bytes is {page_bytes!r}, must be a power of two from {LEAST_PAGE_BYTES} to "
+                f"{MOST_PAGE_BYTES}"
+            )
+        for name, value in (("bytes", bytes), ("spill_bytes", spill_bytes)):
+            if not isinstance(value, int) or value < 0:
+                raise InvalidArgument(f"{name} is {value!r}, must be a number of bytes, at least 0")
+        self.page_bytes = page_bytes
+        self.device_bytes = bytes // page_bytes * page_bytes
+        """In the device's memory."""
+        self.spill_bytes = spill_bytes // page_bytes * page_bytes
+        """In pinned host memory."""
+        if self.bytes == 0:
+            raise InvalidArgument(f"bytes is {bytes}, must be at least one page of {page_bytes}")
+        self._pages = make_pages(
+            self.device, self.device_bytes // page_bytes, self.spill_bytes // page_bytes, page_bytes
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages."""
+        return self.device_bytes + self.spill_bytes
+
+    def push(self, *tensors: Tensor, ends: Tensor | None = None) -> Ticket:
+        """Keeps the real rows of 1 to 4 tensors (P, C), each with its own C and dtype.
+
+        ends: (L,) int32 on the device; rows from ends[-1] on are not real. None: all are.
+        """
+        self._check(tensors, ends)
+        ticket = self._ticket(tensors)
+        self._pages.push(tuple(_readable(each) for each in tensors), ends, ticket.table)
+        return ticket
+
+    def blank(self, *tensors: Tensor) -> Ticket:
+        """A ticket as a push of these tensors would give, for which nothing is kept and nothing counted. To
+        pop it is an error, as to pop one twice."""
+        self._check(tensors, None)
+        ticket = self._ticket(tensors)
+        ticket.table[:TICKET_WORDS].zero_()
+        return ticket
+
+    def pop(self, ticket: Ticket) -> tuple[Tensor, ...]:
+        """The tensors (P, C) of a push, contiguous, and their pages go back. Rows that were not real are
+        unspecified. Once for a ticket: the second time all rows are unspecified, and `check` raises
+        InvalidArgument; so it is after a `reset`.
+        """
+        table, rows, columns = ticket
+        tensors = tuple(torch.empty(rows, count, dtype=dtype, device=self.device) for count, dtype in columns)
+        self._pages.pop(tensors, table)
+        return tensors
+
+    def drop(self, ticket: Ticket) -> None:
+        """Gives the pages of a ticket back; nobody wants its rows any more."""
+        self._pages.drop(ticket.table)
+
+    def reset(self) -> None:
+        """All pages are free, and nothing has failed. Rows of earlier tickets are gone: this belongs to the
+        start of a step, where no backward is outstanding. It frees also what a pass has kept whose backward
+        never came. Can be captured."""
+        self._pages.reset()
+
+    def use(self) -> PoolUse:
+        """What is held now. Waits for the device."""
+        self._pages.follow()
+        held, peak = self._pages.state[HELD : PEAK + 1].tolist()
+        return PoolUse(held * self.page_bytes, peak * self.page_bytes, self.bytes)
+
+    def check(self) -> None:
+        """Raises PoolExceeded, once, if a push since the last check or reset did not get its pages;
+        InvalidArgument, once, if rows were popped that were not there any more. Waits for the device.
+        """
+        self._pages.follow()
+        state = self._pages.state
+        words = state.tolist()
+        state[PEAK].copy_(state[HELD])
+        state[FAILED : LOST + 1].zero_()
+        if words[LOST]:
+            raise lost_rows()
+        if words[FAILED]:
+            raise exceeded(words[PEAK] * self.page_bytes, self.bytes)
+
+    def record(self, words: Tensor) -> None:
+        """Writes two int64 words on the device, without a wait: bytes that the pushes since the last reset
+        would have needed at once, 0 if all got their pages; and whether rows were popped that were gone."""
+        self._pages.follow()
+        state = self._pages.state
+        torch.mul(state[PEAK : PEAK + 1], state[FAILED : FAILED + 1] * self.page_bytes, out=words[:1])
+        words[1:2].copy_(state[LOST : LOST + 1])
+
+    def _ticket(self, tensors: tuple[Tensor, ...]) -> Ticket:
+        rows = tensors[0].shape[0]
+        room = count_pages(rows, row_bytes_of(tensors), self.page_bytes)
+        table = torch.empty(TICKET_WORDS + room, dtype=torch.int32, device=self.device)
+        return Ticket(table, rows, tuple((each.shape[1], each.dtype) for each in tensors))
+
+    def _check(self, tensors: tuple[Tensor, ...], ends: Tensor | None) -> None:
+        if not 1 <= len(tensors) <= MOST_TENSORS:
+            raise InvalidArgument(f"{len(tensors)} tensors were given, must be 1 to {MOST_TENSORS}")
+        for number, each in enumerate(tensors):
+            if each.dim() != 2 or each.shape[0] != tensors[0].shape[0] or each.shape[1] < 1:
+                raise InvalidArgument(
+                    f"tensor {number} has shape {tuple(each.shape)}, must be (P, C) with the P of the first, "
+                    f"{tuple(tensors[0].shape)}, and C at least 1"
+                )
+            if each.device != self.device:
+                raise InvalidArgument(f"tensor {number} is on {each.device}, must be on {self.device}")
+        if ends is not None and (ends.dtype != torch.int32 or ends.dim() != 1 or ends.shape[0] < 1):
+            raise InvalidArgument(
+                f"ends is {ends.dtype} {tuple(ends.shape)}, must be (L,) int32 with L at least 1"
+            )
+        if ends is not None and ends.device != self.device:
+            raise InvalidArgument(f"ends is on {ends.device}, must be on {self.device}")
+
+    def __repr__(self) -> str:
+        spill = f", {self.spill_bytes} in host memory" if self.spill_bytes else ""
+        return (
+            f"ActivationPool({self.device_bytes} bytes on {self.device}{spill}, pages of {self.page_bytes})"
+        )
+
+
+def exceeded(needed: int, available: int) -> PoolExceeded:
+    """The error of a pool that was too small."""
+    return PoolExceeded(
+        f"the activation pool has {available} bytes, what was kept at once needed {needed}: give it at least "
+        "that, in device memory or as spill_bytes",
+        needed=needed,
+        available=available,
+    )
+
+
+def lost_rows() -> InvalidArgument:
+    """The error of a backward whose rows are not in the pool."""
+    return InvalidArgument(
+        "rows were asked for that are not in the activation pool any more: a backward ran twice "
+        "(retain_graph), after pool.reset(), or on tensors that a hook had saved elsewhere"
+    )
+
+
+def _whole_device(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Without a gradient, row by row, from an address that kernels read 16 bytes at a time."""
+    tensor = tensor.detach().contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

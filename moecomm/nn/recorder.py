@@ -1,0 +1,56 @@
+"""What a GraphedStep asks of graphs: to run a step beforehand, to record it, and to replay it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Recorder(Protocol):
+    """One that just calls the step at each replay serves the tests of what is around it."""
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Runs it as it will be recorded, so that nothing has to be set up then."""
+
+    def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        """What replays it, and returns what `run` did. That may be the same tensors each time."""
+
+
+class CudaRecorder:
+    """CUDA graphs on one GPU. The graphs share their memory: they are replayed in the order of their
+    recording, not side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """On the stream that records: autograd accumulates gradients where it did the first time."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()
+        current.wait_stream(self._stream)
+
+    def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        """Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
+        graph = torch.cuda.CUDAGraph()
+        pool = self._graphs[0].pool() if self._graphs else None
+        torch.cuda.synchronize(self._device)
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            result = run()
+        self._graphs.append(graph)
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay

@@ -1,0 +1,65 @@
+"""Whether a step had room, found on the device and agreed upon between ranks with one wait of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moecomm.types import Group
+
+
+class Found(NamedTuple):
+    """The most that any rank has found."""
+
+    rows: int
+    """That a dispatch would have needed, where one overflowed."""
+    bytes: int
+    """That the pool would have needed, where it did not suffice."""
+    lost: bool
+    """Rows were asked for that the pool had no more."""
+
+
+class Verdict:
+    """Words on the device that a step writes, and their maximum over the ranks of a group (None: this rank
+    alone). NCCL takes it on the device, so that the host's wait is the only one; another backend takes it
+    between the hosts, afterwards."""
+
+    def __init__(self, device: torch.device, group: Group | None) -> None:
+        self.rows = torch.zeros((), dtype=torch.int32, device=device)
+        """The layers write it (`MoELayer._overflow`)."""
+        self.pool = torch.zeros(2, dtype=torch.int64, device=device)
+        """By ActivationPool.record."""
+        self._words = torch.zeros(3, dtype=torch.int64, device=device)
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._on_gpu = device.type == "cuda"
+        self._on_host = torch.zeros(3, dtype=torch.int64, pin_memory=self._on_gpu)
+        backends = "" if self._group is None else dist.get_backend_config(self._group)
+        self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
+
+    def clear(self) -> None:
+        """At the start of a step."""
+        self.rows.zero_()
+        self.pool.zero_()
+
+    def read(self, rows_on_host: int, check: Callable[[], None]) -> Found:
+        """Waits for the step. rows_on_host: what the host knows already of its overflow. check: raises what
+        has gone wrong otherwise; called once this rank's part in the agreement is done, or has failed."""
+        words = self._words
+        words[:1].copy_(self.rows.view(1))
+        words[1:].copy_(self.pool)
+        if self._reduces_on_gpu:
+            dist.all_reduce(words, dist.ReduceOp.MAX, group=self._group)
+        self._on_host.copy_(words, non_blocking=True)
+        if self._on_gpu:
+            torch.cuda.current_stream(words.device).synchronize()
+        self._on_host[0] = max(int(self._on_host[0]), rows_on_host)
+        try:
+            if self._group is not None and not self._reduces_on_gpu:
+                dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=self._group)
+        finally:
+            check()
+        rows, needed, lost = self._on_host.tolist()
+        return Found(rows, needed, bool(lost))

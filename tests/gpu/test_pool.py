@@ -1,0 +1,212 @@
+"""The kernels of ActivationPool: bits, counts, graphs whose replays differ, host pages, streams.
+
+Bodies run on rank 0 of a pool of one.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import harness
+from tests.gpu.conftest import Pools
+from tests.pool_cases import ORDERS, pages_for, random_order, same, tensors_of
+
+PAGE = 1 << 14
+
+
+def _random_order(rank: int, world_size: int, order: dict[str, int], seed: int) -> list[str]:
+    harness.poison(64 << 20)
+    return random_order(harness.device(), seed, **order)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_random_order(pool: Pools, order: dict[str, int], seed: int) -> None:
+    harness.assert_none(pool(1)(_random_order, order, seed))
+
+
+def _within(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
+    """Rows that are not real, and all around the tensors, stay as they were."""
+    from moecomm.nn.pool import ActivationPool
+
+    device, rng, problems = harness.device(), random.Random(seed), []
+    pool = ActivationPool(device, (64 - spill) * PAGE, page_bytes=PAGE, spill_bytes=spill * PAGE)
+    for turn in range(30):
+        rows = rng.choice((1, 3, 50, 130))
+        width = rng.choice((1, 13, 16, 512, 1000))
+        count = rng.randint(0, rows)
+        pushed = tensors_of(device, rows, rng, most=1)[0].view(torch.uint8)[:, :1]
+        pushed = pushed.expand(rows, width).contiguous()
+        pushed.copy_(torch.randint(0, 256, (rows, width), dtype=torch.uint8, device=device))
+        ends = torch.tensor([count], dtype=torch.int32, device=device)
+        ticket = pool.push(pushed, ends=ends)
+        memory = torch.full((4096 + rows * width + 4096,), 0xA5, dtype=torch.uint8, device=device)
+        into = memory[4096 : 4096 + rows * width].view(rows, width)
+        pool._pages.pop([into], ticket.table)
+        if not torch.equal(into[:count], pushed[:count]):
+            problems.append(f"turn {turn}: {count} of {rows} x {width} came back differently")
+        rest = memory.clone()
+        rest[4096 : 4096 + count * width] = 0xA5
+        if not bool((rest == 0xA5).all()):
+            problems.append(f"turn {turn}: {count} of {rows} x {width}: bytes outside were written")
+    if pool.use().held:
+        problems.append(f"{pool.use()} at the end")
+    return problems
+
+
+@pytest.mark.parametrize("spill", [0, 60, 64])
+def test_nothing_else_is_written(pool: Pools, spill: int, seed: int) -> None:
+    harness.assert_none(pool(1)(_within, spill, seed))
+
+
+def _graph(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
+    """One graph, whose replays take what each of them needs; some need more than there is."""
+    from moecomm.nn.pool import ActivationPool
+
+    device, rng, problems = harness.device(), random.Random(seed), []
+    rows, pages = 400, 40
+    pool = ActivationPool(device, (pages - spill) * PAGE, page_bytes=PAGE, spill_bytes=spill * PAGE)
+    sources = [
+        [torch.zeros(rows, 256, device=device), torch.zeros(rows, 100, dtype=torch.bfloat16, device=device)],
+        [torch.zeros(rows, 300, dtype=torch.float64, device=device)],
+        [torch.zeros(rows, 64, dtype=torch.float16, device=device)],
+    ]
+    ends = [torch.zeros(2, dtype=torch.int32, device=device) for _ in sources]
+    words = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def step() -> list[tuple[torch.Tensor, ...]]:
+        pool.reset()
+        tickets = [pool.push(*each, ends=end) for each, end in zip(sources, ends, strict=True)]
+        found: dict[int, tuple[torch.Tensor, ...]] = {}
+        for index in (1, 0, 2):
+            found[index] = pool.pop(tickets[index])
+        pool.record(words)
+        return [found[index] for index in range(3)]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    overflows = 0
+    for turn in range(60):
+        counts = [rng.randint(0, rows) if turn % 3 else rng.randint(0, rows // 4) for _ in sources]
+        for each, end, count in zip(sources, ends, counts, strict=True):
+            end.copy_(torch.tensor([count // 2, count], dtype=torch.int32))
+            for tensor in each:
+                tensor.copy_(torch.randn(tensor.shape, device=device))
+        graph.replay()
+        needed = [pages_for(each, count, PAGE) for each, count in zip(sources, counts, strict=True)]
+        free, taken = pages, []
+        for count in needed:
+            taken.append(count <= free)
+            free -= count if count <= free else 0
+        want = 0 if all(taken) else sum(needed) * PAGE
+        overflows += want > 0
+        if words.tolist() != [want, 0]:
+            problems.append(f"turn {turn}: {counts} rows: {words.tolist()} was recorded, expected {want}")
+        for each, result, count, fits in zip(sources, results, counts, taken, strict=True):
+            for tensor, got in zip(each, result, strict=True):
+                if fits and not same(got, tensor, count):
+                    problems.append(
+                        f"turn {turn}: {count} rows of {tuple(tensor.shape)} came back differently"
+                    )
+        if pool.use().held:
+            problems.append(f"turn {turn}: {pool.use()}")
+        if problems:
+            break
+    if not 0 < overflows < 60:
+        problems.append(f"{overflows} of 60 turns overflowed: some have to, others not")
+    del graph
+    return problems
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("spill", [0, 25])
+def test_replays_take_what_they_need(pool: Pools, spill: int, seed: int) -> None:
+    harness.assert_none(pool(1)(_graph, spill, seed))
+
+
+def _streams(rank: int, world_size: int, seed: int) -> list[str]:
+    """Pushed on one stream, popped on another, with only the pool to order them."""
+    from moecomm.nn.pool import ActivationPool
+
+    device, rng, problems = harness.device(), random.Random(seed), []
+    pool = ActivationPool(device, 3000 * PAGE, page_bytes=PAGE)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    sources = [tensors_of(device, 2000, rng, most=2) for _ in range(20)]
+    torch.cuda.synchronize()
+    tickets = []
+    for index, each in enumerate(sources):
+        with torch.cuda.stream(streams[index % 3]):
+            tickets.append(pool.push(*each))
+    results = []
+    for index, ticket in enumerate(tickets):
+        with torch.cuda.stream(streams[(index + 1) % 3]):
+            results.append(pool.pop(ticket))
+    torch.cuda.synchronize()
+    for index, (each, result) in enumerate(zip(sources, results, strict=True)):
+        for tensor, got in zip(each, result, strict=True):
+            if not same(got, tensor, 2000):
+                problems.append(f"push {index}: {tuple(tensor.shape)} came back differently")
+    pool.check()
+    return problems
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_several_streams(pool: Pools, seed: int) -> None:
+    harness.assert_none(pool(1)(_streams, seed))
+
+
+def _no_waits(rank: int, world_size: int) -> None:
+    from moecomm.nn.pool import ActivationPool
+
+    pool = ActivationPool(harness.device(), 100 * PAGE, page_bytes=PAGE)
+    rows = torch.zeros(100, 64, device=harness.device())
+    ends = torch.full((2,), 50, dtype=torch.int32, device=harness.device())
+    words = torch.zeros(2, dtype=torch.int64, device=harness.device())
+    torch.cuda.set_sync_debug_mode("error")
+    pool.reset()
+    pool.pop(pool.push(rows, ends=ends))
+    pool.drop(pool.push(rows))
+    pool.record(words)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_the_host_waits_for_nothing(pool: Pools) -> None:
+    pool(1)(_no_waits)
+
+
+def _large(rank: int, world_size: int, seed: int) -> list[str]:
+    """More than 4 GiB in one tensor, so that offsets do not fit 32 bits."""
+    from moecomm.nn.pool import ActivationPool
+
+    device = harness.device()
+    rows = torch.randint(0, 1 << 30, (70_000, 16_384), dtype=torch.int32, device=device)
+    ends = torch.tensor([69_999], dtype=torch.int32, device=device)
+    pool = ActivationPool(device, 5 << 30)
+    (got,) = pool.pop(pool.push(rows, ends=ends))
+    pool.check()
+    return [] if torch.equal(got[:69_999], rows[:69_999]) else ["rows came back differently"]
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_large_tensors(pool: Pools, seed: int) -> None:
+    harness.assert_none(pool(1)(_large, seed))
+
+
+def _no_memory(rank: int, world_size: int) -> Any:
+    from moecomm.nn.pool import ActivationPool
+    from tests.multirank.catching import catch
+
+    return catch(lambda: ActivationPool(harness.device(), 1 << 50))
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_no_memory(pool: Pools) -> None:
+    (error,) = pool(1)(_no_memory)
+    assert error is not None and error.name == "OutOfMemory" and error.needed == 1 << 50, error

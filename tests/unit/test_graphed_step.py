@@ -1,0 +1,109 @@
+"""What GraphedStep refuses, and how it says what it counted. Steps: tests/multirank/test_graphed_step.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moecomm import Communicator, InvalidArgument, Unsupported
+from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer
+from moecomm.nn.graphed import Needed
+from tests.played import Played
+
+CONFIG = MoEConfig(hidden=16, ffn_hidden=8, num_experts=4, top_k=2, dtype=torch.float64)
+
+
+def communicator() -> Communicator:
+    return Communicator(
+        num_experts=4, hidden=16, top_k=2, max_tokens=20, dtype=torch.float64, device="cpu", timeout=20
+    )
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    comm = communicator()
+    yield nn.Sequential(MoELayer(CONFIG, comm), MoELayer(CONFIG, comm))
+    comm.close()
+
+
+def step_of(model: nn.Module) -> Any:
+    def step(x_TH: Tensor) -> Tensor:
+        loss: Tensor = model(x_TH).square().sum()
+        loss.backward()
+        return loss
+
+    return step
+
+
+def test_graphs_are_of_gpus(model: nn.Module) -> None:
+    with pytest.raises(Unsupported, match="the model is on cpu: a step is captured on a GPU only"):
+        GraphedStep(step_of(model), model)
+
+
+def test_a_model_needs_a_layer() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(InvalidArgument, match="model has no MoELayer"):
+        GraphedStep(step_of(model), model, recorder=Played())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"warmup": 0}, "warmup is 0, must be at least 1"),
+        ({"report_every": 0}, "report_every is 0, must be at least 1"),
+        ({"headroom": 0.0}, "headroom is 0.0, must be more than 0"),
+        ({"headroom": float("nan")}, "headroom is nan"),
+    ],
+)
+def test_bad_arguments(model: nn.Module, change: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        GraphedStep(step_of(model), model, recorder=Played(), **change)
+
+
+def test_communicators_of_several_groups(model: nn.Module) -> None:
+    other = communicator()
+    other.group = object()  # type: ignore[assignment]
+    both = nn.Sequential(model, MoELayer(CONFIG, other))
+    with pytest.raises(InvalidArgument, match="several groups: pass one that has all ranks"):
+        GraphedStep(step_of(both), both, recorder=Played())
+    other.close()
+
+
+def test_capacities_and_report(model: nn.Module) -> None:
+    """20 tokens with 2 experts each, all on one rank: 40 rows by balance, and at worst."""
+    pool = ActivationPool("cpu", 1 << 16)
+    step = GraphedStep(step_of(model), model, pool=pool, headroom=0.5, recorder=Played())
+    assert step.capacities == (20, 20)
+    assert step.report() == "0 replayed steps, 0 run again without graph"
+    step(torch.ones(20, 16, dtype=torch.float64))
+    assert (step.replays, step.overflows) == (1, 1)
+    assert step.last_needed == Needed(rows=40, capacity=20, bytes=0, available=1 << 16)
+    assert step.report() == (
+        "1 replayed steps, 1 run again without graph (100.0%); the last needed 40 rows of 20 (headroom 0.5)"
+    )
+    assert all(layer.capacity is None and layer.pool is None for layer in model)  # type: ignore[union-attr]
+
+
+def test_a_capacity_of_the_layer_bounds_that_of_the_graph() -> None:
+    comm = communicator()
+    config = MoEConfig(
+        hidden=16,
+        ffn_hidden=8,
+        num_experts=4,
+        top_k=2,
+        dtype=torch.float64,
+        capacity_factor=0.5,
+        pad_to_capacity=True,
+    )
+    model = nn.Sequential(MoELayer(config, comm))
+    assert model[0].capacity == 20  # 4 experts with 5 tokens each
+    step = GraphedStep(step_of(model), model, headroom=10.0, recorder=Played())
+    assert step.capacities == (20,)
+    for _ in range(3):
+        step(torch.randn(20, 16, dtype=torch.float64))
+    assert step.overflows == 0 and model[0].capacity == 20
+    comm.close()

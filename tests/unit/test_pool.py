@@ -1,0 +1,275 @@
+"""ActivationPool on the CPU: rows, counts, errors; and layers that keep theirs in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moecomm.errors import InvalidArgument, PoolExceeded
+from moecomm.nn import ActivationPool, MoEConfig, MoELayer, keep_plans
+from moecomm.nn.capacity import rows_for_headroom
+from moecomm.nn.pages import TICKET_WORDS
+from tests.pool_cases import ORDERS, random_order
+
+CPU = torch.device("cpu")
+PAGE = 4096
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_random_order(order: dict[str, int], seed: int) -> None:
+    problems = random_order(CPU, seed, **order)
+    assert not problems, problems
+
+
+def numbers(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def test_only_real_rows_are_written(seed: int) -> None:
+    """Two tensors of 40 rows, 25 of them real, with 400 and 512 bytes a row: 3 and 4 pages of 4096."""
+    pool = ActivationPool("cpu", 16 * PAGE, page_bytes=PAGE)
+    first, second = numbers(40, 100, seed), numbers(40, 128, seed + 1)
+    ticket = pool.push(first, second, ends=torch.tensor([3, 25], dtype=torch.int32))
+    assert pool.use().held == 7 * PAGE
+    assert ticket.table.shape == (TICKET_WORDS + 4 + 5,), "pages of the worst case"
+    into = [torch.full_like(each, float("nan")) for each in (first, second)]
+    pool._pages.pop(into, ticket.table)
+    for got, want in zip(into, (first, second), strict=True):
+        assert torch.equal(got[:25], want[:25])
+        assert got[25:].isnan().all()
+    assert pool.use().held == 0
+
+
+def test_what_does_not_fit_is_left_alone(seed: int) -> None:
+    """Of three pages one push takes two; the next needs three, and says five in all; the third has room."""
+    pool = ActivationPool("cpu", 3 * PAGE, page_bytes=PAGE)
+    kept, too_much, small = numbers(8, 256, seed), numbers(12, 256, seed + 1), numbers(4, 256, seed + 2)
+    tickets = [pool.push(each) for each in (kept, too_much)]
+    assert pool.use() == (5 * PAGE, 5 * PAGE, 3 * PAGE)
+    tickets.append(pool.push(small))
+    into = torch.full_like(too_much, 7.0)
+    pool._pages.pop([into], tickets[1].table)
+    assert (into == 7.0).all(), "a ticket without pages brings nothing back"
+    assert torch.equal(pool.pop(tickets[2])[0], small)
+    assert torch.equal(pool.pop(tickets[0])[0], kept)
+    with pytest.raises(PoolExceeded, match=f"has {3 * PAGE} bytes, .* needed {6 * PAGE}") as caught:
+        pool.check()
+    assert (caught.value.needed, caught.value.available) == (6 * PAGE, 3 * PAGE)
+    pool.check()
+    assert pool.use() == (0, 0, 3 * PAGE)
+
+
+def test_reset(seed: int) -> None:
+    pool = ActivationPool("cpu", 2 * PAGE, page_bytes=PAGE)
+    rows = numbers(8, 256, seed)
+    lost, failed = pool.push(rows), pool.push(rows)
+    pool.reset()
+    assert pool.use() == (0, 0, 2 * PAGE)
+    pool.check()
+    again = pool.push(rows)
+    pool.drop(failed)
+    assert pool.use().held == 2 * PAGE, "a ticket from before the reset counts no more"
+    pool.pop(lost)
+    with pytest.raises(InvalidArgument, match="not in the activation pool any more"):
+        pool.check()
+    assert torch.equal(pool.pop(again)[0], rows)
+    pool.check()
+
+
+def test_twice_is_an_error(seed: int) -> None:
+    pool = ActivationPool("cpu", 4 * PAGE, page_bytes=PAGE)
+    rows = numbers(8, 256, seed)
+    ticket = pool.push(rows)
+    copied = ticket._replace(table=ticket.table.clone())
+    pool.pop(ticket)
+    other = pool.push(rows)
+    for stale in (ticket, copied):
+        pool.pop(stale)
+        with pytest.raises(InvalidArgument, match="a backward ran twice"):
+            pool.check()
+    assert torch.equal(pool.pop(other)[0], rows), "and takes nothing from others"
+    pool.pop(pool.blank(rows))
+    with pytest.raises(InvalidArgument):
+        pool.check()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_any_strides_and_addresses(transpose: bool, seed: int) -> None:
+    pool = ActivationPool("cpu", 8 * PAGE, page_bytes=PAGE)
+    rows = numbers(9, 9, seed).t() if transpose else numbers(1, 82, seed).view(-1)[1:].view(9, 9)
+    assert torch.equal(pool.pop(pool.push(rows))[0], rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"page_bytes": 5000}, "page_bytes is 5000, must be a power of two from 4096"),
+        ({"page_bytes": 2048}, "page_bytes is 2048"),
+        ({"bytes": 100}, "bytes is 100, must be at least one page of 4096"),
+        ({"bytes": -1}, "bytes is -1"),
+        ({"spill_bytes": -1}, "spill_bytes is -1"),
+        ({"bytes": 1.5}, "bytes is 1.5"),
+    ],
+)
+def test_bad_pools(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        ActivationPool(**{"device": "cpu", "bytes": PAGE, "page_bytes": PAGE, **change})
+
+
+def test_bad_pushes() -> None:
+    pool = ActivationPool("cpu", PAGE, page_bytes=PAGE)
+    rows = torch.zeros(3, 4)
+    for arguments, ends, text in (
+        ((), None, "0 tensors were given, must be 1 to 4"),
+        ((rows,) * 5, None, "5 tensors"),
+        ((rows, torch.zeros(4, 4)), None, "tensor 1 has shape"),
+        ((torch.zeros(3),), None, "tensor 0 has shape"),
+        ((torch.zeros(3, 0),), None, "tensor 0 has shape"),
+        ((rows.to("meta"),), None, "tensor 0 is on meta"),
+        ((rows,), torch.zeros(2), "ends is torch.float32"),
+        ((rows,), torch.zeros(0, dtype=torch.int32), "ends is torch.int32 \\(0,\\)"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            pool.push(*arguments, ends=ends)
+    assert pool.use().held == 0
+
+
+def test_rows_for_headroom() -> None:
+    """The example of its docstring."""
+    sizes = {"ranks": 4, "max_tokens": 1000, "top_k": 2, "num_local_experts": 8}
+    assert rows_for_headroom(1.0, **sizes) == 2000
+    assert rows_for_headroom(1.25, **sizes) == 2500
+    assert rows_for_headroom(100.0, **sizes) == 8000
+    assert rows_for_headroom(100.0, **{**sizes, "num_local_experts": 1}) == 4000
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """A layer on one rank, whose capacity has room to spare."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        config = MoEConfig(
+            hidden=16, ffn_hidden=8, num_experts=4, top_k=2, dtype=torch.float64, num_shared_experts=1
+        )
+        self.layer = MoELayer(config, max_tokens=20, **options)
+        self.x = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
+
+    def gradients(self, wrap: Any = None) -> list[Tensor]:
+        self.layer.zero_grad()
+        self.x.grad = None
+        y = self.layer(self.x) if wrap is None else wrap(self.layer, self.x)
+        y.square().sum().backward()
+        assert self.x.grad is not None
+        grads = [each.grad for each in self.layer.parameters() if each.grad is not None]
+        return [each.clone() for each in (self.x.grad, *grads)]
+
+    def with_pool(self, size: int = 16 * PAGE) -> ActivationPool:
+        self.layer.capacity = 60
+        self.layer.pool = ActivationPool("cpu", size, page_bytes=PAGE)
+        return self.layer.pool
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    assert all(torch.equal(left, right) for left, right in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("keep", "pages"), [("all", 4), ("rows", 2), ("nothing", 0)])
+def test_a_layer_keeps_its_rows_there(keep: Any, pages: int, seed: int) -> None:
+    """40 rows of 16 values, and of 16 of the first product, 8 bytes each: two pages of 4096 each."""
+    case = Layer(seed, keep=keep)
+    want = case.gradients()
+    pool = case.with_pool()
+    y = case.layer(case.x)
+    assert pool.use().held == pages * PAGE
+    y.sum().backward()
+    assert pool.use().held == 0
+    assert_same(case.gradients(), want)
+    pool.check()
+    case.layer.comm.close()
+
+
+def test_nothing_is_kept_without_a_gradient(seed: int) -> None:
+    case = Layer(seed)
+    pool = case.with_pool()
+    with torch.no_grad():
+        case.layer(case.x)
+    assert pool.use().peak == 0
+    case.layer.comm.close()
+
+
+def test_without_a_capacity_the_pool_is_not_used(seed: int) -> None:
+    case = Layer(seed)
+    pool = case.with_pool()
+    case.layer.capacity = None
+    case.gradients()
+    assert pool.use().peak == 0
+    case.layer.comm.close()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("plans", [False, True])
+def test_checkpoints(reentrant: bool, plans: bool, seed: int) -> None:
+    """What the first pass would keep is thrown away: its pages are free when it is done."""
+    if plans and reentrant:
+        pytest.skip("keep_plans is for use_reentrant=False")
+    options = {"context_fn": keep_plans} if plans else {}
+
+    def wrap(layer: Any, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(layer, x, use_reentrant=reentrant, **options)
+        assert pool.use().held == 0
+        return y
+
+    case = Layer(seed)
+    want = case.gradients()
+    pool = case.with_pool()
+    assert_same(case.gradients(wrap), want)
+    assert pool.use() == (0, 4 * PAGE, 16 * PAGE)
+    pool.check()
+    case.layer.comm.close()
+
+
+def test_what_is_saved_elsewhere_is_an_error(seed: int) -> None:
+    case = Layer(seed)
+    pool = case.with_pool()
+    with torch.autograd.graph.save_on_cpu():
+        y = case.layer(case.x)
+    y.sum().backward()
+    with pytest.raises(InvalidArgument, match="not in the activation pool any more"):
+        pool.check()
+    y = case.layer(case.x)
+    y.sum().backward(retain_graph=True)
+    pool.check()
+    y.sum().backward()
+    with pytest.raises(InvalidArgument, match="a backward ran twice"):
+        pool.check()
+    case.layer.comm.close()
+
+
+def test_a_pool_too_small(seed: int) -> None:
+    """The forward is right, the gradients are unspecified, and nothing is raised but by `check`."""
+    case = Layer(seed)
+    want = case.layer(case.x)
+    pool = case.with_pool(size=3 * PAGE)
+    y = case.layer(case.x)
+    assert torch.equal(y, want)
+    y.sum().backward()
+    with pytest.raises(PoolExceeded) as caught:
+        pool.check()
+    assert (caught.value.needed, caught.value.available) == (4 * PAGE, 3 * PAGE)
+    case.layer.comm.close()
+
+
+def test_a_layer_in_order_has_no_pool(seed: int) -> None:
+    case = Layer(seed, overlap=False)
+    case.with_pool()
+    with pytest.raises(InvalidArgument, match="pool is set and the layer runs in order"):
+        case.layer(case.x)
+    case.layer.comm.close()
