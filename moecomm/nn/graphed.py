@@ -159,14 +159,14 @@ class GraphedStep:
         be equal to what it was then. Returns what `step_fn` does, as copies without gradients."""
         if self._replay is None:
             self._prepare(inputs)
-        else:
-            self._take(inputs)
+        self._take(inputs)
         assert self._replay is not None
         before = self._before()
         try:
             done, needed = self._try(self._replay)
             if needed is not None:
                 self._count(needed)
+                self._take(inputs)  # the replay may have written them
                 done = self._again(before, done)
             assert done is not None
         except BaseException:
