@@ -159,14 +159,14 @@ class GraphedStep:
         be equal to what it was then. Returns what `step_fn` does, as copies without gradients."""
         if self._replay is None:
             self._prepare(inputs)
-        else:
-            self._take(inputs)
+        self._take(inputs)
         assert self._replay is not None
         before = self._before()
         try:
             done, needed = self._try(self._replay)
             if needed is not None:
                 self._count(needed)
+                self._take(inputs)  # the replay may have written them
                 done = self._again(before, done)
             assert done is not None
         except BaseException:
@@ -319,19 +319,29 @@ class GraphedStep:
         except CapacityExceeded as error:
             # The CPU's dispatch says so at the next one, on all ranks; a graph's does not.
             rows_on_host = error.needed
-        verdict = self._verdict.read(rows_on_host, self._check_comms)
+        try:
+            verdict = self._verdict.read(rows_on_host)
+        except BaseException:
+            self._check_comms()  # a lost peer says more than that ranks could not agree
+            raise
+        overflowed = verdict.rows > 0 or verdict.bytes > 0
+        self._check_comms(overflowed)
         if verdict.lost:
             raise lost_rows()
-        if verdict.rows == 0 and verdict.bytes == 0:
+        if not overflowed:
             return done, None
         available = 0 if self.pool is None else self.pool.bytes
         return done, Needed(verdict.rows, min(self._capacities), verdict.bytes, available)
 
-    def _check_comms(self) -> None:
-        """Raises what the device has found, but for passed capacities: the verdict has these."""
+    def _check_comms(self, overflowed: bool = False) -> None:
+        """Raises what the device has found, but for passed capacities: the verdict has these. After an
+        overflow wrong arguments may be the routing of unspecified rows; if not, the second run raises them.
+        """
+        passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
-            with contextlib.suppress(CapacityExceeded):
-                comm.check()
+            for _ in range(2):  # it raises one error a call
+                with contextlib.suppress(*passed_over):
+                    comm.check()
 
     def _again(self, before: _Before, failed: _Done | None) -> _Done:
         """The step without graph, at exact size, from where the replay began."""

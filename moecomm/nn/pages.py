@@ -78,6 +78,7 @@ class CudaPages:
                 f"device is {device}, but this moecomm was built without its CUDA part (no CUDA toolkit at "
                 "build time), or before it had pools: build it again where nvcc is on PATH"
             )
+        assert _C.PagePool.ticket_words == TICKET_WORDS
         self._gpu = CudaDevice(device.index)
         with self._gpu.current():
             pages = device_pages + host_pages

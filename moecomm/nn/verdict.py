@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,9 +43,8 @@ class Verdict:
         self.rows.zero_()
         self.pool.zero_()
 
-    def read(self, rows_on_host: int, check: Callable[[], None]) -> Found:
-        """Waits for the step. rows_on_host: what the host knows already of its overflow. check: raises what
-        has gone wrong otherwise; called once this rank's part in the agreement is done, or has failed."""
+    def read(self, rows_on_host: int) -> Found:
+        """Waits for the step. rows_on_host: what the host knows already of its overflow."""
         words = self._words
         words[:1].copy_(self.rows.view(1))
         words[1:].copy_(self.pool)
@@ -56,10 +54,7 @@ class Verdict:
         if self._on_gpu:
             torch.cuda.current_stream(words.device).synchronize()
         self._on_host[0] = max(int(self._on_host[0]), rows_on_host)
-        try:
-            if self._group is not None and not self._reduces_on_gpu:
-                dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=self._group)
-        finally:
-            check()
+        if self._group is not None and not self._reduces_on_gpu:
+            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=self._group)
         rows, needed, lost = self._on_host.tolist()
         return Found(rows, needed, bool(lost))
