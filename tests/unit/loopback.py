@@ -67,10 +67,13 @@ def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 class LoopbackNative:
     """One rank's dispatch and combine, expert-major or rank-major, in plain torch."""
 
+    most_parts = 1
+
     def __init__(
         self, *, shape: Any, rank: int, timeout: float, num_sms: int, device: Any, host_ranks: int
     ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
+        self.num_sms = num_sms or 99
         self.calls: list[str] = []
         self.failed: tuple[str, str] | None = None
         self.closed = False
@@ -125,8 +128,10 @@ class LoopbackNative:
         self._receive(*receiving)
 
     def begin_dispatch(self, *arguments: Any) -> None:
-        self.calls.append(f"begin_dispatch@{arguments[-1]}")
-        self._send(*arguments[:-1])
+        *sending, stream, parts = arguments
+        assert parts == 1
+        self.calls.append(f"begin_dispatch@{stream}")
+        self._send(*sending)
 
     def finish_dispatch(self, *arguments: Any) -> None:
         self.calls.append(f"finish_dispatch@{arguments[-1]}")
