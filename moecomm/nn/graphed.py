@@ -209,6 +209,7 @@ class GraphedStep:
             if isinstance(each, Tensor) and each.requires_grad:
                 raise InvalidArgument(f"input {number} requires a gradient, must not: it is copied")
         self._inputs = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in inputs)
+        self._buffers = []
         before = self._before()
         buffers = dict(self._model.named_buffers())
         saved = {name: (each.clone(), each._version) for name, each in buffers.items()}
@@ -216,7 +217,7 @@ class GraphedStep:
             for _ in range(self.warmup):
                 with contextlib.suppress(CapacityExceeded):
                     self._recorder.warm_up(self._body)
-                self._check_comms()
+                self._check_comms(overflowed=True)
             now = dict(self._model.named_buffers())
             for name, buffer in buffers.items():
                 if now.get(name) is not buffer:
