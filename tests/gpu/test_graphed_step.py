@@ -49,6 +49,7 @@ class Case:
                 "ffn_hidden": 192,
                 "num_experts": 8 * world_size,
                 "top_k": 3,
+                "dtype": torch.bfloat16,  # torch's grouped product of others looks at offsets on the host
                 "init_std": 0.05,
                 "num_shared_experts": 1,
                 "aux_loss": "batch",

@@ -135,9 +135,10 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     from moecomm.nn.pool import ActivationPool
 
     device, rng, problems = harness.device(), random.Random(seed), []
-    pool = ActivationPool(device, 3000 * PAGE, page_bytes=PAGE)
     streams = [torch.cuda.Stream() for _ in range(3)]
     sources = [tensors_of(device, 2000, rng, most=2) for _ in range(20)]
+    pages = sum(pages_for(each, 2000, PAGE) for each in sources)
+    pool = ActivationPool(device, pages * PAGE, page_bytes=PAGE)
     torch.cuda.synchronize()
     tickets = []
     for index, each in enumerate(sources):
