@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moecomm.nn.parameters import mark_expert_parameter
+
 from . import data, routing, verify
 from .data import DataKey
 from .layer_options import LayerOptions
@@ -57,6 +59,8 @@ class Experts:
                 options.seed, number, preset.hidden, preset.ffn, dtype, device
             )
         self.w_in, self.w_out = torch.nn.Parameter(w_in), torch.nn.Parameter(w_out)
+        for each in (self.w_in, self.w_out):
+            mark_expert_parameter(each)  # as those that a layer makes
 
 
 class LayerCase:

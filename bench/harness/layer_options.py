@@ -28,9 +28,9 @@ ROUTINGS = ("uniform", "zipf", "balanced")
 COMPUTE, PLAIN, COMM = "compute only", "plain compute", "communication only"
 SERIAL, OVERLAPPED, FIXED, GRAPH = "serial", "overlapped", "fixed", "graph replay"
 BASELINE, TUNED = "baseline", "baseline-tuned"
-FP8_COMPUTE, FP8_OVERLAPPED = "fp8 compute only", "fp8 overlapped"
+FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW = "fp8 compute only", "fp8 overlapped", "fp8 weights anew"
 WAYS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, BASELINE, TUNED)
-FP8_WAYS = (FP8_COMPUTE, FP8_OVERLAPPED)  # not among all: GPUs that have them are few
+FP8_WAYS = (FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW)  # not among all: GPUs that have them are few
 GRAPH_WAYS = (COMPUTE, OVERLAPPED, FIXED, GRAPH)  # at --graph-tokens
 KEEPS = ("all", "rows", "nothing")
 _DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
@@ -47,8 +47,8 @@ ways (each verified against an independent computation before it is timed):
                       and index permutes, grouped_mm and SwiGLU under autograd
   baseline-tuned      the same with gathers for the backward of permutes and one fused weighted sum
   fp8 compute only    compute only and overlapped with the experts' products in fp8 (expert_precision of
-  fp8 overlapped      MoEConfig). Every call quantises the weights, too, as a step of one microbatch does.
-                      Only if --ways has them
+  fp8 overlapped      MoEConfig); weights are quantised already, as for all microbatches of a step but one
+  fp8 weights anew    the same, weights quantised in every call. These three only if --ways has them
   fixed               overlapped, with a fixed number of rows (--headroom)
   graph replay        fixed, forward and backward replayed from CUDA graphs
 All begin with the routing at hand: the router is in none of them.
@@ -261,7 +261,7 @@ def _parser() -> Parser:
         "--ways",
         default="all",
         metavar="LIST",
-        help=f"all, or a list of {', '.join((*WAYS, *FP8_WAYS))} (all, without the last two)",
+        help=f"all, or a list of {', '.join((*WAYS, *FP8_WAYS))} (all, without the last three)",
     )
     add(
         "--keep",

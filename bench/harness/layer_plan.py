@@ -6,7 +6,7 @@ from .layer_options import PROGRAM
 from .plan import Run
 
 _TARGETS = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "gpt-oss-120b", "mixtral-8x22b")
-_SKEWED = ("deepseek-v3", "qwen3-30b")
+_CLOSELY = ("deepseek-v3", "qwen3-30b")
 
 
 def layers_cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
@@ -24,11 +24,20 @@ def layers_cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
         )
         for name in (*_TARGETS, "kimi-k2")
     ]
+    bare = ("--graph-tokens", "0", "--ways")
+    fp8 = (*bare, "compute only,overlapped,fp8 compute only,fp8 overlapped,fp8 weights anew")
+    runs += [_run(f"cuda-layers-{name}-fp8", name, (*fp8, *steady), "products in fp8") for name in _CLOSELY]
+    parts = (*bare, "compute only,serial,overlapped")
+    for sms, counts in ((None, "1,2,4"), (24, "1,2,4,8"), (40, "1,2,4")):
+        of = () if sms is None else ("--num-sms", str(sms))
+        name = f"cuda-layers-{_CLOSELY[0]}-parts{'' if sms is None else f'-{sms}'}"
+        runs.append(_run(name, _CLOSELY[0], (*parts, "--parts", counts, *of, *steady), "rows in parts"))
     skew = ("--routing", "zipf", "--zipf", "0.5,1", "--graph-tokens", "0")
-    runs += [_run(f"cuda-layers-{name}-skew", name, (*skew, *steady), "skewed routing") for name in _SKEWED]
+    runs += [_run(f"cuda-layers-{name}-skew", name, (*skew, *steady), "skewed routing") for name in _CLOSELY]
     keep = ("--keep", "all,rows,nothing", "--ways", "compute only,overlapped", "--graph-tokens", "0")
     return runs + [
-        _run(f"cuda-layers-{name}-keep", name, (*keep, *steady), "what the forward keeps") for name in _SKEWED
+        _run(f"cuda-layers-{name}-keep", name, (*keep, *steady), "what the forward keeps")
+        for name in _CLOSELY
     ]
 
 

@@ -11,6 +11,9 @@ from .layer_options import (
     COMM,
     COMPUTE,
     FIXED,
+    FP8_ANEW,
+    FP8_COMPUTE,
+    FP8_OVERLAPPED,
     GRAPH,
     OVERLAPPED,
     PLAIN,
@@ -64,6 +67,17 @@ _GRAPH_TITLES = (
     "than fixed",
 )
 _KEEP_TITLES = ("layer", "tokens/rank", "kept", "step ms", "ratio", "memory GB", "bytes/token")
+_PARTS_TITLES = ("layer", "tokens/rank", "SMs", "parts", "forward ms", "step ms", "ratio", "exposed")
+_FP8_TITLES = (
+    "layer",
+    "tokens/rank",
+    "overlapped ms",
+    "in fp8 ms",
+    "faster",
+    "weights anew",
+    "compute only",
+    "memory GB",
+)
 _WAY_TITLES = (
     "layer",
     "tokens/rank",
@@ -203,7 +217,11 @@ def keep_lines(records: Records) -> list[list[str]]:
     """Time and memory by what a forward keeps, where more than one choice ran."""
 
     def lines(ways: Ways) -> list[list[str]]:
-        kept = {name: row for name, row in ways.items() if name.split(",")[0] == OVERLAPPED}
+        kept = {
+            name: row
+            for name, row in ways.items()
+            if name == OVERLAPPED or name.startswith(f"{OVERLAPPED}, keep ")
+        }
         if len(kept) < 2:
             return []
         return [
@@ -217,6 +235,57 @@ def keep_lines(records: Records) -> list[list[str]]:
                 _number(row["memory_bytes"], 1 / row["tokens"], 0),
             ]
             for name, row in kept.items()
+        ]
+
+    return _of_points(records, lines)
+
+
+def parts_lines(records: Records) -> list[list[str]]:
+    """By the number of parts and of SMs, where more than one number of parts ran; serial beside them."""
+    found = []
+    for record in records.values():
+        sms = record["options"]["num_sms"]
+        for ways in points(record):
+            each = {name: row for name, row in ways.items() if name.endswith(" parts")}
+            if not each:
+                continue
+            each = {name: ways[name] for name in (SERIAL, OVERLAPPED) if name in ways} | each
+            found += [
+                [
+                    _layer(row),
+                    str(row["tokens"]),
+                    "chosen" if sms is None else str(sms),
+                    {SERIAL: "1, serial", OVERLAPPED: "1"}.get(
+                        name, name.split()[1] if "," in name else name
+                    ),
+                    f"{row['forward_s'] * 1e3:.3f}",
+                    f"{row['step_s'] * 1e3:.3f}",
+                    _number(row["step_ratio"]),
+                    _exposed(row, "step_share"),
+                ]
+                for name, row in each.items()
+            ]
+    return found
+
+
+def fp8_lines(records: Records) -> list[list[str]]:
+    """Steps with products in fp8 beside those without."""
+
+    def lines(ways: Ways) -> list[list[str]]:
+        if FP8_OVERLAPPED not in ways or OVERLAPPED not in ways:
+            return []
+        own = ways[FP8_OVERLAPPED]
+        return [
+            [
+                _layer(own),
+                str(own["tokens"]),
+                _ms(ways, OVERLAPPED, "step_s"),
+                _ms(ways, FP8_OVERLAPPED, "step_s"),
+                _faster(ways, FP8_OVERLAPPED, OVERLAPPED),
+                _faster(ways, FP8_ANEW, OVERLAPPED),
+                _faster(ways, FP8_COMPUTE, COMPUTE),
+                _number(own["memory_bytes"], 1e-9, 2),
+            ]
         ]
 
     return _of_points(records, lines)
@@ -285,6 +354,8 @@ def summary(records: Records) -> str:
         (_FORWARD_TITLES, forward_lines(records)),
         (_GRAPH_TITLES, graph_lines(records)),
         (_KEEP_TITLES, keep_lines(records)),
+        (_PARTS_TITLES, parts_lines(records)),
+        (_FP8_TITLES, fp8_lines(records)),
     ]
     return "\n\n".join(results.table(titles, lines) for titles, lines in found if lines)
 
@@ -314,6 +385,12 @@ def _device_part(title: str, records: Records) -> str:
             graph_lines(records),
         ),
         ("By what a forward keeps for its backward:", _KEEP_TITLES, keep_lines(records)),
+        ("By parts, and the SMs of an operation:", _PARTS_TITLES, parts_lines(records)),
+        (
+            "Products in fp8, times as fast as without (weights quantised beforehand, and in every step):",
+            _FP8_TITLES,
+            fp8_lines(records),
+        ),
         (
             "Stages of a recorded step on rank 0, in brackets those that communicate:",
             _STAGE_TITLES,

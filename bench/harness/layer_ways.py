@@ -20,6 +20,7 @@ from .layer_options import (
     COMM,
     COMPUTE,
     FIXED,
+    FP8_ANEW,
     FP8_COMPUTE,
     FP8_OVERLAPPED,
     FP8_WAYS,
@@ -229,19 +230,25 @@ def layer_way(
     capacity: int | None = None,
     parts: int = 1,
     fp8: bool = False,
+    anew: bool = False,
 ) -> Way:
-    """A MoELayer as a training loop calls it, behind its router."""
+    """A MoELayer as a training loop calls it, behind its router. `anew`: its weights are others each time."""
     layer = make_layer(comm, case, overlap=overlap, keep=keep, capacity=capacity, parts=parts, fp8=fp8)
 
     def forward() -> Tensor:
         y_TH: Tensor = layer(case.x_TH)
         return y_TH
 
+    def before() -> None:
+        case.fresh_ids()
+        if anew:
+            layer.experts.forget_quantized()
+
     return Way(
         name=name,
         forward=forward,
         step=lambda: _step(case, forward),
-        before=case.fresh_ids,
+        before=before,
         settle=_settle(comm, case),
         layer=layer if overlap else None,
         blocks=capacity is None,
@@ -315,6 +322,7 @@ def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict
         },
         FP8_COMPUTE: lambda: compute_way(FP8_COMPUTE, comm, case, fp8=True),
         FP8_OVERLAPPED: lambda: layer_way(FP8_OVERLAPPED, comm, case, fp8=True),
+        FP8_ANEW: lambda: layer_way(FP8_ANEW, comm, case, fp8=True, anew=True),
         FIXED: lambda: layer_way(FIXED, comm, case, capacity=case.capacity),
         GRAPH: lambda: graph_way(comm, case),
         BASELINE: lambda: baseline_way(case, tuned=False),
