@@ -91,7 +91,7 @@ class BackwardPass:
         )
         results = call.executor.run(schedule, work, record=call.runs is not None)
         if call.runs is not None:
-            call.runs.backward = results
+            call.runs.backward = results.recorded
         if call.deferred is not None:
             self._defer(call.deferred, results)
         grad_x_TH = grad_weights_TK = grad_in = grad_out = None

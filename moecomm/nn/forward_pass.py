@@ -83,7 +83,7 @@ class ForwardPass:
         schedule = forward_schedule(shared=shared, parts=parts, split=call.split, pool=pool)
         results = self._execute(schedule, work)
         if call.runs is not None:
-            call.runs.forward = results
+            call.runs.forward = results.recorded
         y_TH: Tensor = results["sum" if shared else last]
         return y_TH
 

@@ -215,7 +215,7 @@ class GraphedStep:
         saved = {name: (each.clone(), each._version) for name, each in buffers.items()}
         try:
             for _ in range(self.warmup):
-                with contextlib.suppress(CapacityExceeded):
+                with contextlib.suppress(CapacityExceeded), self._one_run_at_a_time():
                     self._recorder.warm_up(self._body)
                 self._check_comms(overflowed=True)
             now = dict(self._model.named_buffers())
@@ -298,6 +298,17 @@ class GraphedStep:
             for layer, (own_capacity, own_pool) in zip(self._layers, before, strict=True):
                 layer.capacity, layer.pool, layer._overflow = own_capacity, own_pool, None
 
+    @contextlib.contextmanager
+    def _one_run_at_a_time(self) -> Iterator[None]:
+        """Without a graph a layer takes memory only when the one before it is done with its own."""
+        try:
+            for layer in self._layers:
+                layer._executor.waits = True
+            yield
+        finally:
+            for layer in self._layers:
+                layer._executor.waits = False
+
     # -- a step ----------------------------------------------------------------------------------------
 
     def _before(self) -> _Before:
@@ -350,7 +361,7 @@ class GraphedStep:
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        with self._settings([None] * len(self._layers), None, None):
+        with self._settings([None] * len(self._layers), None, None), self._one_run_at_a_time():
             done = self._run_step()
         if failed is None:
             return done

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moecomm.communicator import Communicator
 from moecomm.nn.grouped import Products
 from moecomm.nn.pool import ActivationPool
-from moecomm.overlap import Executor, Keep, Results, Split, Timeline
+from moecomm.overlap import Executor, Keep, Recorded, Results, Split, Timeline
 
 
 class Weights(NamedTuple):
@@ -41,15 +41,16 @@ class Deferred:
 
 @dataclass
 class Runs:
-    """The last forward and backward that were recorded."""
+    """The last forward and backward that were recorded. What they have made is not held: that has autograd's
+    graph, which holds this."""
 
-    forward: Results | None = None
-    backward: Results | None = None
+    forward: Recorded | None = None
+    backward: Recorded | None = None
 
     def timelines(self) -> dict[str, Timeline]:
         """Of those that there were, by their names. Waits for them."""
         runs = {"forward": self.forward, "backward": self.backward}
-        return {name: results.timeline() for name, results in runs.items() if results is not None}
+        return {name: recorded.timeline() for name, recorded in runs.items() if recorded is not None}
 
 
 class Call(NamedTuple):

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from moecomm.overlap.cost import H200, Choice, LayerShape, Rates, choose, part_shares, planned
-from moecomm.overlap.executor import Executor, Results, Work
+from moecomm.overlap.executor import Executor, Recorded, Results, Work
 from moecomm.overlap.interleave import interleave, pause
 from moecomm.overlap.moe import Keep, Split, backward_schedule, forward_schedule, recompute_schedule
 from moecomm.overlap.schedule import Schedule, Stage
@@ -33,6 +33,7 @@ __all__ = [
     "Keep",
     "LayerShape",
     "Rates",
+    "Recorded",
     "Results",
     "Schedule",
     "Span",

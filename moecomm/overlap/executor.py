@@ -45,6 +45,18 @@ class Results:
         record."""
         return self._order.timeline()
 
+    @property
+    def recorded(self) -> Recorded:
+        """What gives the timeline later, and holds no result."""
+        return self._order
+
+
+class Recorded(Protocol):
+    """Of a run with `record`."""
+
+    def timeline(self) -> Timeline:
+        """As `Results.timeline`."""
+
 
 Work = Mapping[str, Callable[[Results], Any]]
 """What to do in each stage, by its name: puts work on the current stream, and returns what later stages take.
@@ -64,6 +76,9 @@ class Executor:
         self.device = device
         self._gpu = CudaDevice(device.index) if device.type == "cuda" else None
         self._streams = {name: stream for name, stream in (streams or {}).items() if stream is not None}
+        self.waits = False
+        """True: the host waits for the device at the end of each run outside a capture, so that memory which
+        several streams have used is free again at once. A host that runs ahead takes more for each run."""
 
     def run(self, schedule: Schedule, work: Work, *, record: bool = False) -> Results:
         """Runs each stage of `schedule` once. What the caller puts on its current stream afterwards comes
@@ -92,6 +107,8 @@ class Executor:
             finally:
                 results._stage = None
                 order.end()
+            if self.waits and self._gpu is not None and not self._gpu.capturing():
+                self._gpu.stream().synchronize()
         return results
 
     def _order(self, schedule: Schedule, record: bool) -> _Order:

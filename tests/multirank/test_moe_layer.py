@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -572,3 +573,44 @@ def test_a_copy_shares_the_communicator_and_nothing_else(seed: int) -> None:
     assert all(is_expert_parameter(parameter) for parameter in twin[0].experts.parameters())
     ours = {tensor.data_ptr() for tensor in model.state_dict().values()}
     assert ours.isdisjoint(tensor.data_ptr() for tensor in twin.state_dict().values())
+
+
+def _outlives(rank: int, world_size: int, way: dict[str, Any], seed: int) -> bool:
+    """Is a step's graph still there when its result is gone?"""
+    torch.manual_seed(seed)
+    config = MoEConfig(hidden=32, ffn_hidden=16, num_experts=4, top_k=2, num_shared_experts=1)
+    layer = MoELayer(config, max_tokens=16)
+    for name, value in way.items():
+        setattr(layer, name, value)
+
+    def node() -> Any:
+        """The one that accumulates a weight's gradient: there is one as long as a graph holds it."""
+        return layer.experts.w_in.expand_as(layer.experts.w_in).grad_fn.next_functions[0][0]
+
+    y_TH = layer(torch.randn(16, 32, requires_grad=True))
+    node().metadata["seen"] = True
+    assert node().metadata.get("seen")
+    y_TH.sum().backward()
+    layer.backward_weights()
+    del y_TH
+    gc.collect()
+    found = bool(node().metadata.get("seen"))
+    layer.comm.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"overlap": False},
+        {"record": True},
+        {"keep": "nothing", "record": True},
+        {"parts": 2, "record": True},
+        {"defer_weights": True, "record": True},
+    ],
+    ids=str,
+)
+def test_nothing_of_a_step_outlives_it(pools: dict[int, RankPool], way: dict[str, Any], seed: int) -> None:
+    """A cycle through autograd's nodes, which Python's collector does not see, would keep all of it."""
+    assert pools[1](_outlives, way, seed) == [False]
