@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
+
 import moecomm
 
 from .case import Case
@@ -74,6 +76,8 @@ def count(comm: moecomm.Communicator, path: Path, case: Case) -> Between | None:
 
 def _settled(comm: moecomm.Communicator) -> dict[str, int]:
     """The counters of this rank's proxy, when all ranks are done and it has nothing more to send."""
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)  # nothing may have been sent yet
     sum_over_ranks(0)
     until = time.monotonic() + _MOST_SETTLING_S
     found = _counters(comm)

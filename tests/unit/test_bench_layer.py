@@ -144,10 +144,37 @@ def test_the_plans_can_be_run(ranks: int) -> None:
         assert len({run.name for run in runs}) == len(runs)
         for run in runs:
             assert layer_results.is_one(run.name)
-            given = entry.parse(run.program, [each if each != "cuda" else "cpu" for each in run.flags])
-            assert given.ranks == ranks
+            flags = [each if each != "cuda" else "cpu" for each in run.flags]
+            if "--num-sms" in flags:  # only with GPUs
+                at = flags.index("--num-sms")
+                assert int(flags[at + 1]) > 0
+                del flags[at : at + 2]
+            assert entry.parse(run.program, flags).ranks == ranks
     quick = [run.name for run in layer_plan.layers_cuda_plan(4, 5, 1) if run.quick]
     assert len(quick) == 5 and quick[0] == "cuda-layers-deepseek-v3"
+
+
+def test_parts_are_numbers() -> None:
+    assert layer_options.parse(["--parts", "1, 4,2,4"]).parts == (1, 4, 2)
+    for text in ("", "0", "2,x", "-1"):
+        with pytest.raises(SystemExit):
+            layer_options.parse(["--parts", text])
+
+
+def test_tables_of_parts_and_of_fp8() -> None:
+    """Of the committed records."""
+    folder = Path(__file__).resolve().parents[2] / "docs" / "results"
+    names = ("cuda-layers-deepseek-v3-parts-24", "cuda-layers-deepseek-v3-fp8")
+    records = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    parts = layer_results.parts_lines(records)
+    assert [line[2:4] for line in parts] == [["24", each] for each in ("1, serial", "1", "2", "4", "8")]
+    steps = {row["way"]: row["step_s"] for row in records[names[0]]["rows"]}
+    assert parts[2][5] == f"{steps['overlapped, 2 parts'] * 1e3:.3f}"
+    (line,) = layer_results.fp8_lines(records)
+    steps = {row["way"]: row["step_s"] for row in records[names[1]]["rows"]}
+    assert line[4] == f"{steps['overlapped'] / steps['fp8 overlapped']:.2f}x"
+    assert line[5] == f"{steps['overlapped'] / steps['fp8 weights anew']:.2f}x"
+    assert not layer_results.keep_lines(records)
 
 
 # -- data and the independent check ------------------------------
