@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecomm.nn.parameters import mark_expert_parameter
+from moecomm.nn import mark_expert_parameter
 
 from . import data, routing, verify
 from .data import DataKey

@@ -20,7 +20,7 @@ from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
 from moecomm.nn.overlapped import keep_plans
-from moecomm.nn.parameters import is_expert_parameter
+from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_expert_parameter",
     "keep_plans",
     "load_balancing_loss",
+    "mark_expert_parameter",
     "set_loss_scale",
     "sharded_state",
     "sync_gradients",

@@ -11,6 +11,7 @@ _MARK = "moecomm_expert_parallel"
 
 
 def mark_expert_parameter(parameter: nn.Parameter) -> None:
+    """Makes it one for `is_expert_parameter`: for experts of one's own, as GroupedExperts does for its."""
     setattr(parameter, _MARK, True)
 
 
