@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from moecomm import _C
-from moecomm.backends.device import CudaDevice
-from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.backends.device import CudaDevice, no_kernels
+from moecomm.errors import InvalidArgument
 from moecomm.memory import NATIVE_DTYPES
 from moecomm.routing import weight_dtype
 
@@ -219,10 +219,7 @@ def _has_kernel(tensor: Tensor) -> bool:
 @functools.cache
 def _gpu(index: int) -> CudaDevice:
     if not hasattr(_C, "activation"):
-        raise Unsupported(
-            f"inner is on cuda:{index}, but this moecomm was built without its CUDA part (no CUDA toolkit at "
-            "build time), or before it had this operation: build it again where nvcc is on PATH"
-        )
+        raise no_kernels(f"inner is on cuda:{index}")
     return CudaDevice(index)
 
 

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moecomm import _C
-from moecomm.backends.device import CudaDevice
-from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.backends.device import CudaDevice, no_kernels
+from moecomm.errors import InvalidArgument
 from moecomm.memory import NATIVE_DTYPES
 
 Tensor = torch.Tensor
@@ -282,10 +282,7 @@ def _has_kernel(x: Tensor) -> bool:
 @functools.cache
 def _gpu(index: int) -> CudaDevice:
     if not hasattr(_C, "quantize_rows"):
-        raise Unsupported(
-            f"x is on cuda:{index}, but this moecomm was built without its CUDA part (no CUDA toolkit at "
-            "build time), or before it had this operation: build it again where nvcc is on PATH"
-        )
+        raise no_kernels(f"x is on cuda:{index}")
     return CudaDevice(index)
 
 

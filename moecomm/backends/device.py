@@ -9,6 +9,16 @@ from typing import Any
 
 import torch
 
+from moecomm.errors import Unsupported
+
+
+def no_kernels(what: str) -> Unsupported:
+    """The error of a build that has not the kernels which `what` needs."""
+    return Unsupported(
+        f"{what}, but this moecomm was built without its CUDA part (no CUDA toolkit at build time), or "
+        "before it had this operation: build it again where nvcc is on PATH"
+    )
+
 
 class CudaDevice:
     """One GPU. Current streams are those of this GPU, whichever is the current device.

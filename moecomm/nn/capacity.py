@@ -20,6 +20,12 @@ def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
     return min(limit, num_tokens)
 
 
+def rows_at_worst(*, ranks: int, max_tokens: int, top_k: int, num_local_experts: int) -> int:
+    """Rows that no routing can exceed on one rank: each token with as many of its choices as there are
+    experts."""
+    return ranks * max_tokens * min(top_k, num_local_experts)
+
+
 def rows_for_headroom(
     headroom: float, *, ranks: int, max_tokens: int, top_k: int, num_local_experts: int
 ) -> int:
@@ -29,7 +35,9 @@ def rows_for_headroom(
     Example: 4 ranks with 1000 tokens each, top-2, 8 experts a rank: 2000 rows by balance, 8000 at worst; with
     a headroom of 1.25 it is 2500.
     """
-    worst = ranks * max_tokens * min(top_k, num_local_experts)
+    worst = rows_at_worst(
+        ranks=ranks, max_tokens=max_tokens, top_k=top_k, num_local_experts=num_local_experts
+    )
     return min(worst, math.ceil(headroom * max_tokens * top_k))
 
 

@@ -13,7 +13,7 @@ from moecomm.activation import prepare as prepare_activation
 from moecomm.backends.device import CudaDevice
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.nn.capacity import tokens_per_expert_limit
+from moecomm.nn.capacity import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
@@ -238,11 +238,14 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
     """Rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens each rank
     brings.
     """
-    limit = tokens_per_expert_limit(config, comm.max_tokens)
-    from_one_rank = min(
-        comm.num_local_experts * limit, min(config.top_k, comm.num_local_experts) * comm.max_tokens
+    worst = rows_at_worst(
+        ranks=comm.size,
+        max_tokens=comm.max_tokens,
+        top_k=config.top_k,
+        num_local_experts=comm.num_local_experts,
     )
-    return comm.size * from_one_rank
+    limit = tokens_per_expert_limit(config, comm.max_tokens)
+    return min(worst, comm.size * comm.num_local_experts * limit)
 
 
 def _find_split(comm: Communicator) -> Split | None:

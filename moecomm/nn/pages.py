@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moecomm import _C
-from moecomm.backends.device import CudaDevice
-from moecomm.errors import OutOfMemory, Unsupported
+from moecomm.backends.device import CudaDevice, no_kernels
+from moecomm.errors import OutOfMemory
 
 STATE_WORDS = 8
 FREE_DEVICE, FREE_HOST, HELD, PEAK, FAILED, LOST, SERIAL, RESET = range(STATE_WORDS)
@@ -74,10 +74,7 @@ class CudaPages:
 
     def __init__(self, device: torch.device, device_pages: int, host_pages: int, page_bytes: int) -> None:
         if not hasattr(_C, "PagePool"):
-            raise Unsupported(
-                f"device is {device}, but this moecomm was built without its CUDA part (no CUDA toolkit at "
-                "build time), or before it had pools: build it again where nvcc is on PATH"
-            )
+            raise no_kernels(f"device is {device}")
         assert _C.PagePool.ticket_words == TICKET_WORDS
         self._gpu = CudaDevice(device.index)
         with self._gpu.current():

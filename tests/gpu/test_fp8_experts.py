@@ -6,7 +6,6 @@ Bodies of the kernels' tests run on rank 0 of a pool of one.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from moecomm.scaled import scaled_columns_by_columns, scaled_rows_by_weights
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_activation import Output
-from tests.gpu.test_layer import WAYS, Case, _differences, _run
+from tests.gpu.test_layer import Case, _run, check_graph, check_waits, check_ways
 
 KINDS = ("bfloat16", "float16", "float32")
 NAN = 0x7F
@@ -364,25 +363,6 @@ def _case(size: int, seed: int, options: dict[str, Any], dtype: torch.dtype = to
     return Case((300, 0, 257, 64)[:size], seed, dtype, {**FP8, **options})
 
 
-def _ways(rank: int, world_size: int, case: Case) -> list[str]:
-    layer = case.layer()
-    bound = 8 * torch.finfo(case.dtype).eps
-    problems = []
-    for step in range(2):
-        x, grad = (each.to(harness.device()) for each in case.input(rank, step))
-        found = {name: _run(layer, x, grad, way) for name, way in WAYS.items()}
-        for name, each in found.items():
-            problems += _differences(found["in order"], each, bound, f"rank {rank}, step {step}, {name}")
-        again = _run(layer, x, grad, {})
-        problems += _differences(found["overlapped"], again, bound, f"rank {rank}, step {step}, again")
-        with torch.no_grad():
-            for parameter in layer.experts.parameters():
-                parameter.mul_(1.5)
-    harness.synchronize()
-    layer.comm.close()
-    return problems
-
-
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["dropless", "capacity", "gelu, no shared experts"])
@@ -393,7 +373,7 @@ def test_every_way_gives_the_same(pool: Pools, size: int, kind: str, dtype: torc
         "capacity": {"capacity_factor": 1.5, "pad_to_capacity": True},
         "gelu, no shared experts": {"activation": "gelu", "num_shared_experts": 0},
     }
-    harness.assert_none(pool(size)(_ways, _case(size, seed, options[kind], dtype)))
+    harness.assert_none(pool(size)(check_ways, _case(size, seed, options[kind], dtype)))
 
 
 def _against_cpu(rank: int, world_size: int, case: Case) -> list[str]:
@@ -422,76 +402,17 @@ def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
     harness.assert_none(pool(size)(_against_cpu, Case((70, 40)[:size], seed, torch.float32, dict(FP8))))
 
 
-def _waits(rank: int, world_size: int, case: Case) -> None:
-    layer = case.layer()
-    x, grad = (each.to(harness.device()) for each in case.input(rank))
-    for way in WAYS.values():
-        _run(layer, x, grad, way)  # what is set up once may wait
-    for way in WAYS.values():
-        layer.experts.forget_quantized()
-        torch.cuda.set_sync_debug_mode("error")
-        _run(layer, x, grad, way)
-        torch.cuda.set_sync_debug_mode("default")
-    layer.comm.close()
-
-
 @pytest.mark.usefixtures("cuda_only", "products")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed: int) -> None:
-    pool(size)(_waits, Case((96,) * size, seed, options={**FP8, **FIXED}))
-
-
-def _captured(rank: int, world_size: int, case: Case) -> list[str]:
-    """Also with weights that change between replays: they are quantised in each."""
-    layer = case.layer()
-    eager = copy.deepcopy(layer)
-    x, grad = (each.to(harness.device()) for each in case.input(rank))
-    x.requires_grad_()
-
-    def step() -> Tensor:
-        for parameter in layer.parameters():
-            parameter.grad = None
-        x.grad = None
-        y: Tensor = layer(x)
-        y.backward(grad)
-        return y
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    problems = []
-    for number in range(4):
-        new_x, new_grad = (each.to(harness.device()) for each in case.input(rank, number))
-        with torch.no_grad():
-            x.copy_(new_x)
-            grad.copy_(new_grad)
-            for ours, theirs in zip(layer.experts.parameters(), eager.experts.parameters(), strict=True):
-                ours.mul_(1 + number / 4)
-                theirs.mul_(1 + number / 4)
-        graph.replay()
-        grads = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
-        got = {"y": y.detach().clone(), "x": x.grad.clone(), **grads}
-        want = _run(eager, new_x, new_grad, {})
-        problems += _differences(want, got, 8 * torch.finfo(case.dtype).eps, f"rank {rank}, replay {number}")
-    layer.comm.check()
-    torch.cuda.synchronize()
-    del graph
-    layer.comm.close()
-    return problems
+    pool(size)(check_waits, Case((96,) * size, seed, options={**FP8, **FIXED}))
 
 
 @pytest.mark.usefixtures("cuda_only", "products")
 @pytest.mark.parametrize("size", [1, 2])
 def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) -> None:
     case = Case((128,) * size, seed, options={**FP8, **FIXED})
-    harness.assert_none(pool(size)(_captured, case))
+    harness.assert_none(pool(size)(check_graph, case))
 
 
 def _streams(rank: int, world_size: int, seed: int) -> list[str]:

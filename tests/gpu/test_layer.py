@@ -100,7 +100,14 @@ def _differences(
     return problems
 
 
-def _ways(rank: int, world_size: int, case: Case) -> list[str]:
+def change_weights(layer: Any, factor: float) -> None:
+    """Of the experts, in place: what is kept of them has to be made again."""
+    with torch.no_grad():
+        for parameter in layer.experts.parameters():
+            parameter.mul_(factor)
+
+
+def check_ways(rank: int, world_size: int, case: Case) -> list[str]:
     layer = case.layer()
     bound = 8 * torch.finfo(case.dtype).eps
     problems = []
@@ -111,6 +118,7 @@ def _ways(rank: int, world_size: int, case: Case) -> list[str]:
             problems += _differences(found["in order"], each, bound, f"rank {rank}, step {step}, {name}")
         again = _run(layer, x, grad, {})
         problems += _differences(found["overlapped"], again, bound, f"rank {rank}, step {step}, again")
+        change_weights(layer, 1.5)
     harness.synchronize()
     layer.comm.close()
     return problems
@@ -128,7 +136,7 @@ def test_every_way_gives_the_same(pool: Pools, size: int, kind: str, dtype: torc
     }
     num_sms = 8 if kind == "few SMs" else None
     case = Case((300, 0, 257, 64)[:size], seed, dtype, options[kind], num_sms)
-    harness.assert_none(pool(size)(_ways, case))
+    harness.assert_none(pool(size)(check_ways, case))
 
 
 def _against_cpu(rank: int, world_size: int, case: Case) -> None:
@@ -153,12 +161,13 @@ def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
     pool(size)(_against_cpu, Case((70, 0, 40, 33)[:size], seed, torch.float32))
 
 
-def _waits(rank: int, world_size: int, case: Case) -> None:
+def check_waits(rank: int, world_size: int, case: Case) -> None:
     layer = case.layer()
     x, grad = (each.to(harness.device()) for each in case.input(rank))
     for way in WAYS.values():
         _run(layer, x, grad, way)  # what is set up once may wait
     for way in WAYS.values():
+        layer.experts.forget_quantized()
         torch.cuda.set_sync_debug_mode("error")
         _run(layer, x, grad, way)
         torch.cuda.set_sync_debug_mode("default")
@@ -169,10 +178,11 @@ def _waits(rank: int, world_size: int, case: Case) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed: int) -> None:
     case = Case((96,) * size, seed, options={"capacity_factor": 2.0, "pad_to_capacity": True})
-    pool(size)(_waits, case)
+    pool(size)(check_waits, case)
 
 
-def _captured(rank: int, world_size: int, case: Case) -> list[str]:
+def check_graph(rank: int, world_size: int, case: Case) -> list[str]:
+    """Of a forward and backward, with other rows and weights in each replay."""
     layer = case.layer()
     eager = copy.deepcopy(layer)
     x, grad = (each.to(harness.device()) for each in case.input(rank))
@@ -202,6 +212,8 @@ def _captured(rank: int, world_size: int, case: Case) -> list[str]:
         with torch.no_grad():
             x.copy_(new_x)
             grad.copy_(new_grad)
+        for each in (layer, eager):
+            change_weights(each, 1 + number / 4)
         graph.replay()
         grads = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
         got = {"y": y.detach().clone(), "x": x.grad.clone(), **grads}
@@ -218,7 +230,7 @@ def _captured(rank: int, world_size: int, case: Case) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) -> None:
     case = Case((128,) * size, seed, options={"capacity_factor": 2.0, "pad_to_capacity": True})
-    harness.assert_none(pool(size)(_captured, case))
+    harness.assert_none(pool(size)(check_graph, case))
 
 
 def _timelines(rank: int, world_size: int, case: Case) -> dict[str, list[tuple[str, float, float]]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from moecomm import InvalidArgument
 from moecomm.nn import MoEConfig, MoELayer
 from moecomm.nn.fp8 import Fp8Products
-from tests.multirank.harness import RankPool
+from tests.multirank.harness import RankPool, rank_pools
 from tests.multirank.moe_cases import SIZES, Case, groups_of, layer_step, reference_step, whole
 from tests.multirank.test_moe_layer import CASES, WAYS
 
@@ -35,10 +35,8 @@ def in_fp8(name: str, dtype: torch.dtype) -> Case:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    made = {size: RankPool(size) for size in (1, 2, 3)}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with rank_pools((1, 2, 3)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -28,7 +28,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from tests.multirank.harness import RankPool
+from tests.multirank.harness import RankPool, rank_pools
 from tests.played import Played
 
 HIDDEN, TOKENS, LAYERS = 16, 12, 3
@@ -37,10 +37,8 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    made = {size: RankPool(size) for size in (1, 2, 3)}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with rank_pools((1, 2, 3)) as made:
+        yield made
 
 
 class Model(nn.Module):

@@ -25,7 +25,7 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.overlap import interleave
-from tests.multirank.harness import RankPool
+from tests.multirank.harness import RankPool, rank_pools
 from tests.multirank.moe_cases import (
     SIZES,
     TOKENS,
@@ -86,10 +86,8 @@ LOW_PRECISION = ("softmax", "per sequence, shared experts", "fixed buffers", "re
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    made = {size: RankPool(size) for size in TOKENS}
-    yield made
-    for pool in made.values():
-        pool.close()
+    with rank_pools(TOKENS) as made:
+        yield made
 
 
 def assert_step_matches(results: list[dict[str, Any]], want: dict[str, Any], bound: float) -> None:
