@@ -28,7 +28,7 @@ from moecomm.routing import weight_dtype
 
 Tensor = torch.Tensor
 
-_INPUTS = {"swiglu": 2, "gelu": 1}
+INPUTS = {"swiglu": 2, "gelu": 1}
 """I / F of each activation."""
 
 
@@ -72,6 +72,24 @@ def weighted_activation_backward(
     return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
 
 
+def weighted_activation_into(
+    z_PF: Tensor,
+    inner_PI: Tensor,
+    weights_P: Tensor | None = None,
+    ends_L: Tensor | None = None,
+    *,
+    activation: str,
+) -> None:
+    """As `weighted_activation`, with the result in a contiguous tensor of the caller. Not differentiable, and
+    unknown to torch.compile, whose operators take the host twice as long."""
+    width = _width(inner_PI, weights_P, ends_L, activation)
+    _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
+    if _has_kernel(inner_PI):
+        _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
+    else:
+        z_PF.copy_(_forward_by_torch(inner_PI, weights_P, ends_L, activation))
+
+
 def weighted_activation_backward_into(
     grad_inner_PI: Tensor,
     grad_weights_P: Tensor | None,
@@ -86,26 +104,20 @@ def weighted_activation_backward_into(
     """As `weighted_activation_backward`, with the results in tensors of the caller: contiguous ones, parts of
     larger ones for example. None: not needed. Unknown to torch.compile."""
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
-    results = _new_gradients(inner_PI[:0], width, grad_weights_P is not None, z_PF is not None)
-    for name, result, like in zip(
-        ("grad_inner", "grad_weights", "z"), (grad_inner_PI, grad_weights_P, z_PF), results, strict=True
-    ):
-        if result is None:
-            continue
-        _require(name, result, (inner_PI.shape[0], *like.shape[1:]), like.dtype, inner_PI.device)
-        if not result.is_contiguous():
-            raise InvalidArgument(f"{name} is not contiguous, must be")
-    given = tuple(
-        like if result is None else result
-        for result, like in zip((grad_inner_PI, grad_weights_P, z_PF), results, strict=True)
-    )
+    rows, dtype, device = inner_PI.shape[0], inner_PI.dtype, inner_PI.device
+    _require_result("grad_inner", grad_inner_PI, tuple(inner_PI.shape), dtype, device)
+    need_weights, need_z = grad_weights_P is not None, z_PF is not None
+    if need_weights:
+        _require_result("grad_weights", grad_weights_P, (rows,), weight_dtype(dtype), device)
+    if need_z:
+        _require_result("z", z_PF, (rows, width), dtype, device)
+    results = (grad_inner_PI, grad_weights_P, z_PF)
     if _has_kernel(inner_PI):
         grad_z_PF = grad_z_PF.contiguous()
-        _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *given)
+        _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
         return
-    need_weights, need_z = grad_weights_P is not None, z_PF is not None
     found = _backward_by_torch(grad_z_PF, inner_PI, weights_P, ends_L, activation, need_weights, need_z)
-    for result, value in zip((grad_inner_PI, grad_weights_P, z_PF), found, strict=True):
+    for result, value in zip(results, found, strict=True):
         if result is not None:
             result.copy_(value)
 
@@ -132,13 +144,13 @@ def _width(
     grad_z_PF: Tensor | None = None,
 ) -> int:
     """F, once everything has the right shape, dtype and device."""
-    if activation not in _INPUTS:
-        raise InvalidArgument(f"activation is {activation!r}, expected one of {', '.join(_INPUTS)}")
+    if activation not in INPUTS:
+        raise InvalidArgument(f"activation is {activation!r}, expected one of {', '.join(INPUTS)}")
     if inner_PI.dtype not in NATIVE_DTYPES:
         raise InvalidArgument(
             f"inner is {inner_PI.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}"
         )
-    inputs = _INPUTS[activation]
+    inputs = INPUTS[activation]
     if inner_PI.dim() != 2 or inner_PI.shape[1] < inputs or inner_PI.shape[1] % inputs != 0:
         raise InvalidArgument(
             f"inner has shape {tuple(inner_PI.shape)}, expected (rows, {'2F' if inputs == 2 else 'F'}) for "
@@ -165,6 +177,15 @@ def _require(
         raise InvalidArgument(f"{name} is {value.dtype}, expected {dtype}")
     if value.device != device:
         raise InvalidArgument(f"{name} is on {value.device}, expected {device}, where inner is")
+
+
+def _require_result(
+    name: str, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    assert value is not None
+    _require(name, value, shape, dtype, device)
+    if not value.is_contiguous():
+        raise InvalidArgument(f"{name} is not contiguous, must be")
 
 
 # -- what runs ---------------------------------------------------------------------------------------------
@@ -236,10 +257,10 @@ def _launch(
     ends_L: Tensor | None,
     width: int,
     activation: str,
-    *others: Tensor,
+    *others: Tensor | None,
 ) -> None:
-    """Puts a kernel of the extension on the current stream of inner's device. An empty tensor has address 0:
-    it is absent there."""
+    """Puts a kernel of the extension on the current stream of inner's device. What is empty or None has
+    address 0: it is absent there."""
     gpu = _gpu(inner_PI.device.index)
     _prepare(gpu.index, inner_PI.dtype)
     inner_PI = inner_PI.contiguous()
@@ -254,7 +275,7 @@ def _launch(
         width,
         NATIVE_DTYPES[inner_PI.dtype],
         getattr(_C.Activation, activation),
-        *(each.data_ptr() if each.numel() else 0 for each in others),
+        *(0 if each is None or not each.numel() else each.data_ptr() for each in others),
         gpu.raw_stream(),
     )
     kernel = getattr(_C, name)

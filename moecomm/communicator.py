@@ -648,12 +648,14 @@ class Communicator:
         backend = self._open()
         x, ids = shared_tensor(x_TH, self.device), shared_tensor(topk_idx_TK, self.device)
         weights = shared_tensor(topk_weights_TK, self.device)
+        fits = fits_dispatch(x, ids, weights, *self._expected)
 
         def begin() -> Any:
             backend.ready()
             try:
                 self._check_parts(parts)
-                self._check_dispatch(x, None, ids, weights, True)
+                if not fits:
+                    self._check_dispatch(x, None, ids, weights, True)
             except MoecommError as error:
                 backend.fail(error)
             return backend.begin_dispatch(DispatchCall(x, None, ids, weights, "expert", 1, -1, True), parts)

@@ -64,9 +64,22 @@ class CudaDevice:
         event.record(self.stream() if stream is None else stream)
         return event
 
-    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    def switch(self, stream: torch.cuda.Stream) -> None:
+        """Makes `stream`, and its device, current from now on."""
+        torch._C._cuda_setStream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    @contextlib.contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Makes `stream`, and its device, current for a block."""
-        return torch.cuda.stream(stream)
+        with contextlib.nullcontext() if self.is_current() else self.current():
+            before = self.stream()
+            self.switch(stream)
+            try:
+                yield
+            finally:
+                self.switch(before)
 
     def synchronize(self) -> None:
         """Waits for all work of this process on this GPU."""
@@ -84,16 +97,12 @@ class CudaDevice:
         """Streaming multiprocessors of the GPU."""
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
-    @contextlib.contextmanager
-    def leaving(self, sms: int) -> Iterator[None]:
-        """Matrix products that torch issues within the block leave so many SMs alone, as far as their
-        kernels know how: those of grouped_mm and of cuBLAS do."""
-        before = torch._C._get_sm_carveout_experimental()
+    def leave_sms(self, sms: int | None) -> int | None:
+        """Matrix products that torch issues from now on leave so many SMs alone, as far as their kernels know
+        how: those of grouped_mm do. None: none. Returns what it was before."""
+        before: int | None = torch._C._get_sm_carveout_experimental()
         torch._C._set_sm_carveout_experimental(sms)
-        try:
-            yield
-        finally:
-            torch._C._set_sm_carveout_experimental(before)
+        return before
 
     def uuid(self) -> str:
         """Names the GPU on this host, whatever its index in this process."""

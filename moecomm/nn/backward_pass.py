@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecomm.activation import weighted_activation_backward, weighted_activation_backward_into
-from moecomm.nn.passes import Call, Deferred, of_part
+from moecomm.nn.passes import Call, Deferred, of_part, without_autocast
 from moecomm.nn.pool import Ticket
 from moecomm.overlap import Results, backward_schedule
 from moecomm.overlap.moe import stage_name
@@ -221,7 +221,7 @@ class BackwardPass:
         need_in, need_out, *_ = self.need
 
         def compute() -> tuple[Tensor | None, Tensor | None]:
-            with torch.no_grad(), torch.autocast(self.grad_y_TH.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(self.grad_y_TH.device.type):
                 grad_out = self._down_weights(results) if need_out else None
                 return self._up_weights(results) if need_in else None, grad_out
 

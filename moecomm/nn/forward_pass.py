@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecomm.activation import weighted_activation
-from moecomm.nn.passes import Call, Weights, of_part
+from moecomm.activation import INPUTS, weighted_activation_into
+from moecomm.nn.passes import Call, Weights, of_part, without_autocast
 from moecomm.nn.pool import Ticket
 from moecomm.nn.routes import Route, Slices, make_route
 from moecomm.overlap import Results, forward_schedule, recompute_schedule
@@ -157,7 +157,7 @@ class ForwardPass:
             return self.call.executor.run(schedule, work, record=self.call.runs is not None)
 
     def _without_autocast(self) -> Any:
-        return torch.autocast(self.x_TH.device.type, enabled=False)
+        return without_autocast(self.x_TH.device.type)
 
     def _name(self, step: str, part: int) -> str:
         return stage_name(step, part, self.call.parts)
@@ -172,8 +172,15 @@ class ForwardPass:
 
     def _share_second(self) -> Tensor:
         assert self._shared_inner_TI is not None and self.weights.shared_out is not None
-        z_TF = weighted_activation(self._shared_inner_TI, activation=self.call.activation)
-        return z_TF @ self.weights.shared_out
+        return self._activated(self._shared_inner_TI) @ self.weights.shared_out
+
+    def _activated(
+        self, inner: Tensor, weights_P: Tensor | None = None, ends_L: Tensor | None = None
+    ) -> Tensor:
+        activation = self.call.activation
+        z = inner.new_empty(inner.shape[0], inner.shape[1] // INPUTS[activation])
+        weighted_activation_into(z, inner, weights_P, ends_L, activation=activation)
+        return z
 
     def _dispatch(self, results: Results, part: int) -> DispatchOutput:
         out = self.route.receive(part)
@@ -210,7 +217,7 @@ class ForwardPass:
     def _activation(self, inner: Tensor, part: int) -> Tensor:
         slices = self.known.slices
         weights = self.known.weights_P[slices.rows(part)]
-        return weighted_activation(inner, weights, slices.ends(part), activation=self.call.activation)
+        return self._activated(inner, weights, slices.ends(part))
 
     def _down(self, z: Tensor, part: int) -> Tensor:
         slices = self.known.slices

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from moecomm.nn.backward_pass import BackwardPass
 from moecomm.nn.forward_pass import ForwardPass, Known
-from moecomm.nn.passes import Call, Weights
+from moecomm.nn.passes import Call, Weights, without_autocast
 from moecomm.nn.pool import Ticket
 
 _NO_TABLE = torch.empty(0, dtype=torch.int32)
@@ -158,12 +158,12 @@ class _Keep(torch.autograd.Function):
         # Without the table, which autograd is to hold alone.
         ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)
         ctx.save_for_backward(w_in, w_out, shared_in, shared_out, *found.kept(ctx.needs_input_grad[3]))
-        return x_TH.new_zeros(()).expand(x_TH.shape)
+        return x_TH.new_empty(()).expand(x_TH.shape)  # that nobody reads
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_y_TH.device.type, enabled=False):
+        with without_autocast(grad_y_TH.device.type):
             return BackwardPass(ctx, grad_y_TH).run()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
@@ -81,3 +83,10 @@ class Call(NamedTuple):
 def of_part(do: Callable[[Results, int], Any], part: int) -> Callable[[Results], Any]:
     """A stage of one part."""
     return lambda results: do(results, part)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Products within the block are in the dtype of their operands."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()  # the context takes some ten microseconds to do nothing
+    return torch.autocast(device_type, enabled=False)

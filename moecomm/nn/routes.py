@@ -12,7 +12,7 @@ from torch import Tensor
 from moecomm.communicator import Communicator
 from moecomm.parts import CombineInParts, DispatchInParts, RedispatchInParts
 from moecomm.routing import part_experts
-from moecomm.types import DispatchOutput, Handle, Work
+from moecomm.types import DispatchOutput, Handle
 
 
 class Slices:
@@ -20,7 +20,7 @@ class Slices:
 
     def __init__(self, out: DispatchOutput, local_experts: int) -> None:
         ends = out.handle.part_ends
-        self.whole = not ends
+        self.whole = len(ends) < 2
         self._rows = (0, *(ends or (out.handle.num_rows,)))
         self._experts = (0, *part_experts(local_experts, max(len(ends), 1)))
         self._offsets_L = out.offsets
@@ -73,18 +73,23 @@ class AsOne:
 
     def __init__(self, comm: Communicator, capacity: int | None, handle: Handle | None) -> None:
         self._comm, self._capacity, self._handle = comm, capacity, handle
-        self._dispatch: Work[DispatchOutput] | None = None
+        self._begun: DispatchInParts | None = None
+        self._out: DispatchOutput | None = None
 
     def publish(self, x_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> None:
         """Starts it; without a capacity the rest waits for the number of rows."""
-        self._dispatch = self._comm.dispatch(
-            x_TH, topk_idx_TK, topk_weights_TK, capacity=self._capacity, async_op=True
-        )
+        if self._capacity is None:
+            self._begun = self._comm.begin_dispatch(x_TH, topk_idx_TK, topk_weights_TK, parts=1)
+        else:
+            self._out = self._comm.dispatch(x_TH, topk_idx_TK, topk_weights_TK, capacity=self._capacity)
 
     def receive(self, part: int) -> DispatchOutput:
         """All of it."""
-        assert self._dispatch is not None
-        out, self._dispatch = self._dispatch.wait(), None
+        if self._begun is not None:
+            self._begun.receive()
+            self._out, self._begun = self._begun.output, None
+        out, self._out = self._out, None
+        assert out is not None
         self._handle = out.handle
         return out
 

@@ -12,7 +12,7 @@ import torch
 
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument
-from moecomm.overlap.interleave import pause
+from moecomm.overlap.interleave import in_turns, pause
 from moecomm.overlap.schedule import SMS, Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 from moecomm.types import DispatchOutput
@@ -31,9 +31,10 @@ class Results:
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
-        taker = self._schedule.streams[0] if self._stage is None else self._stage.stream
-        if self._schedule[name].stream != taker:
-            self._order.take(taker, value)
+        if self._order.apart:
+            taker = self._schedule.streams[0] if self._stage is None else self._stage.stream
+            if self._schedule[name].stream != taker:
+                self._order.take(taker, value)
         return value
 
     def drop(self, name: str) -> None:
@@ -66,6 +67,10 @@ Work = Mapping[str, Callable[[Results], Any]]
 class Executor:
     """Runs schedules on the streams of one device; on the CPU one stage after another.
 
+    A schedule in which nothing lies beside anything else (`Schedule.is_chain`) runs on the caller's stream
+    alone, which takes the host less; not so in a program of `interleave`, where another one's stages lie
+    beside these.
+
     Args:
         device: where the work is.
         streams: CUDA streams that stages name, such as a communicator's; the first stream of a schedule is
@@ -94,21 +99,23 @@ class Executor:
                 f"work and the schedule's stages do not have the same names: {sorted(difference)} is in one "
                 "of them only"
             )
-        with contextlib.nullcontext() if self._gpu is None else self._gpu.current():
+        gpu = self._gpu
+        with contextlib.nullcontext() if gpu is None or gpu.is_current() else gpu.current():
             order = self._order(schedule, record)
             results = Results(order, schedule)
             try:
                 for stage in schedule.stages:
                     results._stage = stage
-                    with order.stage(stage):
-                        results._values[stage.name] = work[stage.name](results)
+                    order.begin(stage)
+                    results._values[stage.name] = work[stage.name](results)
+                    order.end(stage)
                     if stage.yields:
                         pause()
             finally:
                 results._stage = None
-                order.end()
-            if self.waits and self._gpu is not None and not self._gpu.capturing():
-                self._gpu.stream().synchronize()
+                order.close()
+            if self.waits and gpu is not None and not gpu.capturing():
+                gpu.stream().synchronize()
         return results
 
     def _order(self, schedule: Schedule, record: bool) -> _Order:
@@ -116,47 +123,56 @@ class Executor:
             return _HostOrder(schedule, record)
         if record and self._gpu.capturing():
             raise InvalidArgument("record is True within a CUDA graph capture, must be False")
+        if schedule.is_chain and not in_turns():
+            return _StreamOrder(self._gpu, {}, schedule, record)
         for name in schedule.streams[1:]:
             if name not in self._streams:
                 self._streams[name] = self._gpu.new_stream()
-        return _StreamOrder(self._gpu, self._streams, schedule, record)
+        streams = {name: self._streams[name] for name in schedule.streams[1:]}
+        return _StreamOrder(self._gpu, streams, schedule, record)
 
 
 class _Order(Protocol):
     """How the stages of one run follow each other."""
 
-    def stage(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        """Within it a stage is issued."""
+    apart: bool
+    """Tensors of one stream may be taken to another."""
+
+    def begin(self, stage: Stage) -> None:
+        """What follows belongs to the stage."""
+
+    def end(self, stage: Stage) -> None:
+        """All of the stage has been issued."""
 
     def take(self, stream: str, value: Any) -> None:
         """Work on `stream` uses the tensors in a value that another one has made."""
 
-    def end(self) -> None:
-        """The caller goes on after all stages."""
+    def close(self) -> None:
+        """The caller goes on after all that was issued, be it within a stage that has failed."""
 
     def timeline(self) -> Timeline:
         """What was recorded."""
 
 
 class _HostOrder:
+    apart = False
+
     def __init__(self, schedule: Schedule, record: bool) -> None:
         self._schedule, self._record = schedule, record
         self._spans: list[Span] = []
-        self._start = time.perf_counter()
+        self._start = self._began = time.perf_counter()
 
-    @contextlib.contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        end = time.perf_counter()
-        self._spans.append(
-            Span(stage.name, stage.stream, begin - self._start, end - self._start, stage.communicates)
-        )
+    def begin(self, stage: Stage) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, stage: Stage) -> None:
+        times = (self._began - self._start, time.perf_counter() - self._start)
+        self._spans.append(Span(stage.name, stage.stream, *times, stage.communicates))
 
     def take(self, stream: str, value: Any) -> None:
         pass
 
-    def end(self) -> None:
+    def close(self) -> None:
         pass
 
     def timeline(self) -> Timeline:
@@ -165,68 +181,88 @@ class _HostOrder:
 
 
 class _StreamOrder:
+    """Side streams that are not given are the caller's. Streams are switched between stages and not for the
+    time of each: to switch there and back takes the host longer than most of what else there is here."""
+
     def __init__(
-        self, gpu: CudaDevice, streams: Mapping[str, torch.cuda.Stream], schedule: Schedule, record: bool
+        self, gpu: CudaDevice, streams: dict[str, torch.cuda.Stream], schedule: Schedule, record: bool
     ) -> None:
         self._gpu, self._schedule, self._record = gpu, schedule, record
-        self._caller = gpu.stream()
-        self._streams = {name: streams[name] for name in schedule.streams[1:]}
-        self._streams[schedule.streams[0]] = self._caller
+        self._caller = self._now = gpu.stream()
+        self._side, self.apart = streams, bool(streams)
         self._ends: dict[str, torch.cuda.Event] = {}
-        self._times: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self._begun: dict[str, None] = {}  # side streams, in order
-        self._fork = self._event(self._caller)
+        self._begins: dict[str, torch.cuda.Event] = {}
+        self._begun: set[str] = set()  # side streams
+        self._whole = schedule.resources.get(SMS, 0.0)
+        self._left: int | None = None  # SMs, by products outside this run
+        self._leaving = self._open = False
+        self._fork = self._event(self._caller) if record or streams else None
 
-    @contextlib.contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        stream = self._streams[stage.stream]
-        if stream is not self._caller and stage.stream not in self._begun:
-            stream.wait_event(self._fork)
-            self._begun[stage.stream] = None
-        for other in stage.after:
-            if self._schedule[other].stream != stage.stream:
-                stream.wait_event(self._ends[other])
+    def begin(self, stage: Stage) -> None:
+        stream = self._side.get(stage.stream, self._caller)
+        if self.apart:
+            self._follow(stage, stream)
         self._gpu.push_range(f"moecomm {stage.name}")
-        try:
-            begin = self._event(stream) if self._record else None
-            # To switch streams takes the host longer than most of what else there is here.
-            there = contextlib.nullcontext() if stream is self._caller else self._gpu.on(stream)
-            with there, self._leaving(stage):
-                yield
-            if begin is not None or stage.name in self._schedule.awaited:
-                self._ends[stage.name] = self._event(stream)
-            if begin is not None:
-                self._times[stage.name] = (begin, self._ends[stage.name])
-        finally:
-            self._gpu.pop_range()
+        self._open = True
+        if self._record:
+            self._begins[stage.name] = self._event(stream)
+        if stream is not self._now:
+            self._gpu.switch(stream)
+            self._now = stream
+        used = stage.uses.get(SMS, self._whole)
+        if used < self._whole and not stage.communicates:
+            self._left, self._leaving = self._gpu.leave_sms(int(self._whole - used)), True
 
-    def _leaving(self, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        """Of the SMs those that the schedule does not give to the stage."""
-        whole = self._schedule.resources.get(SMS, 0.0)
-        used = stage.uses.get(SMS, whole)
-        if stage.communicates or used >= whole:
-            return contextlib.nullcontext()
-        return self._gpu.leaving(int(whole - used))
+    def end(self, stage: Stage) -> None:
+        self._leave()
+        if self._record or (self.apart and stage.name in self._schedule.awaited):
+            self._ends[stage.name] = self._event(self._now)
 
     def take(self, stream: str, value: Any) -> None:
         if self._gpu.capturing():
             return  # a graph's memory is its own until the graph goes
         for tensor in _tensors(value):
             if tensor.is_cuda:
-                tensor.record_stream(self._streams[stream])
+                tensor.record_stream(self._side.get(stream, self._caller))
 
-    def end(self) -> None:
-        for name in self._begun:
-            self._caller.wait_event(self._event(self._streams[name]))
+    def close(self) -> None:
+        self._leave()
+        if self._now is not self._caller:
+            self._gpu.switch(self._caller)
+        for name, stream in self._side.items():
+            if name in self._begun:
+                self._caller.wait_event(self._event(stream))
 
     def timeline(self) -> Timeline:
         _require_recorded(self._record)
+        assert self._fork is not None
         self._caller.synchronize()
         spans = []
         for stage in self._schedule.stages:
-            begin, end = (self._fork.elapsed_time(event) * 1e-3 for event in self._times[stage.name])
+            begin, end = (
+                self._fork.elapsed_time(events[stage.name]) * 1e-3 for events in (self._begins, self._ends)
+            )
             spans.append(Span(stage.name, stage.stream, begin, end, stage.communicates))
         return Timeline(spans, streams=self._schedule.streams)
+
+    def _follow(self, stage: Stage, stream: torch.cuda.Stream) -> None:
+        """Puts the stage's stream behind what the stage needs."""
+        if stage.stream in self._side and stage.stream not in self._begun:
+            assert self._fork is not None
+            stream.wait_event(self._fork)
+            self._begun.add(stage.stream)
+        for other in stage.after:
+            if self._schedule[other].stream != stage.stream:
+                stream.wait_event(self._ends[other])
+
+    def _leave(self) -> None:
+        """Ends the stage that is under way, if one is."""
+        if self._leaving:
+            self._gpu.leave_sms(self._left)
+            self._leaving = False
+        if self._open:
+            self._gpu.pop_range()
+            self._open = False
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         return self._gpu.record_event(stream, timed=self._record)

@@ -84,6 +84,11 @@ def pause() -> None:
         turns.pass_on(number)
 
 
+def in_turns() -> bool:
+    """Within a program of `interleave`?"""
+    return _place.get() is not None
+
+
 def interleave(*programs: Callable[[], Any]) -> tuple[Any, ...]:
     """Runs the programs in turns, the first one first, and returns their results in their order.
 
@@ -100,7 +105,7 @@ def interleave(*programs: Callable[[], Any]) -> tuple[Any, ...]:
     for program in programs:
         if not callable(program):
             raise InvalidArgument(f"program is {type(program).__name__}, expected something to call")
-    if _place.get() is not None:
+    if in_turns():
         raise InvalidArgument("interleave within a program of another one, expected outside")
     turns = _Turns(len(programs))
     results: list[Any] = [None] * len(programs)

@@ -5,6 +5,7 @@ GPU.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,10 @@ class Schedule:
             if self._by_name[other].stream != stage.stream
         )
         """Names of the stages that some stage of another stream waits for."""
+        self.is_chain: bool = all(
+            a.stream == b.stream or a.name in b.after for a, b in itertools.pairwise(self.stages)
+        )
+        """Every stage waits for the one before it, so that one stream would do for all."""
 
     def __getitem__(self, name: str) -> Stage:
         return self._by_name[name]

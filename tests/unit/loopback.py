@@ -349,6 +349,9 @@ class FakeGpu:
         self.streams.append(FakeStream(self, 100 + len(self.streams)))
         return self.streams[-1]
 
+    def switch(self, stream: FakeStream) -> None:
+        self.now = stream
+
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
         before, self.now = self.now, stream

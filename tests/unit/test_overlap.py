@@ -3,12 +3,11 @@ streams."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from moecomm.overlap import (
     Timeline,
     backward_schedule,
     forward_schedule,
+    interleave,
 )
 from tests.unit.loopback import FakeGpu, FakeStream
 
@@ -298,7 +298,7 @@ def test_work_has_to_fit() -> None:
 class Gpu(FakeGpu):
     """With events that can be recorded and asked for times."""
 
-    left = 0
+    left: int | None = 7
 
     def record_event(self, stream: FakeStream, *, timed: bool = False) -> Any:
         self.log.append(f"record {stream.number}")
@@ -307,11 +307,9 @@ class Gpu(FakeGpu):
             stream=stream, at=at, elapsed_time=lambda other: (other.at - at) if timed else None
         )
 
-    @contextlib.contextmanager
-    def leaving(self, sms: int) -> Iterator[None]:
-        self.left = sms
-        yield
-        self.left = 0
+    def leave_sms(self, sms: int | None) -> int | None:
+        before, self.left = self.left, sms
+        return before
 
 
 class Tensor(torch.Tensor):
@@ -378,12 +376,73 @@ def test_products_leave_what_the_schedule_does_not_give_them(gpu: Callable[[], E
         backward_schedule(shared=False, keep="all", home=True, weights=True, split=split),
     ):
         executor.run(schedule, {name: look(name) for name in _names(schedule)})
-    assert left.pop("sum") == left.pop("up weights") == 0  # nothing travels then
+    assert left.pop("sum") == left.pop("up weights") == 7  # nothing travels then: as it was
     beside = {"shared experts", "down weights"} | {
         f"{step} {part}" for step in ("up", "activation", "down") for part in (0, 1)
     }
     assert {name for name, sms in left.items() if sms == 24} == beside
-    assert all(sms == 0 for name, sms in left.items() if name not in beside)
+    assert all(sms == 7 for name, sms in left.items() if name not in beside)
+
+    def fail(_: Results) -> None:
+        raise ValueError("mine")
+
+    schedule = forward_schedule(shared=True, split=split)
+    work = {name: look(name) for name in _names(schedule)} | {"shared experts": fail}
+    with pytest.raises(ValueError, match="mine"):
+        executor.run(schedule, work)
+    assert FakeGpu.last.left == 7  # type: ignore[attr-defined]
+
+
+CHAIN = Schedule(
+    [_stage("dispatch", on="comm"), _stage("experts", "dispatch"), _stage("combine", "experts", on="comm")],
+    streams=STREAMS,
+)
+
+
+def test_what_is_a_chain() -> None:
+    assert CHAIN.is_chain and not SCHEDULE.is_chain
+    assert forward_schedule(shared=False).is_chain
+    for is_chain, options in (
+        (True, {}),
+        (True, {"weights": False}),
+        (False, {"shared": True}),
+        (False, {"keep": "rows"}),  # the first product is made again while the gradients are on their way
+        (False, {"parts": 2}),
+        (False, {"split": Split(sms=132, comm=24)}),
+        (False, {"pool": True}),
+    ):
+        all_options: Any = {"shared": False, "keep": "all", "home": True, "weights": True} | options
+        assert backward_schedule(**all_options).is_chain is is_chain, options
+
+
+def test_a_chain_needs_no_other_stream(gpu: Callable[[], Executor]) -> None:
+    executor, fake = gpu(), FakeGpu.last
+    rows, log = _tensor(), fake.log
+    work = {
+        "dispatch": lambda _: rows,
+        "experts": lambda r: r["dispatch"],
+        "combine": lambda _: log.append("end"),
+    }
+    executor.run(CHAIN, work)
+    assert log == ["end"] and rows.kept_for == [] and len(fake.streams) == 1
+    assert fake.ranges == ["moecomm dispatch", "pop", "moecomm experts", "pop", "moecomm combine", "pop"]
+
+
+def test_a_chain_beside_another_program_has_its_streams(gpu: Callable[[], Executor]) -> None:
+    executor, fake = gpu(), FakeGpu.last
+    seen: list[int] = []
+    work = {name: (lambda _: seen.append(fake.now.number)) for name in _names(CHAIN)}
+    interleave(lambda: executor.run(CHAIN, work))
+    assert seen == [101, 100, 101]
+
+
+def test_a_recorded_chain(gpu: Callable[[], Executor], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = gpu()
+    monkeypatch.setattr(FakeStream, "synchronize", lambda self: None, raising=False)
+    work = {name: (lambda _: None) for name in _names(CHAIN)}
+    spans = executor.run(CHAIN, work, record=True).timeline().spans
+    assert [(span.name, span.stream) for span in spans] == [(s.name, s.stream) for s in CHAIN.stages]
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(spans))
 
 
 def test_given_streams_are_used(gpu: Callable[[], Executor]) -> None:
