@@ -38,6 +38,7 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
     visit("partial sum credits", w.partial_credits, s.ranks * (s.max_chunks() + 1) * 4);
     const WindowShape host = host_window_shape(s);
     visit("staged rows", w.staged_rows, others * host.chunks(s.max_tokens) * 4);
+    visit("chunks here", w.chunks_here, others * host.chunks(s.max_tokens) * 4);
     for (auto& offset : w.partials)
       visit("partial sums", offset, others * w.partial_tokens * s.node_slots() * s.row_bytes());
   }

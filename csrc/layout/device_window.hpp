@@ -182,6 +182,8 @@ struct DeviceWindow {
       partial_arrived;  ///< uint32[node * local ranks + owner][max_chunks + 1], as `arrived` without parts
   int64_t partial_credits;  ///< uint32[home][max_chunks + 1]: epoch in which its relay has read a chunk
   int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows in place for the network
+  int64_t chunks_here;      ///< uint32[other][chunks to a node]: 2 epoch + 1: a chunk of rows from there has
+                            ///< arrived; 2 epoch: a warp of this rank looks whether it has
   int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
   int64_t partial_tokens;   ///< tokens of one home for whose sums there is room; it is used in turn
   int64_t total_bytes;

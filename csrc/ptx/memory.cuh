@@ -37,6 +37,11 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

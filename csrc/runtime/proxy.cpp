@@ -24,6 +24,9 @@ constexpr int kIdleYields = 32;
 constexpr auto kIdleSleep = std::chrono::microseconds(20), kLongSleep = std::chrono::microseconds(500);
 constexpr auto kDeviceSleep = std::chrono::microseconds(100);  // kernels can't end a sleep
 constexpr int kIdleTurns = 4096;                               // then the sleeps get long
+// While bytes are on their way, which move only as somebody looks, the thread of a GPU stays awake: the
+// ranks' own threads have nothing to do then. A peer that has stopped must not keep it so for ever.
+constexpr int kMovingYields = 1 << 20;
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
 CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
@@ -148,7 +151,7 @@ void Proxy::run() {
 /// sleeps are not very long either.
 void Proxy::rest(int idle) {
   if (idle == 0) return;
-  if (idle <= kIdleYields) {
+  if (idle <= kIdleYields || (idle <= kMovingYields && layout_.shape.for_device() && moving())) {
     std::this_thread::yield();
   } else if (idle <= kIdleTurns) {
     std::this_thread::sleep_for(kIdleSleep);
@@ -158,6 +161,17 @@ void Proxy::rest(int idle) {
     awake_.wait_for(lock, layout_.shape.for_device() ? kDeviceSleep : kLongSleep);
     asleep_ = false;
   }
+}
+
+/// Puts that have not left, or rows of an operation that have not arrived.
+bool Proxy::moving() const {
+  for (int32_t other = 0; other < others_; ++other) {
+    const Outbound& out = outbound_[static_cast<size_t>(other)];
+    const Inbound& in = inbound_[static_cast<size_t>(other)];
+    if (!out.gone && out.left < out.put) return true;
+    if (!in.gone && *progress().all_here(other) < in.delivered) return true;
+  }
+  return false;
 }
 
 bool Proxy::take_commands() {
@@ -271,6 +285,7 @@ bool Proxy::take_events() {
   for (const RemoteEvent& event : events_) {
     switch (event.kind) {
       case RemoteEvent::Kind::sent:
+        ++outbound_[static_cast<size_t>(NodeMap::other(event.peer, node_))].left;
         put_done(event.context);
         break;
       case RemoteEvent::Kind::arrived:

@@ -72,7 +72,7 @@ class Proxy {
   };
   struct Outbound {
     std::deque<Put> ready;
-    uint64_t put = 0;
+    uint64_t put = 0, left = 0;  // puts started, and those done with their source bytes
     bool farewell = false, gone = false;
   };
   struct Inbound {
@@ -93,6 +93,7 @@ class Proxy {
 
   void run();
   void rest(int idle);
+  bool moving() const;
   bool take_commands();
   bool issue();
   bool take_events();

@@ -101,7 +101,7 @@ void test_sections_of_nodes() {
     CHECK(s.bins() == s.num_experts + s.ranks + others + 1);
     const int64_t fields[] = {w.relay_state,    w.relay_text[0],   w.relay_text[1],   w.relay_grads[0],
                               w.relay_grads[1], w.partial_arrived, w.partial_credits, w.staged_rows,
-                              w.partials[0],    w.partials[1],     w.total_bytes};
+                              w.chunks_here,    w.partials[0],     w.partials[1],     w.total_bytes};
     CHECK(fields[0] == w.rows[1] + (w.rows[1] - w.rows[0]));
     for (size_t i = 1; i < std::size(fields); ++i) CHECK(fields[i] > fields[i - 1] && fields[i] % kPage == 0);
     // They take no more than the slots of this rank's own tokens, but for a few tokens.

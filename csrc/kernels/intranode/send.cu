@@ -440,12 +440,10 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
     if (owners.tokens == 0) continue;
     const int32_t source = comm.rail_rank(other);
     bool here = true;
-    const device::HostWord arrival{
-        {comm.rail.arrival(epoch, other, max(chunk.number, 0) / comm.rail.chunk_rows), epoch}};
-    if (!__all_sync(0xffffffffu, chunk.number < 0 || arrival.arrived()))
+    const device::RailChunk arrival{comm, epoch, other, max(chunk.number, 0) / comm.rail.chunk_rows};
+    if (!__all_sync(0xffffffffu, chunk.number < 0 || arrival.here().arrived()))
       announcer.flush();  // what comes before must not wait for this chunk
-    if (chunk.number >= 0)
-      here = device::wait_until(comm, {source, WaitPhase::rows, args.operation, epoch, false}, arrival);
+    if (chunk.number >= 0) here = arrival.wait({source, WaitPhase::rows, args.operation, epoch, false});
     if (!__all_sync(0xffffffffu, here)) return false;
     open_for_loads();
     rows.start_source(source);

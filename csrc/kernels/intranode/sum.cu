@@ -10,6 +10,7 @@
 #include "kernels/intranode/announcer.cuh"
 #include "kernels/intranode/strip.cuh"
 #include "layout/routing.hpp"
+#include "transport/device/rail.cuh"
 
 namespace moecomm::intranode {
 namespace {
@@ -89,9 +90,8 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
       const int32_t other = comm.other_of(owner);
       const int32_t number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + token];
       at = comm.rail.arrived(epoch, other, number, comm.window.shape.row_bytes());
-      here = device::wait_until(
-          comm, {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch},
-          device::HostWord{{comm.rail.arrival(epoch, other, number / comm.rail.chunk_rows), epoch}});
+      here = device::RailChunk{comm, epoch, other, number / comm.rail.chunk_rows}.wait(
+          {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch});
     }
     slots[slot] = at;
   }

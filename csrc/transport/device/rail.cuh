@@ -64,6 +64,32 @@ __device__ inline void row_staged(const Comm& comm, Command::Kind kind, int32_t 
                 static_cast<uint32_t>(other * comm.rail.chunks + chunk), in_chunk << 16 | in_chunk});
 }
 
+/// A chunk of rows from another node. The first that waits for it looks at the word in host memory, which all
+/// others would keep from what else takes that way, and tells them in this GPU's memory.
+struct RailChunk {
+  const Comm& comm;
+  uint64_t epoch;
+  int32_t other;
+  int64_t chunk;
+
+  __device__ uint32_t* word() const {
+    return comm.mine<uint32_t>(comm.window.chunks_here) + other * comm.rail.chunks + chunk;
+  }
+  __device__ OwnWord here() const { return {word(), static_cast<uint32_t>(2 * epoch + 1)}; }
+
+  /// False if it waits in vain.
+  __device__ bool wait(const WaitInfo& info) const {
+    const OwnWord here = this->here();
+    if (here.arrived()) return true;
+    const uint32_t looked_for = here.value - 1, seen = ptx::load_relaxed_gpu(word());
+    if (seen == here.value || seen == looked_for || atomicCAS(word(), seen, looked_for) != seen)
+      return wait_until(comm, info, here);
+    if (!wait_until(comm, info, HostWord{{comm.rail.arrival(epoch, other, chunk), epoch}})) return false;
+    ptx::store_release_gpu(word(), here.value);
+    return true;
+  }
+};
+
 /// Waits until what earlier operations gave the network has left, so that its memory may be written again.
 /// Whole block; false if it waits in vain.
 __device__ inline bool wait_sent(const Comm& comm, Operation operation, uint64_t epoch) {

@@ -115,6 +115,17 @@ struct HostWord : RecordEpoch {
   static constexpr unsigned kInterval = 400;
 };
 
+/// A word of this rank's own memory, which takes one value after another.
+struct OwnWord {
+  static constexpr unsigned kInterval = 100;
+  const uint32_t* address;
+  uint32_t value;
+  __device__ bool arrived() const {
+    return ptx::load_relaxed_gpu(address) == value && ptx::load_acquire_gpu(address) == value;
+  }
+  __device__ uint64_t seen() const { return ptx::load_acquire_gpu(address); }
+};
+
 /// A counter of this device's blocks.
 struct BlockCount {
   static constexpr unsigned kInterval = 32;
