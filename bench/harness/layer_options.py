@@ -26,12 +26,13 @@ from .sizes import parse_size
 PROGRAM = "moe_layer"
 ROUTINGS = ("uniform", "zipf", "balanced")
 COMPUTE, PLAIN, COMM = "compute only", "plain compute", "communication only"
-SERIAL, OVERLAPPED, FIXED, GRAPH = "serial", "overlapped", "fixed", "graph replay"
+SERIAL, OVERLAPPED, INTERLEAVED = "serial", "overlapped", "interleaved"
+FIXED, GRAPH, GRAPHED = "fixed", "graph replay", "graphed step"
 BASELINE, TUNED = "baseline", "baseline-tuned"
 FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW = "fp8 compute only", "fp8 overlapped", "fp8 weights anew"
-WAYS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, BASELINE, TUNED)
+WAYS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, INTERLEAVED, BASELINE, TUNED)
 FP8_WAYS = (FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW)  # not among all: GPUs that have them are few
-GRAPH_WAYS = (COMPUTE, OVERLAPPED, FIXED, GRAPH)  # at --graph-tokens
+GRAPH_WAYS = (COMPUTE, OVERLAPPED, FIXED, GRAPH, GRAPHED)  # at --graph-tokens
 KEEPS = ("all", "rows", "nothing")
 _DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
 
@@ -43,6 +44,8 @@ ways (each verified against an independent computation before it is timed):
   communication only  dispatch and combine, and for the backward redispatch and dispatch_backward
   serial              MoELayer(overlap=False): one after another
   overlapped          MoELayer; "overlapped, keep rows" and so on for other --keep
+  interleaved         overlap.interleave: a forward beside the backward of the one before it, which together
+                      are the step
   baseline            what a plain framework does: all_to_all_single (NCCL, on CPUs gloo) between torch sort
                       and index permutes, grouped_mm and SwiGLU under autograd
   baseline-tuned      the same with gathers for the backward of permutes and one fused weighted sum
@@ -51,6 +54,8 @@ ways (each verified against an independent computation before it is timed):
   fp8 weights anew    the same, weights quantised in every call. These three only if --ways has them
   fixed               overlapped, with a fixed number of rows (--headroom)
   graph replay        fixed, forward and backward replayed from CUDA graphs
+  graphed step        GraphedStep: dropless, with room for --headroom times a balanced routing's rows, what is
+                      kept in a pool, and its check after each replay
 All begin with the routing at hand: the router is in none of them.
 
 columns:

@@ -34,7 +34,8 @@ def layers_cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
         runs.append(_run(name, _CLOSELY[0], (*parts, "--parts", counts, *of, *steady), "rows in parts"))
     skew = ("--routing", "zipf", "--zipf", "0.5,1", "--graph-tokens", "0")
     runs += [_run(f"cuda-layers-{name}-skew", name, (*skew, *steady), "skewed routing") for name in _CLOSELY]
-    keep = ("--keep", "all,rows,nothing", "--ways", "compute only,overlapped", "--graph-tokens", "0")
+    beside = "compute only,serial,overlapped,baseline"
+    keep = ("--keep", "all,rows,nothing", "--ways", beside, "--graph-tokens", "0")
     return runs + [
         _run(f"cuda-layers-{name}-keep", name, (*keep, *steady), "what the forward keeps")
         for name in _CLOSELY

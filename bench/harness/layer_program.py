@@ -207,6 +207,7 @@ class _Benchmark:
             exposed=exposed,
             memory_bytes=memory_bytes,
             peak_bytes=peak_bytes,
+            kept_bytes=None if way.keeps_memory or not way.computes else self._kept(way),
             host_s=self._host(way, case),
         )
 
@@ -224,6 +225,20 @@ class _Benchmark:
         del results
         largest = slowest([float(peak - before), float(peak)])
         return int(largest[0]), int(largest[1])
+
+    def _kept(self, way: Way) -> int | None:
+        """What a forward leaves for its backward, of the rank where that is most."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        result = way.forward()
+        torch.cuda.synchronize()
+        own = result.untyped_storage().nbytes() if isinstance(result, Tensor) else 0
+        kept = torch.cuda.memory_allocated() - before - own
+        del result
+        return int(slowest([float(kept)])[0])
 
     def _host(self, way: Way, case: LayerCase) -> float | None:
         if self.options.host_calls == 0 or self.device.type == "cpu":

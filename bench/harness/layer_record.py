@@ -65,6 +65,7 @@ class LayerRow(Point):
     exposed: Exposed | None  # None: not recorded
     memory_bytes: int | None  # a step's peak over what was there; None: not known
     peak_bytes: int | None  # all that was allocated at that peak, largest of the ranks
+    kept_bytes: int | None  # between a forward and its backward, without the result
     host_s: float | None  # CPU time to issue a step
     wrong: int | None  # None: not checked
     worst: float | None  # largest deviation, of a value's magnitude plus its row's root mean square
@@ -101,6 +102,7 @@ class Measured:
     exposed: Exposed | None = None
     memory_bytes: int | None = None
     peak_bytes: int | None = None
+    kept_bytes: int | None = None
     host_s: float | None = None
 
 
@@ -183,6 +185,7 @@ def make_row(
         exposed=measured.exposed,
         memory_bytes=measured.memory_bytes,
         peak_bytes=measured.peak_bytes,
+        kept_bytes=measured.kept_bytes,
         host_s=measured.host_s,
         wrong=measured.wrong,
         worst=measured.worst,

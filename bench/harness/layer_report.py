@@ -10,6 +10,8 @@ from .layer_options import (
     COMPUTE,
     FIXED,
     GRAPH,
+    GRAPHED,
+    INTERLEAVED,
     OVERLAPPED,
     PLAIN,
     SERIAL,
@@ -112,11 +114,13 @@ def comparison(rows: Sequence[LayerRow]) -> str:
     found = {row.way: row for row in rows}
     pairs = (
         (OVERLAPPED, SERIAL),
+        (INTERLEAVED, OVERLAPPED),
         (OVERLAPPED, BASELINE),
         (OVERLAPPED, TUNED),
         (COMPUTE, PLAIN),
         (GRAPH, OVERLAPPED),
         (GRAPH, FIXED),
+        (GRAPHED, OVERLAPPED),
     )
     lines = [f"# {text}" for pair in pairs if (text := _times(found, *pair))]
     different = [row.way for row in rows if row.same_bits is False]

@@ -15,6 +15,8 @@ from .layer_options import (
     FP8_COMPUTE,
     FP8_OVERLAPPED,
     GRAPH,
+    GRAPHED,
+    INTERLEAVED,
     OVERLAPPED,
     PLAIN,
     SERIAL,
@@ -35,6 +37,7 @@ _STEP_TITLES = (
     "overlapped ms",
     "ratio",
     "serial",
+    "interleaved",
     "communication only ms",
     "exposed",
     "TFLOP/s",
@@ -63,10 +66,21 @@ _GRAPH_TITLES = (
     "eager ms",
     "fixed ms",
     "graph ms",
-    "faster than eager",
+    "graphed step ms",
+    "graph than eager",
     "than fixed",
+    "graphed step than eager",
 )
-_KEEP_TITLES = ("layer", "tokens/rank", "kept", "step ms", "ratio", "memory GB", "bytes/token")
+_KEEP_TITLES = (
+    "layer",
+    "tokens/rank",
+    "kept",
+    "step ms",
+    "ratio",
+    "memory GB",
+    "kept GB",
+    "kept bytes/token",
+)
 _PARTS_TITLES = ("layer", "tokens/rank", "SMs", "parts", "forward ms", "step ms", "ratio", "exposed")
 _FP8_TITLES = (
     "layer",
@@ -155,6 +169,7 @@ def step_lines(records: Records) -> list[list[str]]:
                 _ms(ways, OVERLAPPED, "step_s"),
                 _number(own["step_ratio"]),
                 _number(serial["step_ratio"] if serial else None),
+                _number(ways[INTERLEAVED]["step_ratio"] if INTERLEAVED in ways else None),
                 _ms(ways, COMM, "step_s"),
                 _exposed(own, "step_share"),
                 f"{own['step_tflops']:.4g}",
@@ -204,9 +219,10 @@ def graph_lines(records: Records) -> list[list[str]]:
             [
                 _layer(own),
                 str(own["tokens"]),
-                *(_ms(ways, name, "step_s") for name in (OVERLAPPED, FIXED, GRAPH)),
+                *(_ms(ways, name, "step_s") for name in (OVERLAPPED, FIXED, GRAPH, GRAPHED)),
                 _faster(ways, GRAPH, OVERLAPPED),
                 _faster(ways, GRAPH, FIXED),
+                _faster(ways, GRAPHED, OVERLAPPED),
             ]
         ]
 
@@ -214,27 +230,27 @@ def graph_lines(records: Records) -> list[list[str]]:
 
 
 def keep_lines(records: Records) -> list[list[str]]:
-    """Time and memory by what a forward keeps, where more than one choice ran."""
+    """Time and memory by what a forward keeps, where more than one choice ran; others beside them."""
 
     def lines(ways: Ways) -> list[list[str]]:
-        kept = {
-            name: row
-            for name, row in ways.items()
-            if name == OVERLAPPED or name.startswith(f"{OVERLAPPED}, keep ")
-        }
-        if len(kept) < 2:
+        choices = [name for name in ways if name.startswith(f"{OVERLAPPED}, keep ")]
+        if not choices:
             return []
+        words = {name: name.rpartition(" keep ")[2] for name in choices} | {OVERLAPPED: "all"}
+        beside = {name: name for name in (SERIAL, BASELINE)}
         return [
             [
                 _layer(row),
                 str(row["tokens"]),
-                name.rpartition(" keep ")[2] if "," in name else "all",
+                (words | beside)[name],
                 f"{row['step_s'] * 1e3:.3f}",
                 _number(row["step_ratio"]),
                 _number(row["memory_bytes"], 1e-9, 2),
-                _number(row["memory_bytes"], 1 / row["tokens"], 0),
+                _number(row.get("kept_bytes"), 1e-9, 3),
+                _number(row.get("kept_bytes"), 1 / row["tokens"], 0),
             ]
-            for name, row in kept.items()
+            for name, row in ways.items()
+            if name in words | beside
         ]
 
     return _of_points(records, lines)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import moecomm
-from moecomm.nn import MoEConfig, MoELayer, Routing
+from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, Routing
+from moecomm.overlap import interleave
 
 from . import layer_reference as named
 from .layer_case import Experts, LayerCase
@@ -26,6 +27,8 @@ from .layer_options import (
     FP8_WAYS,
     GRAPH,
     GRAPH_WAYS,
+    GRAPHED,
+    INTERLEAVED,
     OVERLAPPED,
     PLAIN,
     SERIAL,
@@ -39,6 +42,7 @@ from .product import Captured
 
 Keep = Literal["all", "rows", "nothing"]
 _PLACEHOLDER_FFN, _PLACEHOLDER_FP8 = 1, 16
+_POOL_MORE = 64 << 20  # for pages that are not full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,10 @@ def make_layer(
 
 def _step(case: LayerCase, forward: Callable[[], Tensor]) -> dict[str, Tensor]:
     """Forward and backward of a whole layer."""
-    y_TH = forward()
+    return _backward(case, forward())
+
+
+def _backward(case: LayerCase, y_TH: Tensor) -> dict[str, Tensor]:
     inputs = (case.x_TH, case.weights_TK, case.experts.w_in, case.experts.w_out)
     dx_TH, dweights_TK, dw_in, dw_out = torch.autograd.grad(y_TH, inputs, case.dy_TH)
     # Detached, so that what the forward has kept goes with this call.
@@ -273,6 +280,68 @@ def graph_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
     )
 
 
+def interleaved_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
+    """The layer's forward, and beside it the backward of the forward before: of two microbatches."""
+    layer = make_layer(comm, case, overlap=True)
+    earlier: list[Tensor] = []
+
+    def forward() -> Tensor:
+        y_TH: Tensor = layer(case.x_TH)
+        return y_TH
+
+    def before() -> None:
+        case.fresh_ids()
+        earlier[:] = [forward()]
+
+    def step() -> dict[str, Tensor]:
+        earlier_TH = earlier.pop() if earlier else forward()
+        y_TH, results = interleave(forward, lambda: _backward(case, earlier_TH))
+        return {**results, named.Y: y_TH.detach()}
+
+    return Way(
+        name=INTERLEAVED,
+        forward=forward,
+        step=step,
+        before=before,
+        settle=_settle(comm, case),
+        blocks=True,  # and nobody knows how long: two threads wait
+    )
+
+
+def graphed_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
+    """The layer as GraphedStep runs it; its forward alone has no pool, as there is nothing to keep."""
+    layer = make_layer(comm, case, overlap=True)
+    experts, item, headroom = layer.experts, case.dtype.itemsize, case.options.headroom
+    a_row = (case.preset.hidden + 2 * case.preset.ffn) * item
+
+    def step() -> dict[str, Tensor]:
+        results = _step(case, lambda: layer(case.x_TH))
+        # Where a backward leaves them, and GraphedStep does.
+        experts.w_in.grad, experts.w_out.grad = results.pop(named.DW_IN), results.pop(named.DW_OUT)
+        return results
+
+    def replay() -> dict[str, Tensor]:
+        results: dict[str, Tensor] = graphed()
+        assert experts.w_in.grad is not None and experts.w_out.grad is not None
+        results |= {named.DW_IN: experts.w_in.grad, named.DW_OUT: experts.w_out.grad}
+        experts.w_in.grad = experts.w_out.grad = None
+        return results
+
+    pool = ActivationPool(case.device, case.capacity * a_row + _POOL_MORE)
+    graphed = GraphedStep(step, layer, pool=pool, headroom=headroom)
+    forward = GraphedStep(lambda: _detached(layer(case.x_TH)), layer, headroom=headroom)
+    return Way(
+        name=GRAPHED,
+        forward=forward,
+        step=replay,
+        before=case.fresh_ids,
+        settle=_settle(comm, case),
+        blocks=True,
+        keeps_memory=True,
+        note=f"{graphed.capacities[0]} rows",
+    )
+
+
 def baseline_way(case: LayerCase, *, tuned: bool) -> Way:
     """The layer of a plain framework."""
     layer = PlainLayer(case.preset.experts, tuned=tuned)
@@ -320,11 +389,13 @@ def makers(comm: moecomm.Communicator, case: LayerCase, *, graphs: bool) -> dict
             for parts in case.options.parts
             if parts > 1 and not graphs
         },
+        INTERLEAVED: lambda: interleaved_way(comm, case),
         FP8_COMPUTE: lambda: compute_way(FP8_COMPUTE, comm, case, fp8=True),
         FP8_OVERLAPPED: lambda: layer_way(FP8_OVERLAPPED, comm, case, fp8=True),
         FP8_ANEW: lambda: layer_way(FP8_ANEW, comm, case, fp8=True, anew=True),
         FIXED: lambda: layer_way(FIXED, comm, case, capacity=case.capacity),
         GRAPH: lambda: graph_way(comm, case),
+        GRAPHED: lambda: graphed_way(comm, case),
         BASELINE: lambda: baseline_way(case, tuned=False),
         TUNED: lambda: baseline_way(case, tuned=True),
     }
@@ -348,7 +419,7 @@ def _in_parts(comm: moecomm.Communicator, case: LayerCase, parts: int) -> Make:
 
 def why_not(name: str, device: torch.device) -> NotRun | None:
     """Why a way cannot be on this device."""
-    if name == GRAPH and device.type != "cuda":
+    if name in (GRAPH, GRAPHED) and device.type != "cuda":
         return NotRun(name, "CUDA graphs are of GPUs")
     if name in FP8_WAYS and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

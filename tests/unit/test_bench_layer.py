@@ -363,11 +363,13 @@ def _rows(given: layer_options.LayerOptions) -> list[LayerRow]:
         _row(given, layer_options.COMM, 1e-3, 2e-3),
         _row(given, layer_options.SERIAL, 3e-3, 7e-3),
         _row(given, layer_options.OVERLAPPED, 2.5e-3, 5.25e-3, exposed=EXPOSED, memory_bytes=3 * 10**9),
-        _row(given, "overlapped, keep nothing", 2.5e-3, 6e-3, memory_bytes=10**9),
+        _row(given, "overlapped, keep nothing", 2.5e-3, 6e-3, memory_bytes=10**9, kept_bytes=4096 * 64),
+        _row(given, layer_options.INTERLEAVED, 2.5e-3, 5.2e-3),
         _row(given, layer_options.BASELINE, 5e-3, 10.5e-3),
         _row(given, layer_options.OVERLAPPED, 1e-3, 3e-3, graphs=True),
         _row(given, layer_options.FIXED, 1e-3, 2.5e-3, graphs=True),
         _row(given, layer_options.GRAPH, 0.5e-3, 1.5e-3, graphs=True),
+        _row(given, layer_options.GRAPHED, 0.5e-3, 2e-3, graphs=True),
     ]
 
 
@@ -400,11 +402,11 @@ def test_the_tables_show_ratios_and_what_did_not_run() -> None:
     cells = layer_report.table_row(rows[4], given).split()
     assert cells[0] == "overlapped" and cells[4:7] == ["5250.0", "2625.0", "1.050"]
     assert cells[-3:] == ["12.5%", "0.01", "0"]
-    text = layer_report.comparison(rows[:7])
+    text = layer_report.comparison(rows[:8])
     assert "# overlapped 1.33 (1.20) times as fast as serial" in text
     assert "# overlapped 2.00 (2.00) times as fast as baseline" in text
     assert "# compute only 1.10 (1.10) times as fast as plain compute" in text
-    assert "# graph replay 2.00 (2.00) times as fast as overlapped" in layer_report.comparison(rows[7:])
+    assert "# graph replay 2.00 (2.00) times as fast as overlapped" in layer_report.comparison(rows[8:])
     assert "other bits" not in text
     different = dataclasses.replace(rows[4], same_bits=False)
     assert "other bits than serial" in layer_report.comparison([different])
@@ -437,16 +439,16 @@ def test_the_page_shows_steps_forwards_graphs_memory_and_stages() -> None:
     records = {"layers-qwen3-30b": _record(_given(), (absent,))}
     (step,) = layer_results.step_lines(records)
     assert step[0] == "qwen3-30b (2048, 768, 128, 8)"
-    assert step[3:9] == ["5.000", "5.250", "1.050", "1.400", "2.000", "12.5%"]
+    assert step[3:10] == ["5.000", "5.250", "1.050", "1.400", "1.040", "2.000", "12.5%"]
     assert step[-4:] == ["2.00x", "-", "1.10x", "3.00"]
     (forward,) = layer_results.forward_lines(records)
     assert forward[3:] == ["2.000", "2.500", "1.250", "1.500", "1.000", "25.0%", "2.00x", "-"]
     (graph,) = layer_results.graph_lines(records)
-    assert graph[1:] == ["512", "3.000", "2.500", "1.500", "2.00x", "1.67x"]
+    assert graph[1:] == ["512", "3.000", "2.500", "1.500", "2.000", "2.00x", "1.67x", "1.50x"]
     kept = layer_results.keep_lines(records)
-    assert [line[2] for line in kept] == ["all", "nothing"]
-    assert kept[1][3:] == ["6.000", "1.200", "1.00", f"{1e9 / 4096:.0f}"]
-    assert len(layer_results.way_lines(records)) == 10
+    assert [line[2] for line in kept] == ["serial", "all", "nothing", "baseline"]
+    assert kept[2][3:] == ["6.000", "1.200", "1.00", "0.000", "64"] and kept[1][-1] == "-"
+    assert len(layer_results.way_lines(records)) == 12
     forward_stages, backward_stages = layer_results.stage_lines(records)
     assert forward_stages[3:] == ["forward", "(dispatch 1000), up 3000", "4000"]
     assert backward_stages[4] == "(gradient rows 1000)"
