@@ -200,12 +200,16 @@ class BackwardPass:
         found: tuple[Tensor, Tensor | None] | None = self.route.home(
             part, grads, self.handle, self.grad_weights_P
         )
+        results.drop(self._name("up backward", part))
         return found
 
     def _down_weights(self, results: Results) -> Tensor:
         assert self.z_PF is not None
-        grads_PH = results[self._name("gradient rows", self.call.parts - 1)]
-        return self.products.rows_by_rows(self.z_PF, grads_PH, self.offsets_L)
+        last = self._name("gradient rows", self.call.parts - 1)
+        gradient = self.products.rows_by_rows(self.z_PF, results[last], self.offsets_L)
+        results.drop(last)
+        self.z_PF = None
+        return gradient
 
     def _up_weights(self, results: Results) -> Tensor:
         assert self.grad_inner_PI is not None

@@ -28,18 +28,21 @@ class Results:
         self._order, self._schedule = order, schedule
         self._values: dict[str, Any] = {}
         self._stage: Stage | None = None
+        self._held: set[str] = set()  # by nothing but this
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
         if self._order.apart:
             taker = self._schedule.streams[0] if self._stage is None else self._stage.stream
-            if self._schedule[name].stream != taker:
-                self._order.take(taker, value)
+            if self._schedule[name].stream != taker and not self._order.take(taker, value):
+                self._held.add(name)
         return value
 
     def drop(self, name: str) -> None:
-        """Forgets a result that no stage needs any more, so that its memory can be used again."""
-        del self._values[name]
+        """Forgets a result that no stage needs any more, so that its memory can be used again. Within a
+        capture that another stream's work reads stays until the end of the run."""
+        if name not in self._held:
+            del self._values[name]
 
     def timeline(self) -> Timeline:
         """When the stages ran. Waits for the last of them. Raises InvalidArgument if the run did not
@@ -144,8 +147,9 @@ class _Order(Protocol):
     def end(self, stage: Stage) -> None:
         """All of the stage has been issued."""
 
-    def take(self, stream: str, value: Any) -> None:
-        """Work on `stream` uses the tensors in a value that another one has made."""
+    def take(self, stream: str, value: Any) -> bool:
+        """Work on `stream` uses the tensors in a value that another one has made. True: from now on their
+        memory is kept for it, also if nobody holds them any more."""
 
     def close(self) -> None:
         """The caller goes on after all that was issued, be it within a stage that has failed."""
@@ -169,8 +173,8 @@ class _HostOrder:
         times = (self._began - self._start, time.perf_counter() - self._start)
         self._spans.append(Span(stage.name, stage.stream, *times, stage.communicates))
 
-    def take(self, stream: str, value: Any) -> None:
-        pass
+    def take(self, stream: str, value: Any) -> bool:
+        return True
 
     def close(self) -> None:
         pass
@@ -218,12 +222,13 @@ class _StreamOrder:
         if self._record or (self.apart and stage.name in self._schedule.awaited):
             self._ends[stage.name] = self._event(self._now)
 
-    def take(self, stream: str, value: Any) -> None:
+    def take(self, stream: str, value: Any) -> bool:
         if self._gpu.capturing():
-            return  # a graph's memory is its own until the graph goes
+            return False  # a graph's memory is its own until the graph goes
         for tensor in _tensors(value):
             if tensor.is_cuda:
                 tensor.record_stream(self._side.get(stream, self._caller))
+        return True
 
     def close(self) -> None:
         self._leave()

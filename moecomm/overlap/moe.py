@@ -12,7 +12,8 @@ With an activation pool what the backward needs goes there beside the combine ("
 beside the gradients' way to the experts ("from pool").
 
 The way to the experts lies under the shared experts, which need no rows from elsewhere; the way back of the
-gradients under those of the weights, which nobody waits for.
+gradients under those of the weights, which nobody waits for. (The latter where transfers leave products most
+of the GPU; else "down weights" comes before "up backward", and "up weights" after "home".)
 
 In parts, by the experts of each rank (moecomm.parts), the products of one part run while the rows of the next
 are on their way, and while what the one before has made travels back:
@@ -126,6 +127,9 @@ def backward_schedule(
     """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now. `pool`: what
     was kept is in one."""
     beside = split if parts > 1 else None
+    # Where the weights' gradients cannot lie beside the way home, one of them comes before it: the gradients'
+    # rows are not needed any more then.
+    first_of_two = weights and home and split is None and parts == 1
 
     def each(name: str) -> list[str]:
         return [stage_name(name, part, parts) for part in range(parts)]
@@ -150,6 +154,8 @@ def backward_schedule(
             _product(named("down backward"), named("gradient rows"), beside=beside),
             _product(named("activation backward"), named("down backward"), *first, beside=beside),
         ]
+        if first_of_two:
+            stages.append(_product("down weights", named("gradient rows"), named("activation backward")))
         if home:
             after = (named("activation backward"),)
             stages += [
@@ -157,20 +163,14 @@ def backward_schedule(
                 _transfer("home", part, parts, named("up backward"), *after, split=split),
             ]
     if weights:
-        done = tuple(each("activation backward"))
+        done, brought = each("activation backward"), each("gradient rows")
         # A grouped product takes all SMs for as long as it runs, and those that it has to wait for hold up
         # all of it: it runs beside a transfer only where it leaves it SMs.
-        home_done = (stage_name("home", parts - 1, parts),) if home and split is None else ()
-        stages += [
-            _product(
-                "down weights",
-                *each("gradient rows"),
-                *done,
-                *home_done,
-                beside=split if home else None,
-            ),
-            _product("up weights", *done),
-        ]
+        later = (stage_name("home", parts - 1, parts),) if home and split is None else ()
+        if not first_of_two:
+            beside_home = split if home else None
+            stages.append(_product("down weights", *brought, *done, *later, beside=beside_home))
+        stages.append(_product("up weights", *done, *later))
     if shared and home:
         last = stage_name("home", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared backward")))

@@ -532,6 +532,26 @@ def test_no_record_while_a_graph_is_captured(gpu: Callable[[], Executor]) -> Non
     assert taken == [rows] and rows.kept_for == []
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_another_stream_reads_is_not_let_go_within_a_capture(
+    gpu: Callable[[], Executor], captured: bool
+) -> None:
+    executor = gpu()
+    if captured:
+        FakeGpu.last.captures |= {100, 101}
+    rows = _tensor()
+
+    def combine(results: Results) -> None:
+        assert results["experts"] is rows
+        results.drop("experts")
+        results.drop("dispatch")  # which no other stream has taken
+
+    work = _work([], experts=lambda _: rows, combine=combine, sum=lambda _: None)
+    results = executor.run(SCHEDULE, work)
+    assert ("experts" in results._values) is captured and "dispatch" not in results._values
+    assert rows.kept_for == ([] if captured else [101])
+
+
 # -- the layer's ---------------------------------------------------------------------------------------------
 
 
@@ -578,13 +598,13 @@ def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool)
     assert set(names) == {name.rstrip(" 012") for name in three}
     assert ("rows again" in names) == (keep == "nothing") and ("up again" in names) == (keep != "all")
     assert ("home" in names) == home and ("down weights" in names) == weights
-    if home and weights:  # the weights' gradients are issued while gradients travel home
-        assert names.index("home") < names.index("down weights")
-        schedules = {
-            split: backward_schedule(shared=shared, keep=keep, home=home, weights=weights, split=split)
-            for split in (None, Split(sms=132, comm=24))
-        }
-        for split, schedule in schedules.items():  # and run then, if there are SMs for both
-            assert ("home" in schedule["down weights"].after) == (split is None)
+    if home and weights:
+        apart, beside = ("down weights", "up backward", "home", "up weights"), Split(sms=132, comm=24)
+        assert [name for name in names if name in apart] == list(apart)
+        schedule = backward_schedule(shared=shared, keep=keep, home=home, weights=weights, split=beside)
+        order = _names(schedule)  # both are issued while gradients travel home, and run then
+        assert order.index("home") < order.index("down weights") < order.index("up weights")
+        assert "home" not in schedule["down weights"].after
+        assert three.index("home 2") < three.index("down weights")
     if shared and home:
         assert names[-1] == "sum"
