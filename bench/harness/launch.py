@@ -127,7 +127,12 @@ def _child(rank_main: RankMain[Given], options: Given, rank: int, parent: int, l
     else:
         store = TCPStore("127.0.0.1", line.recv(), is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=options.ranks, timeout=timeout)
-    raise SystemExit(_rank(rank_main, options, rank, options.ranks))
+    code = _rank(rank_main, options, rank, options.ranks)
+    # Everything is closed and written. Python's own end may meet threads of torch that still let go of
+    # tensors: one that asks for the interpreter then is ended in the middle of C++, and the process aborts.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _spawn(rank_main: RankMain[Given], options: Given) -> int:
