@@ -124,6 +124,7 @@ struct DeviceState {
   uint32_t planned;                   ///< epoch (low 32 bits) of the newest plan
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
   uint32_t stage_next;                ///< and to be sent to other nodes
+  uint32_t later_next;                ///< next chunk to be sent that takes another one's place
   alignas(kLine) uint32_t receive_next;
   alignas(kLine) uint32_t part_next[kMaxParts];  ///< next item of each part, where rows arrive or are reduced
   alignas(kLine) uint32_t receive_done;          ///< blocks
@@ -138,6 +139,7 @@ struct DeviceState {
   alignas(kLine) uint64_t commands;              ///< ever given to the proxy
   uint64_t commands_before;                      ///< and by the end of the last operation
   uint32_t relay_next;                           ///< next item of what is relayed
+  uint32_t relay_later_next;                     ///< next one that takes another one's place
   uint32_t relay_summed;                         ///< next item of what is summed for other nodes
 };
 
@@ -187,6 +189,12 @@ struct DeviceWindow {
   int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
   int64_t partial_tokens;   ///< tokens of one home for whose sums there is room; it is used in turn
   int64_t total_bytes;
+
+  /// Chunks of a source with so many tokens that have a place in the staging section before anybody has read
+  /// one. Each of the others, which are behind them, takes the place of another chunk.
+  MOECOMM_HD int64_t chunks_at_once(int64_t tokens) const {
+    return tokens > stage_tokens ? stage_tokens / chunk_tokens(tokens) : chunk_count(tokens);
+  }
 
   static DeviceWindow make(const DeviceShape& shape);
   /// The same window for an operation whose rows travel in another format.

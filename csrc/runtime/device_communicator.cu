@@ -290,18 +290,14 @@ void DeviceCommunicator::require_parts(int32_t parts, RowLayout layout) const {
                     "all rows at once)");
 }
 
-/// The stream for the kernel that sends, beside which those that receive have to run. In several parts it is
-/// another one than theirs, so that what waits for one of them does not wait for all that is sent.
-cudaStream_t DeviceCommunicator::start_sending(cudaStream_t stream, bool apart) {
-  if (!apart) return stream;
+/// What is put on the side stream comes after what `stream` holds now, and beside what it holds later.
+void DeviceCommunicator::fork_side(cudaStream_t stream) {
   check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(side_stream_, fork_, 0), "cudaStreamWaitEvent");
-  return side_stream_;
 }
 
-/// `stream` goes on when the sending kernel has ended as well.
-void DeviceCommunicator::end_sending(cudaStream_t stream, bool apart) {
-  if (!apart) return;
+/// `stream` goes on when the side stream has ended as well.
+void DeviceCommunicator::join_side(cudaStream_t stream) {
   check_cuda(cudaEventRecord(join_, side_stream_), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(stream, join_, 0), "cudaStreamWaitEvent");
 }
@@ -404,44 +400,54 @@ void DeviceCommunicator::abandon() {
     reduce_part(next, pending_stream_);
   }
   if (!pending_) return;
-  const intranode::SendArguments begun = *pending_;
+  const Sent begun = *pending_;
   pending_.reset();
-  const bool is_apart = apart(begun.parts);
-  check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, !is_apart), *comm(config_.shape.wire),
-                                       begun.operation, is_apart ? send_blocks() : 0),
+  const intranode::SendArguments& sent = begun.arguments;
+  check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire),
+                                       sent.operation, sent.tokens, sent.apart ? send_blocks() : 0),
              "launch of abandon");
-  end_sending(pending_stream_, is_apart);
+  if (sent.apart || begun.later) join_side(pending_stream_);
 }
 
 void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream) {
   arguments.warps = heuristics_.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = apart(arguments.parts);
-  check_cuda(intranode::launch_send(launch(start_sending(stream, arguments.apart), send_blocks(), false),
+  // What other nodes bring is not known here.
+  const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
+  const bool later = most > window_.with_wire(wire).stage_tokens;
+  if (arguments.apart || later) fork_side(stream);
+  check_cuda(intranode::launch_send(launch(arguments.apart ? side_stream_ : stream, send_blocks(), false),
                                     *comm(wire), arguments),
              "launch of a dispatch (sending)");
-  pending_ = arguments;
+  pending_ = {arguments, wire, later};
   received_ = 0;
   pending_stream_ = stream;
 }
 
 /// The next part of what was sent last.
-void DeviceCommunicator::receive(WireFormat wire, intranode::ReceiveArguments arguments,
-                                 cudaStream_t stream) {
-  const intranode::SendArguments begun = *pending_;
-  arguments.operation = begun.operation;
-  arguments.x = begun.x;
-  arguments.plan = begun.plan;
-  arguments.layout = begun.layout;
+void DeviceCommunicator::receive(intranode::ReceiveArguments arguments, cudaStream_t stream) {
+  const Sent begun = *pending_;
+  intranode::SendArguments sent = begun.arguments;
+  arguments.operation = sent.operation;
+  arguments.x = sent.x;
+  arguments.plan = sent.plan;
+  arguments.layout = sent.layout;
   arguments.part = received_;
-  arguments.parts = begun.parts;
-  arguments.senders = begun.apart ? send_blocks() : 0;
-  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, !begun.apart), *comm(wire),
-                                       arguments),
+  arguments.parts = sent.parts;
+  arguments.senders = (sent.apart ? send_blocks() : 0) + (begun.later ? send_blocks() : 0);
+  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart),
+                                       *comm(begun.wire), arguments),
              "launch of a dispatch (receiving)");
-  if (++received_ < begun.parts) return;
+  if (++received_ < sent.parts) return;
   pending_.reset();
-  end_sending(stream, begun.apart);
+  if (begun.later) {
+    sent.later = sent.apart = true;
+    check_cuda(
+        intranode::launch_send(launch(side_stream_, send_blocks(), false), *comm(begun.wire), sent),
+        "launch of a dispatch (sending what waits for room)");
+  }
+  if (sent.apart) join_side(stream);
 }
 
 void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
@@ -502,7 +508,7 @@ int64_t DeviceCommunicator::part_end(int32_t part) const {
 }
 
 void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream) {
-  if (!pending_ || pending_->operation != Operation::dispatch)
+  if (!pending_ || pending_->arguments.operation != Operation::dispatch)
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
   const DeviceGuard guard(config_.device);
   intranode::ReceiveArguments arguments{};
@@ -512,7 +518,7 @@ void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& outpu
   arguments.out_weights = output.out_weights;
   arguments.out_ids = output.out_ids;
   arguments.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
-  receive(config_.shape.wire, arguments, stream);
+  receive(arguments, stream);
 }
 
 void DeviceCommunicator::begin_redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
@@ -532,7 +538,7 @@ void DeviceCommunicator::begin_redispatch(const DeviceRedispatch& r, cudaStream_
 }
 
 void DeviceCommunicator::finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream) {
-  if (!pending_ || pending_->operation != Operation::redispatch)
+  if (!pending_ || pending_->arguments.operation != Operation::redispatch)
     throw Error(ErrorKind::invalid_argument, "no redispatch was begun");
   const DeviceGuard guard(config_.device);
   intranode::ReceiveArguments arguments{};
@@ -541,7 +547,7 @@ void DeviceCommunicator::finish_redispatch(int64_t rows, const DeviceRows& outpu
   arguments.scales = output.scales;
   arguments.other = output.other;
   arguments.dots = output.dots;
-  receive(WireFormat::same, arguments, stream);
+  receive(arguments, stream);
 }
 
 void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
@@ -585,8 +591,10 @@ void DeviceCommunicator::reduce_part(const intranode::CombineArguments& argument
   intranode::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
   all.senders = is_apart ? blocks : 0;
-  check_cuda(intranode::launch_reduce(launch(start_sending(stream, is_apart), blocks, false), comm, all),
-             "launch of combine (owners)");
+  if (is_apart) fork_side(stream);
+  check_cuda(
+      intranode::launch_reduce(launch(is_apart ? side_stream_ : stream, blocks, false), comm, all),
+      "launch of combine (owners)");
   reducing_.reset();
   if (!last) {
     reducing_ = arguments;
@@ -596,7 +604,7 @@ void DeviceCommunicator::reduce_part(const intranode::CombineArguments& argument
   }
   check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, !is_apart), comm, all),
              "launch of combine (home)");
-  end_sending(stream, is_apart);
+  if (is_apart) join_side(stream);
   ++stats_.combine_calls;
 }
 

@@ -164,6 +164,11 @@ class DeviceCommunicator {
 
  private:
   struct Pinned;  // HostStatus, losses, texts
+  struct Sent {
+    intranode::SendArguments arguments;
+    WireFormat wire;
+    bool later;  ///< chunks that wait for room may be left to be sent
+  };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   device::Rail rail() const;
@@ -171,10 +176,10 @@ class DeviceCommunicator {
   int send_blocks() const { return heuristics_.send_blocks + heuristics_.relay_blocks; }
   bool apart(int32_t parts) const { return !overlaps_ || parts > 1; }
   void require_parts(int32_t parts, RowLayout layout) const;
-  cudaStream_t start_sending(cudaStream_t stream, bool apart);
-  void end_sending(cudaStream_t stream, bool apart);
+  void fork_side(cudaStream_t stream);
+  void join_side(cudaStream_t stream);
   void send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream);
-  void receive(WireFormat wire, intranode::ReceiveArguments arguments, cudaStream_t stream);
+  void receive(intranode::ReceiveArguments arguments, cudaStream_t stream);
   void reduce_part(const intranode::CombineArguments& arguments, cudaStream_t stream);
   void abandon();
   void watch();
@@ -193,7 +198,7 @@ class DeviceCommunicator {
   std::unique_ptr<Pinned> pinned_;
   std::byte** bases_ = nullptr;             // in device memory
   std::unique_ptr<device::Comm> comms_[2];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;      // for the kernel that sends, where it can't be in one stream
+  cudaStream_t side_stream_ = nullptr;      // for a kernel that sends and can't be in the caller's stream
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
 
   WindowLayout control_layout_;
@@ -212,7 +217,7 @@ class DeviceCommunicator {
   std::optional<Error> broken_;
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
-  std::optional<intranode::SendArguments> pending_;      // begun, not received
+  std::optional<Sent> pending_;                          // begun, not received
   std::optional<intranode::CombineArguments> reducing_;  // a combine of which parts are left, and the next
   int32_t received_ = 0;                                 // parts of the pending one
   cudaStream_t pending_stream_ = nullptr;

@@ -142,6 +142,11 @@ void check_stage(const DeviceWindow& w, int64_t room) {
   CHECK(w.stage_tokens <= s.max_tokens);
   CHECK(w.stage_tokens >= std::min(s.max_tokens, kFewestStaged));
   if (s.ranks <= s.top_k) CHECK(w.stage_tokens == s.max_tokens);
+  for (int64_t tokens = 0; tokens <= s.max_tokens; tokens += std::max(tokens, int64_t{1})) {
+    const int64_t at_once = w.chunks_at_once(tokens);
+    CHECK(at_once <= chunk_count(tokens) && at_once * chunk_tokens(tokens) <= w.stage_tokens + kMaxChunk);
+    CHECK((at_once == chunk_count(tokens)) == (tokens <= w.stage_tokens));
+  }
   if (w.stage_tokens == s.max_tokens) return;
   // Sources take turns: all chunks of a rank have places of their own, however many tokens it brings.
   CHECK(w.stage_tokens % kMaxChunk == 0);

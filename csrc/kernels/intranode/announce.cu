@@ -43,22 +43,50 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 struct AbandonArguments {
   Operation operation;
+  int64_t tokens;
   int32_t senders;
 };
+
+/// Lets nobody wait for what is given up: the owners of rows for those that were not sent, which they then
+/// read as they find them; and the senders for room, since nobody reads what arrives here.
+__device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
+  const auto flag = static_cast<uint32_t>(epoch);
+  const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
+  const auto say_arrived = [&](int32_t source, int64_t tokens) {
+    const int64_t first = comm.window.chunks_at_once(tokens), left = chunk_count(tokens) - first;
+    for (int64_t i = thread; i < left * comm.local_ranks; i += threads)
+      ptx::store_release_sys(
+          comm.arrival(comm.bases[comm.first_rank + i / left], source, comm.part_number(0, first + i % left)),
+          flag);
+  };
+  say_arrived(comm.rank, args.tokens);
+  if (comm.rail.others > 0 && internode::wait_forwarded(comm, args.operation, epoch))
+    for (int32_t other = 0; other < comm.rail.others; ++other)
+      say_arrived(comm.rail_rank(other),
+                  __ldcg(&comm.mine<RelayState>(comm.window.relay_state)[other].tokens));
+  const int64_t chunks = comm.window.max_chunks;
+  for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
+    const auto source = static_cast<int32_t>(i / chunks);
+    ptx::store_relaxed_sys(comm.flag(comm.bases[comm.through(source)], comm.window.credits,
+                                     comm.pair(source, comm.rank), i % chunks),
+                           flag);
+  }
+}
 
 __global__ void __launch_bounds__(kThreads, 1)
     abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
-  // Nobody reads what arrives here, so nobody must wait for room.
-  if (threadIdx.x == 0) ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
+  if (!already_failed(comm) && comm.window.stage_tokens < comm.window.shape.max_tokens)
+    let_go(comm, args, epoch);
   end_operation(comm, args.operation, epoch, args.senders, nullptr);
 }
 
 }  // namespace
 
-cudaError_t launch_abandon(const Launch& launch, const Comm& comm, Operation operation, int32_t senders) {
+cudaError_t launch_abandon(const Launch& launch, const Comm& comm, Operation operation, int64_t tokens,
+                           int32_t senders) {
   return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm,
-                                       AbandonArguments{operation, senders});
+                                       AbandonArguments{operation, tokens, senders});
 }
 
 cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {

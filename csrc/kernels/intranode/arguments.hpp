@@ -35,6 +35,7 @@ struct SendArguments {
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
   int32_t parts;         ///< in which rows go out
   bool apart;            ///< the kernel that receives is on another stream, and may end before
+  bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
 };
 
 /// Where rows arrive.
@@ -99,9 +100,10 @@ cudaError_t launch_send(const Launch& launch, const device::Comm& comm, const Se
 cudaError_t launch_receive(const Launch& launch, const device::Comm& comm, const ReceiveArguments& arguments);
 cudaError_t launch_reduce(const Launch& launch, const device::Comm& comm, const CombineArguments& arguments);
 cudaError_t launch_sum(const Launch& launch, const device::Comm& comm, const CombineArguments& arguments);
-/// Ends a dispatch, or the backward of a combine, that is not received. `senders`: as in ReceiveArguments.
+/// Ends a dispatch, or the backward of a combine, of `tokens` tokens that is not received. `senders`: as in
+/// ReceiveArguments.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
-                           int32_t senders);
+                           int64_t tokens, int32_t senders);
 /// `text` (kErrorText bytes) in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 

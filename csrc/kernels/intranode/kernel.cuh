@@ -135,6 +135,7 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
   state.send_next = 0;
   state.stage_next = 0;
+  state.later_next = 0;
   state.receive_next = 0;
   for (uint32_t& next : state.part_next) next = 0;
   state.receive_done = 0;
@@ -143,6 +144,7 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   state.route_done = 0;
   state.bad_id = ~uint64_t{0};
   state.relay_next = 0;
+  state.relay_later_next = 0;
   state.relay_summed = 0;
   state.commands_before = state.commands;
   if (total != nullptr) *total += ptx::global_nanoseconds() - state.started_ns;

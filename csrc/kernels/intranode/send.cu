@@ -6,7 +6,8 @@
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
 //   - in several parts all chunks come once for each: with the rows that an owner needs first in that part
 // The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
-// whose place it takes.
+// whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
+// started before those that read: so the first one ends whatever else is put on the stream after it.
 //
 // With several nodes rows go to owners on this node, and once to each other node that needs them: into host
 // memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
@@ -336,7 +337,7 @@ __device__ bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, in
 /// since an owner that gets nothing of it has not waited for those before. False if it waits in vain.
 __device__ bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
                                uint64_t epoch, int64_t chunk, const PeerSet& peers, Announcer& announcer) {
-  const int64_t places = comm.window.stage_tokens / chunk_tokens(tokens);
+  const int64_t places = comm.window.chunks_at_once(tokens);
   bool flushed = false;
   for (int64_t before = chunk - places; before >= 0; before -= places) {
     if (all_credits(comm, source, epoch, before, peers,
@@ -379,15 +380,22 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
                           Reach reach, const ChunkMeta& meta) {
   constexpr bool kParts = way == Way::parts;
   Announcer announcer(comm, epoch);
-  Claims claims(reach == Reach::node ? &comm.state().send_next : &comm.state().stage_next);
+  DeviceState& state = comm.state();
+  Claims claims(reach == Reach::others ? &state.stage_next
+                : args.later           ? &state.later_next
+                                       : &state.send_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  const int64_t all = kParts ? chunks * args.parts : chunks;
-  for (int64_t claim = claims.take(); claim < all; claim = claims.take()) {
+  // Rows for other nodes have places of their own, and so have parts.
+  const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
+  const int64_t all = kParts                                   ? chunks * args.parts
+                      : args.later || reach == Reach::others ? chunks
+                                                               : at_once;
+  for (int64_t claim = first + claims.take(); claim < all; claim = first + claims.take()) {
     const int32_t part = kParts ? static_cast<int32_t>(claim / chunks) : 0;
     const int64_t chunk = claim - part * chunks, begin = chunk * size, end = min(begin + size, args.tokens);
     const ChunkOwners owners = list_owners<way>(comm, args, reach, part, begin, end, meta);
     if (owners.tokens == 0) continue;
-    if (reach == Reach::node && args.tokens > comm.window.stage_tokens &&
+    if (args.later &&
         !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
       break;
     rows.send(begin, owners.tokens, meta, announcer);
@@ -418,7 +426,8 @@ __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int3
   return owners;
 }
 
-/// Rows of the rail, as they arrive. False if they do not.
+/// Rows of the rail, as they arrive; as those of this rank, only such as take another's place or only others.
+/// False if they do not arrive.
 __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
                            const ChunkMeta& meta) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -429,12 +438,13 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
     most_chunks = max(most_chunks, chunk_count(__ldcg(&states[other].tokens)));
   CopyRows<true> rows(comm, args, epoch, memory, comm.window.wire_bytes);
   Announcer announcer(comm, epoch);
-  Claims claims(&comm.state().relay_next);
+  Claims claims(args.later ? &comm.state().relay_later_next : &comm.state().relay_next);
   for (int64_t claim = claims.take(); claim < most_chunks * others; claim = claims.take()) {
     const int64_t number = claim / others;
     const auto other = static_cast<int32_t>((comm.rail.node + claim) % others);
     const int64_t tokens = __ldcg(&states[other].tokens);
-    if (number >= chunk_count(tokens)) continue;
+    if (number >= chunk_count(tokens) || (number >= comm.window.chunks_at_once(tokens)) != args.later)
+      continue;
     const internode::RelayChunk chunk = internode::relay_chunk(comm, plan, other, tokens, number);
     const ChunkOwners owners = list_relayed(comm, plan, other, chunk, meta);
     if (owners.tokens == 0) continue;
@@ -447,7 +457,7 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
     if (!__all_sync(0xffffffffu, here)) return false;
     open_for_loads();
     rows.start_source(source);
-    if (tokens > comm.window.stage_tokens &&
+    if (args.later &&
         !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers, announcer)) {
       if (already_failed(comm)) return false;
       continue;  // called off: nobody reads it
@@ -473,16 +483,49 @@ __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoc
   if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
 }
 
+/// Waits until the tables of a dispatch are made that say which rows go to other nodes. Whole block.
+__device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoch, int blocks) {
+  bool routed = true;
+  if (threadIdx.x == 0)
+    routed = device::wait_until(comm, {comm.rank, WaitPhase::blocks, operation, epoch, false},
+                                device::BlockCount{&comm.state().route_done, static_cast<uint32_t>(blocks)});
+  return __syncthreads_and(routed);
+}
+
+/// What a block does of the chunks that take another's place.
+template <Way way, class Rows>
+__device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t epoch, int senders,
+                           BlockMemory& block, const ChunkMeta& meta) {
+  const bool dispatch = args.operation == Operation::dispatch;
+  if (!dispatch && PlanView{args.plan, comm.plan_fields}.header().id == 0) return;
+  if constexpr (way == Way::nodes) {
+    if (static_cast<int>(blockIdx.x) >= senders) {
+      if (internode::wait_forwarded(comm, args.operation, epoch))
+        relay_rows(comm, args, epoch, warp_memory(block), meta);
+      return;
+    }
+    if (dispatch && !wait_routed(comm, args.operation, epoch, route_blocks(args.tokens, senders))) return;
+  }
+  if (warp_id() >= args.warps) return;
+  Rows rows(comm, args, epoch, warp_memory(block));
+  send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
+}
+
 /// What a block does.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
   if (already_failed(comm)) {
-    if (args.operation == Operation::dispatch && blockIdx.x == 0) make_plan(comm, args, epoch);
+    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0)
+      make_plan(comm, args, epoch);
     return;
   }
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
                        block.from[warp_id()]};
   const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);
+  if (way != Way::parts && args.later) {
+    send_later<way, Rows>(comm, args, epoch, senders, block, meta);
+    return;
+  }
   bool valid = true;
   if (args.operation != Operation::dispatch) valid = PlanView{args.plan, comm.plan_fields}.header().id != 0;
   if constexpr (way == Way::nodes) {
@@ -500,14 +543,8 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
       route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
             &block.shared_word);
     if (blockIdx.x == 0) make_plan(comm, args, epoch);
-    if constexpr (way == Way::nodes) {  // relay indices are known when all have counted
-      bool routed = true;
-      if (threadIdx.x == 0)
-        routed =
-            device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch, false},
-                               device::BlockCount{&comm.state().route_done, static_cast<uint32_t>(blocks)});
-      if (!__syncthreads_and(routed)) return;
-    }
+    // Relay indices are known when all have counted.
+    if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
   } else if (blockIdx.x == 0) {
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
                  kCarriesRows | parts_bits(args.parts));
@@ -534,7 +571,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
-  start_clock(comm);
+  if (!args.later) start_clock(comm);
   send<way, Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
   if (args.apart) end_sending(comm);
 }
