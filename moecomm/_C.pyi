@@ -124,6 +124,7 @@ class DeviceCommunicator:
     closed: bool
     most_parts: int
     num_sms: int
+    def limit_sms(self, num_sms: int) -> None: ...
     def __init__(
         self,
         *,

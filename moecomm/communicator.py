@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -216,6 +218,23 @@ class Communicator:
         return plan_memory(shape, ranks_per_node)
 
     # -- operations ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def limit_sms(self, num_sms: int | None) -> Iterator[None]:
+        """Within the block, operations that begin use `num_sms` SMs, from 2 (with several nodes 3) to all;
+        None: as many as the communicator was built with. Ranks need not agree, and results are the same.
+
+        For what travels beside a product that leaves it so many: few SMs take longer, and hold up less. Their
+        blocks are put on neighbouring SMs in pairs then, since products come in clusters of two
+        (docs/overlap.md). One thread at a time; a graph keeps what it was captured with. Raises
+        InvalidArgument for another number, Unsupported on the CPU.
+        """
+        backend = self._open()
+        before = backend.limit_sms(None if num_sms is None else check_num_sms(num_sms, self.device))
+        try:
+            yield
+        finally:
+            backend.limit_sms(before)
 
     @overload
     def dispatch(

@@ -93,6 +93,7 @@ class LayerOptions:
     headroom: float
     dense: tuple[int, int, int]
     num_sms: int | None  # None: moecomm's own choice
+    beside_sms: int | None  # likewise
     iters: int
     warmup: int
     checks: int
@@ -197,8 +198,9 @@ def _checked(given: argparse.Namespace, arguments: list[str]) -> LayerOptions:
         raise ValueError(f"--timeout has to be above 0, got {given.timeout:g}")
     if not 1 <= given.headroom < 1e3:
         raise ValueError(f"--headroom has to be at least 1, got {given.headroom:g}")
-    if given.num_sms is not None and device == "cpu":
-        raise ValueError("--num-sms is for GPUs (--device cuda)")
+    for name in ("num_sms", "beside_sms"):
+        if getattr(given, name) is not None and device == "cpu":
+            raise ValueError(f"--{name.replace('_', '-')} is for GPUs (--device cuda)")
     flush_bytes = None if given.flush is None else 0 if given.flush == "0" else parse_size(given.flush, 1)
     made = LayerOptions(
         device=device,
@@ -214,6 +216,7 @@ def _checked(given: argparse.Namespace, arguments: list[str]) -> LayerOptions:
         headroom=given.headroom,
         dense=_dense(given.dense, device),
         num_sms=None if given.num_sms is None else at_least(given.num_sms, 2, "--num-sms"),
+        beside_sms=None if given.beside_sms is None else at_least(given.beside_sms, 0, "--beside-sms"),
         iters=at_least(given.iters, 1, "-n"),
         warmup=at_least(given.warmup, 0, "-w"),
         checks=at_least(given.check, 0, "-c"),
@@ -293,6 +296,12 @@ def _parser() -> Parser:
         help="the dense product that shares are of (16384x7168x4096; on the CPU 512x512x512)",
     )
     add("--num-sms", type=int, metavar="N", help="SMs of one operation of moecomm (its own choice)")
+    add(
+        "--beside-sms",
+        type=int,
+        metavar="N",
+        help="SMs of what travels beside products, 0: nothing does (its own choice)",
+    )
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations (20)")
     add("-w", "--warmup", type=int, default=5, metavar="N", help="untimed iterations before them (5)")
     add(

@@ -124,7 +124,8 @@ def make_layer(
         dtype=case.dtype,
         expert_precision="fp8" if fp8 else None,
     )
-    layer = MoELayer(config, comm, overlap=overlap, keep=keep, parts=parts)
+    beside = case.options.beside_sms
+    layer = MoELayer(config, comm, overlap=overlap, keep=keep, parts=parts, beside_sms=beside)
     experts: Experts = case.experts
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", _FixedRouting(case))

@@ -134,6 +134,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("finish_dispatch", &finish_dispatch)
       .def_property_readonly("most_parts", &DeviceCommunicator::most_parts)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
+      .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("part_end", &DeviceCommunicator::part_end)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,

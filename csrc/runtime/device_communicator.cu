@@ -114,14 +114,14 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
       control_(static_cast<size_t>(nodes_.local_ranks)) {
   const DeviceShape& s = config_.shape;
   const DeviceGuard guard(config_.device);
-  int sms = 0, major = 0;
-  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, config_.device),
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&sms_, cudaDevAttrMultiProcessorCount, config_.device),
              "cudaDeviceGetAttribute");
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, config_.device),
              "cudaDeviceGetAttribute");
   if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
   overlaps_ = major >= 9;
-  heuristics_ = intranode::choose_heuristics(sms, config_.num_sms, nodes_.nodes() > 1);
+  limit_sms(config_.num_sms);
   for (const cudaError_t error :
        {intranode::prepare_send(s, overlaps_), intranode::prepare_receive(s, overlaps_),
         intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
@@ -268,8 +268,12 @@ void DeviceCommunicator::watch() {
 
 device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
 
+void DeviceCommunicator::limit_sms(int32_t num_sms) {
+  heuristics_ = intranode::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1);
+}
+
 intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
-  return {stream, blocks, overlaps_, overlapped && overlaps_};
+  return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
 }
 
 int32_t DeviceCommunicator::most_parts() const {
@@ -404,7 +408,7 @@ void DeviceCommunicator::abandon() {
   pending_.reset();
   const intranode::SendArguments& sent = begun.arguments;
   check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire),
-                                       sent.operation, sent.tokens, sent.apart ? send_blocks() : 0),
+                                       sent.operation, sent.tokens, sent.apart ? begun.blocks : 0),
              "launch of abandon");
   if (sent.apart || begun.later) join_side(pending_stream_);
 }
@@ -417,10 +421,11 @@ void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments argument
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = most > window_.with_wire(wire).stage_tokens;
   if (arguments.apart || later) fork_side(stream);
-  check_cuda(intranode::launch_send(launch(arguments.apart ? side_stream_ : stream, send_blocks(), false),
+  const int blocks = heuristics_.send_blocks + heuristics_.relay_blocks;
+  check_cuda(intranode::launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
                                     *comm(wire), arguments),
              "launch of a dispatch (sending)");
-  pending_ = {arguments, wire, later};
+  pending_ = {arguments, wire, blocks, later};
   received_ = 0;
   pending_stream_ = stream;
 }
@@ -435,7 +440,7 @@ void DeviceCommunicator::receive(intranode::ReceiveArguments arguments, cudaStre
   arguments.layout = sent.layout;
   arguments.part = received_;
   arguments.parts = sent.parts;
-  arguments.senders = (sent.apart ? send_blocks() : 0) + (begun.later ? send_blocks() : 0);
+  arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart),
                                        *comm(begun.wire), arguments),
              "launch of a dispatch (receiving)");
@@ -443,9 +448,8 @@ void DeviceCommunicator::receive(intranode::ReceiveArguments arguments, cudaStre
   pending_.reset();
   if (begun.later) {
     sent.later = sent.apart = true;
-    check_cuda(
-        intranode::launch_send(launch(side_stream_, send_blocks(), false), *comm(begun.wire), sent),
-        "launch of a dispatch (sending what waits for room)");
+    check_cuda(intranode::launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
+               "launch of a dispatch (sending what waits for room)");
   }
   if (sent.apart) join_side(stream);
 }
@@ -592,9 +596,8 @@ void DeviceCommunicator::reduce_part(const intranode::CombineArguments& argument
   all.relay_blocks = heuristics_.relay_blocks;
   all.senders = is_apart ? blocks : 0;
   if (is_apart) fork_side(stream);
-  check_cuda(
-      intranode::launch_reduce(launch(is_apart ? side_stream_ : stream, blocks, false), comm, all),
-      "launch of combine (owners)");
+  check_cuda(intranode::launch_reduce(launch(is_apart ? side_stream_ : stream, blocks, false), comm, all),
+             "launch of combine (owners)");
   reducing_.reset();
   if (!last) {
     reducing_ = arguments;

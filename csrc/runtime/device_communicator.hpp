@@ -123,6 +123,8 @@ class DeviceCommunicator {
   int32_t most_parts() const;
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
+  /// Of operations that begin from now on; 0: as the heuristics say.
+  void limit_sms(int32_t num_sms);
   /// Starts to send and to plan. finish_dispatch has to follow, for each part.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
   /// Waits until the row count of a dispatch without capacity is known. If it throws, what ranks disagree on
@@ -167,13 +169,13 @@ class DeviceCommunicator {
   struct Sent {
     intranode::SendArguments arguments;
     WireFormat wire;
+    int blocks;
     bool later;  ///< chunks that wait for room may be left to be sent
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   device::Rail rail() const;
   intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
-  int send_blocks() const { return heuristics_.send_blocks + heuristics_.relay_blocks; }
   bool apart(int32_t parts) const { return !overlaps_ || parts > 1; }
   void require_parts(int32_t parts, RowLayout layout) const;
   void fork_side(cudaStream_t stream);
@@ -190,6 +192,7 @@ class DeviceCommunicator {
 
   DeviceConfig config_;
   DeviceWindow window_;
+  int sms_ = 0;  // of the device
   intranode::Heuristics heuristics_;
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;

@@ -115,6 +115,10 @@ class Backend(Protocol):
     def stream(self) -> torch.cuda.Stream | None:
         """Where operations of `launch` run; None where there are no streams."""
 
+    def limit_sms(self, num_sms: int | None) -> int | None:
+        """Operations that begin from now on use so many SMs; None: as many as the communicator was made with.
+        Returns what it was before."""
+
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """The result of `operation` after all before it; `name` is for profilers."""
 

@@ -25,7 +25,7 @@ from moecomm.backends.base import (
     meet,
 )
 from moecomm.backends.order import InOrder
-from moecomm.errors import InvalidArgument, MoecommError, kind_of
+from moecomm.errors import InvalidArgument, MoecommError, Unsupported, kind_of
 from moecomm.memory import plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import MOST_PARTS, part_experts, weight_dtype
@@ -181,6 +181,10 @@ class CpuBackend:
     def ready(self) -> None:
         """Raises what is pending: every rank sees a passed capacity, and none may go on."""
         self._native.check()
+
+    def limit_sms(self, num_sms: int | None) -> int | None:
+        """A rank's threads are there from the beginning."""
+        raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""

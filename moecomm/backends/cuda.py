@@ -139,6 +139,7 @@ class CudaBackend:
             self._nowhere_address = self._nowhere.data_ptr()
             self._native, window = self._connect(meeting, party, shape, num_sms or 0)
             self.most_parts, self.num_sms = self._native.most_parts, self._native.num_sms
+        self._num_sms, self._limit = num_sms, num_sms
         # Also when the backend is forgotten, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
@@ -302,6 +303,14 @@ class CudaBackend:
             self._unfinished = None
 
     # -- operations ------------------------------------------------------------------------------------
+
+    def limit_sms(self, num_sms: int | None) -> int | None:
+        """Of operations that begin from now on; None: as given to the communicator."""
+        with self._lock:
+            before, self._limit = self._limit, self._num_sms if num_sms is None else num_sms
+            if self._limit != before:
+                self._native.limit_sms(self._limit or 0)
+        return before
 
     def ready(self) -> None:
         """Nothing to do: the runtime refuses work when it is closed or broken, and a passed capacity is for

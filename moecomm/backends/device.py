@@ -97,6 +97,10 @@ class CudaDevice:
         """Streaming multiprocessors of the GPU."""
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, as (9, 0)."""
+        return torch.cuda.get_device_capability(self.index)
+
     def leave_sms(self, sms: int | None) -> int | None:
         """Matrix products that torch issues from now on leave so many SMs alone, as far as their kernels know
         how: those of grouped_mm do. None: none. Returns what it was before."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from moecomm.activation import weighted_activation_backward, weighted_activation_backward_into
 from moecomm.nn.passes import Call, Deferred, of_part, without_autocast
 from moecomm.nn.pool import Ticket
-from moecomm.overlap import Results, backward_schedule
+from moecomm.overlap import Results, backward_schedule, in_turns
 from moecomm.overlap.moe import stage_name
 from moecomm.routing import weight_dtype
 
@@ -87,6 +87,8 @@ class BackwardPass:
             weights=now,
             parts=parts,
             split=call.split,
+            # In turns another program's products are beside it too, which leave it nothing.
+            home_split=None if in_turns() else call.home_split,
             pool=self.ticket is not None,
         )
         results = call.executor.run(schedule, work, record=call.runs is not None)

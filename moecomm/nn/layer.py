@@ -13,6 +13,7 @@ from moecomm.activation import prepare as prepare_activation
 from moecomm.backends.device import CudaDevice
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
+from moecomm.model import Shape
 from moecomm.nn.capacity import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
@@ -22,7 +23,8 @@ from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
-from moecomm.overlap import Executor, Keep, Split, Timeline
+from moecomm.overlap import H200, Executor, Keep, LayerShape, Split, Timeline, sms_beside_weights
+from moecomm.routing import require_integer
 
 
 class MoELayer(nn.Module):
@@ -52,7 +54,10 @@ class MoELayer(nn.Module):
     inner rows, so that what comes out of the second product is not kept. With overlap=False, and in a graph
     of torch.compile, the same is done in order, with the same bits in the output and in the experts'
     gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
-    computed again) or "nothing" (the rows are dispatched again, along the kept plan).
+    computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
+    way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
+    half of the GPU; None: as a cost model says; 0: it comes first. For communicators without num_sms of their
+    own, on one node.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -73,6 +78,7 @@ class MoELayer(nn.Module):
         overlap: bool = True,
         keep: Keep = "all",
         parts: int = 1,
+        beside_sms: int | None = None,
     ) -> None:
         super().__init__()
         if comm is None:
@@ -97,11 +103,13 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
-        """False: one stage after another, on one stream. May be set at any time, as the next five."""
+        """False: one stage after another, on one stream. May be set at any time, as the next six."""
         self.keep: Keep = keep
         """What a forward keeps for its backward."""
         self.parts = parts
         """In which rows travel, by the experts of each rank, where there is no capacity."""
+        self.beside_sms = beside_sms
+        """SMs of the gradients' way home beside those of the experts' first weights."""
         self.defer_weights = False
         """True: backwards leave the gradients of the experts' weights to `backward_weights`."""
         self.record = False
@@ -111,7 +119,10 @@ class MoELayer(nn.Module):
         tensors have that size already, and the pool is not used. Layers may share one."""
         prepare_activation(comm.device, config.dtype)
         self._split = _find_split(comm)
-        self._executor = Executor(comm.device, {"comm": comm.stream})
+        self._sms = _sms_to_share(comm)
+        self._found_split: Split | None = None  # once beside_sms was None
+        self._has_found = False
+        self._executor = Executor(comm.device, {"comm": comm.stream}, comm.limit_sms)
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
         self.loss_scale = 1.0
@@ -170,6 +181,7 @@ class MoELayer(nn.Module):
             self.keep,
             route_parts(self.comm, self.capacity, self.parts),
             self._split,
+            self._home_split(),
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
             self.pool if self.capacity is not None else None,
@@ -192,6 +204,19 @@ class MoELayer(nn.Module):
             else shared(rows_TH, run=lambda x_TH: experts(x_TH, run=run))
         )
         return y_TH
+
+    def _home_split(self) -> Split | None:
+        if self._sms is None or self.beside_sms == 0:
+            return None
+        if self.beside_sms is not None:
+            sms = require_integer("beside_sms", self.beside_sms, 2, self._sms // 2)
+            return Split(self._sms, sms)
+        if not self._has_found:
+            w_in, w_out = self.experts.w_in, self.experts.w_out
+            found = _find_home_sms(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])
+            self._found_split = None if found is None else Split(self._sms, found)
+            self._has_found = True
+        return self._found_split
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """The same, one after another and differentiated by autograd."""
@@ -254,6 +279,30 @@ def _find_split(comm: Communicator) -> Split | None:
         return None
     sms = CudaDevice(comm.device.index).count_sms()
     return Split(sms, comm.num_sms) if 2 * comm.num_sms <= sms else None
+
+
+def _sms_to_share(comm: Communicator) -> int | None:
+    """SMs of a GPU on which something can travel on a few of them beside products: they have to leave them
+    (torch's grouped ones do for compute capability 9.0), and operations to take most of it otherwise; on one
+    node."""
+    if comm.device.type != "cuda" or comm.nodes > 1 or _find_split(comm) is not None:
+        return None
+    gpu = CudaDevice(comm.device.index)
+    return gpu.count_sms() if gpu.capability()[0] >= 9 else None
+
+
+def _find_home_sms(config: MoEConfig, comm: Communicator, inner: int, ffn: int) -> int | None:
+    """By the cost model, for experts of these widths."""
+    exchange = Shape(
+        nodes=1,
+        ranks_per_node=comm.size,
+        tokens=comm.max_tokens,
+        experts=config.num_experts,
+        top_k=config.top_k,
+        hidden=config.hidden,
+        element_bytes=config.dtype.itemsize,
+    )
+    return sms_beside_weights(LayerShape(exchange, ffn=ffn, gated=inner != ffn), H200)
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

@@ -69,6 +69,8 @@ class Call(NamedTuple):
     """1 with a capacity."""
     split: Split | None
     """None: products leave no SMs to what travels meanwhile."""
+    home_split: Split | None
+    """How the way home of the gradients, and those of the first weights, share the SMs; None: not."""
     deferred: Deferred | None
     """None: the weights' gradients are computed in the backward."""
     runs: Runs | None

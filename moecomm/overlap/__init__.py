@@ -19,9 +19,18 @@
 
 from __future__ import annotations
 
-from moecomm.overlap.cost import H200, Choice, LayerShape, Rates, choose, part_shares, planned
+from moecomm.overlap.cost import (
+    H200,
+    Choice,
+    LayerShape,
+    Rates,
+    choose,
+    part_shares,
+    planned,
+    sms_beside_weights,
+)
 from moecomm.overlap.executor import Executor, Recorded, Results, Work
-from moecomm.overlap.interleave import interleave, pause
+from moecomm.overlap.interleave import in_turns, interleave, pause
 from moecomm.overlap.moe import Keep, Split, backward_schedule, forward_schedule, recompute_schedule
 from moecomm.overlap.schedule import Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
@@ -44,9 +53,11 @@ __all__ = [
     "backward_schedule",
     "choose",
     "forward_schedule",
+    "in_turns",
     "interleave",
     "part_shares",
     "pause",
     "planned",
     "recompute_schedule",
+    "sms_beside_weights",
 ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,6 +48,10 @@ class Rates:
     """Bytes of expert rows that one SM of a dispatch brings to their places, where links do not hold it."""
     combine_GBps: float
     """Likewise those that one SM of a combine adds up."""
+    reduce_GBps: float
+    """Bytes of expert rows that one SM adds up for their homes, and of tokens ..."""
+    home_GBps: float
+    """... that one SM brings home and adds up there, both where a combine has few SMs."""
     part_us: float
     """What each part of a transfer after the first costs one SM to find its rows among all."""
     product_us: float
@@ -68,6 +73,8 @@ H200 = Rates(
     sms=132,
     dispatch_GBps=35.0,
     combine_GBps=22.0,
+    reduce_GBps=41.0,
+    home_GBps=6.0,
     part_us=5000.0,
     product_us=8.0,
 )
@@ -262,3 +269,21 @@ def choose(
             forward, backward = planned(shape, machine, rates, parts, count, keep)
             choices.append(Choice(parts=parts, comm_sms=count, forward=forward, backward=backward))
     return min(choices, key=lambda choice: choice.seconds)
+
+
+def sms_beside_weights(shape: LayerShape, rates: Rates) -> int | None:
+    """SMs with which the way home of the gradients takes about as long as the product beside which it lies,
+    the gradients of the experts' first weights; None: more than a quarter of the GPU, which would cost that
+    one more than it hides.
+
+    Beside a product a transfer takes half as long again as alone, and with fewer than eight SMs much longer
+    (docs/performance.md).
+    """
+    exchange = shape.exchange
+    own = shape.rows / shape.local_experts
+    flops = 2.0 * shape.rows * exchange.hidden * shape.inner
+    product = flops / (rates.weights_TFLOPs * 1e12 * own / (own + rates.weights_rows))
+    row_bytes = exchange.hidden * exchange.element_bytes * 1e-9
+    home = row_bytes * (shape.rows / rates.reduce_GBps + exchange.tokens / rates.home_GBps)  # on one SM
+    sms = max(8, 2 * math.ceil(1.5 * home / product / 2))
+    return sms if 4 * sms <= rates.sms else None

@@ -62,6 +62,9 @@ class Recorded(Protocol):
         """As `Results.timeline`."""
 
 
+LimitSms = Callable[[int], contextlib.AbstractContextManager[Any]]
+_NO_LIMIT = contextlib.nullcontext()
+
 Work = Mapping[str, Callable[[Results], Any]]
 """What to do in each stage, by its name: puts work on the current stream, and returns what later stages take.
 """
@@ -78,10 +81,18 @@ class Executor:
         device: where the work is.
         streams: CUDA streams that stages name, such as a communicator's; the first stream of a schedule is
             always the caller's current one, and streams that are not given are made here.
+        limit_sms: within what it gives, what communicates takes so many SMs: `Communicator.limit_sms`. For
+            stages that say how many they use.
     """
 
-    def __init__(self, device: torch.device, streams: Mapping[str, torch.cuda.Stream | None] | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Mapping[str, torch.cuda.Stream | None] | None = None,
+        limit_sms: LimitSms | None = None,
+    ):
         self.device = device
+        self._limit_sms = limit_sms
         self._gpu = CudaDevice(device.index) if device.type == "cuda" else None
         self._streams = {name: stream for name, stream in (streams or {}).items() if stream is not None}
         self.waits = False
@@ -110,7 +121,8 @@ class Executor:
                 for stage in schedule.stages:
                     results._stage = stage
                     order.begin(stage)
-                    results._values[stage.name] = work[stage.name](results)
+                    with self._limits(stage):
+                        results._values[stage.name] = work[stage.name](results)
                     order.end(stage)
                     if stage.yields:
                         pause()
@@ -120,6 +132,11 @@ class Executor:
             if self.waits and gpu is not None and not gpu.capturing():
                 gpu.stream().synchronize()
         return results
+
+    def _limits(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
+        if self._limit_sms is None or not stage.communicates or SMS not in stage.uses:
+            return _NO_LIMIT
+        return self._limit_sms(int(stage.uses[SMS]))
 
     def _order(self, schedule: Schedule, record: bool) -> _Order:
         if self._gpu is None:

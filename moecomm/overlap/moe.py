@@ -12,8 +12,10 @@ With an activation pool what the backward needs goes there beside the combine ("
 beside the gradients' way to the experts ("from pool").
 
 The way to the experts lies under the shared experts, which need no rows from elsewhere; the way back of the
-gradients under those of the weights, which nobody waits for. (The latter where transfers leave products most
-of the GPU; else "down weights" comes before "up backward", and "up weights" after "home".)
+gradients under those of the weights, which nobody waits for. "down weights" comes before "up backward" where
+transfers do not leave products most of the GPU: then "home" lies under "up weights" alone, on few SMs of its
+own (`home_split`), or "up weights" comes after it. Where nothing else lies beside anything, "home" alone is
+on the stream comm.
 
 In parts, by the experts of each rank (moecomm.parts), the products of one part run while the rows of the next
 are on their way, and while what the one before has made travels back:
@@ -56,13 +58,15 @@ def stage_name(name: str, part: int, parts: int) -> str:
     return name if parts == 1 else f"{name} {part}"
 
 
-def _transfer(name: str, part: int, parts: int, *after: str, split: Split | None = None) -> Stage:
+def _transfer(
+    name: str, part: int, parts: int, *after: str, split: Split | None = None, stream: str = COMM
+) -> Stage:
     """A part of one. Other programs go on after the last: no other operation may come between parts."""
     last = part + 1 == parts
     uses = {} if split is None else {SMS: float(split.comm)}
     return Stage(
         name=stage_name(name, part, parts),
-        stream=COMM,
+        stream=stream,
         after=after,
         uses=uses,
         communicates=True,
@@ -122,10 +126,14 @@ def backward_schedule(
     weights: bool,
     parts: int = 1,
     split: Split | None = None,
+    home_split: Split | None = None,
     pool: bool = False,
 ) -> Schedule:
-    """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now. `pool`: what
-    was kept is in one."""
+    """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now.
+    `home_split`, in one part and without a split of all transfers: that of "home" and "up weights". `pool`:
+    what was kept is in one."""
+    if split is not None or parts > 1 or not (home and weights):
+        home_split = None
     beside = split if parts > 1 else None
     # Where the weights' gradients cannot lie beside the way home, one of them comes before it: the gradients'
     # rows are not needed any more then.
@@ -135,7 +143,12 @@ def backward_schedule(
         return [stage_name(name, part, parts) for part in range(parts)]
 
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
-    stages = [_transfer(way, part, parts, split=split) for way in ways for part in range(parts)]
+    # A second stream takes the host time.
+    alone = home_split is not None and not shared and keep != "nothing" and not pool
+    stream = COMPUTE if alone else COMM
+    stages = [
+        _transfer(way, part, parts, split=split, stream=stream) for way in ways for part in range(parts)
+    ]
     if pool:
         stages.append(_product("from pool"))
     if shared:
@@ -160,21 +173,22 @@ def backward_schedule(
             after = (named("activation backward"),)
             stages += [
                 _product(named("up backward"), *after, beside=beside),
-                _transfer("home", part, parts, named("up backward"), *after, split=split),
+                _transfer("home", part, parts, named("up backward"), *after, split=split or home_split),
             ]
     if weights:
         done, brought = each("activation backward"), each("gradient rows")
         # A grouped product takes all SMs for as long as it runs, and those that it has to wait for hold up
         # all of it: it runs beside a transfer only where it leaves it SMs.
-        later = (stage_name("home", parts - 1, parts),) if home and split is None else ()
+        apart = home and split is None and home_split is None
+        later = (stage_name("home", parts - 1, parts),) if apart else ()
         if not first_of_two:
             beside_home = split if home else None
             stages.append(_product("down weights", *brought, *done, *later, beside=beside_home))
-        stages.append(_product("up weights", *done, *later))
+        stages.append(_product("up weights", *done, *later, beside=home_split))
     if shared and home:
         last = stage_name("home", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared backward")))
-    return _schedule(stages, split)
+    return _schedule(stages, split or home_split)
 
 
 @lru_cache

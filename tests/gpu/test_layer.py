@@ -24,6 +24,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "nothing kept": {"keep": "nothing"},
     "weights later": {"defer_weights": True},
     "in two parts": {"parts": 2},
+    "home on eight SMs": {"beside_sms": 8},
+    "home on two SMs, rows kept": {"beside_sms": 2, "keep": "rows"},
+    "home before the weights": {"beside_sms": 0},
     "in three parts, nothing kept, weights later": {"parts": 3, "keep": "nothing", "defer_weights": True},
 }
 
@@ -71,7 +74,7 @@ class Case:
 
 def _run(layer: Any, x: torch.Tensor, grad: torch.Tensor, way: dict[str, Any]) -> dict[str, torch.Tensor]:
     """One forward and backward: the output and all gradients."""
-    settings = {"overlap": True, "keep": "all", "defer_weights": False, "parts": 1, **way}
+    settings = {"overlap": True, "keep": "all", "defer_weights": False, "parts": 1, "beside_sms": None, **way}
     for name, value in settings.items():
         setattr(layer, name, value)
     layer.zero_grad()
@@ -249,11 +252,13 @@ def _timelines(rank: int, world_size: int, case: Case) -> dict[str, list[tuple[s
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_timelines(pool: Pools, size: int, seed: int) -> None:
-    from moecomm.overlap import backward_schedule, forward_schedule
+    from moecomm.overlap import Split, backward_schedule, forward_schedule
 
+    # What waits for what wherever "home" has SMs of its own; elsewhere more does.
+    own = Split(sms=132, comm=8)
     schedules = {
         "forward": forward_schedule(shared=True),
-        "backward": backward_schedule(shared=True, keep="nothing", home=True, weights=True),
+        "backward": backward_schedule(shared=True, keep="nothing", home=True, weights=True, home_split=own),
     }
     for found in pool(size)(_timelines, Case((200,) * size, seed)):
         for name, schedule in schedules.items():

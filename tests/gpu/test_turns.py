@@ -1,5 +1,5 @@
-"""Dispatches whose rows do not all fit into the owners' staging sections, with more ranks than top-k: chunks take
-turns there, so what sends and what receives wait for each other.
+"""Dispatches whose rows do not all fit into the owners' staging sections, with more ranks than top-k: chunks
+take turns there, so what sends and what receives wait for each other.
 
 Nothing that a program puts between the two calls of a dispatch may keep them apart: work on the same stream,
 events, a wait of the host for the device.

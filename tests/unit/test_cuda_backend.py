@@ -386,6 +386,16 @@ def test_the_device_of_a_tensor() -> None:
         check_dispatch(torch.zeros(5, 8), IDS_TK, None, device=torch.device("cuda", 1), **sizes)
 
 
+def test_sms_of_a_cpu_communicator() -> None:
+    with moecomm.Communicator(num_experts=2, hidden=8, top_k=1, max_tokens=1, device="cpu") as comm:
+        with pytest.raises(moecomm.Unsupported, match="for CUDA communicators"), comm.limit_sms(2):
+            pass
+        with pytest.raises(moecomm.InvalidArgument, match="num_sms is"), comm.limit_sms(0):
+            pass
+    with pytest.raises(moecomm.CommunicatorClosed), comm.limit_sms(2):
+        pass
+
+
 @pytest.mark.usefixtures("loopback")
 def test_statistics_begin_again() -> None:
     """Counters that the device keeps are never set to zero; the difference is shown."""

@@ -3,11 +3,12 @@ streams."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,11 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.model import Shape
 from moecomm.overlap import (
+    H200,
     Executor,
+    LayerShape,
     Results,
     Schedule,
     Span,
@@ -27,7 +31,9 @@ from moecomm.overlap import (
     backward_schedule,
     forward_schedule,
     interleave,
+    sms_beside_weights,
 )
+from moecomm.overlap.schedule import SMS
 from tests.unit.loopback import FakeGpu, FakeStream
 
 STREAMS = ("compute", "comm")
@@ -608,3 +614,50 @@ def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool)
         assert three.index("home 2") < three.index("down weights")
     if shared and home:
         assert names[-1] == "sum"
+    own = Split(sms=132, comm=8)
+    apart = backward_schedule(shared=shared, keep=keep, home=home, weights=weights, home_split=own)
+    assert _names(apart) == names
+    if not (home and weights):
+        assert apart.resources == {}
+        return
+    assert apart["home"].stream == "comm" and apart["home"].uses == {SMS: 8.0}
+    assert apart["up weights"].uses == {SMS: 124.0} and "home" not in apart["up weights"].after
+    assert {stage.name for stage in apart.stages if stage.uses} == {"home", "up weights"}
+    others = {stage.stream for stage in apart.stages if stage.name != "home"}
+    assert others == ({"compute", "comm"} if shared or keep == "nothing" else {"compute"})
+    for more in ({"split": Split(sms=132, comm=24)}, {"parts": 2}):
+        options: Any = {"shared": shared, "keep": keep, "home": True, "weights": True} | more
+        assert str(backward_schedule(**options, home_split=own)) == str(backward_schedule(**options))
+
+
+def test_sms_beside_the_gradients_of_weights() -> None:
+    def shape(ffn: int, tokens: int = 4096, ranks: int = 4) -> LayerShape:
+        exchange = Shape(nodes=1, ranks_per_node=ranks, tokens=tokens, experts=128, top_k=8, hidden=4096)
+        return LayerShape(exchange, ffn=ffn)
+
+    found = [sms_beside_weights(shape(ffn), H200) for ffn in (64, 1024, 1536, 2048, 8192, 65536)]
+    assert found[0] is None and found[-1] == 8
+    known = [sms for sms in found if sms is not None]
+    assert known == sorted(known, reverse=True) and len(set(known)) > 2
+    assert all(8 <= sms <= 33 and sms % 2 == 0 for sms in known)
+    # Weights that few rows share take longer.
+    few, many = (sms_beside_weights(shape(1536, tokens), H200) for tokens in (256, 4096))
+    assert few is not None and many is not None and few < many
+
+
+def test_stages_say_on_how_many_sms_to_travel(gpu: Callable[[], Executor]) -> None:
+    gpu()  # the fake one
+    now: list[int | None] = [None]
+    seen: dict[str, int | None] = {}
+
+    @contextlib.contextmanager
+    def limit(sms: int) -> Iterator[None]:
+        now.append(sms)
+        yield
+        now.pop()
+
+    executor = Executor(torch.device("cuda", 0), limit_sms=limit)
+    own = Split(sms=132, comm=8)
+    schedule = backward_schedule(shared=True, keep="all", home=True, weights=True, home_split=own)
+    executor.run(schedule, {name: lambda _, n=name: seen.update({n: now[-1]}) for name in _names(schedule)})
+    assert seen.pop("home") == 8 and set(seen.values()) == {None}

@@ -89,11 +89,13 @@ cudaError_t prepare_sum(const DeviceShape& shape);
 cudaError_t prepare_announce();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
+/// `paired`: its blocks are in clusters of two, if they are even.
 struct Launch {
   cudaStream_t stream;
   int blocks;
-  bool bulk;  ///< the GPU has bulk copies
+  bool bulk;  ///< the GPU has bulk copies, and clusters
   bool overlapped;
+  bool paired;
 };
 
 cudaError_t launch_send(const Launch& launch, const device::Comm& comm, const SendArguments& arguments);

@@ -163,16 +163,24 @@ cudaError_t prepare_kernel(size_t shared_bytes) {
 template <auto kernel, class Arguments>
 cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes, const Comm& comm,
                           const Arguments& arguments) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
+  config.attrs = attributes;
+  if (launch.overlapped) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.paired && launch.bulk && launch.blocks % 2 == 0) {
+    cudaLaunchAttribute& pairs = attributes[config.numAttrs++];
+    pairs.id = cudaLaunchAttributeClusterDimension;
+    pairs.val.clusterDim.x = 2;
+    pairs.val.clusterDim.y = pairs.val.clusterDim.z = 1;
+  }
   config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = launch.stream;
-  config.attrs = &overlap;
-  config.numAttrs = launch.overlapped ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, comm, arguments);
 }
 

@@ -387,9 +387,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
   // Rows for other nodes have places of their own, and so have parts.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
-  const int64_t all = kParts                                   ? chunks * args.parts
-                      : args.later || reach == Reach::others ? chunks
-                                                               : at_once;
+  const int64_t all = kParts ? chunks * args.parts : args.later || reach == Reach::others ? chunks : at_once;
   for (int64_t claim = first + claims.take(); claim < all; claim = first + claims.take()) {
     const int32_t part = kParts ? static_cast<int32_t>(claim / chunks) : 0;
     const int64_t chunk = claim - part * chunks, begin = chunk * size, end = min(begin + size, args.tokens);
@@ -515,8 +513,7 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
   if (already_failed(comm)) {
-    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0)
-      make_plan(comm, args, epoch);
+    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0) make_plan(comm, args, epoch);
     return;
   }
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
