@@ -56,8 +56,8 @@ class MoELayer(nn.Module):
     gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
     computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
     way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
-    half of the GPU; None: as a cost model says; 0: it comes first. For communicators without num_sms of their
-    own, on one node.
+    half of the GPU; None: as a cost model says, for products in bfloat16; 0: it comes first. For
+    communicators without num_sms of their own, on one node.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -211,6 +211,8 @@ class MoELayer(nn.Module):
         if self.beside_sms is not None:
             sms = require_integer("beside_sms", self.beside_sms, 2, self._sms // 2)
             return Split(self._sms, sms)
+        if self.config.expert_precision is not None or self.config.dtype is not torch.bfloat16:
+            return None  # products with other kernels in them, which leave no SMs
         if not self._has_found:
             w_in, w_out = self.experts.w_in, self.experts.w_out
             found = _find_home_sms(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])

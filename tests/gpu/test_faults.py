@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm.env import read_env
 from tests.gpu import harness, oracle
 from tests.gpu.harness import run_on_gpus
 from tests.gpu.oracle import Job, Oracle
@@ -83,6 +84,8 @@ def _new_start(folder: str, rank: int, survivors: list[int]) -> list[str]:
     store = dist.FileStore(f"{folder}/survivors", len(survivors))
     dist.init_process_group("gloo", store=store, rank=place, world_size=len(survivors))
     job = _job(len(survivors))
+    if len(survivors) % (read_env().ranks_per_node or 1):
+        os.environ["MOECOMM_RANKS_PER_NODE"] = "1"  # equal nodes, as many ranks as are left
     with _communicator(job, harness.COMM_TIMEOUT_S) as comm:
         return oracle.play(comm, job, place)
 
