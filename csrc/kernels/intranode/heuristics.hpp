@@ -14,8 +14,7 @@ struct Heuristics {
   int send_warps;                   ///< of a block that move rows, at most
   int reduce_blocks, sum_blocks;    ///< of combine
   int relay_blocks;                 ///< with several nodes, of each operation
-  bool
-      paired;  ///< blocks take neighbouring SMs two by two: work beside them may be in clusters of two blocks
+  bool paired;                      ///< blocks in clusters of two, as a product beside them may be
 
   /// Of one operation.
   int all_blocks() const {
