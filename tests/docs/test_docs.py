@@ -408,7 +408,7 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
 
 def test_overlap_page_has_the_planned_times() -> None:
     """Those of the model, and near those that were measured."""
-    exchange = Shape(nodes=1, ranks_per_node=2, tokens=4096, hidden=7168, top_k=8, experts=256)
+    exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, hidden=7168, top_k=8, experts=256)
     shape = LayerShape(exchange, ffn=2048)
     rows = [list(map(int, row)) for row in table_rows(part("overlap.md", "What is worth it"))[1:]]
     assert len(rows) >= 10
