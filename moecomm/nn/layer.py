@@ -13,7 +13,7 @@ from moecomm.activation import prepare as prepare_activation
 from moecomm.backends.device import CudaDevice
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.model import Shape
+from moecomm.model import MACHINES, Shape
 from moecomm.nn.capacity import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
@@ -56,8 +56,8 @@ class MoELayer(nn.Module):
     gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
     computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
     way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
-    half of the GPU; None: as a cost model says, for products in bfloat16; 0: it comes first. For
-    communicators without num_sms of their own, on one node.
+    half of the GPU; None: as a cost model says, for products in bfloat16; 0: it comes first. On one node,
+    and where the communicator's operations take more than half of the GPU otherwise.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -304,7 +304,7 @@ def _find_home_sms(config: MoEConfig, comm: Communicator, inner: int, ffn: int) 
         hidden=config.hidden,
         element_bytes=config.dtype.itemsize,
     )
-    return sms_beside_weights(LayerShape(exchange, ffn=ffn, gated=inner != ffn), H200)
+    return sms_beside_weights(LayerShape(exchange, ffn=ffn, gated=inner != ffn), MACHINES["h200"], H200)
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

@@ -271,10 +271,10 @@ def choose(
     return min(choices, key=lambda choice: choice.seconds)
 
 
-def sms_beside_weights(shape: LayerShape, rates: Rates) -> int | None:
+def sms_beside_weights(shape: LayerShape, machine: Machine, rates: Rates) -> int | None:
     """SMs with which the way home of the gradients takes about as long as the product beside which it lies,
-    the gradients of the experts' first weights; None: more than a quarter of the GPU, which would cost that
-    one more than it hides.
+    the gradients of the experts' first weights; None: that product would lose more by leaving them than the
+    way home takes on the default SMs with nothing beside it, or they are more than a quarter of the GPU.
 
     Beside a product a transfer takes half as long again as alone, and with fewer than eight SMs much longer
     (docs/performance.md).
@@ -286,4 +286,5 @@ def sms_beside_weights(shape: LayerShape, rates: Rates) -> int | None:
     row_bytes = exchange.hidden * exchange.element_bytes * 1e-9
     home = row_bytes * (shape.rows / rates.reduce_GBps + exchange.tokens / rates.home_GBps)  # on one SM
     sms = max(8, 2 * math.ceil(1.5 * home / product / 2))
-    return sms if 4 * sms <= rates.sms else None
+    lost, alone = product * sms / (rates.sms - sms), predict(machine, exchange).combine.seconds
+    return sms if 4 * sms <= rates.sms and lost < alone else None

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.model import Shape
+from moecomm.model import MACHINES, Shape
 from moecomm.overlap import (
     H200,
     Executor,
@@ -631,17 +631,20 @@ def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool)
 
 
 def test_sms_beside_the_gradients_of_weights() -> None:
-    def shape(ffn: int, tokens: int = 4096, ranks: int = 4) -> LayerShape:
-        exchange = Shape(nodes=1, ranks_per_node=ranks, tokens=tokens, experts=128, top_k=8, hidden=4096)
-        return LayerShape(exchange, ffn=ffn)
+    machine = MACHINES["h200"]
 
-    found = [sms_beside_weights(shape(ffn), H200) for ffn in (64, 1024, 1536, 2048, 8192, 65536)]
-    assert found[0] is None and found[-1] == 8
-    known = [sms for sms in found if sms is not None]
-    assert known == sorted(known, reverse=True) and len(set(known)) > 2
-    assert all(8 <= sms <= 33 and sms % 2 == 0 for sms in known)
+    def found(ffn: int, tokens: int = 4096, experts: int = 128, top_k: int = 8) -> int | None:
+        exchange = Shape(nodes=1, ranks_per_node=4, tokens=tokens, experts=experts, top_k=top_k, hidden=4096)
+        return sms_beside_weights(LayerShape(exchange, ffn=ffn), machine, H200)
+
+    assert found(64) is None  # a short product: half of the GPU would not do
+    assert found(65536) is None  # a long one, of which eight SMs are more than the way home takes
+    assert found(16384, experts=8, top_k=2) is None
+    known = [found(ffn) for ffn in (1024, 1536, 2048, 3072)]
+    assert all(sms is not None and 8 <= sms <= 33 and sms % 2 == 0 for sms in known)
+    assert known == sorted(known, key=lambda sms: -(sms or 0)) and len(set(known)) > 2
     # Weights that few rows share take longer.
-    few, many = (sms_beside_weights(shape(1536, tokens), H200) for tokens in (256, 4096))
+    few, many = found(1536, tokens=256), found(1536)
     assert few is not None and many is not None and few < many
 
 
