@@ -91,6 +91,8 @@ class MoELayer(nn.Module):
                 raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
         if config.limit_nodes is None and nodes is not None:
             raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
+        if beside_sms is not None:
+            require_integer("beside_sms", beside_sms, 0)
         config = config.for_nodes(comm.nodes if nodes is None else nodes)
         self.config, self.comm = config, comm
         self.router = TopKRouter(config, device=comm.device)

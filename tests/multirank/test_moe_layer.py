@@ -560,6 +560,12 @@ def test_layer_and_communicator_must_agree() -> None:
         MoELayer(config)
 
 
+@pytest.mark.parametrize("sms", [-1, 2.5, "all"])
+def test_beside_sms_is_a_number(sms: Any) -> None:
+    with pytest.raises(InvalidArgument, match="beside_sms is"):
+        MoELayer(MoEConfig(**SIZES), max_tokens=4, beside_sms=sms)
+
+
 def test_a_copy_shares_the_communicator_and_nothing_else(seed: int) -> None:
     torch.manual_seed(seed)
     layer = MoELayer(MoEConfig(**SIZES, bias_update_rate=0.1), max_tokens=8)
