@@ -3,7 +3,10 @@
 // between nodes are held against, in the same run. One line of JSON a message size on standard output.
 //
 //   fabric_raw [--provider tcp] [--interface 127.0.0.1] [--sizes 64,7168,65536,1048576] [--in-flight 32]
-//              [--seconds 0.3] [--repeats 5] [--both]
+//              [--area 16777216] [--seconds 0.3] [--repeats 5] [--both]
+//
+// Messages leave from --area bytes of memory in turn, and arrive in as many: with few bytes all of them stay
+// in the caches, with many none does.
 //
 // A run posts as many writes as fit into `seconds`, and ends when the receiver has counted all immediates;
 // afterwards every byte is compared. --both: the two processes send to each other at once, and rates are
@@ -45,6 +48,7 @@ struct Options {
   ProviderOptions provider;
   std::vector<int64_t> sizes{64, 7168, 65536, 262144, 1 << 20};
   int in_flight = 32;
+  int64_t area = 16 << 20;
   double seconds = 0.3;
   int repeats = 5;
   bool both = false;
@@ -74,7 +78,7 @@ class Bench {
   Bench(const Options& options, Shared& shared, int index)
       : options_(options), shared_(shared), index_(index), endpoint_(choose_provider(options.provider)) {
     const int64_t largest = *std::max_element(options.sizes.begin(), options.sizes.end());
-    area_ = std::max<int64_t>(16 << 20, 2 * largest);
+    area_ = (std::max(options.area, 2 * largest) + 7) / 8 * 8;
     void* mapped = mmap(nullptr, static_cast<size_t>(2 * area_), PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) fail(errno_text("mapping memory"));
@@ -249,12 +253,13 @@ class Bench {
     std::printf(
         "{\"provider\": \"%s\", \"version\": \"%s\", \"interface\": \"%s\", \"address\": \"%s\", \"bytes\": "
         "%lld, "
-        "\"in_flight\": %d, \"both\": %s, \"messages\": %lld, \"repeats\": %zu, \"gb_per_s\": %.4f, "
+        "\"in_flight\": %d, \"area\": %lld, \"both\": %s, \"messages\": %lld, \"repeats\": %zu, "
+        "\"gb_per_s\": %.4f, "
         "\"gb_per_s_min\": %.4f, \"gb_per_s_max\": %.4f, \"messages_per_s\": %.0f}\n",
         offer.provider.c_str(), library().version_text().c_str(), offer.domain.c_str(), offer.address.c_str(),
-        static_cast<long long>(size), options_.in_flight, options_.both ? "true" : "false",
-        static_cast<long long>(count), seconds.size(), rate(median), rate(seconds.back()),
-        rate(seconds.front()), total / median);
+        static_cast<long long>(size), options_.in_flight, static_cast<long long>(area_),
+        options_.both ? "true" : "false", static_cast<long long>(count), seconds.size(), rate(median),
+        rate(seconds.back()), rate(seconds.front()), total / median);
     std::fflush(stdout);
   }
 
@@ -305,6 +310,8 @@ Options parse(int argc, char** argv) {
       }
     } else if (name == "--in-flight") {
       options.in_flight = static_cast<int>(number(1));
+    } else if (name == "--area") {
+      options.area = static_cast<int64_t>(number(1));
     } else if (name == "--seconds") {
       options.seconds = number(1e-3);
     } else if (name == "--repeats") {

@@ -11,6 +11,7 @@ import moecomm
 
 from .case import Case
 from .ceilings import bare_rows_path, copy_engine_path, sm_push_path
+from .flags import BETWEEN_NODES
 from .memcpy import memcpy_path
 from .paths import NotRun, Path, Yardstick
 from .permute import bare_alltoall_path, permuted_combine_path, permuted_dispatch_path
@@ -62,8 +63,8 @@ def make_baselines(case: Case, clock: Clock) -> list[Path | Yardstick | NotRun]:
     """The baselines asked for, in that order; one that cannot be made on any rank runs on none."""
     made: list[Path | Yardstick | NotRun] = []
     for name in case.options.baselines:
-        if name == "fabric":
-            made.append(raw_fabric(case))
+        if name in BETWEEN_NODES:
+            made.append(raw_fabric(name, case))
             continue
         make = baseline(name, case.options.operation)
         made.append(attempt(name, lambda make=make: make(case, clock)))  # type: ignore[misc]

@@ -7,12 +7,12 @@ import os
 import sys
 from typing import NoReturn
 
-_CEILINGS = ("fabric", "sm-push", "copy-engine", "memcpy")
+_CEILINGS = ("fabric", "fabric-cold", "sm-push", "copy-engine", "memcpy")
 BASELINES = {
     "cpu": {
-        "dispatch": ("fabric", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "combine": ("fabric", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "alltoall": ("fabric", "memcpy", "gloo"),  # nothing around the bare exchange to tune
+        "dispatch": ("fabric", "fabric-cold", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "combine": ("fabric", "fabric-cold", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "alltoall": ("fabric", "fabric-cold", "memcpy", "gloo"),  # nothing around the bare exchange to tune
     },
     "cuda": {
         "dispatch": (*_CEILINGS, "nccl", "nccl-tuned", "nccl-rows", "torch-symm"),
@@ -24,7 +24,7 @@ BASELINES = {
 # environment for the rest; gloo-rows is there to try on a CPU what nccl-rows does on GPUs.
 ON_REQUEST = ("torch-symm", "gloo-rows")
 # What "all" leaves out on one node.
-BETWEEN_NODES = ("fabric",)
+BETWEEN_NODES = ("fabric", "fabric-cold")
 
 KEPT_HANDLE = ("plain", "weighted")
 

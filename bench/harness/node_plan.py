@@ -35,7 +35,8 @@ def nodes_cpu_plan(providers: Sequence[str], iters: int, warmup: int) -> list[Ru
     """CPU ranks: 1024 tokens of 2048 on two nodes in every form first, then more bytes, then more ranks. What
     is not about the provider is run with the first one.
     """
-    usual, alone = ("--baselines", "fabric,memcpy,gloo,gloo-tuned,gloo-rows"), ("--baselines", "fabric")
+    usual = ("--baselines", "fabric,fabric-cold,memcpy,gloo,gloo-tuned,gloo-rows")
+    alone = ("--baselines", "fabric")
     shape = ("--hidden", "2048", "-d", "bfloat16", "--experts", "64", "--topk", "8")
     point, fewer = ("-b", "1024", *shape), ("-b", "512", *shape)
     large = ("-b", "4096", "--hidden", "7168", "-d", "bfloat16", "--experts", "256", "--topk", "8")
@@ -66,7 +67,7 @@ def nodes_cuda_plan(gpus: int, providers: Sequence[str], iters: int, warmup: int
     nodes, first = (2, gpus // 2), providers[0]
     shape = ("--hidden", "7168", "-d", "bfloat16", "--experts", str(256 // gpus * gpus), "--topk", "8")
     point, sweep = ("-b", "4096", *shape), ("-b", "8", "-e", "4096", "-f", "8", *shape)
-    beside_nccl = ("--baselines", "fabric,memcpy,nccl,nccl-tuned,nccl-rows")
+    beside_nccl = ("--baselines", "fabric,fabric-cold,memcpy,nccl,nccl-tuned,nccl-rows")
     alone = ("--baselines", "fabric")
     steady = ("--device", "cuda", "-n", str(iters), "-w", str(warmup), "--timeout", "60")
     runs = []

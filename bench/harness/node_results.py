@@ -18,6 +18,8 @@ _TITLES = (
     "wire GB/s",
     "fabric GB/s",
     "of ceiling",
+    "cold GB/s",
+    "of that",
     "memcpy ms",
     "sent / least",
     "puts / least",
@@ -66,7 +68,7 @@ def lines(records: Records, device: str) -> list[list[str]]:
     found = []
     for name, record in records.items():
         for paths in results.points(record):
-            own, fabric, copy = paths["moecomm"], paths.get("fabric"), paths.get("memcpy")
+            own, copy = paths["moecomm"], paths.get("memcpy")
             to_send = own["least_bytes"] / record["ranks"]
             found.append(
                 [
@@ -75,8 +77,8 @@ def lines(records: Records, device: str) -> list[list[str]]:
                     _case(record, own),
                     f"{own['time_s'] * 1e3:.2f}",
                     f"{own['wire_GBps']:.2f}",
-                    f"{to_send / fabric['time_s'] / 1e9:.2f}" if fabric else "-",
-                    f"{100 * fabric['time_s'] / own['time_s']:.0f}%" if fabric else "-",
+                    *_of_ceiling(own, paths.get("fabric"), to_send),
+                    *_of_ceiling(own, paths.get("fabric-cold"), to_send),
                     f"{copy['time_s'] * 1e3:.2f}" if copy else "-",
                     f"{own['sent_bytes'] / own['least_bytes']:.3f}",
                     f"{own['sent_puts'] / own['least_puts']:.2f}",
@@ -85,6 +87,12 @@ def lines(records: Records, device: str) -> list[list[str]]:
                 ]
             )
     return found
+
+
+def _of_ceiling(own: Record, ceiling: Record | None, to_send: float) -> tuple[str, str]:
+    if ceiling is None:
+        return "-", "-"
+    return f"{to_send / ceiling['time_s'] / 1e9:.2f}", f"{100 * ceiling['time_s'] / own['time_s']:.0f}%"
 
 
 def titles(device: str) -> tuple[str, ...]:
@@ -207,8 +215,9 @@ the slowest rank, with cold caches; the paths of one line alternate within the s
 - *fabric* is the ceiling: `fabric_raw` in the same run, before and after, `fi_writedata` of the same provider
   in puts of the same size, both ways at once and nothing else, with all cores to itself. *of ceiling* is the
   time that a rank's least bytes take at its rate over ours. It has no rows to gather, copy or sum, and its
-  buffers stay in the caches. *memcpy*: all ranks at once copy as many bytes as the operation's result has
-  (for combine, its expert rows), which on a CPU is more work than the wire and wants the same cores.
+  buffers, 16 MiB each, stay in the caches; those of *cold*, 256 MiB each, do not, and neither do the rows of
+  a large call. *memcpy*: all ranks at once copy as many bytes as the operation's result has (for combine, its
+  expert rows), which on a CPU is more work than the wire and wants the same cores.
 - *gloo* (*nccl*) is `all_to_all_single` between torch permutes as a plain framework does it, *-tuned* the
   same with kept buffers and a fused weighted sum, *-rows* the bare exchange of the rows that other ranks
   need, which then lie unsorted. They go the ways that these libraries have on one host: gloo TCP, NCCL the

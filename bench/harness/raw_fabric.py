@@ -4,6 +4,9 @@ fabric_raw (bench/fabric_raw.cpp) sends puts as large as moecomm's between two p
 ways at once as ranks do it, and nothing else; as many such pairs at a time as there are pairs of ranks. The
 ranks sleep meanwhile, so it has all cores. The ceiling's time is that of the least bytes of rows that a rank
 has to send (wire.least), at the rate of one direction.
+
+There are two: "fabric", whose buffers stay in the CPU's caches, and "fabric-cold", whose buffers are so many
+that none does, as the rows of a large call and of one that is timed with flushed caches.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from .paths import NotMeasured, NotRun, Yardstick
 
 _SECONDS, _REPEATS = 0.15, 5
 _MOST_S = 60.0  # for one measurement
+_COLD_BYTES = 256 << 20  # larger than the caches
 
 
-def command(binary: FilePath, put_bytes: int, provider: str | None, interface: str | None) -> list[str]:
+def command(
+    binary: FilePath, put_bytes: int, provider: str | None, interface: str | None, cold: bool
+) -> list[str]:
     """What measures one pair."""
     asked = ["--provider", provider] if provider else []
     asked += ["--interface", interface] if interface else []
+    asked += ["--area", str(_COLD_BYTES)] if cold else []
     times = ["--seconds", str(_SECONDS), "--repeats", str(_REPEATS)]
     return [str(binary), "--both", "--sizes", str(put_bytes), *times, *asked]
 
@@ -68,24 +75,25 @@ def described(records: list[dict[str, Any]], pairs: int) -> str:
     high = max(record["gb_per_s_max"] for record in records)
     return (
         f"{first['provider']} (libfabric {first['version']}) on {first['interface']}, "
-        f"puts of {first['bytes']} bytes, {pairs} {'pair' if pairs == 1 else 'pairs'} both ways, "
-        f"{low:.2f} to {high:.2f} GB/s"
+        f"puts of {first['bytes']} bytes in {first['area'] >> 20} MiB, "
+        f"{pairs} {'pair' if pairs == 1 else 'pairs'} both ways, {low:.2f} to {high:.2f} GB/s"
     )
 
 
-def raw_fabric(case: Case) -> Yardstick | NotRun:
-    """The yardstick of one size; rank 0 measures for all."""
+def raw_fabric(name: str, case: Case) -> Yardstick | NotRun:
+    """The yardstick of one size, "fabric" or "fabric-cold"; rank 0 measures for all."""
     options = case.options
     if os.environ.get("LOCAL_WORLD_SIZE", str(options.ranks)) != str(options.ranks):
-        return NotRun("fabric", "the ranks are on several hosts, fabric_raw measures within one")
+        return NotRun(name, "the ranks are on several hosts, fabric_raw measures within one")
     least_bytes, _ = wire.least(case)
     if least_bytes == 0:
-        return NotRun("fabric", "no row goes to another node")
+        return NotRun(name, "no row goes to another node")
     binary = native.program("fabric_raw")
     if binary is None:
-        return NotRun("fabric", native.missing("fabric_raw"))
+        return NotRun(name, native.missing("fabric_raw"))
     pairs = max(1, options.ranks // 2)
-    line = command(binary, wire.put_bytes(case), options.fabric_provider, options.fabric_interface)
+    asked = options.fabric_provider, options.fabric_interface
+    line = command(binary, wire.put_bytes(case), *asked, cold=name == "fabric-cold")
     seen: list[dict[str, Any]] = []
 
     def sample() -> float:
@@ -101,4 +109,4 @@ def raw_fabric(case: Case) -> Yardstick | NotRun:
         seen.extend(said[0])
         return least_bytes / options.ranks / rate(said[0])
 
-    return Yardstick("fabric", sample, lambda: described(seen, pairs))
+    return Yardstick(name, sample, lambda: described(seen, pairs))

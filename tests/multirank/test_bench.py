@@ -328,12 +328,26 @@ def test_native_programs_are_found_where_they_were_built(
 
 
 @needs_fabric
+def test_a_provider_that_no_cache_helps(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    done = program(
+        "dispatch", "-g", "2", "--ranks-per-node", "1", "--fabric-provider", "shm",
+        "--baselines", "fabric-cold", "-J", str(target),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    own, cold = record(target)["rows"]
+    assert (own["path"], cold["path"]) == ("moecomm", "fabric-cold") and cold["time_s"] > 0
+    assert "in 256 MiB, 1 pair both ways" in cold["note"]
+
+
+@needs_fabric
 def test_the_provider_and_the_proxy_get_records_and_their_part_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = ("--seconds", "0.01", "--repeats", "1")
+    shm = ("--provider", "shm", "--sizes", "4096", "--area", "99", *short)
     runs = [
-        NativeRun("nodes-raw-shm", "fabric_raw", ("--provider", "shm", "--sizes", "4096", *short)),
+        NativeRun("nodes-raw-shm", "fabric_raw", shm),
         NativeRun("nodes-raw-none", "fabric_raw", ("--provider", "no-such-provider", *short)),
         NativeRun("nodes-proxy", "proxy_rate", short),
     ]
@@ -349,7 +363,7 @@ def test_the_provider_and_the_proxy_get_records_and_their_part_of_the_page(
         assert names == ["nodes-proxy.box.json", "nodes-raw-shm.box.json"]
     raw = record(tmp_path / "results" / "nodes-raw-shm.box.json")
     assert raw["git"] == {"commit": "abc", "dirty": None}
-    assert [(line["provider"], line["bytes"]) for line in raw["lines"]] == [("shm", 4096)]
+    assert [(line["provider"], line["bytes"], line["area"]) for line in raw["lines"]] == [("shm", 4096, 8192)]
     assert "address" not in raw["lines"][0]
     page = (tmp_path / "results.md").read_text()
     assert "## Between nodes" in page and "shm (libfabric" in page and "a row each" in page

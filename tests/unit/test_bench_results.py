@@ -222,8 +222,13 @@ def _node_record(flags: str, own_s: float, sent: int, missing: tuple[Missing, ..
         least_bytes=sent, least_puts=4, wire_GBps=sent / 2 / own_s / 1e9,
     )  # fmt: skip
     others = [
-        dataclasses.replace(_row(path, seconds, None if path == "fabric" else 0), experts=32, topk=4)
-        for path, seconds in (("fabric", 1e-3), ("gloo", 12e-3), ("gloo-rows", 3e-3))
+        dataclasses.replace(_row(path, seconds, None if "fabric" in path else 0), experts=32, topk=4)
+        for path, seconds in (
+            ("fabric", 1e-3),
+            ("fabric-cold", 1.25e-3),
+            ("gloo", 12e-3),
+            ("gloo-rows", 3e-3),
+        )
     ]
     return document(given, [own, *others], {}, missing)
 
@@ -243,6 +248,7 @@ def test_runs_between_nodes_are_shown_beside_the_ceiling_and_what_had_to_be_sent
     assert (shown["ms"], shown["wire GB/s"], shown["fabric GB/s"], shown["of ceiling"]) == (
         "2.00", "0.50", "1.00", "50%",
     )  # fmt: skip
+    assert (shown["cold GB/s"], shown["of that"]) == ("0.80", "62%")
     assert (shown["memcpy ms"], shown["sent / least"], shown["puts / least"]) == ("-", "1.000", "1.50")
     assert (shown["than gloo"], shown["than gloo-tuned"], shown["than gloo-rows"]) == ("6.00x", "-", "1.50x")
 
