@@ -419,7 +419,7 @@ void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments argument
   arguments.apart = apart(arguments.parts);
   // What other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
-  const bool later = most > window_.with_wire(wire).stage_tokens;
+  const bool later = most > comm(wire)->window.stage_tokens;
   if (arguments.apart || later) fork_side(stream);
   const int blocks = heuristics_.send_blocks + heuristics_.relay_blocks;
   check_cuda(intranode::launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -121,9 +122,7 @@ class MoELayer(nn.Module):
         tensors have that size already, and the pool is not used. Layers may share one."""
         prepare_activation(comm.device, config.dtype)
         self._split = _find_split(comm)
-        self._sms = _sms_to_share(comm)
-        self._found_split: Split | None = None  # once beside_sms was None
-        self._has_found = False
+        self._sms = _sms_to_share(comm) if self._split is None else None
         self._executor = Executor(comm.device, {"comm": comm.stream}, comm.limit_sms)
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
@@ -211,16 +210,17 @@ class MoELayer(nn.Module):
         if self._sms is None or self.beside_sms == 0:
             return None
         if self.beside_sms is not None:
-            sms = require_integer("beside_sms", self.beside_sms, 2, self._sms // 2)
-            return Split(self._sms, sms)
+            return Split(self._sms, require_integer("beside_sms", self.beside_sms, 2, self._sms // 2))
         if self.config.expert_precision is not None or self.config.dtype is not torch.bfloat16:
             return None  # products with other kernels in them, which leave no SMs
-        if not self._has_found:
-            w_in, w_out = self.experts.w_in, self.experts.w_out
-            found = _find_home_sms(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])
-            self._found_split = None if found is None else Split(self._sms, found)
-            self._has_found = True
-        return self._found_split
+        sms = self._modelled_sms
+        return None if sms is None else Split(self._sms, sms)
+
+    @functools.cached_property
+    def _modelled_sms(self) -> int | None:
+        """Asked for when the weights are there: they may be put in after the layer was made."""
+        w_in, w_out = self.experts.w_in, self.experts.w_out
+        return _find_home_sms(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """The same, one after another and differentiated by autograd."""
@@ -286,10 +286,9 @@ def _find_split(comm: Communicator) -> Split | None:
 
 
 def _sms_to_share(comm: Communicator) -> int | None:
-    """SMs of a GPU on which something can travel on a few of them beside products: they have to leave them
-    (torch's grouped ones do for compute capability 9.0), and operations to take most of it otherwise; on one
-    node."""
-    if comm.device.type != "cuda" or comm.nodes > 1 or _find_split(comm) is not None:
+    """SMs of a GPU on which something can travel on a few of them beside products, which have to leave them
+    (torch's grouped ones do for compute capability 9.0); on one node."""
+    if comm.device.type != "cuda" or comm.nodes > 1:
         return None
     gpu = CudaDevice(comm.device.index)
     return gpu.count_sms() if gpu.capability()[0] >= 9 else None

@@ -153,6 +153,11 @@ def part_shares(exchange: Shape, parts: int) -> tuple[float, ...]:
     return tuple((reached(b) - reached(a)) / reached(local) for a, b in itertools.pairwise(ends))
 
 
+def _flops_a_second(peak_TFLOPs: float, half_rows: float, rows: float) -> float:
+    """Of a grouped product of groups of `rows` rows, which reaches half of its peak with `half_rows`."""
+    return peak_TFLOPs * 1e12 * rows / (rows + half_rows)
+
+
 @lru_cache(maxsize=256)
 def planned(
     shape: LayerShape, machine: Machine, rates: Rates, parts: int, comm_sms: int, keep: Keep = "all"
@@ -172,8 +177,7 @@ def planned(
 
     def product(count: float, width: float, depth: float, peak: float, half: float, own: float) -> float:
         """On all SMs; `own`: rows of one weight."""
-        rate = peak * 1e12 * own / (own + half)
-        return 2.0 * count * width * depth / rate + rates.product_us * 1e-6
+        return 2.0 * count * width * depth / _flops_a_second(peak, half, own) + rates.product_us * 1e-6
 
     def by_weights(count: float, width: float, depth: float, own: float = each) -> float:
         return product(count, width, depth, rates.products_TFLOPs, rates.products_rows, own)
@@ -282,7 +286,7 @@ def sms_beside_weights(shape: LayerShape, machine: Machine, rates: Rates) -> int
     exchange = shape.exchange
     own = shape.rows / shape.local_experts
     flops = 2.0 * shape.rows * exchange.hidden * shape.inner
-    product = flops / (rates.weights_TFLOPs * 1e12 * own / (own + rates.weights_rows))
+    product = flops / _flops_a_second(rates.weights_TFLOPs, rates.weights_rows, own)
     row_bytes = exchange.hidden * exchange.element_bytes * 1e-9
     home = row_bytes * (shape.rows / rates.reduce_GBps + exchange.tokens / rates.home_GBps)  # on one SM
     sms = max(8, 2 * math.ceil(1.5 * home / product / 2))

@@ -141,6 +141,17 @@ def communicator(**arguments: Any) -> Any:
     return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
 
 
+def warm_up(step: Any) -> None:
+    """As torch asks for before a capture: some calls on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
 def poison(most: int = 256 << 20) -> None:
     """Leaves 0xFF (NaN in every floating-point type) in memory that the allocator will hand out next."""
     if on_cpu():

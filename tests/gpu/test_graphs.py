@@ -21,17 +21,6 @@ from tests.gpu.oracle import Inputs, Job, Oracle
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
 
-def _warm_up(step: Any) -> None:
-    """As torch asks for before a capture: some calls on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-
-
 class Captured:
     """One graph of dispatch, the answer of the experts, and combine, on inputs that stay where they are."""
 
@@ -43,7 +32,7 @@ class Captured:
         self.ids_TK = known.own.ids_TK.clone()
         self.weights_TK = known.own.weights_TK.clone()
         self.factor_P = torch.ones(capacity, 1, device=device, dtype=job.torch_dtype)
-        _warm_up(self.step)
+        harness.warm_up(self.step)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.out, self.y_TH = self.step()
@@ -199,7 +188,7 @@ def _two_layers(rank: int, world_size: int, job: Job, steps: int) -> list[str]:
             # have the same rows for each expert, so the rows that are there are the same ones.
             return y_TH + comm.combine(out.tokens * 0.5, handles[0]) * 0.25
 
-        _warm_up(step)
+        harness.warm_up(step)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y_TH = step()
@@ -239,7 +228,7 @@ def _train_step(rank: int, world_size: int, job: Job) -> list[str]:
             y_TH = comm.combine(out.tokens * 2, out.handle, weights=out.weights)
             return y_TH, *torch.autograd.grad(y_TH, [x_TH, weights_TK], grad_TH)
 
-        _warm_up(step)
+        harness.warm_up(step)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             static = step()

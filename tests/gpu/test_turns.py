@@ -116,12 +116,7 @@ def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
         x_TH, ids_TK = known.own.x_TH.clone(), known.own.ids_TK.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity)
-        torch.cuda.synchronize()
+        harness.warm_up(lambda: comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity)

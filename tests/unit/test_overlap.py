@@ -637,7 +637,7 @@ def test_sms_beside_the_gradients_of_weights() -> None:
         exchange = Shape(nodes=1, ranks_per_node=4, tokens=tokens, experts=experts, top_k=top_k, hidden=4096)
         return sms_beside_weights(LayerShape(exchange, ffn=ffn), machine, H200)
 
-    assert found(64) is None  # a short product: half of the GPU would not do
+    assert found(64) is None  # a short product: a quarter of the GPU would not do
     assert found(65536) is None  # a long one, of which eight SMs are more than the way home takes
     assert found(16384, experts=8, top_k=2) is None
     known = [found(ffn) for ffn in (1024, 1536, 2048, 3072)]
