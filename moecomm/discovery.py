@@ -15,14 +15,14 @@ import torch
 from moecomm import _C, cuda_driver
 from moecomm.backends.cpu import default_threads
 from moecomm.cuda_driver import DriverError, Gpu
-from moecomm.env import read_env
+from moecomm.env import Env, read_env
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported
 from moecomm.memory import window_shape
 from moecomm.nodes import NodeMap, find_nodes
 from moecomm.version import __version__
 
 _GIB = 1 << 30
-_NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NIC nearest to each GPU"
+_NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
 
 
 def _command(arguments: list[str]) -> list[str]:
@@ -126,7 +126,7 @@ def fabric() -> Iterator[tuple[str, str]]:
     try:
         yield "fabric providers", _offers_text(_C.fabric_offers())
         env = read_env()
-        network, address = _open_network(env.fabric_provider or "", env.fabric_interface or "")
+        network, address = _open_network(env)
     except MoecommError as error:
         yield "between nodes", f"nothing: {error}"
         return
@@ -135,6 +135,7 @@ def fabric() -> Iterator[tuple[str, str]]:
         for name, value in (
             ("MOECOMM_FABRIC_PROVIDER", env.fabric_provider),
             ("MOECOMM_FABRIC_INTERFACE", env.fabric_interface),
+            ("MOECOMM_FABRIC_LANES", env.fabric_lanes),
         )
         if value is not None
     ]
@@ -154,7 +155,7 @@ def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
     return ", ".join(name + (f" ({', '.join(on)})" if on else "") for name, on in domains.items()) or "none"
 
 
-def _open_network(provider: str, interface: str) -> tuple[str, str]:
+def _open_network(env: Env) -> tuple[str, str]:
     """(what a rank sends by, the address that its control links listen on), found by opening both. Raises
     what building a communicator would raise."""
     shape = window_shape(ranks=1, top_k=1, hidden=4, max_tokens=1, dtype=torch.float32)
@@ -162,7 +163,11 @@ def _open_network(provider: str, interface: str) -> tuple[str, str]:
     try:
         native.connect([""], [os.getpid()])
         rail = native.open_rail(
-            job=secrets.token_bytes(16), provider=provider, interface=interface, shuffle=0
+            job=secrets.token_bytes(16),
+            provider=env.fabric_provider or "",
+            interface=env.fabric_interface or "",
+            lanes=env.fabric_lanes or 0,
+            shuffle=0,
         )
         card, endpoint = rail.card, rail.endpoint
         native.connect_rail(rail, [card], [endpoint])
@@ -207,8 +212,7 @@ def _network_text() -> str:
     if missing is not None:
         return f"none: {missing}"
     try:
-        env = read_env()
-        return _open_network(env.fabric_provider or "", env.fabric_interface or "")[0]
+        return _open_network(read_env())[0]
     except MoecommError as error:
         return f"none: {error}"
 

@@ -31,6 +31,11 @@ class Env:
     """MOECOMM_FABRIC_INTERFACE: network interface ("eth0"), device ("mlx5_0") or address of this host that
     other nodes reach it by."""
 
+    fabric_lanes: int | None = None
+    """MOECOMM_FABRIC_LANES: endpoints of a rank towards other nodes, where the number chosen is not wanted:
+    its share of the NICs near it, or up to eight over TCP. At most 64. Ranks of a rail use as many as all of
+    them have."""
+
     fabric_shuffle: int | None = None
     """MOECOMM_FABRIC_SHUFFLE: for tests: what travels between nodes arrives late and in random order, by this
     seed."""
@@ -58,6 +63,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)
     threads = _number(environ, "MOECOMM_THREADS", int, 1)
     ranks_per_node = _number(environ, "MOECOMM_RANKS_PER_NODE", int, 1)
+    lanes = _number(environ, "MOECOMM_FABRIC_LANES", int, 1)
     shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
     return Env(
         timeout=timeout,
@@ -65,5 +71,6 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         ranks_per_node=None if ranks_per_node is None else int(ranks_per_node),
         fabric_provider=environ.get("MOECOMM_FABRIC_PROVIDER") or None,
         fabric_interface=environ.get("MOECOMM_FABRIC_INTERFACE") or None,
+        fabric_lanes=None if lanes is None else int(lanes),
         fabric_shuffle=None if shuffle is None else int(shuffle),
     )

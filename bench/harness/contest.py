@@ -59,12 +59,13 @@ def baseline(name: str, operation: str) -> Baseline:
     return known[name]
 
 
-def make_baselines(case: Case, clock: Clock) -> list[Path | Yardstick | NotRun]:
-    """The baselines asked for, in that order; one that cannot be made on any rank runs on none."""
+def make_baselines(case: Case, clock: Clock, lanes: int) -> list[Path | Yardstick | NotRun]:
+    """The baselines asked for, in that order; one that cannot be made on any rank runs on none. `lanes`:
+    endpoints of a rank that moecomm uses."""
     made: list[Path | Yardstick | NotRun] = []
     for name in case.options.baselines:
         if name in BETWEEN_NODES:
-            made.append(raw_fabric(name, case))
+            made.append(raw_fabric(name, case, lanes))
             continue
         make = baseline(name, case.options.operation)
         made.append(attempt(name, lambda make=make: make(case, clock)))  # type: ignore[misc]

@@ -7,12 +7,18 @@ import os
 import sys
 from typing import NoReturn
 
-_CEILINGS = ("fabric", "fabric-cold", "sm-push", "copy-engine", "memcpy")
+_CEILINGS = ("fabric", "fabric-cold", "fabric-one", "sm-push", "copy-engine", "memcpy")
 BASELINES = {
     "cpu": {
-        "dispatch": ("fabric", "fabric-cold", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "combine": ("fabric", "fabric-cold", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "alltoall": ("fabric", "fabric-cold", "memcpy", "gloo"),  # nothing around the bare exchange to tune
+        "dispatch": ("fabric", "fabric-cold", "fabric-one", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "combine": ("fabric", "fabric-cold", "fabric-one", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
+        "alltoall": (
+            "fabric",
+            "fabric-cold",
+            "fabric-one",
+            "memcpy",
+            "gloo",
+        ),  # nothing around the bare exchange to tune
     },
     "cuda": {
         "dispatch": (*_CEILINGS, "nccl", "nccl-tuned", "nccl-rows", "torch-symm"),
@@ -22,9 +28,10 @@ BASELINES = {
 }
 # What "all" leaves out: torch-symm takes all symmetric memory of its process to NVSHMEM, which is another
 # environment for the rest; gloo-rows is there to try on a CPU what nccl-rows does on GPUs.
-ON_REQUEST = ("torch-symm", "gloo-rows")
+# fabric-one says nothing that fabric does not, where moecomm has one lane.
+ON_REQUEST = ("torch-symm", "gloo-rows", "fabric-one")
 # What "all" leaves out on one node.
-BETWEEN_NODES = ("fabric", "fabric-cold")
+BETWEEN_NODES = ("fabric", "fabric-cold", "fabric-one")
 
 KEPT_HANDLE = ("plain", "weighted")
 
@@ -176,6 +183,12 @@ def build_parser(operation: str, prog: str) -> argparse.ArgumentParser:
         "--fabric-provider",
         metavar="NAME",
         help="libfabric provider between nodes: tcp, shm, verbs, ... (the best one found)",
+    )
+    add(
+        "--fabric-lanes",
+        type=int,
+        metavar="N",
+        help="endpoints of a rank towards other nodes (moecomm's own choice)",
     )
     add("--num-sms", metavar="N", help="SMs of one operation (GPUs), or a list N,N (moecomm's own choice)")
     add("--graph", action="store_true", help="replay the call from a CUDA graph; needs --capacity (GPUs)")

@@ -67,7 +67,7 @@ def nodes_cuda_plan(gpus: int, providers: Sequence[str], iters: int, warmup: int
     nodes, first = (2, gpus // 2), providers[0]
     shape = ("--hidden", "7168", "-d", "bfloat16", "--experts", str(256 // gpus * gpus), "--topk", "8")
     point, sweep = ("-b", "4096", *shape), ("-b", "8", "-e", "4096", "-f", "8", *shape)
-    beside_nccl = ("--baselines", "fabric,fabric-cold,memcpy,nccl,nccl-tuned,nccl-rows")
+    beside_nccl = ("--baselines", "fabric,fabric-cold,fabric-one,memcpy,nccl,nccl-tuned,nccl-rows")
     alone = ("--baselines", "fabric")
     steady = ("--device", "cuda", "-n", str(iters), "-w", str(warmup), "--timeout", "60")
     runs = []

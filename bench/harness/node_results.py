@@ -15,11 +15,14 @@ _TITLES = (
     "tokens/rank",
     "case",
     "ms",
+    "lanes",
     "wire GB/s",
     "fabric GB/s",
     "of ceiling",
     "cold GB/s",
-    "of that",
+    "of cold",
+    "one GB/s",
+    "of one",
     "memcpy ms",
     "sent / least",
     "puts / least",
@@ -63,6 +66,12 @@ def _nodes(record: Record) -> int:
     return int(record["ranks"] // record["options"]["ranks_per_node"])
 
 
+def _lanes(record: Record) -> int:
+    """Endpoints of a rank; records from before there were several do not say."""
+    counted = [stats.get("network_lanes", 1) for stats in record["stats"].values()]
+    return max(counted, default=1)
+
+
 def lines(records: Records, device: str) -> list[list[str]]:
     """One line per run and point of its sweep; "-" for what did not run."""
     found = []
@@ -76,9 +85,11 @@ def lines(records: Records, device: str) -> list[list[str]]:
                     str(own["tokens"]),
                     _case(record, own),
                     f"{own['time_s'] * 1e3:.2f}",
+                    str(_lanes(record)),
                     f"{own['wire_GBps']:.2f}",
                     *_of_ceiling(own, paths.get("fabric"), to_send),
                     *_of_ceiling(own, paths.get("fabric-cold"), to_send),
+                    *_of_ceiling(own, paths.get("fabric-one"), to_send),
                     f"{copy['time_s'] * 1e3:.2f}" if copy else "-",
                     f"{own['sent_bytes'] / own['least_bytes']:.3f}",
                     f"{own['sent_puts'] / own['least_puts']:.2f}",
@@ -213,15 +224,16 @@ the slowest rank, with cold caches; the paths of one line alternate within the s
   weights and records, over those of one row for each (token, other node that needs it), counted from the ids
   alone; *puts / least*: all messages over those rows in full puts.
 - *fabric* is the ceiling: `fabric_raw` in the same run, before and after, `fi_writedata` of the same provider
-  in puts of the same size, both ways at once and nothing else, with all cores to itself. *of ceiling* is the
-  time that a rank's least bytes take at its rate over ours. It has no rows to gather, copy or sum, and its
-  buffers, 16 MiB each, stay in the caches; those of *cold*, 256 MiB each, do not, and neither do the rows of
-  a large call. *memcpy*: all ranks at once copy as many bytes as the operation's result has (for combine, its
-  expert rows), which on a CPU is more work than the wire and wants the same cores.
+  in puts of the same size, both ways at once and nothing else, with all cores to itself, by as many endpoints
+  as moecomm has *lanes*. *of ceiling* is the time that a rank's least bytes take at its rate over ours. It
+  has no rows to gather, copy or sum, and its buffers, 16 MiB an endpoint, stay in the caches; those of
+  *cold*, 256 MiB each, do not, and neither do the rows of a large call. *one* is the first of the two with a
+  single endpoint a rank. *memcpy*: all ranks at once copy as many bytes as the operation's result has (for
+  combine, its expert rows), which on a CPU is more work than the wire and wants the same cores.
 - *gloo* (*nccl*) is `all_to_all_single` between torch permutes as a plain framework does it, *-tuned* the
   same with kept buffers and a fused weighted sum, *-rows* the bare exchange of the rows that other ranks
-  need, which then lie unsorted. They go the ways that these libraries have on one host: gloo TCP, NCCL the
-  links between GPUs."""
+  need, which then lie unsorted. gloo goes by TCP, and NCCL, which is told that nodes are hosts
+  (`NCCL_HOSTID`), by its sockets."""
 
 
 def part(records: Records, command: str) -> str:

@@ -64,6 +64,7 @@ class Options:
     ranks_per_node: int | None  # None: found by the hosts
     fabric_provider: str | None  # None: chosen
     fabric_interface: str | None
+    fabric_lanes: int | None  # None: chosen
     layout: Literal["expert", "rank"]
     alignment: int
     capacity: int | str | None  # rows, "auto" or None
@@ -272,8 +273,9 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
     ranks = at_least(find_ranks(given.ranks, device), 1, "-g")
     ranks_per_node = _ranks_per_node(given.ranks_per_node, ranks)
     nodes = ranks // (ranks_per_node or ranks)
-    if given.fabric_provider and nodes == 1:
-        raise ValueError("--fabric-provider is for several nodes (--ranks-per-node)")
+    for flag, used in (("--fabric-provider", given.fabric_provider), ("--fabric-lanes", given.fabric_lanes)):
+        if used is not None and nodes == 1:
+            raise ValueError(f"{flag} is for several nodes (--ranks-per-node)")
     hidden = at_least(given.hidden, 1, "--hidden")
     dtypes = types_named(given.dtype)
     for name in dtypes:
@@ -316,6 +318,9 @@ def _checked(operation: str, given: argparse.Namespace, program: str, arguments:
         if nodes > 1
         else None,
         fabric_interface=(os.environ.get("MOECOMM_FABRIC_INTERFACE") or None) if nodes > 1 else None,
+        fabric_lanes=None
+        if given.fabric_lanes is None
+        else at_least(given.fabric_lanes, 1, "--fabric-lanes"),
         layout="expert",
         alignment=1,
         capacity=None,

@@ -24,7 +24,11 @@ _WARMUP_BEFORE_CAPTURE = 2
 
 def communicator(options: Options, dtype: str) -> moecomm.Communicator:
     """A Communicator over the default group that serves every size of the run."""
-    with _environment("MOECOMM_FABRIC_PROVIDER", options.fabric_provider):
+    lanes = None if options.fabric_lanes is None else str(options.fabric_lanes)
+    with (
+        _environment("MOECOMM_FABRIC_PROVIDER", options.fabric_provider),
+        _environment("MOECOMM_FABRIC_LANES", lanes),
+    ):
         return moecomm.Communicator(
             num_experts=options.experts,
             hidden=options.hidden,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,9 @@ _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
 
 def benchmark(options: Options, rank: int, ranks: int) -> int:
     """Runs the whole sweep on one rank and returns 0, or 1 when any value was wrong."""
+    if options.nodes > 1:
+        # NCCL takes emulated nodes for hosts, and the ways that it has between those.
+        os.environ.setdefault("NCCL_HOSTID", f"moecomm-bench-{rank // (ranks // options.nodes)}")
     flush_bytes = options.flush_bytes
     if flush_bytes is None:
         on_cpu = options.device == "cpu"
@@ -79,7 +83,9 @@ def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> li
     """The rows of one size, in the order of the paths."""
     options = case.options
     own = None if comm is None else product_path(comm, case)
-    entries: list[Path | Yardstick | NotRun] = [*([] if own is None else [own]), *make_baselines(case, clock)]
+    lanes = 1 if comm is None else int(comm.stats()["network_lanes"])
+    baselines = make_baselines(case, clock, lanes)
+    entries: list[Path | Yardstick | NotRun] = [*([] if own is None else [own]), *baselines]
     wrong: dict[str, int | None] = {}
     for place, path in enumerate(entries):
         if not isinstance(path, Path):

@@ -1,12 +1,13 @@
 """The ceiling between nodes: what the libfabric provider gives by itself, measured in the same run.
 
 fabric_raw (bench/fabric_raw.cpp) sends puts as large as moecomm's between two processes of this host, both
-ways at once as ranks do it, and nothing else; as many such pairs at a time as there are pairs of ranks. The
-ranks sleep meanwhile, so it has all cores. The ceiling's time is that of the least bytes of rows that a rank
-has to send (wire.least), at the rate of one direction.
+ways at once as ranks do it, and nothing else; as many such pairs at a time as there are pairs of ranks, times
+the lanes that moecomm uses. The ranks sleep meanwhile, so it has all cores. The ceiling's time is that of the
+least bytes of rows that a rank has to send (wire.least), at the rate of one direction.
 
-There are two: "fabric", whose buffers stay in the CPU's caches, and "fabric-cold", whose buffers are so many
-that none does, as the rows of a large call and of one that is timed with flushed caches.
+There are three: "fabric", whose buffers stay in the CPU's caches; "fabric-cold", whose buffers are so many
+that none does, as the rows of a large call and of one that is timed with flushed caches; and "fabric-one",
+which is "fabric" with a single endpoint a rank, whatever moecomm has.
 """
 
 from __future__ import annotations
@@ -63,25 +64,26 @@ def measure(line: list[str], pairs: int) -> list[dict[str, Any]]:
     return records
 
 
-def rate(records: list[dict[str, Any]]) -> float:
-    """Bytes a second that a rank sends, while it receives as much: the mean over pairs."""
-    return float(sum(record["gb_per_s"] for record in records) / len(records) * 1e9)
+def rate(records: list[dict[str, Any]], lanes: int) -> float:
+    """Bytes a second that a rank sends by `lanes` endpoints, while it receives as many: the pairs' mean."""
+    return float(lanes * sum(record["gb_per_s"] for record in records) / len(records) * 1e9)
 
 
-def described(records: list[dict[str, Any]], pairs: int) -> str:
-    """In words, of all measurements together."""
+def described(records: list[dict[str, Any]], pairs: int, lanes: int) -> str:
+    """In words, of all measurements together; the rates are those of one endpoint."""
     first = records[0]
     low = min(record["gb_per_s_min"] for record in records)
     high = max(record["gb_per_s_max"] for record in records)
     return (
         f"{first['provider']} (libfabric {first['version']}) on {first['interface']}, "
         f"puts of {first['bytes']} bytes in {first['area'] >> 20} MiB, "
-        f"{pairs} {'pair' if pairs == 1 else 'pairs'} both ways, {low:.2f} to {high:.2f} GB/s"
+        f"{pairs} {'pair' if pairs == 1 else 'pairs'} of ranks both ways, "
+        f"{lanes} {'endpoint' if lanes == 1 else 'endpoints'} each: {low:.2f} to {high:.2f} GB/s an endpoint"
     )
 
 
-def raw_fabric(name: str, case: Case) -> Yardstick | NotRun:
-    """The yardstick of one size, "fabric" or "fabric-cold"; rank 0 measures for all."""
+def raw_fabric(name: str, case: Case, lanes: int) -> Yardstick | NotRun:
+    """The yardstick of one size, "fabric" or one of its kin; rank 0 measures for all. `lanes`: moecomm's."""
     options = case.options
     if os.environ.get("LOCAL_WORLD_SIZE", str(options.ranks)) != str(options.ranks):
         return NotRun(name, "the ranks are on several hosts, fabric_raw measures within one")
@@ -92,6 +94,7 @@ def raw_fabric(name: str, case: Case) -> Yardstick | NotRun:
     if binary is None:
         return NotRun(name, native.missing("fabric_raw"))
     pairs = max(1, options.ranks // 2)
+    lanes = 1 if name == "fabric-one" else lanes
     asked = options.fabric_provider, options.fabric_interface
     line = command(binary, wire.put_bytes(case), *asked, cold=name == "fabric-cold")
     seen: list[dict[str, Any]] = []
@@ -100,13 +103,13 @@ def raw_fabric(name: str, case: Case) -> Yardstick | NotRun:
         said: list[Any] = [None, ""]  # records, or why there are none
         if dist.get_rank() == 0:
             try:
-                said[0] = measure(line, pairs)
+                said[0] = measure(line, pairs * lanes)
             except NotMeasured as problem:
                 said[1] = str(problem)
         dist.broadcast_object_list(said, src=0)
         if said[0] is None:
             raise NotMeasured(said[1][:200])
         seen.extend(said[0])
-        return least_bytes / options.ranks / rate(said[0])
+        return least_bytes / options.ranks / rate(said[0], lanes)
 
-    return Yardstick(name, sample, lambda: described(seen, pairs))
+    return Yardstick(name, sample, lambda: described(seen, pairs, lanes))

@@ -15,7 +15,7 @@ from .timing import sum_over_ranks
 from .traffic import node_rows
 
 _SETTLE_S, _MOST_SETTLING_S = 5e-3, 2.0
-_PUTS_OF_A_NODE, _LEAST_PUT, _MOST_PUT = 16, 1 << 19, 1 << 22
+_PUTS_OF_A_NODE, _LEAST_PUT, _MOST_PUT = 16, 1 << 19, {"cpu": 1 << 22, "cuda": 1 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def rows_of_put(case: Case) -> int:
     """Rows of a full put as moecomm.MemoryPlan has it: a sixteenth of what the window holds, in bounds. As
     many of a wire format as of plain rows."""
     most = max(case.options.sizes)
-    wanted = min(max(most * case.row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT)
+    wanted = min(max(most * case.row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT[case.options.device])
     return min(max(1, -(-wanted // case.row_bytes)), most)
 
 

@@ -28,8 +28,9 @@ inline std::vector<std::byte> to_bytes(const std::string& text) {
   return {data, data + text.size()};
 }
 
-/// Adds the proxy's counters; zeros on one node.
+/// Adds the proxy's lanes and counters; zeros on one node.
 inline void add_network_stats(pybind11::dict& out, const Proxy* proxy) {
+  out["network_lanes"] = proxy == nullptr ? 0 : proxy->caps().lanes;
   out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
   out["network_bytes"] = proxy == nullptr ? 0 : proxy->stats().bytes.load();
   out["network_row_bytes"] = proxy == nullptr ? 0 : proxy->stats().row_bytes.load();
@@ -43,7 +44,7 @@ void bind_network(Class& bound, void (*interrupt)()) {
       .def(
           "open_rail",
           [](Communicator& self, const py::bytes& job, const std::string& provider,
-             const std::string& interface, uint64_t shuffle) {
+             const std::string& interface, int lanes, uint64_t shuffle) {
             RailOptions options{job_id(job),
                                 self.config().shape.nodes(),
                                 self.config().rank,
@@ -51,12 +52,14 @@ void bind_network(Class& bound, void (*interrupt)()) {
                                 provider,
                                 interface,
                                 "",
+                                lanes,
                                 shuffle};
             if constexpr (requires { self.gpu_bus_id(); }) options.gpu_bus_id = self.gpu_bus_id();
             const py::gil_scoped_release release;
             return std::make_unique<Rail>(options, self.layout(), self.base());
           },
-          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("shuffle"))
+          py::kw_only(), py::arg("job"), py::arg("provider"), py::arg("interface"), py::arg("lanes"),
+          py::arg("shuffle"))
       .def(
           "connect_rail",
           [interrupt](Communicator& self, Rail& rail, const std::vector<std::string>& cards,

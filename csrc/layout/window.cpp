@@ -9,9 +9,10 @@ namespace moecomm {
 namespace {
 
 // Bytes of a chunk: a sixteenth of what a rank can send to a node, so that staging holds all of it, but not
-// so few that a put's fixed cost counts (docs/performance.md).
+// so few that a put's fixed cost counts. The ranks of a node wait for each other with every chunk of sums on
+// CPUs, not on GPUs, whose chunks are smaller, for several lanes to share (docs/performance.md).
 constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes = int64_t{512} << 10,
-                  kMostChunkBytes = int64_t{4} << 20;
+                  kMostChunkBytes = int64_t{4} << 20, kMostDeviceChunkBytes = int64_t{1} << 20;
 // An immediate has 15 bits for an arrival flag, a command 16 bits for the rows of a chunk.
 constexpr int64_t kMostChunks = 1 << 14, kMostChunkRows = (1 << 16) - 1;
 
@@ -66,8 +67,8 @@ void for_each_section(WindowLayout& layout, const Visit& visit) {
 }  // namespace
 
 int64_t WindowShape::chunk_rows() const {
-  const int64_t bytes =
-      std::clamp(max_tokens * row_bytes() / kChunksWanted, kLeastChunkBytes, kMostChunkBytes);
+  const int64_t bytes = std::clamp(max_tokens * row_bytes() / kChunksWanted, kLeastChunkBytes,
+                                   for_device() ? kMostDeviceChunkBytes : kMostChunkBytes);
   const int64_t wanted = std::clamp<int64_t>((bytes + row_bytes() - 1) / row_bytes(), 1, kMostChunkRows);
   const int64_t least = (max_tokens + kMostChunks - 1) / kMostChunks;
   return std::min(std::max(wanted, least), max_tokens);

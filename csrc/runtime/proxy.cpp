@@ -1,9 +1,5 @@
 #include "runtime/proxy.hpp"
 
-#include <pthread.h>
-#include <sched.h>
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <utility>
@@ -19,29 +15,14 @@ constexpr double kLinksSeconds = 1.0;
 // A peer that ends, closes or gives up says so over its link; the network's failure, which may come first, is
 // told after this time if nothing explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
-// With nothing to do the thread gives up its core at once, and soon sleeps: those that compute need it more.
-constexpr int kIdleYields = 32;
-constexpr auto kIdleSleep = std::chrono::microseconds(20), kLongSleep = std::chrono::microseconds(500);
-constexpr auto kDeviceSleep = std::chrono::microseconds(100);  // kernels can't end a sleep
-constexpr int kIdleTurns = 4096;                               // then the sleeps get long
-// While bytes are on their way, which move only as somebody looks, the thread of a GPU stays awake: the
-// ranks' own threads have nothing to do then. A peer that has stopped must not keep it so for ever.
-constexpr int kMovingYields = 1 << 20;
+// A command ends a long sleep, which an operation of this rank begins with; what arrives does not, so long
+// sleeps are not very long either. Kernels can't end them.
+constexpr auto kLongSleep = std::chrono::microseconds(500), kDeviceSleep = std::chrono::microseconds(100);
 constexpr uint64_t kNoContext = ~uint64_t{0};
 
 CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
   if (!layout.shape.for_device()) return {};
   return {base + layout.commands, layout.shape.commands()};
-}
-
-/// Keeps this thread on those of `cores` that it may use, if there are any.
-void stay_on(const std::vector<int>& cores) {
-  cpu_set_t allowed, chosen;
-  CPU_ZERO(&chosen);
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  for (const int core : cores)
-    if (core < CPU_SETSIZE && CPU_ISSET(core, &allowed)) CPU_SET(core, &chosen);
-  if (CPU_COUNT(&chosen) > 0) sched_setaffinity(0, sizeof(chosen), &chosen);
 }
 
 }  // namespace
@@ -73,7 +54,8 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       outbound_(static_cast<size_t>(others_)),
       inbound_(static_cast<size_t>(others_)),
       staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
-      reasons_(static_cast<size_t>(nodes_.nodes())) {
+      reasons_(static_cast<size_t>(nodes_.nodes())),
+      backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep) {
   signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
   signals_.set_reason([this](int peer) { return reason(peer); });
   thread_ = std::make_unique<std::thread>([this] { run(); });
@@ -99,10 +81,7 @@ void Proxy::push(const Command& command) {
                                                std::to_string(timeout_seconds_) + " s)");
     std::this_thread::yield();
   }
-  if (asleep_.load(std::memory_order_relaxed)) {
-    const std::lock_guard lock(sleep_mutex_);
-    awake_.notify_one();
-  }
+  backoff_.wake();
 }
 
 void Proxy::announce_loss(int32_t peer, Cause cause) noexcept {
@@ -126,10 +105,7 @@ void Proxy::close(bool drain) noexcept {
 }
 
 void Proxy::run() {
-  pthread_setname_np(pthread_self(), "moecomm-proxy");
-  stay_on(caps_.cores);
-  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // short sleeps are to be short
-  int idle = 0;
+  begin_polling("moecomm-proxy", caps_.cores);
   while (stop_.load() != 2) {
     const bool busy =
         static_cast<int>(take_commands()) | static_cast<int>(issue()) | static_cast<int>(take_events());
@@ -142,24 +118,11 @@ void Proxy::run() {
       say_farewell(busy);
       if (finished()) return;
     }
-    idle = busy ? 0 : idle + 1;
-    rest(idle);
-  }
-}
-
-/// A command ends a long sleep, which an operation of this rank begins with; what arrives does not, so long
-/// sleeps are not very long either.
-void Proxy::rest(int idle) {
-  if (idle == 0) return;
-  if (idle <= kIdleYields || (idle <= kMovingYields && layout_.shape.for_device() && moving())) {
-    std::this_thread::yield();
-  } else if (idle <= kIdleTurns) {
-    std::this_thread::sleep_for(kIdleSleep);
-  } else {
-    std::unique_lock lock(sleep_mutex_);
-    asleep_ = true;
-    awake_.wait_for(lock, layout_.shape.for_device() ? kDeviceSleep : kLongSleep);
-    asleep_ = false;
+    // While bytes are on their way the thread of a GPU stays awake: the ranks' own threads have nothing to do
+    // then.
+    const bool stay_awake = layout_.shape.for_device() && moving();
+    remote_->stay_awake(stay_awake);
+    backoff_.turn(busy, stay_awake);
   }
 }
 

@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -18,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/backoff.hpp"
 #include "common/deadline.hpp"
 #include "layout/window.hpp"
 #include "runtime/command_ring.hpp"
@@ -92,7 +92,6 @@ class Proxy {
   enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
 
   void run();
-  void rest(int idle);
   bool moving() const;
   bool take_commands();
   bool issue();
@@ -132,9 +131,6 @@ class Proxy {
   std::vector<uint64_t> staging_done_;
   WireStats stats_;
   std::atomic<int> stop_{0};  // 1: farewell, 2: at once
-  std::atomic<bool> asleep_{false};
-  std::mutex sleep_mutex_;
-  std::condition_variable awake_;
 
   // Of the thread alone.
   std::vector<Outbound> outbound_;
@@ -148,6 +144,7 @@ class Proxy {
 
   mutable std::mutex reasons_mutex_;
   std::vector<std::string> reasons_;  // [node]
+  Backoff backoff_;
 
   const int owner_ = getpid();
   std::unique_ptr<std::thread> thread_;

@@ -17,6 +17,8 @@ fabric::FabricOptions fabric_options(const RailOptions& options) {
   chosen.provider.interface = options.interface;
   chosen.provider.gpu_bus_id = options.gpu_bus_id;
   chosen.provider.local_rank = options.nodes.local_of(options.rank);
+  chosen.provider.local_ranks = options.nodes.local_ranks;
+  chosen.provider.lanes = options.lanes;
   return chosen;
 }
 
@@ -37,20 +39,55 @@ constexpr double kLeastSilence = 30.0;
 
 Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base)
     : options_(options),
-      remote_(std::make_unique<fabric::FabricRemote>(fabric_options(options), base, layout.committed_bytes)),
+      lanes_(fabric::open_lanes(fabric_options(options), base, layout.committed_bytes)),
       links_(std::make_unique<tcp::Links>(
           tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
                            std::max(kLeastSilence, options.timeout_seconds)})) {}
 
+std::vector<std::byte> Rail::card() const {
+  std::vector<std::vector<std::byte>> cards;
+  for (const std::unique_ptr<fabric::FabricRemote>& lane : lanes_) cards.push_back(lane->card());
+  return fabric::pack_cards(cards);
+}
+
+/// Hosts may differ in what they have: the lanes that all peers have are used, the others closed.
+void Rail::introduce(const std::vector<std::vector<std::byte>>& cards) {
+  std::vector<std::vector<std::vector<std::byte>>> of_peers;  // [peer][lane]
+  size_t lanes = lanes_.size();
+  for (const std::vector<std::byte>& card : cards) {
+    of_peers.push_back(fabric::unpack_cards(card));
+    lanes = std::min(lanes, of_peers.back().size());
+  }
+  lanes_.resize(lanes);
+  for (size_t lane = 0; lane < lanes; ++lane) {
+    std::vector<std::vector<std::byte>> its;
+    for (std::vector<std::vector<std::byte>>& peer : of_peers) its.push_back(std::move(peer[lane]));
+    lanes_[lane]->introduce(its, node());
+  }
+}
+
+/// A single lane is driven by the proxy itself, which saves it the way to another thread.
+void Rail::connect_lanes(double timeout_seconds, const std::function<void()>& interrupt) {
+  if (lanes_.size() == 1) {
+    lanes_.front()->connect(timeout_seconds, interrupt);
+    remote_ = std::move(lanes_.front());
+  } else {
+    auto laned = std::make_unique<fabric::LanedRemote>(std::move(lanes_));
+    laned->connect(timeout_seconds, interrupt);
+    remote_ = std::move(laned);
+  }
+  lanes_.clear();
+}
+
 void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
                    const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
   try {
-    remote_->introduce(cards, node());
+    introduce(cards);
     const auto start = Clock::now();
     links_->connect(endpoints, options_.timeout_seconds, interrupt);
     const std::chrono::duration<double> spent = Clock::now() - start;
-    remote_->connect(std::max(options_.timeout_seconds - spent.count(), options_.timeout_seconds / 2),
-                     interrupt);
+    connect_lanes(std::max(options_.timeout_seconds - spent.count(), options_.timeout_seconds / 2),
+                  interrupt);
   } catch (const Error& error) {
     if (error.details().peer < 0) throw;
     ErrorDetails details = error.details();

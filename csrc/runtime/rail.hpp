@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "layout/window.hpp"
-#include "transport/fabric/transport.hpp"
+#include "transport/fabric/lanes.hpp"
 #include "transport/tcp/links.hpp"
 
 namespace moecomm {
@@ -19,7 +19,8 @@ struct RailOptions {
   int32_t rank;
   double timeout_seconds;
   std::string provider, interface;  ///< empty: chosen
-  std::string gpu_bus_id;           ///< the NIC nearest to this GPU is taken; empty: CPU ranks
+  std::string gpu_bus_id;           ///< the NICs nearest to this GPU are taken; empty: CPU ranks
+  int lanes = 0;                    ///< endpoints (fabric/lanes.hpp); 0: chosen
   uint64_t shuffle = 0;             ///< not 0: deliver in random order, by this seed (for tests)
 };
 
@@ -28,10 +29,11 @@ class Rail {
   /// Registers the part of the window at `base` that other nodes write to or that leaves for them.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
-  std::vector<std::byte> card() const { return remote_->card(); }
+  /// The cards of all lanes.
+  std::vector<std::byte> card() const;
   const std::string& endpoint() const { return links_->endpoint(); }
-  /// Connects to all peers, within one and a half times the timeout. Errors as those of tcp::Links::connect
-  /// and fabric::FabricRemote::connect.
+  /// Connects to all peers, within one and a half times the timeout, by as many lanes as all of them have.
+  /// Errors as those of tcp::Links::connect and fabric::FabricRemote::connect.
   void connect(const std::vector<std::vector<std::byte>>& cards, const std::vector<std::string>& endpoints,
                const std::function<void()>& interrupt);
 
@@ -41,9 +43,12 @@ class Rail {
 
  private:
   int32_t node() const { return options_.nodes.node_of(options_.rank); }
+  void introduce(const std::vector<std::vector<std::byte>>& cards);
+  void connect_lanes(double timeout_seconds, const std::function<void()>& interrupt);
 
   const RailOptions options_;
-  std::unique_ptr<fabric::FabricRemote> remote_;
+  std::vector<std::unique_ptr<fabric::FabricRemote>> lanes_;  // until they are connected
+  std::unique_ptr<Remote> remote_;
   std::unique_ptr<tcp::Links> links_;
 };
 

@@ -14,14 +14,15 @@ namespace moecomm {
 struct RemoteCaps {
   std::string provider;         ///< "tcp", "verbs;ofi_rxm"
   std::string version;          ///< of the library behind it
-  std::string interface;        ///< NIC or address that is used
+  std::string interface;        ///< NICs or addresses that are used
   int64_t max_message = 0;      ///< bytes of the largest put
   bool device_memory = false;   ///< GPU memory can be registered
   std::vector<int> cores = {};  ///< near the NIC; empty: not known
+  int lanes = 1;                ///< endpoints, each driven by a thread of its own if there are several
 
   std::string text() const {
-    return provider + " on " + interface + " (libfabric " + version + ")" +
-           (device_memory ? ", GPU memory directly" : "");
+    return provider + " on " + interface + (lanes > 1 ? ", " + std::to_string(lanes) + " lanes" : "") +
+           " (libfabric " + version + ")" + (device_memory ? ", GPU memory directly" : "");
   }
 };
 
@@ -52,6 +53,8 @@ class Remote {
   virtual void forget(int32_t peer) = 0;
   /// Makes progress and appends what has happened since. To be called all the time, also when idle.
   virtual void poll(std::vector<RemoteEvent>& events) = 0;
+  /// Whether something is on its way, so that threads that an implementation may have do not sleep.
+  virtual void stay_awake(bool) {}
 };
 
 }  // namespace moecomm

@@ -24,7 +24,9 @@ Finished = TypeVar("Finished")
 
 class _Native(Protocol):
     def close(self) -> None: ...
-    def open_rail(self, *, job: bytes, provider: str, interface: str, shuffle: int) -> _C.Rail: ...
+    def open_rail(
+        self, *, job: bytes, provider: str, interface: str, lanes: int, shuffle: int
+    ) -> _C.Rail: ...
     def connect_rail(self, rail: _C.Rail, cards: list[bytes], endpoints: list[str]) -> None: ...
     def network(self) -> str: ...
 
@@ -363,6 +365,7 @@ def _connect_rail(meeting: Rendezvous, party: Party, native: _Native) -> None:
                 job=bytes.fromhex(party.job),
                 provider=env.fabric_provider or "",
                 interface=env.fabric_interface or "",
+                lanes=env.fabric_lanes or 0,
                 shuffle=env.fabric_shuffle or 0,
             )
         )

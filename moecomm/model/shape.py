@@ -9,9 +9,9 @@ from moecomm.errors import InvalidArgument
 
 _RECORD_BYTES = 64 + 512
 _SCALE_COLUMNS = 128
-# Puts of the runtime (csrc/layout/window.cpp): a rank's rows make so many, within these sizes; the rest goes
-# in pieces.
-_PUTS_OF_ROWS, _LEAST_PUT, _MOST_PUT = 16, 512 << 10, 4 << 20
+# Puts of the runtime's GPU ranks (csrc/layout/window.cpp): a rank's rows make so many, within these sizes;
+# the rest goes in pieces.
+_PUTS_OF_ROWS, _LEAST_PUT, _MOST_PUT = 16, 512 << 10, 1 << 20
 _PIECE_BYTES = 1 << 20
 
 
@@ -63,8 +63,8 @@ class Shape:
     """Routing weights travel with the ids."""
     put_bytes: int | None = None
     """The most that one put carries: a chunk is as many rows as fit, and at least one. None: as the runtime
-    has it for max_tokens=tokens, a sixteenth of a rank's rows, but no fewer than make 512 KiB and no more
-    than make 4 MiB outside of a wire format; and ids and weights in pieces of 1 MiB."""
+    has it on GPUs for max_tokens=tokens, a sixteenth of a rank's rows, but no fewer than make 512 KiB and no
+    more than make 1 MiB outside of a wire format (CPU ranks: 4); and ids and weights in pieces of 1 MiB."""
     rows_per_command: int | None = None
     """Rows that one command to the proxy covers. None: as the runtime has it, those of a put."""
 

@@ -24,6 +24,7 @@
 
 #include "check.hpp"
 #include "common/deadline.hpp"
+#include "transport/fabric/lanes.hpp"
 #include "transport/fabric/leftovers.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/memory.hpp"
@@ -421,6 +422,65 @@ void two_processes_case(const std::string& provider) {
   CHECK(status == 0);
 }
 
+/// As with one endpoint, over several with a thread each, on one of which a peer may be late.
+void lanes_case(const std::string& provider) {
+  const uint64_t seed = test::seed();
+  const int status = with_peer([&](int index, int fd) {
+    Memory memory(2 * kHalf);
+    FabricOptions options = options_for(provider);
+    options.provider.lanes = 3;
+    auto lanes = open_lanes(options, memory.base, memory.bytes);
+    CHECK(lanes.size() == 3);
+    for (const auto& lane : lanes) lane->introduce(exchange_cards(*lane, index, fd), index);
+    LanedRemote remote(std::move(lanes));
+    CHECK(remote.caps().lanes == 3 && remote.caps().text().find("3 lanes") != std::string::npos);
+    int asked = 0;
+    remote.connect(kHang, [&] { ++asked; });
+    std::printf("connected: looked %d times\n", asked);
+    remote.stay_awake(index == 0);
+    const uint64_t mine = seed + 10000 * static_cast<uint64_t>(index);
+    const uint64_t theirs = seed + 10000 * static_cast<uint64_t>(1 - index);
+    Exchange exchange(remote, memory, 1 - index, mine, theirs);
+    until("an exchange over lanes", [&] { return exchange.step(); });
+
+    // What no window holds is a failure of its peer, not of the process.
+    std::vector<RemoteEvent> events;
+    CHECK(remote.put(1 - index, memory.bytes, 0, 64, 1, 0));
+    until("the failure", [&] {
+      remote.poll(events);
+      return !events.empty();
+    });
+    CHECK(events.front().kind == Kind::failed && events.front().peer == 1 - index);
+    CHECK(events.front().text.find("out of bounds") != std::string::npos);
+
+    remote.forget(1 - index);
+    // From here on puts are dropped, by every lane: none is reported, and none stands in another's way.
+    until("puts that are dropped", [&] { return remote.put(1 - index, 0, kHalf, 7 << 20, 9, 9); });
+    tell(fd, {});
+    hear(fd);
+  });
+  CHECK(status == 0);
+}
+
+/// A peer that never comes, and a caller that gives up: all lanes end, with the reason.
+void lanes_connect_case(const std::string& provider) {
+  FabricOptions options = options_for(provider);
+  options.provider.lanes = 2;
+  Memory memory(4096), other(4096);
+  const auto peers = open_lanes(options, other.base, other.bytes);  // nobody drives them
+  const auto lonely = [&] {
+    auto lanes = open_lanes(options, memory.base, memory.bytes);
+    for (size_t i = 0; i < lanes.size(); ++i) lanes[i]->introduce({lanes[i]->card(), peers[i]->card()}, 0);
+    return std::make_unique<LanedRemote>(std::move(lanes));
+  };
+  CHECK(throws(ErrorKind::peer_timeout, "peer 1", [&] { lonely()->connect(0.3); }));
+  const auto start = Clock::now();
+  CHECK(throws(ErrorKind::invalid_argument, "enough", [&] {
+    lonely()->connect(kHang, [] { throw Error(ErrorKind::invalid_argument, "enough"); });
+  }));
+  CHECK(Clock::now() - start < std::chrono::seconds(static_cast<int>(kHang) / 2));
+}
+
 /// The peer is killed while it is written to.
 void killed_peer_case(const std::string& provider) {
   const int status = with_peer([&](int index, int fd) {
@@ -642,6 +702,25 @@ Card sample_card() {
   return card;
 }
 
+void packed_cards_case() {
+  const std::vector<std::vector<std::byte>> cards{sample_card().to_bytes(), {}, {std::byte{7}}};
+  const std::vector<std::byte> bytes = pack_cards(cards);
+  CHECK(unpack_cards(bytes) == cards);
+  const auto refused = [](const std::vector<std::byte>& garbage, const char* words) {
+    return throws(ErrorKind::invalid_argument, words, [&] { unpack_cards(garbage); });
+  };
+  for (size_t count = 0; count < bytes.size(); ++count)
+    CHECK(refused({bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(count)}, "it ends within"));
+  std::vector<std::byte> longer = bytes;
+  longer.push_back(std::byte{0});
+  CHECK(refused(longer, "1 bytes follow"));
+  CHECK(refused(pack_cards({}), "of 0 lanes"));
+  CHECK(refused(pack_cards(std::vector<std::vector<std::byte>>(kMostLanes + 1)), "of 65 lanes"));
+  std::vector<std::byte> long_card = bytes;
+  long_card[6] = std::byte{0xff};
+  CHECK(refused(long_card, "the card of a lane of"));
+}
+
 void card_case() {
   const Card card = sample_card();
   const std::vector<std::byte> bytes = card.to_bytes();
@@ -806,17 +885,33 @@ void nic_case() {
     CHECK(core_list(bad).empty());
 
   const std::vector<std::string> nics{"0000:98:00.0", "0000:1a:00.0", "0000:97:00.0", "0000:18:00.0"};
-  CHECK(nearest_nic("0000:17:00.0", nics, 0, sysfs) == 3);
-  CHECK(nearest_nic("0000:17:00.0", nics, 5, sysfs) == 3);  // the nearest one, whatever the rank
-  CHECK(nearest_nic("0000:98:00.0", nics, 0, sysfs) == 0);
-  // From the other socket's view of the first one, all NICs there are equally far: ranks spread by bus id.
+  CHECK((nearest_nics("0000:17:00.0", nics, sysfs) == std::vector<int>{3}));
+  CHECK((nearest_nics("0000:98:00.0", nics, sysfs) == std::vector<int>{0}));
+  // From the other socket's view of the first one, all NICs there are equally far.
   const std::vector<std::string> rails{"0000:98:00.0", "0000:97:00.0"};
-  CHECK(nearest_nic("0000:17:00.0", rails, 0, sysfs) == 1);
-  CHECK(nearest_nic("0000:17:00.0", rails, 1, sysfs) == 0);
-  CHECK(nearest_nic("0000:17:00.0", rails, 2, sysfs) == 1);
+  CHECK((nearest_nics("0000:17:00.0", rails, sysfs) == std::vector<int>{1, 0}));
   // Without a GPU all are equal.
-  CHECK(nearest_nic("", nics, 0, sysfs) == 3 && nearest_nic("", nics, 1, sysfs) == 1);
-  CHECK(nearest_nic("", nics, 2, sysfs) == 2 && nearest_nic("", nics, 3, sysfs) == 0);
+  CHECK((nearest_nics("", nics, sysfs) == std::vector<int>{3, 1, 2, 0}));
+
+  // GPUs among the devices: who has the same nearest NICs shares them.
+  const auto is = [&](const std::string& id, const char* vendor, const char* kind) {
+    std::ofstream(fs::path(at(id).path) / "vendor") << vendor << "\n";
+    std::ofstream(fs::path(at(id).path) / "class") << kind << "\n";
+  };
+  is("17:00.0", "0x10de", "0x030200");
+  is("3b:00.0", "0x10de", "0x030000");
+  is("1a:00.0", "0x15b3", "0x020700");
+  CHECK(gpus_sharing("0000:17:00.0", {"0000:18:00.0"}, sysfs) == 2);
+  CHECK(gpus_sharing("0000:17:00.0", nics, sysfs) == 1);
+  CHECK(gpus_sharing("0000:55:00.0", {"0000:18:00.0"}, sysfs) == 3);  // one that sysfs does not show, and two
+  is("97:00.0", "0x10de", "0x068000");                                // a switch
+  CHECK(gpus_sharing("0000:17:00.0", {"0000:18:00.0"}, sysfs) == 2);
+
+  using List = std::vector<int>;
+  CHECK((share_of_nics(1, 1, 0) == List{0} && share_of_nics(1, 8, 5) == List{0}));
+  CHECK((share_of_nics(2, 1, 0) == List{0, 1} && share_of_nics(2, 1, 3) == List{0, 1}));
+  CHECK((share_of_nics(8, 2, 1) == List{4, 5, 6, 7} && share_of_nics(8, 2, 2) == List{0, 1, 2, 3}));
+  CHECK((share_of_nics(2, 4, 3) == List{1} && share_of_nics(4, 3, 3) == List{3}));
 }
 
 void refused_memory_case() {
@@ -880,6 +975,7 @@ int main(int argc, char** argv) {
     if (only.empty() || name == only) run(name, body);
   };
   test_case("card", card_case);
+  test_case("packed-cards", packed_cards_case);
   test_case("nic", nic_case);
   test_case("refused-memory", refused_memory_case);
   test_case("leftovers", leftovers_case);
@@ -916,6 +1012,8 @@ int main(int argc, char** argv) {
     test_case("gone-peer-" + name, [&] { gone_peer_case(name); });
     test_case("two-processes-" + name, [&] { two_processes_case(name); });
     test_case("killed-peer-" + name, [&] { killed_peer_case(name); });
+    test_case("lanes-" + name, [&] { lanes_case(name); });
+    test_case("lanes-connect-" + name, [&] { lanes_connect_case(name); });
   }
   return test::finish();
 }

@@ -137,11 +137,13 @@ def formulas(title: str) -> dict[str, tuple[int, str]]:
     return found
 
 
-def letters(ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """What the letters of the memory page stand for, on CPU and CUDA alike."""
+def letters(
+    ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype, most_put: int = 4 << 20
+) -> dict[str, Any]:
+    """What the letters of the memory page stand for; `most_put` differs between CPU and CUDA."""
     tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
     weight = 8 if dtype == torch.float64 else 4
-    put_bytes = min(max(tokens * row // 16, 512 << 10), 4 << 20)
+    put_bytes = min(max(tokens * row // 16, 512 << 10), most_put)
     put_rows = min(-(-put_bytes // row), tokens)
     return {
         "R": ranks,
@@ -294,7 +296,7 @@ def letters_on_cuda(
     ranks: int, per_node: int, experts: int, sizes: dict[str, Any], dtype: torch.dtype, wire: str | None
 ) -> dict[str, Any]:
     """What the page's letters stand for on CUDA."""
-    values = letters(ranks, per_node, sizes, dtype)
+    values = letters(ranks, per_node, sizes, dtype, most_put=1 << 20)
     tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
     others, owners, pieces = ranks // per_node - 1, min(per_node, top_k), lambda size: -(-size // 2**20)
     # Tokens of a chunk, by the tokens of a call; the most chunks that one of up to `tokens` makes.

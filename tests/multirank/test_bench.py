@@ -337,7 +337,22 @@ def test_a_provider_that_no_cache_helps(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     own, cold = record(target)["rows"]
     assert (own["path"], cold["path"]) == ("moecomm", "fabric-cold") and cold["time_s"] > 0
-    assert "in 256 MiB, 1 pair both ways" in cold["note"]
+    assert "in 256 MiB, 1 pair of ranks both ways, 1 endpoint each: " in cold["note"]
+
+
+@needs_fabric
+def test_lanes_are_held_against_as_many_endpoints(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    done = program(
+        "dispatch", "-g", "2", "--ranks-per-node", "1", "--fabric-provider", "tcp", "--fabric-lanes", "2",
+        "--baselines", "fabric,fabric-one", "-J", str(target),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = record(target)
+    own, both, one = found["rows"]
+    assert own["path"] == "moecomm" and {each["network_lanes"] for each in found["stats"].values()} == {2}
+    assert "2 lanes" in done.stdout and found["options"]["fabric_lanes"] == 2
+    assert "2 endpoints each" in both["note"] and "1 endpoint each" in one["note"]
 
 
 @needs_fabric

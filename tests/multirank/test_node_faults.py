@@ -79,6 +79,12 @@ def _killed(rank: int, world_size: int, per_node: int, victim: int, where: str, 
     return found
 
 
+def _lanes_of(words: str) -> tuple[str, dict[str, str]]:
+    """("tcp", the environment) of "tcp, 3 lanes"."""
+    provider, _, lanes = words.partition(", ")
+    return provider, {"MOECOMM_FABRIC_LANES": lanes.split()[0]} if lanes else {}
+
+
 @pytest.mark.parametrize(
     ("size", "per_node", "victim", "where", "provider"),
     [
@@ -90,12 +96,18 @@ def _killed(rank: int, world_size: int, per_node: int, victim: int, where: str, 
         (4, 2, 0, "others in dispatch", "shm"),
         (6, 2, 3, "others in dispatch", "tcp"),
         (6, 2, 4, "between calls", "shm"),
+        (4, 2, 1, "others in dispatch", "tcp, 3 lanes"),
+        (2, 1, 0, "in a call", "tcp, 3 lanes"),
     ],
 )
 def test_a_killed_rank_is_lost_to_all_nodes(
     size: int, per_node: int, victim: int, where: str, provider: str, tmp_path: Path
 ) -> None:
-    results = run(size, _killed, per_node, victim, where, str(tmp_path), provider=provider, may_die=[victim])
+    provider, environment = _lanes_of(provider)
+    results = run(
+        size, _killed, per_node, victim, where, str(tmp_path), provider=provider, may_die=[victim],
+        environment=environment,
+    )  # fmt: skip
     assert results[victim] == Died(-signal.SIGKILL)
     for rank, found in enumerate(results):
         if rank == victim:
@@ -131,15 +143,17 @@ def _killed_at_any_moment(rank: int, world_size: int, per_node: int, victim: int
     return found
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "shm", "tcp, 2 lanes"])
 def test_death_at_any_moment(provider: str, seed: int) -> None:
+    provider, environment = _lanes_of(provider)
     rng = np.random.default_rng(seed)
     for size, per_node in ((2, 1), (4, 2), (3, 1)):
         victim, delay = int(rng.integers(0, size)), float(rng.uniform(0.0, 0.1))
         text = f"seed {seed}, {size} ranks, victim {victim}, delay {delay}"
         results = run(
-            size, _killed_at_any_moment, per_node, victim, delay, provider=provider, may_die=[victim]
-        )
+            size, _killed_at_any_moment, per_node, victim, delay, provider=provider, may_die=[victim],
+            environment=environment,
+        )  # fmt: skip
         for rank, found in enumerate(results):
             if rank != victim:
                 assert (found["type"], found["peer"]) == ("PeerLost", victim), (text, found)
@@ -308,13 +322,14 @@ def _leaves_at_different_times(
 
 @pytest.mark.parametrize(
     ("size", "per_node", "provider", "shuffle"),
-    [(2, 1, "shm", False), (4, 2, "tcp", True), (3, 1, "tcp", False)],
+    [(2, 1, "shm", False), (4, 2, "tcp", True), (3, 1, "tcp", False), (4, 2, "tcp, 3 lanes", True)],
 )
 def test_nobody_loses_rows_when_others_leave(
     size: int, per_node: int, provider: str, shuffle: bool, seed: int
 ) -> None:
     case = replace(small_case(size, per_node), hidden=4096, tokens=(9,) * size, weights=True)
-    environment = {"MOECOMM_FABRIC_SHUFFLE": str(1 + seed % 1000)} if shuffle else {}
+    provider, environment = _lanes_of(provider)
+    environment |= {"MOECOMM_FABRIC_SHUFFLE": str(1 + seed % 1000)} if shuffle else {}
     results = run(
         size, _leaves_at_different_times, case, 8, seed % 12, provider=provider, environment=environment
     )

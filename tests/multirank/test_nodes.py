@@ -30,15 +30,19 @@ MATRIX = [(2, 1), (4, 2), (6, 2), (4, 1)]
 
 @pytest.fixture(scope="module")
 def fabric() -> Iterator[Pools]:
-    """fabric(world_size, provider="tcp", shuffle=None): a set of ranks kept for the module."""
+    """fabric(world_size, provider="tcp", shuffle=None, lanes=None): a set of ranks kept for the module."""
     pools: dict[Any, RankPool] = {}
 
-    def get(world_size: int, provider: str = "tcp", shuffle: int | None = None) -> RankPool:
-        key = (world_size, provider, shuffle)
+    def get(
+        world_size: int, provider: str = "tcp", shuffle: int | None = None, lanes: int | None = None
+    ) -> RankPool:
+        key = (world_size, provider, shuffle, lanes)
         if key not in pools:
             chosen = {"MOECOMM_FABRIC_PROVIDER": provider}
             if shuffle is not None:
                 chosen["MOECOMM_FABRIC_SHUFFLE"] = str(shuffle)
+            if lanes is not None:
+                chosen["MOECOMM_FABRIC_LANES"] = str(lanes)
             pools[key] = RankPool(world_size, timeout=120.0, environment=NO_GPUS | chosen)
         return pools[key]
 
@@ -49,6 +53,18 @@ def fabric() -> Iterator[Pools]:
 
 def _on_nodes(some: list[Case], ranks_per_node: int) -> list[Case]:
     return [replace(case, ranks_per_node=ranks_per_node) for case in some]
+
+
+def _many_chunks(size: int, seed: int) -> Case:
+    """Rows of 512 KiB: many chunks under way at a time."""
+    return Case(
+        tokens=(23, *(31,) * (size - 1)),
+        num_experts=2 * size,
+        hidden=1 << 17,
+        top_k=2,
+        weights=True,
+        seed=seed,
+    )
 
 
 def _check(pool: RankPool, some: list[Case]) -> None:
@@ -82,16 +98,41 @@ def test_any_order_of_delivery(fabric: Pools, size: int, per_node: int, seed: in
     """What travels comes late and in random order."""
     pool = fabric(size, shuffle=1 + seed % 1000)
     _check_steps(pool, _on_nodes(cases.many_steps(size, seed), per_node))
-    # Rows of 512 KiB: many chunks under way at a time.
-    large = Case(
-        tokens=(23, *(31,) * (size - 1)),
-        num_experts=2 * size,
-        hidden=1 << 17,
-        top_k=2,
-        weights=True,
-        seed=seed,
-    )
+    large = _many_chunks(size, seed)
     _check_steps(pool, _on_nodes([large, replace(large, seed=seed + 1, layout="rank")], per_node))
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "provider", "lanes", "shuffled"),
+    [(2, 1, "tcp", 3, False), (4, 2, "tcp", 2, True), (2, 1, "shm", 2, False)],
+)
+def test_several_lanes(
+    fabric: Pools, size: int, per_node: int, provider: str, lanes: int, shuffled: bool, seed: int
+) -> None:
+    pool = fabric(size, provider, 1 + seed % 1000 if shuffled else None, lanes)
+    _check_steps(pool, _on_nodes(cases.many_steps(size, seed), per_node))
+    _check_steps(pool, _on_nodes([_many_chunks(size, seed + i) for i in range(2)], per_node))
+
+
+def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, cases.Arrays]:
+    """Ranks whose hosts differ in what they have."""
+    import moecomm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOECOMM_FABRIC_LANES", str(own[rank]))
+        comm = moecomm.Communicator(**case.communicator)
+    with comm:
+        lanes = int(comm.stats()["network_lanes"])
+        assert (f"{lanes} lanes" in repr(comm)) == (lanes > 1), repr(comm)
+        return lanes, cases.play(comm, case, rank)
+
+
+@pytest.mark.parametrize(("own", "used"), [((3, 2, 5), 2), ((1, 4, 4), 1)])
+def test_ranks_use_the_lanes_that_all_have(fabric: Pools, own: tuple[int, ...], used: int, seed: int) -> None:
+    (case,) = _on_nodes([_many_chunks(len(own), seed)], 1)
+    found = fabric(len(own))(_lanes_here, case, list(own))
+    assert [lanes for lanes, _ in found] == [used] * len(own)
+    cases.verify(case, [results for _, results in found])
 
 
 @pytest.mark.parametrize(("size", "per_node"), MATRIX)

@@ -248,7 +248,8 @@ def test_runs_between_nodes_are_shown_beside_the_ceiling_and_what_had_to_be_sent
     assert (shown["ms"], shown["wire GB/s"], shown["fabric GB/s"], shown["of ceiling"]) == (
         "2.00", "0.50", "1.00", "50%",
     )  # fmt: skip
-    assert (shown["cold GB/s"], shown["of that"]) == ("0.80", "62%")
+    assert (shown["cold GB/s"], shown["of cold"]) == ("0.80", "62%")
+    assert (shown["one GB/s"], shown["of one"], shown["lanes"]) == ("-", "-", "1")
     assert (shown["memcpy ms"], shown["sent / least"], shown["puts / least"]) == ("-", "1.000", "1.50")
     assert (shown["than gloo"], shown["than gloo-tuned"], shown["than gloo-rows"]) == ("6.00x", "-", "1.50x")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moecomm import _C, cuda_driver, discovery
+from moecomm.env import Env
 from moecomm.errors import Unsupported
 from tests.fake_cuda import FakeDriver, Result
 
@@ -103,7 +104,7 @@ def _give_network(monkeypatch: pytest.MonkeyPatch, opened: Any) -> None:
     monkeypatch.setattr(_C, "fabric_version", lambda: "9.9")
     monkeypatch.setattr(_C, "fabric_offers", lambda: offers)
     monkeypatch.setattr(discovery, "_open_network", opened)
-    for name in ("PROVIDER", "INTERFACE"):
+    for name in ("PROVIDER", "INTERFACE", "LANES"):
         monkeypatch.delenv(f"MOECOMM_FABRIC_{name}", raising=False)
     monkeypatch.delenv("MOECOMM_RANKS_PER_NODE", raising=False)
 
@@ -111,8 +112,8 @@ def _give_network(monkeypatch: pytest.MonkeyPatch, opened: Any) -> None:
 def test_the_network_and_what_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def opened(provider: str, interface: str) -> tuple[str, str]:
-        asked.append((provider, interface))
+    def opened(env: Env) -> tuple[str, str]:
+        asked.append((env.fabric_provider, env.fabric_interface, env.fabric_lanes))
         return "some network", "192.0.2.9"
 
     _give_network(monkeypatch, opened)
@@ -127,7 +128,9 @@ def test_the_network_and_what_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert dict(discovery.fabric())["between nodes"] == (
         "some network, as MOECOMM_FABRIC_PROVIDER=tcp and MOECOMM_FABRIC_INTERFACE=eth0 ask"
     )
-    assert asked == [("", ""), ("tcp", "eth0")]
+    monkeypatch.setenv("MOECOMM_FABRIC_LANES", "3")
+    assert "MOECOMM_FABRIC_LANES=3 ask" in dict(discovery.fabric())["between nodes"]
+    assert asked == [(None, None, None), ("tcp", "eth0", None), ("tcp", "eth0", 3)]
 
 
 def test_peers_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +158,7 @@ def test_peers_of_other_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     _give_network(monkeypatch, lambda *_: ("some network", ""))
     _give_gpus(monkeypatch, "13.0", "13.0.3")
     assert dict(discovery.fabric())["between nodes"] == (
-        "some network; CUDA tensors through pinned host memory, by the NIC nearest to each GPU"
+        "some network; CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
     )
     lines = [text for peer, text in discovery.transports(4, 2) if peer == "rank 3"]
     assert lines == [
@@ -181,7 +184,7 @@ def test_gpus_that_moecomm_cannot_serve(
 
 
 def test_gpus_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(provider: str, interface: str) -> tuple[str, str]:
+    def refused(env: Env) -> tuple[str, str]:
         raise Unsupported("no such provider")
 
     _give_network(monkeypatch, refused)
@@ -194,7 +197,7 @@ def test_gpus_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_network_that_does_not_open_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(provider: str, interface: str) -> tuple[str, str]:
+    def refused(env: Env) -> tuple[str, str]:
         raise Unsupported("no such provider")
 
     _give_network(monkeypatch, refused)

@@ -25,6 +25,7 @@ def test_values() -> None:
     environ = {"MOECOMM_FABRIC_PROVIDER": "tcp;ofi_rxm", "MOECOMM_FABRIC_INTERFACE": "eth0"}
     assert read_env(environ) == Env(fabric_provider="tcp;ofi_rxm", fabric_interface="eth0")
     assert read_env({"MOECOMM_FABRIC_SHUFFLE": "17"}) == Env(fabric_shuffle=17)
+    assert read_env({"MOECOMM_FABRIC_LANES": "4"}) == Env(fabric_lanes=4)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,8 @@ def test_values() -> None:
         ("MOECOMM_THREADS", "0"),
         ("MOECOMM_RANKS_PER_NODE", "two"),
         ("MOECOMM_RANKS_PER_NODE", "-4"),
+        ("MOECOMM_FABRIC_LANES", "0"),
+        ("MOECOMM_FABRIC_LANES", "many"),
         ("MOECOMM_FABRIC_SHUFFLE", "0"),
         ("MOECOMM_FABRIC_SHUFFLE", "yes"),
     ],

@@ -228,9 +228,7 @@ def test_row_of_fp8_is_that_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("wire", [None, "fp8"])
-@pytest.mark.parametrize(
-    ("tokens", "hidden"), [(1, 16), (3, 2048), (512, 7168), (1024, 2048), (1024, 7168), (4096, 7168)]
-)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 16), (3, 2048), (512, 7168), (1024, 2048), (1024, 7168)])
 def test_rows_of_a_put_are_those_of_the_window(tokens: int, hidden: int, wire: str | None) -> None:
     shape = shape_of(tokens=tokens, hidden=hidden, wire=wire)
     plan = Communicator.memory_plan(
@@ -246,6 +244,13 @@ def test_rows_of_a_put_are_those_of_the_window(tokens: int, hidden: int, wire: s
     rows = shape.chunk_rows(shape.wire_row_bytes)
     assert staging == -(-16 * rows * shape.row_bytes // 4096) * 4096
     assert rows == shape.chunk_rows(shape.row_bytes)
+
+
+def test_rows_of_a_put_are_those_of_gpus() -> None:
+    # The page's D is what memory_plan() has on CUDA (tests/docs).
+    said = re.search(r"D = (\d+), F = ", (ROOT / "docs" / "memory.md").read_text())
+    shape = shape_of(tokens=4096, hidden=7168)
+    assert said and shape.chunk_rows(shape.row_bytes) == int(said[1]) == -(-(1 << 20) // shape.row_bytes)
 
 
 def test_puts_of_ids_and_weights() -> None:

@@ -151,6 +151,23 @@ Card Card::from_bytes(const std::vector<std::byte>& bytes) {
   return card;
 }
 
+std::vector<std::byte> pack_cards(const std::vector<std::vector<std::byte>>& cards) {
+  Writer all;
+  all.word(static_cast<uint32_t>(cards.size()));
+  for (const std::vector<std::byte>& card : cards) all.text(card.data(), card.size());
+  return std::move(all.bytes);
+}
+
+std::vector<std::vector<std::byte>> unpack_cards(const std::vector<std::byte>& bytes) {
+  Reader all(bytes.data(), bytes.size());
+  const auto lanes = all.word<uint32_t>("the number of lanes");
+  if (lanes == 0 || lanes > kMostLanes) Reader::wrong("it is of " + std::to_string(lanes) + " lanes");
+  std::vector<std::vector<std::byte>> cards;
+  for (uint32_t lane = 0; lane < lanes; ++lane) cards.push_back(all.text("the card of a lane"));
+  if (all.left() != 0) Reader::wrong(std::to_string(all.left()) + " bytes follow the last lane's");
+  return cards;
+}
+
 void require_compatible(const Card& own, int own_index, const Card& other, int other_index) {
   const auto side = [](const Card& card, int index) {
     return "peer " + std::to_string(index) + " uses provider " + card.provider + " (protocol " +

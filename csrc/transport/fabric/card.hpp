@@ -39,6 +39,12 @@ struct Card {
   static Card from_bytes(const std::vector<std::byte>& bytes);
 };
 
+/// The cards of a rank's lanes as one, and back. Error(invalid_argument) for bytes that are no such thing.
+///   lanes u32 | for each: bytes u32 | card
+std::vector<std::byte> pack_cards(const std::vector<std::vector<std::byte>>& cards);
+std::vector<std::vector<std::byte>> unpack_cards(const std::vector<std::byte>& bytes);
+constexpr int kMostLanes = 64;
+
 /// Error(mismatched_arguments) if two peers cannot talk to each other.
 void require_compatible(const Card& own, int own_index, const Card& other, int other_index);
 

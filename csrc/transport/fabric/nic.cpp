@@ -17,6 +17,8 @@ constexpr int kOtherHostBridge = 1000;
 constexpr int kOtherNumaNode = 2000;
 constexpr int kUnknown = 4000;
 constexpr int kMostCores = 1 << 16;
+// What sysfs says of a GPU.
+constexpr const char *kNvidia = "0x10de", *kController3d = "0x0302", *kControllerVga = "0x0300";
 
 std::vector<std::string_view> parts(std::string_view path) {
   std::vector<std::string_view> found;
@@ -95,8 +97,8 @@ int pci_distance(const PciDevice& a, const PciDevice& b) {
   return distance;
 }
 
-int nearest_nic(const std::string& gpu, const std::vector<std::string>& nics, int local_rank,
-                const std::string& sysfs) {
+std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::string>& nics,
+                              const std::string& sysfs) {
   std::vector<int> distance(nics.size(), 0);
   if (!gpu.empty()) {
     const PciDevice from = pci_device(gpu, sysfs);
@@ -106,9 +108,33 @@ int nearest_nic(const std::string& gpu, const std::vector<std::string>& nics, in
   std::vector<int> equal;
   for (size_t i = 0; i < nics.size(); ++i)
     if (distance[i] == best) equal.push_back(static_cast<int>(i));
-  // Providers list NICs in an order of their own; bus ids are the same on machines of one kind.
+  // Providers list NICs in an order of their own.
   std::sort(equal.begin(), equal.end(), [&](int a, int b) { return nics[a] < nics[b]; });
-  return equal[static_cast<size_t>(local_rank) % equal.size()];
+  return equal;
+}
+
+int gpus_sharing(const std::string& gpu, const std::vector<std::string>& nics, const std::string& sysfs) {
+  const std::vector<int> near = nearest_nics(gpu, nics, sysfs);
+  const std::string own = pci_device(gpu, sysfs).path;
+  int sharing = 1;
+  std::error_code error;
+  for (const fs::directory_entry& entry :
+       fs::directory_iterator(fs::path(sysfs) / "bus/pci/devices", error)) {
+    const std::string folder = entry.path().string();
+    if (!read_file(folder + "/vendor").starts_with(kNvidia)) continue;
+    const std::string kind = read_file(folder + "/class");
+    if (!kind.starts_with(kController3d) && !kind.starts_with(kControllerVga)) continue;
+    const std::string id = entry.path().filename().string();
+    if (pci_device(id, sysfs).path != own && nearest_nics(id, nics, sysfs) == near) ++sharing;
+  }
+  return sharing;
+}
+
+std::vector<int> share_of_nics(int near, int sharers, int local_rank) {
+  const int each = std::max(1, near / std::max(1, sharers));
+  std::vector<int> share;
+  for (int i = 0; i < each; ++i) share.push_back(static_cast<int>((int64_t{local_rank} * each + i) % near));
+  return share;
 }
 
 }  // namespace moecomm::fabric

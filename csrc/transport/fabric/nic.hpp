@@ -30,10 +30,20 @@ std::vector<int> cores_near(const PciDevice& device);
 /// The numbers in a list like "0-3,8,10-11"; empty if it is none.
 std::vector<int> core_list(const std::string& text);
 
-/// Index of the NIC that a rank should use: the one nearest to its GPU; of several equally near ones (or of
-/// all, without a GPU: `gpu` empty) the local_rank-th, so that ranks of one node spread over the rails in the
-/// same way on every node. `nics` are bus ids and must not be empty.
-int nearest_nic(const std::string& gpu, const std::vector<std::string>& nics, int local_rank,
-                const std::string& sysfs = "/sys");
+/// Indices of the NICs nearest to a GPU, which are equally near; of all without one (`gpu` empty). In the
+/// order of their bus ids, which is the same on machines of one kind. `nics` are bus ids and must not be
+/// empty.
+std::vector<int> nearest_nics(const std::string& gpu, const std::vector<std::string>& nics,
+                              const std::string& sysfs = "/sys");
+
+/// GPUs of this host that have the same nearest NICs as `gpu`, itself among them: they share these NICs.
+int gpus_sharing(const std::string& gpu, const std::vector<std::string>& nics,
+                 const std::string& sysfs = "/sys");
+
+/// The NICs, out of `near` equal ones that `sharers` ranks share, that the lanes of a rank use in turn: its
+/// part if there are enough for all, else one of them. Ranks of one node spread in the same way on every
+/// node.
+///   (8 near, 2 sharers, local rank 1): 4, 5, 6, 7    (2 near, 4 sharers, local rank 3): 1
+std::vector<int> share_of_nics(int near, int sharers, int local_rank);
 
 }  // namespace moecomm::fabric

@@ -7,6 +7,7 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -26,6 +27,8 @@ namespace {
 // Smaller is better; from kOnlyByName on a provider is used only when it is asked for: it stays on one host,
 // or is there for development.
 constexpr int kOnlyByName = 100;
+// Lanes that copy: at most so many, one for so many cores that each rank of a node has.
+constexpr int kCopyingLanes = 8, kCoresALane = 4;
 
 int preference(const std::string& provider) {
   static constexpr struct {
@@ -185,6 +188,40 @@ std::string list_text(const std::vector<Candidate>& list) {
   throw Error(ErrorKind::unsupported, text);
 }
 
+/// Of what is there, what a caller asks for. Throws if that is nothing.
+std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector<Candidate>& there) {
+  std::vector<Candidate> fit;
+  if (options.provider.empty()) {
+    std::copy_if(there.begin(), there.end(), std::back_inserter(fit),
+                 [](const Candidate& c) { return preference(c.offer.provider) < kOnlyByName; });
+  } else {
+    for (const std::string& name : provider_names(options.provider, library().version)) {
+      std::copy_if(there.begin(), there.end(), std::back_inserter(fit),
+                   [&](const Candidate& c) { return c.offer.provider == name; });
+      if (!fit.empty()) break;
+    }
+  }
+  const bool provider_there = !fit.empty();
+  if (!options.interface.empty()) {
+    const std::set<std::string> addresses = addresses_of_interface(options.interface);
+    std::erase_if(fit, [&](const Candidate& c) {
+      return !on_one_host(c.offer.provider) && c.offer.domain != options.interface &&
+             c.offer.address != options.interface && !addresses.contains(c.offer.address);
+    });
+  }
+  if (fit.empty()) nothing_fits(options, there, provider_there);
+  return fit;
+}
+
+/// Lanes that are worth their cores where the system copies what travels.
+int copying_lanes(const Offer& offer, const ProviderOptions& options) {
+  const std::string& provider = offer.provider;
+  if (provider != "tcp" && provider != "net" && provider != "tcp;ofi_rxm") return 1;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return 1;
+  return std::clamp(CPU_COUNT(&allowed) / (kCoresALane * std::max(1, options.local_ranks)), 1, kCopyingLanes);
+}
+
 }  // namespace
 
 void FreeInfo::operator()(fi_info* info) const { library().freeinfo(info); }
@@ -239,47 +276,46 @@ std::vector<Offer> list_offers(bool device_memory) {
 }
 
 Info choose_provider(const ProviderOptions& options) {
+  ProviderOptions one = options;
+  one.lanes = 1;
+  return std::move(choose_lanes(one).front());
+}
+
+std::vector<Info> choose_lanes(const ProviderOptions& options) {
   const Info all = query(options.device_memory);
   const std::vector<Candidate> there = candidates(all.get());
+  const std::vector<Candidate> fit = fitting(options, there);
 
-  std::vector<Candidate> fit;
-  if (options.provider.empty()) {
-    std::copy_if(there.begin(), there.end(), std::back_inserter(fit),
-                 [](const Candidate& c) { return preference(c.offer.provider) < kOnlyByName; });
-  } else {
-    for (const std::string& name : provider_names(options.provider, library().version)) {
-      std::copy_if(there.begin(), there.end(), std::back_inserter(fit),
-                   [&](const Candidate& c) { return c.offer.provider == name; });
-      if (!fit.empty()) break;
-    }
-  }
-  const bool provider_there = !fit.empty();
-  if (!options.interface.empty()) {
-    const std::set<std::string> addresses = addresses_of_interface(options.interface);
-    std::erase_if(fit, [&](const Candidate& c) {
-      return !on_one_host(c.offer.provider) && c.offer.domain != options.interface &&
-             c.offer.address != options.interface && !addresses.contains(c.offer.address);
-    });
-  }
-  if (fit.empty()) nothing_fits(options, there, provider_there);
-
-  const Candidate* choice = &fit.front();
   // Several NICs of the same provider that reach as far as the first one: distance decides.
+  const Candidate& first = fit.front();
   std::vector<const Candidate*> rails;
   std::vector<std::string> nics;
   for (const Candidate& c : fit) {
-    if (c.offer.bus_id.empty() || c.offer.provider != choice->offer.provider) continue;
-    if (address_preference(c.offer.address) != address_preference(choice->offer.address)) continue;
+    if (c.offer.bus_id.empty() || c.offer.provider != first.offer.provider) continue;
+    if (address_preference(c.offer.address) != address_preference(first.offer.address)) continue;
     if (std::find(nics.begin(), nics.end(), c.offer.bus_id) != nics.end()) continue;
     rails.push_back(&c);
     nics.push_back(c.offer.bus_id);
   }
-  if (!nics.empty())
-    choice = rails[static_cast<size_t>(nearest_nic(options.gpu_bus_id, nics, options.local_rank))];
+  std::vector<const Candidate*> share;
+  if (nics.empty()) {
+    share.push_back(&first);
+  } else {
+    const std::vector<int> near = nearest_nics(options.gpu_bus_id, nics);
+    const int sharers =
+        options.gpu_bus_id.empty() ? options.local_ranks : gpus_sharing(options.gpu_bus_id, nics);
+    for (const int at : share_of_nics(static_cast<int>(near.size()), sharers, options.local_rank))
+      share.push_back(rails[static_cast<size_t>(near[static_cast<size_t>(at)])]);
+  }
 
-  Info chosen(library().dupinfo(choice->info));
-  if (chosen == nullptr)
-    throw Error(ErrorKind::out_of_memory, "libfabric: no memory for a provider's description");
+  int lanes = options.lanes;
+  if (lanes == 0) lanes = std::max(static_cast<int>(share.size()), copying_lanes(first.offer, options));
+  std::vector<Info> chosen;
+  for (int lane = 0; lane < std::min(lanes, kMostLanes); ++lane) {
+    chosen.emplace_back(library().dupinfo(share[static_cast<size_t>(lane) % share.size()]->info));
+    if (chosen.back() == nullptr)
+      throw Error(ErrorKind::out_of_memory, "libfabric: no memory for a provider's description");
+  }
   return chosen;
 }
 

@@ -19,8 +19,10 @@ struct ProviderOptions {
   std::string provider;
   /// A network interface ("eth0"), a device ("mlx5_0"), or an address of this host ("192.0.2.7").
   std::string interface;
-  std::string gpu_bus_id;      ///< PCI bus id of the rank's GPU: the NIC nearest to it is taken
+  std::string gpu_bus_id;      ///< PCI bus id of the rank's GPU: the NICs nearest to it are taken
   int local_rank = 0;          ///< several NICs equally near: ranks spread over them
+  int local_ranks = 1;         ///< ranks of this node
+  int lanes = 0;               ///< endpoints of a rank, see choose_lanes(); 0: as many as seem good
   bool device_memory = false;  ///< only providers that register GPU memory
 };
 
@@ -45,6 +47,11 @@ std::vector<Offer> list_offers(bool device_memory = false);
 
 /// What an endpoint is opened with. Error(unsupported), with a list of what is there, if nothing fits.
 Info choose_provider(const ProviderOptions& options);
+
+/// The same for each lane of a rank. Lanes use the NICs that are a rank's share in turn. Without a number
+/// there are as many as those; and over TCP, where a core copies each connection's bytes, up to eight if the
+/// ranks of the node leave cores for them. All lanes have the same provider.
+std::vector<Info> choose_lanes(const ProviderOptions& options);
 
 /// The description of such a choice.
 Offer describe(const fi_info& info);

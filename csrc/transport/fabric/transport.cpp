@@ -13,6 +13,7 @@
 #include <system_error>
 #include <thread>
 #include <type_traits>
+#include <utility>
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
@@ -55,7 +56,7 @@ struct FabricRemote::State {
     bool hello_sent = false;
   };
 
-  State(const FabricOptions& given, void* base, int64_t bytes);
+  State(const FabricOptions& given, Info chosen, void* base, int64_t bytes);
 
   bool write(int32_t index, const std::byte* source, int64_t bytes, void* descriptor,
              const RemoteRegion& region, int64_t offset, uint32_t immediate, bool hello, uint64_t user);
@@ -91,11 +92,11 @@ struct FabricRemote::State {
   std::vector<RemoteEvent> early;  // what arrived while others were still connecting
 };
 
-FabricRemote::State::State(const FabricOptions& given, void* base, int64_t bytes)
+FabricRemote::State::State(const FabricOptions& given, Info chosen, void* base, int64_t bytes)
     : options(given),
       window(static_cast<std::byte*>(base)),
       window_bytes(bytes),
-      endpoint(choose_provider(given.provider)) {
+      endpoint(std::move(chosen)) {
   const fi_info& info = endpoint.info();
   const Offer offer = describe(info);
   caps.provider = offer.provider;
@@ -287,11 +288,14 @@ void FabricRemote::State::not_greeted(double seconds) const {
   throw Error(ErrorKind::peer_timeout, text, details);
 }
 
-FabricRemote::FabricRemote(const FabricOptions& options, void* base, int64_t bytes) {
+FabricRemote::FabricRemote(const FabricOptions& options, void* base, int64_t bytes)
+    : FabricRemote(options, choose_provider(options.provider), base, bytes) {}
+
+FabricRemote::FabricRemote(const FabricOptions& options, Info chosen, void* base, int64_t bytes) {
   if (base == nullptr || bytes <= 0 || options.max_in_flight_operations <= 0 ||
       options.max_in_flight_bytes <= 0)
     throw Error(ErrorKind::invalid_argument, "fabric: a window, and limits above zero, are needed");
-  state_ = std::make_shared<State>(options, base, bytes);
+  state_ = std::make_shared<State>(options, std::move(chosen), base, bytes);
 }
 
 FabricRemote::~FabricRemote() {
@@ -463,5 +467,6 @@ void FabricRemote::forget(int32_t peer) {
 }
 
 int FabricRemote::in_flight() const { return state_->counted; }
+int64_t FabricRemote::bytes_in_flight() const { return state_->counted_bytes; }
 
 }  // namespace moecomm::fabric

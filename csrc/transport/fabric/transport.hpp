@@ -44,6 +44,8 @@ class FabricRemote final : public Remote {
   /// Registers [base, base + bytes), which must stay mapped until this object is gone. Error(unsupported)
   /// without libfabric or a provider that fits, Error(out_of_memory) if the system refuses to pin the window.
   FabricRemote(const FabricOptions& options, void* base, int64_t bytes);
+  /// The same with what choose_lanes() has found; options.provider is not looked at.
+  FabricRemote(const FabricOptions& options, Info chosen, void* base, int64_t bytes);
   /// Takes a few seconds at most, whatever the peers do. What the provider has not closed by then stays until
   /// the end of the process, and so do endpoints of providers that are layered by rxm, which do not close
   /// safely.
@@ -86,6 +88,7 @@ class FabricRemote final : public Remote {
 
   /// Puts under way: accepted, neither `sent` nor failed nor forgotten.
   int in_flight() const;
+  int64_t bytes_in_flight() const;
 
  private:
   struct State;

@@ -28,12 +28,14 @@ const Library& library() { unavailable(); }
 void FreeInfo::operator()(fi_info*) const {}
 std::vector<Offer> list_offers(bool) { unavailable(); }
 Info choose_provider(const ProviderOptions&) { unavailable(); }
+std::vector<Info> choose_lanes(const ProviderOptions&) { unavailable(); }
 Offer describe(const fi_info&) { unavailable(); }
 std::vector<std::string> provider_names(const std::string&, uint32_t) { unavailable(); }
 std::string why_not(const std::string&, uint32_t) { unavailable(); }
 
 struct FabricRemote::State {};
 FabricRemote::FabricRemote(const FabricOptions&, void*, int64_t) { unavailable(); }
+FabricRemote::FabricRemote(const FabricOptions&, Info, void*, int64_t) { unavailable(); }
 FabricRemote::~FabricRemote() = default;
 std::vector<std::byte> FabricRemote::card() const { unavailable(); }
 void FabricRemote::introduce(const std::vector<std::vector<std::byte>>&, int) { unavailable(); }
@@ -43,5 +45,6 @@ bool FabricRemote::put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) {
 void FabricRemote::poll(std::vector<RemoteEvent>&) { unavailable(); }
 void FabricRemote::forget(int32_t) { unavailable(); }
 int FabricRemote::in_flight() const { unavailable(); }
+int64_t FabricRemote::bytes_in_flight() const { unavailable(); }
 
 }  // namespace moecomm::fabric

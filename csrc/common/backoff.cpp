@@ -1,0 +1,52 @@
+#include "common/backoff.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/prctl.h>
+
+#include <thread>
+
+namespace moecomm {
+namespace {
+
+constexpr int kYields = 32;
+constexpr int kAwakeYields = 1 << 20;
+constexpr int kTurns = 4096;  // then the sleeps get long
+constexpr auto kShort = std::chrono::microseconds(20);
+constexpr unsigned long kTimerSlackNanoseconds = 1000;
+
+}  // namespace
+
+void Backoff::turn(bool busy, bool stay_awake) {
+  idle_ = busy ? 0 : idle_ + 1;
+  if (idle_ == 0) return;
+  if (idle_ <= kYields || (stay_awake && idle_ <= kAwakeYields)) {
+    std::this_thread::yield();
+  } else if (idle_ <= kTurns) {
+    std::this_thread::sleep_for(kShort);
+  } else {
+    std::unique_lock lock(mutex_);
+    asleep_ = true;
+    awake_.wait_for(lock, longest_);
+    asleep_ = false;
+  }
+}
+
+void Backoff::wake() {
+  if (!asleep_.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex_);
+  awake_.notify_one();
+}
+
+void begin_polling(const char* name, const std::vector<int>& cores) {
+  pthread_setname_np(pthread_self(), name);
+  prctl(PR_SET_TIMERSLACK, kTimerSlackNanoseconds, 0UL, 0UL, 0UL);
+  cpu_set_t allowed, chosen;
+  CPU_ZERO(&chosen);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  for (const int core : cores)
+    if (core < CPU_SETSIZE && CPU_ISSET(core, &allowed)) CPU_SET(core, &chosen);
+  if (CPU_COUNT(&chosen) > 0) sched_setaffinity(0, sizeof(chosen), &chosen);
+}
+
+}  // namespace moecomm

@@ -1,0 +1,37 @@
+// How a thread that polls rests while there is nothing to do.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <vector>
+
+namespace moecomm {
+
+/// Of one thread, which says after each turn of its loop whether it had work. With none it gives up its core
+/// at once, and soon sleeps: those that compute need it more.
+class Backoff {
+ public:
+  /// `longest`: of a sleep, after a while without work; wake() ends it.
+  explicit Backoff(std::chrono::microseconds longest) : longest_(longest) {}
+
+  /// `stay_awake`: there is something to come that moves only as somebody looks. It keeps the thread from
+  /// sleeping, but not for ever: a peer may have stopped.
+  void turn(bool busy, bool stay_awake);
+  /// Ends a long sleep. Any thread.
+  void wake();
+
+ private:
+  const std::chrono::microseconds longest_;
+  int idle_ = 0;
+  std::atomic<bool> asleep_{false};
+  std::mutex mutex_;
+  std::condition_variable awake_;
+};
+
+/// Makes the calling thread one that polls: its name (15 letters at most), short sleeps that are short, and
+/// those of `cores` that it may use, if there are any.
+void begin_polling(const char* name, const std::vector<int>& cores);
+
+}  // namespace moecomm
