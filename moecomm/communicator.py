@@ -154,6 +154,8 @@ class Communicator:
         """Ranks that share memory."""
         self.nodes: int = backend.nodes.nodes
         """Nodes of the group; node n has the ranks [n * ranks_per_node, (n + 1) * ranks_per_node)."""
+        self.network_lanes: int = backend.network_lanes
+        """Endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node."""
         self.dtype, self.device, self.wire = dtype, backend.device, wire
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""

@@ -62,7 +62,7 @@ def benchmark(options: Options, rank: int, ranks: int) -> int:
                             (rows if isinstance(row, Row) else missing).append(row)  # type: ignore[arg-type]
                     if comm is not None:
                         name = dtype if len(options.variants) == 1 else f"{dtype} {variant.label()}"
-                        stats[name] = dict(comm.stats())
+                        stats[name] = {**comm.stats(), "network_lanes": comm.network_lanes}
                         if options.device == "cuda" or comm.nodes > 1:
                             say(f"# {comm!r}")
     say(report.footer(rows))
@@ -83,7 +83,7 @@ def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> li
     """The rows of one size, in the order of the paths."""
     options = case.options
     own = None if comm is None else product_path(comm, case)
-    lanes = 1 if comm is None else int(comm.stats()["network_lanes"])
+    lanes = 1 if comm is None else comm.network_lanes
     baselines = make_baselines(case, clock, lanes)
     entries: list[Path | Yardstick | NotRun] = [*([] if own is None else [own]), *baselines]
     wrong: dict[str, int | None] = {}

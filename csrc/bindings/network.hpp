@@ -28,15 +28,14 @@ inline std::vector<std::byte> to_bytes(const std::string& text) {
   return {data, data + text.size()};
 }
 
-/// Adds the proxy's lanes and counters; zeros on one node.
+/// Adds the proxy's counters; zeros on one node.
 inline void add_network_stats(pybind11::dict& out, const Proxy* proxy) {
-  out["network_lanes"] = proxy == nullptr ? 0 : proxy->caps().lanes;
   out["network_puts"] = proxy == nullptr ? 0 : proxy->stats().puts.load();
   out["network_bytes"] = proxy == nullptr ? 0 : proxy->stats().bytes.load();
   out["network_row_bytes"] = proxy == nullptr ? 0 : proxy->stats().row_bytes.load();
 }
 
-/// Adds open_rail, connect_rail and network. `interrupt` runs Python's signal handlers.
+/// Adds open_rail, connect_rail, network and network_lanes. `interrupt` runs Python's signal handlers.
 template <class Communicator, class Class>
 void bind_network(Class& bound, void (*interrupt)()) {
   namespace py = pybind11;
@@ -70,9 +69,14 @@ void bind_network(Class& bound, void (*interrupt)()) {
             self.connect_nodes(rail.take_remote(), rail.take_links());
           },
           py::arg("rail"), py::arg("cards"), py::arg("endpoints"), py::call_guard<py::gil_scoped_release>())
-      .def("network", [](Communicator& self) {
+      .def("network",
+           [](Communicator& self) {
+             const Proxy* const proxy = self.proxy();
+             return proxy == nullptr ? std::string() : proxy->caps().text();
+           })
+      .def("network_lanes", [](Communicator& self) {
         const Proxy* const proxy = self.proxy();
-        return proxy == nullptr ? std::string() : proxy->caps().text();
+        return proxy == nullptr ? 0 : proxy->caps().lanes;
       });
 }
 

@@ -29,6 +29,7 @@ class _Native(Protocol):
     ) -> _C.Rail: ...
     def connect_rail(self, rail: _C.Rail, cards: list[bytes], endpoints: list[str]) -> None: ...
     def network(self) -> str: ...
+    def network_lanes(self) -> int: ...
 
 
 Native = TypeVar("Native", bound=_Native)
@@ -106,6 +107,8 @@ class Backend(Protocol):
     top_k: int
     memory: MemoryPlan
     nodes: NodeMap
+    network_lanes: int
+    """Endpoints towards other nodes; 0 on one node."""
     most_parts: int
     """Parts that an operation can have at most."""
     num_sms: int

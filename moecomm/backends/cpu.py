@@ -152,6 +152,7 @@ class CpuBackend:
             connect=lambda native, names, pids: native.connect(names, pids),
             unlink=lambda native: native.unlink_window(),
         )
+        self.network_lanes = self._native.network_lanes()
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = 1

@@ -139,6 +139,7 @@ class CudaBackend:
             self._nowhere_address = self._nowhere.data_ptr()
             self._native, window = self._connect(meeting, party, shape, num_sms or 0)
             self.most_parts, self.num_sms = self._native.most_parts, self._native.num_sms
+            self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
         # Also when the backend is forgotten, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)

@@ -213,6 +213,25 @@ def _play(rank: int, world_size: int, job: Job) -> list[str]:
         return [problem for _ in range(3) for problem in play(comm, job, rank)]
 
 
+def _any_lanes(rank: int, world_size: int, job: Job) -> list[Any]:
+    found = []
+    for lanes in (1, 2, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOECOMM_FABRIC_LANES", str(lanes))
+            comm = harness.communicator(**job.communicator)
+        with comm:
+            if comm.network_lanes != lanes:
+                found.append(f"{comm.network_lanes} lanes instead of {lanes}")
+            found += [problem for _ in range(3) for problem in play(comm, job, rank)]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_lanes(pool: Pools, size: int, seed: int) -> None:
+    job = Job(tokens=(2000, 1, 1500, 700)[:size], num_experts=8 * size, hidden=4096, top_k=3, seed=seed)
+    harness.assert_none(pool(size)(_any_lanes, job))
+
+
 def _few_sms(rank: int, world_size: int, job: Job) -> list[Any]:
     found = []
     for num_sms in harness.sm_counts():

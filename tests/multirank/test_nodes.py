@@ -122,7 +122,7 @@ def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple
         patch.setenv("MOECOMM_FABRIC_LANES", str(own[rank]))
         comm = moecomm.Communicator(**case.communicator)
     with comm:
-        lanes = int(comm.stats()["network_lanes"])
+        lanes = comm.network_lanes
         assert (f"{lanes} lanes" in repr(comm)) == (lanes > 1), repr(comm)
         return lanes, cases.play(comm, case, rank)
 
@@ -187,6 +187,7 @@ def _both(rank: int, world_size: int, case: Case) -> tuple[dict[str, Any], dict[
         moecomm.Communicator(**case.communicator) as between,
         moecomm.Communicator(**one_node.communicator) as within,
     ):
+        assert between.network_lanes >= 1 and within.network_lanes == 0
         assert (between.nodes, between.ranks_per_node) == (
             world_size // case.ranks_per_node,
             case.ranks_per_node,
