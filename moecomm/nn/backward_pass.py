@@ -87,11 +87,13 @@ class BackwardPass:
             weights=now,
             parts=parts,
             split=call.split,
-            # In turns another program's products are beside it too, which leave it nothing.
-            home_split=None if in_turns() else call.home_split,
+            home_split=call.home_split,
             pool=self.ticket is not None,
+            in_turns=in_turns(),
         )
-        results = call.executor.run(schedule, work, record=call.runs is not None)
+        results = call.executor.run(
+            schedule, work, record=call.runs is not None, in_turns_sms=call.in_turns_sms
+        )
         if call.runs is not None:
             call.runs.backward = results.recorded
         if call.deferred is not None:

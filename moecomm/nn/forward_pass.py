@@ -154,7 +154,10 @@ class ForwardPass:
 
     def _execute(self, schedule: Any, work: dict[str, Callable[[Results], Any]]) -> Results:
         with self._without_autocast():
-            return self.call.executor.run(schedule, work, record=self.call.runs is not None)
+            call = self.call
+            return call.executor.run(
+                schedule, work, record=call.runs is not None, in_turns_sms=call.in_turns_sms
+            )
 
     def _without_autocast(self) -> Any:
         return without_autocast(self.x_TH.device.type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,16 @@ from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.routes import route_parts
-from moecomm.overlap import H200, Executor, Keep, LayerShape, Split, Timeline, sms_beside_weights
+from moecomm.overlap import (
+    H200,
+    Executor,
+    Keep,
+    LayerShape,
+    Split,
+    Timeline,
+    sms_beside_weights,
+    sms_in_turns,
+)
 from moecomm.routing import require_integer
 
 
@@ -58,7 +68,8 @@ class MoELayer(nn.Module):
     computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
     way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
     half of the GPU; None: as a cost model says, for products in bfloat16; 0: it comes first. On one node,
-    and where the communicator's operations take more than half of the GPU otherwise.
+    and where the communicator's operations take more than half of the GPU otherwise. In a program of
+    `moecomm.overlap.interleave` also those of all other transfers that lie beside another program's product.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -183,6 +194,7 @@ class MoELayer(nn.Module):
             route_parts(self.comm, self.capacity, self.parts),
             self._split,
             self._home_split(),
+            self._in_turns_sms(),
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
             self.pool if self.capacity is not None else None,
@@ -209,18 +221,28 @@ class MoELayer(nn.Module):
     def _home_split(self) -> Split | None:
         if self._sms is None or self.beside_sms == 0:
             return None
+        sms = self.beside_sms if self.beside_sms is not None else self._modelled_sms[0]
+        if sms is None:
+            return None
+        return Split(self._sms, require_integer("beside_sms", sms, 2, self._sms // 2))
+
+    def _in_turns_sms(self) -> Mapping[str, int] | None:
+        if self._sms is None or self.beside_sms == 0:
+            return None
         if self.beside_sms is not None:
-            return Split(self._sms, require_integer("beside_sms", self.beside_sms, 2, self._sms // 2))
-        if self.config.expert_precision is not None or self.config.dtype is not torch.bfloat16:
-            return None  # products with other kernels in them, which leave no SMs
-        sms = self._modelled_sms
-        return None if sms is None else Split(self._sms, sms)
+            return dict.fromkeys(("dispatch", "gradient rows", "rows again", "combine"), self.beside_sms)
+        return self._modelled_sms[1]
 
     @functools.cached_property
-    def _modelled_sms(self) -> int | None:
-        """Asked for when the weights are there: they may be put in after the layer was made."""
+    def _modelled_sms(self) -> tuple[int | None, dict[str, int]]:
+        """`sms_beside_weights` and `sms_in_turns`. Asked for when the weights are there: they may be put in
+        after the layer was made."""
+        if self.config.expert_precision is not None or self.config.dtype is not torch.bfloat16:
+            return None, {}  # products with other kernels in them, which leave no SMs
         w_in, w_out = self.experts.w_in, self.experts.w_out
-        return _find_home_sms(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])
+        layer = _modelled(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])
+        here = (layer, MACHINES["h200"], H200)
+        return sms_beside_weights(*here), sms_in_turns(*here)
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """The same, one after another and differentiated by autograd."""
@@ -294,8 +316,8 @@ def _sms_to_share(comm: Communicator) -> int | None:
     return gpu.count_sms() if gpu.capability()[0] >= 9 else None
 
 
-def _find_home_sms(config: MoEConfig, comm: Communicator, inner: int, ffn: int) -> int | None:
-    """By the cost model, for experts of these widths."""
+def _modelled(config: MoEConfig, comm: Communicator, inner: int, ffn: int) -> LayerShape:
+    """What the cost model takes for experts of these widths."""
     exchange = Shape(
         nodes=1,
         ranks_per_node=comm.size,
@@ -305,7 +327,7 @@ def _find_home_sms(config: MoEConfig, comm: Communicator, inner: int, ffn: int) 
         hidden=config.hidden,
         element_bytes=config.dtype.itemsize,
     )
-    return sms_beside_weights(LayerShape(exchange, ffn=ffn, gated=inner != ffn), MACHINES["h200"], H200)
+    return LayerShape(exchange, ffn=ffn, gated=inner != ffn)
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +71,8 @@ class Call(NamedTuple):
     """None: products leave no SMs to what travels meanwhile."""
     home_split: Split | None
     """How the way home of the gradients, and those of the first weights, share the SMs; None: not."""
+    in_turns_sms: Mapping[str, int] | None
+    """SMs of a transfer beside another program's products, by its stage; None: as any."""
     deferred: Deferred | None
     """None: the weights' gradients are computed in the backward."""
     runs: Runs | None

@@ -28,6 +28,7 @@ from moecomm.overlap.cost import (
     part_shares,
     planned,
     sms_beside_weights,
+    sms_in_turns,
 )
 from moecomm.overlap.executor import Executor, Recorded, Results, Work
 from moecomm.overlap.interleave import in_turns, interleave, pause
@@ -60,4 +61,5 @@ __all__ = [
     "planned",
     "recompute_schedule",
     "sms_beside_weights",
+    "sms_in_turns",
 ]

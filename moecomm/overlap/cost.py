@@ -283,12 +283,54 @@ def sms_beside_weights(shape: LayerShape, machine: Machine, rates: Rates) -> int
     Beside a product a transfer takes half as long again as alone, and with fewer than eight SMs much longer
     (docs/performance.md).
     """
+    product = _product_seconds(shape, rates.weights_TFLOPs, rates.weights_rows, shape.inner)
+    alone = predict(machine, shape.exchange).combine.seconds
+    return _sms_beside(_home_on_one_sm(shape, rates), product, alone, rates.sms)
+
+
+def sms_in_turns(shape: LayerShape, machine: Machine, rates: Rates) -> dict[str, int]:
+    """SMs for transfers beside products of another program of `interleave`, by stage, of those for which that
+    pays; as `sms_beside_weights`. Rows on their way to experts lie beside a first product, rows on their way
+    home beside the backward of a second one: that of the forward of one microbatch beside the backward of
+    another.
+    """
     exchange = shape.exchange
-    own = shape.rows / shape.local_experts
-    flops = 2.0 * shape.rows * exchange.hidden * shape.inner
-    product = flops / _flops_a_second(rates.weights_TFLOPs, rates.weights_rows, own)
-    row_bytes = exchange.hidden * exchange.element_bytes * 1e-9
-    home = row_bytes * (shape.rows / rates.reduce_GBps + exchange.tokens / rates.home_GBps)  # on one SM
-    sms = max(8, 2 * math.ceil(1.5 * home / product / 2))
-    lost, alone = product * sms / (rates.sms - sms), predict(machine, exchange).combine.seconds
-    return sms if 4 * sms <= rates.sms and lost < alone else None
+    machine_says = predict(machine, exchange)
+    row_GB = exchange.hidden * exchange.element_bytes * 1e-9
+    there = row_GB * shape.rows / rates.dispatch_GBps  # on one SM
+    up, down = (
+        _product_seconds(shape, rates.products_TFLOPs, rates.products_rows, width)
+        for width in (shape.inner, shape.ffn)
+    )
+    ways = {
+        ("dispatch", "gradient rows", "rows again"): (there, up, machine_says.dispatch.seconds),
+        ("combine",): (_home_on_one_sm(shape, rates), down, machine_says.combine.seconds),
+    }
+    found = {}
+    for names, way in ways.items():
+        sms = _sms_beside(*way, rates.sms)
+        if sms is not None:
+            found.update(dict.fromkeys(names, sms))
+    return found
+
+
+def _home_on_one_sm(shape: LayerShape, rates: Rates) -> float:
+    """Seconds of a combine's sums, here and at home, if one SM did them all."""
+    exchange = shape.exchange
+    row_GB = exchange.hidden * exchange.element_bytes * 1e-9
+    return row_GB * (shape.rows / rates.reduce_GBps + exchange.tokens / rates.home_GBps)
+
+
+def _product_seconds(shape: LayerShape, peak_TFLOPs: float, half_rows: float, width: float) -> float:
+    """A product of all rows between `hidden` and `width` columns on the whole GPU."""
+    flops = 2.0 * shape.rows * shape.exchange.hidden * width
+    return flops / _flops_a_second(peak_TFLOPs, half_rows, shape.rows / shape.local_experts)
+
+
+def _sms_beside(one_sm: float, product: float, alone: float, sms_of_gpu: int) -> int | None:
+    """SMs with which a transfer that takes `one_sm` seconds on one takes about as long as a product beside
+    it; None: the product would lose more than the `alone` seconds that the transfer takes with nothing
+    beside it, or they are more than a quarter of the GPU."""
+    sms = max(8, 2 * math.ceil(1.5 * one_sm / product / 2))
+    lost = product * sms / (sms_of_gpu - sms)
+    return sms if 4 * sms <= sms_of_gpu and lost < alone else None

@@ -12,7 +12,7 @@ import torch
 
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument
-from moecomm.overlap.interleave import in_turns, pause
+from moecomm.overlap.interleave import in_turns, others_go_on, pause, sms_to_leave
 from moecomm.overlap.schedule import SMS, Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 from moecomm.types import DispatchOutput
@@ -99,11 +99,21 @@ class Executor:
         """True: the host waits for the device at the end of each run outside a capture, so that memory which
         several streams have used is free again at once. A host that runs ahead takes more for each run."""
 
-    def run(self, schedule: Schedule, work: Work, *, record: bool = False) -> Results:
+    def run(
+        self,
+        schedule: Schedule,
+        work: Work,
+        *,
+        record: bool = False,
+        in_turns_sms: Mapping[str, int] | None = None,
+    ) -> Results:
         """Runs each stage of `schedule` once. What the caller puts on its current stream afterwards comes
         after all of it, also if a stage raises; that error is raised here, and later stages are not begun.
 
         record: measure, for `Results.timeline`; not within a CUDA graph capture.
+
+        in_turns_sms: in a program of `interleave`, SMs on which a stage communicates, by its name, where
+        another program goes on with a product meanwhile. That product leaves them.
 
         Raises InvalidArgument where work and stages do not have the same names.
         """
@@ -118,14 +128,19 @@ class Executor:
             order = self._order(schedule, record)
             results = Results(order, schedule)
             try:
+                travelling = 0  # SMs of the last transfer of this turn, if it was given few
                 for stage in schedule.stages:
                     results._stage = stage
-                    order.begin(stage)
-                    with self._limits(stage):
+                    sms = self._sms(stage, in_turns_sms)
+                    order.begin(stage, 0 if stage.communicates else sms_to_leave())
+                    with self._limited(sms):
                         results._values[stage.name] = work[stage.name](results)
                     order.end(stage)
+                    if stage.communicates:
+                        travelling = sms or 0
                     if stage.yields:
-                        pause()
+                        pause(travelling)
+                        travelling = 0
             finally:
                 results._stage = None
                 order.close()
@@ -133,10 +148,18 @@ class Executor:
                 gpu.stream().synchronize()
         return results
 
-    def _limits(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
-        if self._limit_sms is None or not stage.communicates or SMS not in stage.uses:
-            return _NO_LIMIT
-        return self._limit_sms(int(stage.uses[SMS]))
+    def _limited(self, sms: int | None) -> contextlib.AbstractContextManager[Any]:
+        return _NO_LIMIT if sms is None or self._limit_sms is None else self._limit_sms(sms)
+
+    def _sms(self, stage: Stage, in_turns_sms: Mapping[str, int] | None) -> int | None:
+        """Those on which a stage is to communicate; None: as the communicator likes."""
+        if not stage.communicates or self._limit_sms is None:
+            return None
+        if SMS in stage.uses:
+            return int(stage.uses[SMS])
+        if in_turns_sms is None or stage.name not in in_turns_sms or not others_go_on():
+            return None
+        return in_turns_sms[stage.name]
 
     def _order(self, schedule: Schedule, record: bool) -> _Order:
         if self._gpu is None:
@@ -158,8 +181,8 @@ class _Order(Protocol):
     apart: bool
     """Tensors of one stream may be taken to another."""
 
-    def begin(self, stage: Stage) -> None:
-        """What follows belongs to the stage."""
+    def begin(self, stage: Stage, leave: int) -> None:
+        """What follows belongs to the stage; its products leave so many SMs at least."""
 
     def end(self, stage: Stage) -> None:
         """All of the stage has been issued."""
@@ -183,7 +206,7 @@ class _HostOrder:
         self._spans: list[Span] = []
         self._start = self._began = time.perf_counter()
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: Stage, leave: int) -> None:
         self._began = time.perf_counter()
 
     def end(self, stage: Stage) -> None:
@@ -219,7 +242,7 @@ class _StreamOrder:
         self._leaving = self._open = False
         self._fork = self._event(self._caller) if record or streams else None
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: Stage, leave: int) -> None:
         stream = self._side.get(stage.stream, self._caller)
         if self.apart:
             self._follow(stage, stream)
@@ -230,9 +253,9 @@ class _StreamOrder:
         if stream is not self._now:
             self._gpu.switch(stream)
             self._now = stream
-        used = stage.uses.get(SMS, self._whole)
-        if used < self._whole and not stage.communicates:
-            self._left, self._leaving = self._gpu.leave_sms(int(self._whole - used)), True
+        leave = max(leave, int(self._whole - stage.uses.get(SMS, self._whole)))
+        if leave > 0 and not stage.communicates:
+            self._left, self._leaving = self._gpu.leave_sms(leave), True
 
     def end(self, stage: Stage) -> None:
         self._leave()

@@ -36,7 +36,9 @@ class _Turns:
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._alive = [True] * count
+        self._paused = [False] * count
         self._turn = 0
+        self._travelling = 0
         self._ended = False
 
     def wait(self, number: int) -> None:
@@ -46,16 +48,32 @@ class _Turns:
             if self._ended:
                 raise _Ended
 
-    def pass_on(self, number: int) -> None:
-        """The next program's, if there is another one; comes back when it is this one's again."""
+    def pass_on(self, number: int, sms: int) -> None:
+        """The next program's, if there is another one; comes back when it is this one's again. `sms`: of what
+        this one has on its way."""
         with self._changed:
+            self._paused[number], self._travelling = True, sms
             self._next(number)
         self.wait(number)
+
+    def others_go_on(self, number: int) -> bool:
+        """Has another program paused, and is it not over?"""
+        with self._changed:
+            return any(
+                paused and alive and other != number
+                for other, (paused, alive) in enumerate(zip(self._paused, self._alive, strict=True))
+            )
+
+    def take(self) -> int:
+        """The SMs of what was on its way when the turn began; once."""
+        with self._changed:
+            sms, self._travelling = self._travelling, 0
+        return sms
 
     def leave(self, number: int) -> None:
         """A program is over."""
         with self._changed:
-            self._alive[number] = False
+            self._alive[number], self._travelling = False, 0
             self._next(number)
 
     def end(self) -> None:
@@ -76,12 +94,29 @@ _place: contextvars.ContextVar[tuple[_Turns, int] | None] = contextvars.ContextV
 )
 
 
-def pause() -> None:
-    """Within a program of `interleave`: the next one's turn. Elsewhere it does nothing."""
+def pause(sms: int = 0) -> None:
+    """Within a program of `interleave`: the next one's turn. Elsewhere it does nothing.
+
+    sms: of a GPU, that what this program has sent on its way holds, where it was given few: the next large
+    product of the other one leaves them.
+    """
     place = _place.get()
     if place is not None:
         turns, number = place
-        turns.pass_on(number)
+        turns.pass_on(number, sms)
+
+
+def others_go_on() -> bool:
+    """Within a program: another one has begun, and goes on when this one pauses, most likely with a product."""
+    place = _place.get()
+    return place is not None and place[0].others_go_on(place[1])
+
+
+def sms_to_leave() -> int:
+    """Within a program: those that the one before it has said in `pause`, the first time it is asked since;
+    else 0."""
+    place = _place.get()
+    return 0 if place is None else place[0].take()
 
 
 def in_turns() -> bool:

@@ -59,7 +59,13 @@ def stage_name(name: str, part: int, parts: int) -> str:
 
 
 def _transfer(
-    name: str, part: int, parts: int, *after: str, split: Split | None = None, stream: str = COMM
+    name: str,
+    part: int,
+    parts: int,
+    *after: str,
+    split: Split | None = None,
+    stream: str = COMM,
+    yields: bool = True,
 ) -> Stage:
     """A part of one. Other programs go on after the last: no other operation may come between parts."""
     last = part + 1 == parts
@@ -70,13 +76,14 @@ def _transfer(
         after=after,
         uses=uses,
         communicates=True,
-        yields=last,
+        yields=last and yields,
     )
 
 
-def _product(name: str, *after: str, beside: Split | None = None) -> Stage:
+def _product(name: str, *after: str, beside: Split | None = None, yields: bool = False) -> Stage:
     """`beside`: something travels meanwhile."""
-    return Stage(name=name, stream=COMPUTE, after=after, uses={} if beside is None else beside.products)
+    uses = {} if beside is None else beside.products
+    return Stage(name=name, stream=COMPUTE, after=after, uses=uses, yields=yields)
 
 
 def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
@@ -128,10 +135,12 @@ def backward_schedule(
     split: Split | None = None,
     home_split: Split | None = None,
     pool: bool = False,
+    in_turns: bool = False,
 ) -> Schedule:
     """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now.
     `home_split`, in one part and without a split of all transfers: that of "home" and "up weights". `pool`:
-    what was kept is in one."""
+    what was kept is in one. `in_turns`: another program goes on where rows travel. The shared experts come
+    before its turn then, where they lie beside its rows as well."""
     if split is not None or parts > 1 or not (home and weights):
         home_split = None
     beside = split if parts > 1 else None
@@ -144,15 +153,18 @@ def backward_schedule(
 
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
     # A second stream takes the host time.
-    alone = home_split is not None and not shared and keep != "nothing" and not pool
+    alone = home_split is not None and not (shared or keep == "nothing" or pool or in_turns)
     stream = COMPUTE if alone else COMM
+    shared_first = shared and in_turns
     stages = [
-        _transfer(way, part, parts, split=split, stream=stream) for way in ways for part in range(parts)
+        _transfer(way, part, parts, split=split, stream=stream, yields=way != ways[-1] or not shared_first)
+        for way in ways
+        for part in range(parts)
     ]
     if pool:
         stages.append(_product("from pool"))
     if shared:
-        stages.append(_product("shared backward", beside=split))
+        stages.append(_product("shared backward", beside=split, yields=shared_first))
     for part in range(parts):
 
         def named(name: str, part: int = part) -> str:

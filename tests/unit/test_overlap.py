@@ -32,6 +32,7 @@ from moecomm.overlap import (
     forward_schedule,
     interleave,
     sms_beside_weights,
+    sms_in_turns,
 )
 from moecomm.overlap.schedule import SMS
 from tests.unit.loopback import FakeGpu, FakeStream
@@ -646,6 +647,76 @@ def test_sms_beside_the_gradients_of_weights() -> None:
     # Weights that few rows share take longer.
     few, many = found(1536, tokens=256), found(1536)
     assert few is not None and many is not None and few < many
+
+
+def test_sms_in_turns_are_those_of_the_product_beside() -> None:
+    machine = MACHINES["h200"]
+    exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, experts=256, top_k=8, hidden=7168)
+    found = sms_in_turns(LayerShape(exchange, ffn=2048), machine, H200)
+    assert found.keys() == {"dispatch", "gradient rows", "rows again", "combine"}
+    assert found["dispatch"] == found["gradient rows"] == found["rows again"]
+    # Half of the product for more work.
+    assert 8 <= found["dispatch"] < found["combine"] <= 33
+    # Where the product is too short there is nothing to lie under.
+    assert "combine" not in sms_in_turns(LayerShape(exchange, ffn=512), machine, H200)
+    assert sms_in_turns(LayerShape(exchange, ffn=64), machine, H200) == {}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_in_turns_products_leave_what_travels_beside_them(gpu: Callable[[], Executor], shared: bool) -> None:
+    gpu()
+    limits: list[int | None] = [None]
+    seen: dict[str, tuple[int | None, int | None]] = {}
+
+    @contextlib.contextmanager
+    def limit(sms: int) -> Iterator[None]:
+        limits.append(sms)
+        yield
+        limits.pop()
+
+    executor = Executor(torch.device("cuda", 0), limit_sms=limit)
+    sms = {"dispatch": 8, "gradient rows": 10, "combine": 20}
+    own = Split(sms=132, comm=12)
+    forward = forward_schedule(shared=shared)
+    backward = backward_schedule(
+        shared=shared, keep="all", home=True, weights=True, home_split=own, in_turns=True
+    )
+
+    def program(name: str, schedule: Schedule) -> Callable[[], None]:
+        def look(stage: str) -> Callable[[Results], None]:
+            found = f"{name} {stage}"
+            return lambda _: seen.update({found: (limits[-1], FakeGpu.last.left)})  # type: ignore[attr-defined]
+
+        work = {stage: look(stage) for stage in schedule.names}
+        return lambda: executor.run(schedule, work, in_turns_sms=sms) and None
+
+    interleave(program("f", forward), program("b", backward))
+    order = list(seen)
+    turn = order.index("b shared backward" if shared else "b gradient rows")
+    assert order.index("f dispatch") < turn < order.index("f up") and order[turn + 1] == "f up"
+    limited = {name: each[0] for name, each in seen.items() if each[0] is not None}
+    # The first dispatch has nothing beside it, and the forward is over when the gradients go home.
+    assert limited == {"b gradient rows": 10, "f combine": 20, "b home": 12}
+    left = {name: each[1] for name, each in seen.items() if each[1] != 7}
+    wanted = {"f up": 10, "b down backward": 20, "b up weights": 12}
+    assert left == wanted | ({"f sum": 12} if shared else {})
+
+    # Two halves of a step: the second one's rows travel beside the first one's products. That the first one
+    # has nothing more to do at the end nobody can know.
+    seen.clear()
+    interleave(program("one", forward), program("two", forward))
+    assert {name: each[0] for name, each in seen.items() if each[0] is not None} == {
+        "two dispatch": 8,
+        "one combine": 20,
+        "two combine": 20,
+    }
+    left = {name: each[1] for name, each in seen.items() if each[1] != 7}
+    assert left == {"one up": 8, "two up": 20} | ({"one sum": 20} if shared else {})
+
+    # Alone nothing is limited that a schedule does not limit.
+    seen.clear()
+    program("alone", forward)()
+    assert all(each == (None, 7) for each in seen.values())
 
 
 def test_stages_say_on_how_many_sms_to_travel(gpu: Callable[[], Executor]) -> None:
