@@ -282,7 +282,7 @@ def graph_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
 
 
 def interleaved_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
-    """The layer's forward, and beside it the backward of the forward before: of two microbatches."""
+    """The backward of the forward before, and beside it the layer's forward: of two microbatches."""
     layer = make_layer(comm, case, overlap=True)
     earlier: list[Tensor] = []
 
@@ -296,7 +296,7 @@ def interleaved_way(comm: moecomm.Communicator, case: LayerCase) -> Way:
 
     def step() -> dict[str, Tensor]:
         earlier_TH = earlier.pop() if earlier else forward()
-        y_TH, results = interleave(forward, lambda: _backward(case, earlier_TH))
+        results, y_TH = interleave(lambda: _backward(case, earlier_TH), forward)
         return {**results, named.Y: y_TH.detach()}
 
     return Way(

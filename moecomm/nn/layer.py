@@ -230,7 +230,7 @@ class MoELayer(nn.Module):
         if self._sms is None or self.beside_sms == 0:
             return None
         if self.beside_sms is not None:
-            return dict.fromkeys(("dispatch", "gradient rows", "rows again", "combine"), self.beside_sms)
+            return dict.fromkeys(("dispatch", "gradient rows", "combine"), self.beside_sms)
         return self._modelled_sms[1]
 
     @functools.cached_property

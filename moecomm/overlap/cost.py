@@ -290,9 +290,9 @@ def sms_beside_weights(shape: LayerShape, machine: Machine, rates: Rates) -> int
 
 def sms_in_turns(shape: LayerShape, machine: Machine, rates: Rates) -> dict[str, int]:
     """SMs for transfers beside products of another program of `interleave`, by stage, of those for which that
-    pays; as `sms_beside_weights`. Rows on their way to experts lie beside a first product, rows on their way
-    home beside the backward of a second one: that of the forward of one microbatch beside the backward of
-    another.
+    pays; as `sms_beside_weights`. A backward goes first: then the rows of a forward come beside the backward
+    of a second product, and go home beside the gradients of first weights. Where a forward goes first the
+    gradients' rows come beside its first product.
     """
     exchange = shape.exchange
     machine_says = predict(machine, exchange)
@@ -303,15 +303,11 @@ def sms_in_turns(shape: LayerShape, machine: Machine, rates: Rates) -> dict[str,
         for width in (shape.inner, shape.ffn)
     )
     ways = {
-        ("dispatch", "gradient rows", "rows again"): (there, up, machine_says.dispatch.seconds),
-        ("combine",): (_home_on_one_sm(shape, rates), down, machine_says.combine.seconds),
+        "dispatch": _sms_beside(there, down, machine_says.dispatch.seconds, rates.sms),
+        "gradient rows": _sms_beside(there, up, machine_says.dispatch.seconds, rates.sms),
+        "combine": sms_beside_weights(shape, machine, rates),
     }
-    found = {}
-    for names, way in ways.items():
-        sms = _sms_beside(*way, rates.sms)
-        if sms is not None:
-            found.update(dict.fromkeys(names, sms))
-    return found
+    return {name: sms for name, sms in ways.items() if sms is not None}
 
 
 def _home_on_one_sm(shape: LayerShape, rates: Rates) -> float:

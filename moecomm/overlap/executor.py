@@ -12,7 +12,7 @@ import torch
 
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument
-from moecomm.overlap.interleave import in_turns, others_go_on, pause, sms_to_leave
+from moecomm.overlap.interleave import in_turns, others_go_on, others_wait, pause, sms_to_leave
 from moecomm.overlap.schedule import SMS, Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 from moecomm.types import DispatchOutput
@@ -113,7 +113,9 @@ class Executor:
         record: measure, for `Results.timeline`; not within a CUDA graph capture.
 
         in_turns_sms: in a program of `interleave`, SMs on which a stage communicates, by its name, where
-        another program goes on with a product meanwhile. That product leaves them.
+        another program goes on with a product meanwhile. That product leaves them. The first program has
+        nobody beside its first transfer; it issues its next product too before others begin, which leaves
+        what they may need, so that the GPU has work while the host sees to theirs.
 
         Raises InvalidArgument where work and stages do not have the same names.
         """
@@ -129,18 +131,22 @@ class Executor:
             results = Results(order, schedule)
             try:
                 travelling = 0  # SMs of the last transfer of this turn, if it was given few
+                ahead = 0  # SMs for others who have not begun; this program has a product to issue before
                 for stage in schedule.stages:
                     results._stage = stage
                     sms = self._sms(stage, in_turns_sms)
-                    order.begin(stage, 0 if stage.communicates else sms_to_leave())
+                    order.begin(stage, 0 if stage.communicates else max(sms_to_leave(), ahead))
                     with self._limited(sms):
                         results._values[stage.name] = work[stage.name](results)
                     order.end(stage)
                     if stage.communicates:
                         travelling = sms or 0
-                    if stage.yields:
+                        if stage.yields and in_turns_sms and others_wait():
+                            ahead = max(in_turns_sms.values())
+                            continue
+                    if stage.yields or ahead:
                         pause(travelling)
-                        travelling = 0
+                        travelling = ahead = 0
             finally:
                 results._stage = None
                 order.close()
@@ -172,7 +178,7 @@ class Executor:
             if name not in self._streams:
                 self._streams[name] = self._gpu.new_stream()
         streams = {name: self._streams[name] for name in schedule.streams[1:]}
-        return _StreamOrder(self._gpu, streams, schedule, record)
+        return _StreamOrder(self._gpu, streams, schedule, record, shared=in_turns())
 
 
 class _Order(Protocol):
@@ -226,10 +232,18 @@ class _HostOrder:
 
 class _StreamOrder:
     """Side streams that are not given are the caller's. Streams are switched between stages and not for the
-    time of each: to switch there and back takes the host longer than most of what else there is here."""
+    time of each: to switch there and back takes the host longer than most of what else there is here.
+
+    `shared`: other runs put work on the same streams between the stages of this one; the caller does not wait
+    for theirs at the end."""
 
     def __init__(
-        self, gpu: CudaDevice, streams: dict[str, torch.cuda.Stream], schedule: Schedule, record: bool
+        self,
+        gpu: CudaDevice,
+        streams: dict[str, torch.cuda.Stream],
+        schedule: Schedule,
+        record: bool,
+        shared: bool = False,
     ) -> None:
         self._gpu, self._schedule, self._record = gpu, schedule, record
         self._caller = self._now = gpu.stream()
@@ -237,6 +251,8 @@ class _StreamOrder:
         self._ends: dict[str, torch.cuda.Event] = {}
         self._begins: dict[str, torch.cuda.Event] = {}
         self._begun: set[str] = set()  # side streams
+        self._shared = shared
+        self._last: dict[str, torch.cuda.Event] = {}  # of shared side streams: the end of this run's work
         self._whole = schedule.resources.get(SMS, 0.0)
         self._left: int | None = None  # SMs, by products outside this run
         self._leaving = self._open = False
@@ -259,8 +275,11 @@ class _StreamOrder:
 
     def end(self, stage: Stage) -> None:
         self._leave()
-        if self._record or (self.apart and stage.name in self._schedule.awaited):
+        last = self._shared and stage.stream in self._side
+        if self._record or last or (self.apart and stage.name in self._schedule.awaited):
             self._ends[stage.name] = self._event(self._now)
+            if last:
+                self._last[stage.stream] = self._ends[stage.name]
 
     def take(self, stream: str, value: Any) -> bool:
         if self._gpu.capturing():
@@ -271,12 +290,14 @@ class _StreamOrder:
         return True
 
     def close(self) -> None:
+        failed = self._open  # within a stage, which may have put work on its stream
         self._leave()
         if self._now is not self._caller:
             self._gpu.switch(self._caller)
         for name, stream in self._side.items():
             if name in self._begun:
-                self._caller.wait_event(self._event(stream))
+                known = None if failed else self._last.get(name)
+                self._caller.wait_event(self._event(stream) if known is None else known)
 
     def timeline(self) -> Timeline:
         _require_recorded(self._record)

@@ -1,6 +1,6 @@
 """Several programs on one stream, in turns: where one has sent its rows on their way, another computes.
 
-    fresh, loss = interleave(lambda: block(x_next), lambda: y.backward(grad))
+    _, fresh = interleave(lambda: y.backward(grad), lambda: block(x_next))
 
 Each program is ordinary code, such as the forward of one microbatch or the backward of another, in a thread
 of its own, of which only one runs at a time. Turns change at fixed points: after stages that say so
@@ -56,12 +56,12 @@ class _Turns:
             self._next(number)
         self.wait(number)
 
-    def others_go_on(self, number: int) -> bool:
-        """Has another program paused, and is it not over?"""
+    def others(self, number: int, *, begun: bool) -> bool:
+        """Is there another program that is not over and has had a turn, or has not?"""
         with self._changed:
+            each = zip(self._paused, self._alive, strict=True)
             return any(
-                paused and alive and other != number
-                for other, (paused, alive) in enumerate(zip(self._paused, self._alive, strict=True))
+                paused is begun and alive and other != number for other, (paused, alive) in enumerate(each)
             )
 
     def take(self) -> int:
@@ -107,9 +107,15 @@ def pause(sms: int = 0) -> None:
 
 
 def others_go_on() -> bool:
-    """Within a program: another one has begun, and goes on when this one pauses, most likely with a product."""
+    """Within a program: another one has begun, and goes on when this one pauses."""
     place = _place.get()
-    return place is not None and place[0].others_go_on(place[1])
+    return place is not None and place[0].others(place[1], begun=True)
+
+
+def others_wait() -> bool:
+    """Within a program: there are others, and none of them has begun."""
+    place = _place.get()
+    return place is not None and place[0].others(place[1], begun=False) and not others_go_on()
 
 
 def sms_to_leave() -> int:

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -653,12 +654,12 @@ def test_sms_in_turns_are_those_of_the_product_beside() -> None:
     machine = MACHINES["h200"]
     exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, experts=256, top_k=8, hidden=7168)
     found = sms_in_turns(LayerShape(exchange, ffn=2048), machine, H200)
-    assert found.keys() == {"dispatch", "gradient rows", "rows again", "combine"}
-    assert found["dispatch"] == found["gradient rows"] == found["rows again"]
-    # Half of the product for more work.
-    assert 8 <= found["dispatch"] < found["combine"] <= 33
+    assert found.keys() == {"dispatch", "gradient rows", "combine"}
+    # Beside half of the product it takes more; the way home lies beside what the gradients' does.
+    assert 8 <= found["gradient rows"] < found["dispatch"] <= 33
+    assert found["combine"] == sms_beside_weights(LayerShape(exchange, ffn=2048), machine, H200)
     # Where the product is too short there is nothing to lie under.
-    assert "combine" not in sms_in_turns(LayerShape(exchange, ffn=512), machine, H200)
+    assert "dispatch" not in sms_in_turns(LayerShape(exchange, ffn=512), machine, H200)
     assert sms_in_turns(LayerShape(exchange, ffn=64), machine, H200) == {}
 
 
@@ -692,13 +693,14 @@ def test_in_turns_products_leave_what_travels_beside_them(gpu: Callable[[], Exec
 
     interleave(program("f", forward), program("b", backward))
     order = list(seen)
+    # The forward's first product is there before the backward begins.
     turn = order.index("b shared backward" if shared else "b gradient rows")
-    assert order.index("f dispatch") < turn < order.index("f up") and order[turn + 1] == "f up"
+    assert order[order.index("f dispatch") + 1] == "f up" and order[turn + 1] == "f activation"
     limited = {name: each[0] for name, each in seen.items() if each[0] is not None}
     # The first dispatch has nothing beside it, and the forward is over when the gradients go home.
     assert limited == {"b gradient rows": 10, "f combine": 20, "b home": 12}
     left = {name: each[1] for name, each in seen.items() if each[1] != 7}
-    wanted = {"f up": 10, "b down backward": 20, "b up weights": 12}
+    wanted = {"f up": 20, "f activation": 10, "b down backward": 20, "b up weights": 12}
     assert left == wanted | ({"f sum": 12} if shared else {})
 
     # Two halves of a step: the second one's rows travel beside the first one's products. That the first one
@@ -711,12 +713,81 @@ def test_in_turns_products_leave_what_travels_beside_them(gpu: Callable[[], Exec
         "two combine": 20,
     }
     left = {name: each[1] for name, each in seen.items() if each[1] != 7}
-    assert left == {"one up": 8, "two up": 20} | ({"one sum": 20} if shared else {})
+    wanted = {"one up": 20, "one activation": 8, "two up": 20}
+    assert left == wanted | ({"one sum": 20} if shared else {})
+
+    # A backward first: all that comes after its rows lies beside a product of the other program, which leaves
+    # what is on its way.
+    seen.clear()
+    interleave(program("b", backward), program("f", forward))
+    assert {name: each[0] for name, each in seen.items() if each[0] is not None} == {
+        "f dispatch": 8,
+        "b home": 12,
+        "f combine": 20,
+    }
+    left = {name: each[1] for name, each in seen.items() if each[1] != 7}
+    first = {"b down backward": 8} if shared else {"b down backward": 20, "b activation backward": 8}
+    assert left == first | {"f up": 12, "b up weights": 20}
 
     # Alone nothing is limited that a schedule does not limit.
     seen.clear()
     program("alone", forward)()
     assert all(each == (None, 7) for each in seen.values())
+
+
+class ThreadedGpu(Gpu):
+    """Each thread has a current stream of its own, as in torch."""
+
+    def __init__(self, index: int | None) -> None:
+        self._here = threading.local()
+        super().__init__(index)
+
+    @property
+    def now(self) -> FakeStream:  # type: ignore[override]
+        stream: FakeStream = getattr(self._here, "stream", self.streams[0])
+        return stream
+
+    @now.setter
+    def now(self, stream: FakeStream) -> None:
+        self._here.stream = stream
+
+
+def test_in_turns_nobody_waits_for_what_others_have_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moecomm.overlap.executor.CudaDevice", ThreadedGpu)
+    executor = Executor(torch.device("cuda", 0))
+    log = FakeGpu.last.log
+    forward, chain = forward_schedule(shared=False), CHAIN
+
+    def program(name: str, schedule: Schedule) -> Callable[[], object]:
+        def note(stage: str) -> Callable[[Results], None]:
+            return lambda _: log.append(f"{name} {stage}")
+
+        return lambda: executor.run(schedule, {stage: note(stage) for stage in schedule.names})
+
+    backward = backward_schedule(shared=False, keep="all", home=True, weights=True, in_turns=True)
+    interleave(program("f", forward), program("b", backward))
+    # The forward comes to its end while gradients are on their way home: its caller waits for its combine, as
+    # it was recorded, and not for what the stream has by now.
+    home = log.index("b home")
+    assert log.index("f combine") < home
+    combined = log.index("record 101", log.index("f combine"))
+    assert combined < home
+    until_next = log[home + 1 : log.index("b up weights")]
+    assert until_next.count("100 waits for 101") == 2, (
+        until_next
+    )  # for the combine; and "up weights" for home
+    assert until_next.count("record 101") == 1, until_next  # at the end of home
+
+    # A stage that fails may have put anything on its stream.
+    def fail(_: Results) -> None:
+        raise ValueError("mine")
+
+    log.clear()
+    work: Any = {name: (lambda _: None) for name in chain.names}
+    first_aside = next(stage.name for stage in chain.stages if stage.stream != chain.streams[0])
+    with pytest.raises(ValueError, match="mine"):
+        interleave(lambda: executor.run(chain, work | {first_aside: fail}))
+    assert log[-2:] == ["record 101", "100 waits for 101"]
 
 
 def test_stages_say_on_how_many_sms_to_travel(gpu: Callable[[], Executor]) -> None:
