@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +42,12 @@ class Env:
     seed."""
 
 
-def _number(environ: Mapping[str, str], name: str, kind: type, least: float) -> float | None:
+_MOST_LANES = 64  # csrc/transport/fabric/card.hpp
+
+
+def _number(
+    environ: Mapping[str, str], name: str, kind: type, least: float, most: float = math.inf
+) -> float | None:
     text = environ.get(name)
     if text is None or text == "":
         return None
@@ -49,9 +55,10 @@ def _number(environ: Mapping[str, str], name: str, kind: type, least: float) -> 
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not value >= least:
+    if value is None or not least <= value <= most:
+        limit = "" if most == math.inf else f" and at most {most:g}"
         raise InvalidArgument(
-            f"environment variable {name} is {text!r}, expected a number of at least {least:g}"
+            f"environment variable {name} is {text!r}, expected a number of at least {least:g}{limit}"
         )
     return value
 
@@ -63,7 +70,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)
     threads = _number(environ, "MOECOMM_THREADS", int, 1)
     ranks_per_node = _number(environ, "MOECOMM_RANKS_PER_NODE", int, 1)
-    lanes = _number(environ, "MOECOMM_FABRIC_LANES", int, 1)
+    lanes = _number(environ, "MOECOMM_FABRIC_LANES", int, 1, _MOST_LANES)
     shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
     return Env(
         timeout=timeout,

@@ -12,13 +12,8 @@ BASELINES = {
     "cpu": {
         "dispatch": ("fabric", "fabric-cold", "fabric-one", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
         "combine": ("fabric", "fabric-cold", "fabric-one", "memcpy", "gloo", "gloo-tuned", "gloo-rows"),
-        "alltoall": (
-            "fabric",
-            "fabric-cold",
-            "fabric-one",
-            "memcpy",
-            "gloo",
-        ),  # nothing around the bare exchange to tune
+        # Nothing around the bare exchange to tune.
+        "alltoall": ("fabric", "fabric-cold", "fabric-one", "memcpy", "gloo"),
     },
     "cuda": {
         "dispatch": (*_CEILINGS, "nccl", "nccl-tuned", "nccl-rows", "torch-symm"),

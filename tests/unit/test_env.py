@@ -41,6 +41,7 @@ def test_values() -> None:
         ("MOECOMM_RANKS_PER_NODE", "-4"),
         ("MOECOMM_FABRIC_LANES", "0"),
         ("MOECOMM_FABRIC_LANES", "many"),
+        ("MOECOMM_FABRIC_LANES", "65"),
         ("MOECOMM_FABRIC_SHUFFLE", "0"),
         ("MOECOMM_FABRIC_SHUFFLE", "yes"),
     ],

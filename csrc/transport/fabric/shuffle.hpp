@@ -27,6 +27,7 @@ class ShuffledRemote final : public Remote {
   void poll(std::vector<RemoteEvent>& events) override;
 
   void forget(int32_t peer) override { inner_->forget(peer); }
+  void stay_awake(bool yes) override { inner_->stay_awake(yes); }
 
   Remote& inner() { return *inner_; }
 
