@@ -26,6 +26,7 @@ NAMES = ("softmax", "like deepseek-v3", "like switch", "fixed buffers", "drop by
 PRODUCT = math.sqrt(2 / 3) / 16
 """Error of a product in the mean, relative to it, at most: e4m3 is off by up to a sixteenth of a value,
 evenly spread and independent for both operands."""
+DRAWS = 8
 
 
 def in_fp8(name: str, dtype: torch.dtype) -> Case:
@@ -43,25 +44,34 @@ def pools() -> Iterator[dict[int, RankPool]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
     """In float32, so that tokens choose the same experts. The output comes from two products in e4m3, a
-    gradient from up to four; gradients of others (the router, x) have the experts' error at most."""
+    gradient from up to four; gradients of others (the router, x) have the experts' error in the mean.
+
+    Of several draws together: the router's gradient is made of differences, and in a single draw may be small
+    where its error is not."""
     case = in_fp8(name, torch.float32)
-    results = pools[ranks](layer_step, case, seed)
-    want = reference_step(results, case, seed)
-    assert [result["load"] for result in results] == want["load"]
+    squares: dict[str, list[float]] = {}  # of errors, and of what they are errors of
 
-    def near(got: torch.Tensor, ref: torch.Tensor, products: int, what: str, least: float = 0.0) -> None:
-        error, size = float((got - ref).norm()), float(ref.norm())
+    def add(what: str, got: torch.Tensor, ref: torch.Tensor) -> None:
+        of_both = squares.setdefault(what, [0.0, 0.0])
+        of_both[0] += float((got - ref).square().sum())
+        of_both[1] += float(ref.square().sum())
+
+    for draw in range(seed, seed + DRAWS):
+        results = pools[ranks](layer_step, case, draw)
+        want = reference_step(results, case, draw)
+        assert [result["load"] for result in results] == want["load"]
+        for key in ("y", "x.grad"):
+            add(key, torch.cat([each[key] for each in results]), torch.cat(want[key]))
+        for grad, value in whole(results, "grads").items():
+            add(f"{grad}.grad", value, want["grads"][grad])
+
+    least = {"y": 0.005, "x.grad": 0.002}
+    for what, (error, size) in squares.items():
+        found = math.sqrt(error / size)
         # Half as much again: these are few numbers, and activations may stretch errors.
-        assert error <= 1.5 * PRODUCT * math.sqrt(products) * size + 1e-6, f"{what}: {error} of {size}"
-        assert error >= least * size, f"{what} is too exact for e4m3: {error} of {size}"
-
-    def joined(key: str, of: Any) -> torch.Tensor:
-        return torch.cat([each[key] if isinstance(each, dict) else each for each in of])
-
-    near(joined("y", results), torch.cat(want["y"]), 2, "y", 0.005)
-    near(joined("x.grad", results), torch.cat(want["x.grad"]), 4, "x.grad", 0.002)
-    for grad, value in whole(results, "grads").items():
-        near(value, want["grads"][grad], 4, f"{grad}.grad", 0.005 if grad.startswith("experts") else 0)
+        assert found <= 1.5 * PRODUCT * math.sqrt(2 if what == "y" else 4), f"{what}: off by {found}"
+        exact = least.get(what, 0.005 if what.startswith("experts") else 0)
+        assert found >= exact, f"{what} is too exact for e4m3: off by {found}"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
