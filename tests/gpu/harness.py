@@ -141,12 +141,12 @@ def communicator(**arguments: Any) -> Any:
     return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
 
 
-def warm_up(step: Any) -> None:
+def warm_up(step: Any, times: int = 2) -> None:
     """As torch asks for before a capture: some calls on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
+        for _ in range(times):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()

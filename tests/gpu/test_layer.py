@@ -199,13 +199,7 @@ def check_graph(rank: int, world_size: int, case: Case) -> list[str]:
         y.backward(grad)
         return y
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
+    harness.warm_up(step, times=3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step()

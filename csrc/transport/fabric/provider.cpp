@@ -215,8 +215,8 @@ std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector
 
 /// Lanes that are worth their cores where the system copies what travels.
 int copying_lanes(const Offer& offer, const ProviderOptions& options) {
-  const std::string& provider = offer.provider;
-  if (provider != "tcp" && provider != "net" && provider != "tcp;ofi_rxm") return 1;
+  const std::vector<std::string> copying = provider_names("tcp", library().version);
+  if (std::find(copying.begin(), copying.end(), offer.provider) == copying.end()) return 1;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return 1;
   return std::clamp(CPU_COUNT(&allowed) / (kCoresALane * std::max(1, options.local_ranks)), 1, kCopyingLanes);
