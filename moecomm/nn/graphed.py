@@ -214,10 +214,17 @@ class GraphedStep:
         buffers = dict(self._model.named_buffers())
         saved = {name: (each.clone(), each._version) for name, each in buffers.items()}
         try:
+            came_to_end = False
             for _ in range(self.warmup):
                 with contextlib.suppress(CapacityExceeded), self._one_run_at_a_time():
                     self._recorder.warm_up(self._body)
+                    came_to_end = True
                 self._check_comms(overflowed=True)
+            if not came_to_end:
+                # The CPU's dispatch after one that overflowed ends a run, on all ranks, perhaps before it
+                # came to a buffer.
+                with self._at_exact_size():
+                    self._run_step()
             now = dict(self._model.named_buffers())
             for name, buffer in buffers.items():
                 if now.get(name) is not buffer:
@@ -299,6 +306,12 @@ class GraphedStep:
                 layer.capacity, layer.pool, layer._overflow = own_capacity, own_pool, None
 
     @contextlib.contextmanager
+    def _at_exact_size(self) -> Iterator[None]:
+        """Without capacities and pool."""
+        with self._settings([None] * len(self._layers), None, None), self._one_run_at_a_time():
+            yield
+
+    @contextlib.contextmanager
     def _one_run_at_a_time(self) -> Iterator[None]:
         """Without a graph a layer takes memory only when the one before it is done with its own."""
         try:
@@ -361,7 +374,7 @@ class GraphedStep:
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
-        with self._settings([None] * len(self._layers), None, None), self._one_run_at_a_time():
+        with self._at_exact_size():
             done = self._run_step()
         if failed is None:
             return done

@@ -270,6 +270,70 @@ def test_equals_plain_steps(case: Case, ranks: int, pools: dict[int, RankPool], 
     assert all(rows <= worst for rows in results[0]["capacities"])
 
 
+def buffers_after_an_early_end(rank: int, world_size: int, seed: int) -> dict[str, Any]:
+    """Steps whose first layer gets a balanced routing or none; the last always has the same experts."""
+    comm = Communicator(
+        num_experts=4 * world_size,
+        hidden=HIDDEN,
+        top_k=2,
+        max_tokens=TOKENS,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    config = MoEConfig(
+        hidden=HIDDEN,
+        ffn_hidden=8,
+        num_experts=4 * world_size,
+        top_k=2,
+        dtype=torch.float64,
+        bias_update_rate=0.01,
+    )
+    torch.manual_seed(seed)
+    model = nn.Sequential(MoELayer(config, comm), MoELayer(config, comm))
+    with torch.no_grad():
+        model[0].router.weight.copy_(torch.eye(config.num_experts, HIDDEN))
+    model[1].router.expert_bias_E[:2] = 100.0
+    twin = copy.deepcopy(model)
+    axes = 4 * torch.eye(HIDDEN, dtype=torch.float64)
+    one = torch.arange(TOKENS) % config.num_experts
+    other = (one + config.num_experts // 2) % config.num_experts
+    all_alike, balanced = (axes[0] + axes[1]).expand(TOKENS, HIDDEN), axes[one] + axes[other]
+
+    def run(each: nn.Module) -> Callable[[Tensor], Tensor]:
+        def step(x_TH: Tensor) -> Tensor:
+            loss = each(x_TH).square().sum()
+            loss.backward()
+            return loss
+
+        return step
+
+    step, plain = GraphedStep(run(model), model, headroom=1.0, recorder=Played()), run(twin)
+    found: dict[str, Any] = {"different": [], "fullest": [], "capacity": step.capacities[0]}
+    for x_TH in (all_alike, balanced):
+        step(x_TH)
+        plain(x_TH)
+        found["different"] += [
+            name
+            for (name, got), want in zip(model.named_buffers(), twin.buffers(), strict=True)
+            if not torch.equal(got, want)
+        ]
+        tokens_RE = [layer.last_tokens_per_expert.view(world_size, -1) for layer in twin]
+        found["fullest"].append([world_size * int(each.sum(dim=1).max()) for each in tokens_RE])
+    found["overflows"] = step.overflows
+    comm.close()
+    return found
+
+
+def test_buffers_after_runs_that_ended_early(pools: dict[int, RankPool], seed: int) -> None:
+    """The runs before the recording ended in the first layer's overflow, before any load_E was written. The
+    second step writes them all before its overflow is known, and has to be undone."""
+    for found in pools[2](buffers_after_an_early_end, seed):
+        (first, _), (fits, last) = found["fullest"]
+        assert first > found["capacity"] >= fits and last > found["capacity"]
+        assert found["overflows"] == 2
+        assert not found["different"]
+
+
 def needed_is_enough(rank: int, world_size: int, seed: int) -> list[Any]:
     """The bytes that an overflow names are the least that suffice."""
     case = Case(headroom=100.0)
