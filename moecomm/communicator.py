@@ -93,7 +93,8 @@ class Communicator:
 
     Raises:
         InvalidArgument, MismatchedArguments: on all ranks, if one rank's arguments are bad or differ.
-        OutOfMemory: /dev/shm (CUDA: a GPU) has no room for the windows; nothing was allocated.
+        OutOfMemory: /dev/shm (CUDA: a GPU) has no room for the windows, or the system has no more threads for
+            a rank; nothing was allocated.
         PeerTimeout: a rank of the group did not come.
         Unsupported: a device, wire format or placement of ranks that this version can't serve.
     """

@@ -20,6 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from moecomm.errors import MoecommError, PeerLost, PeerTimeout, from_message, to_message
 from moecomm.types import Group
 
+_EXPLANATION_S = 1.0
+"""How long a rank that has lost a peer waits for what that one has to say of it."""
+
 _built: dict[str, int] = defaultdict(int)  # communicators begun so far, by name of their group
 
 
@@ -54,7 +57,8 @@ class Rendezvous:
     def step(
         self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
     ) -> list[dict[str, Any]]:
-        """One step of all ranks: exchanges what `action` returns; what it raises on one rank, all raise.
+        """One step of all ranks: exchanges what `action` returns; what it raises on one rank, all raise, and
+        not that the others have lost that one because of it.
 
         An `action` that waits for peers itself needs more `patience`: ranks that find theirs at once would
         else blame those that wait for one that is missing.
@@ -66,16 +70,38 @@ class Rendezvous:
             error = failed
             message = {"error": to_message(failed)}
         if isinstance(error, (PeerTimeout, PeerLost)):
-            # It has waited, and the peer that it names would not answer here either.
+            # It has waited, and a peer that is gone would not answer here either.
             self._tell(phase, message)
-            raise error
+            raise self._cause(phase, error)
         messages = self.exchange(phase, message, patience)
         if error is not None:
             raise error
-        for rank, other in enumerate(messages):
-            if "error" in other:
-                raise from_message(other["error"], rank)
+        errors = [
+            from_message(other["error"], rank) for rank, other in enumerate(messages) if "error" in other
+        ]
+        if errors:
+            raise next((each for each in errors if not isinstance(each, (PeerTimeout, PeerLost))), errors[0])
         return messages
+
+    def _cause(self, phase: str, error: PeerTimeout | PeerLost) -> MoecommError:
+        """What the peer that `error` names has raised itself, or the one that this names, and so on; `error`
+        where they all lost somebody, or say nothing."""
+        found: MoecommError = error
+        asked = {self.rank}
+        while isinstance(found, (PeerTimeout, PeerLost)):
+            peer = found.peer
+            if self._store is None or peer in asked or not 0 <= peer < self.size:
+                return error
+            asked.add(peer)
+            try:
+                other = self._receive(phase, peer, time.monotonic() + _EXPLANATION_S, _EXPLANATION_S)
+            except MoecommError:
+                return error
+            if "error" not in other:
+                return error
+            found = from_message(other["error"], peer)
+        found.__cause__ = error
+        return found
 
     def _tell(self, phase: str, message: dict[str, Any]) -> None:
         if self._store is None:

@@ -1,11 +1,20 @@
 #include "common/thread_pool.hpp"
 
+#include "common/start_thread.hpp"
+
 namespace moecomm {
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   state_->workers.reserve(static_cast<size_t>(threads));
-  std::lock_guard lock(state_->mutex);  // a worker asks for the number of workers: not before it is final
-  for (int index = 1; index < threads; ++index) state_->workers.emplace_back([this, index] { run(index); });
+  try {
+    std::lock_guard lock(state_->mutex);  // a worker asks for the number of workers: not before it is final
+    for (int index = 1; index < threads; ++index)
+      state_->workers.push_back(
+          start_thread([this, index] { run(index); }, "copies and sums", "threads (num_sms)"));
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -14,6 +23,10 @@ ThreadPool::~ThreadPool() {
     static_cast<void>(state_.release());
     return;
   }
+  end();
+}
+
+void ThreadPool::end() {
   {
     std::lock_guard lock(state_->mutex);
     state_->stop = true;

@@ -15,7 +15,8 @@ namespace moecomm {
 
 class ThreadPool {
  public:
-  /// `threads` counts the caller: 1 starts nothing and runs everything inline.
+  /// `threads` counts the caller: 1 starts nothing and runs everything inline. Throws Error(out_of_memory)
+  /// where there are none to be had.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -40,6 +41,7 @@ class ThreadPool {
     bool stop = false;
   };
   void run(int index);
+  void end();
 
   std::unique_ptr<State> state_;
   const int owner_ = getpid();  // a forked child has a copy of the pool, but none of its threads

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cstring>
 
+#include "common/start_thread.hpp"
 #include "runtime/device_communicator.hpp"
 #include "transport/device/comm.cuh"
 
@@ -207,7 +208,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   losses_ = reinterpret_cast<PeerLoss*>(own + window_.losses);
   state_ = reinterpret_cast<DeviceState*>(own + window_.state);
   check_cuda(cudaStreamCreateWithFlags(&watch_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-  watcher_ = std::thread([this] { watch(); });
+  watcher_ = start_thread([this] { watch(); }, "watching the GPU");
 }
 
 device::Rail DeviceCommunicator::rail() const {

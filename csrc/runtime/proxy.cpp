@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "common/start_thread.hpp"
+
 namespace moecomm {
 namespace {
 
@@ -58,7 +60,13 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep) {
   signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
   signals_.set_reason([this](int peer) { return reason(peer); });
-  thread_ = std::make_unique<std::thread>([this] { run(); });
+  try {
+    thread_ = std::make_unique<std::thread>(start_thread([this] { run(); }, "the proxy"));
+  } catch (...) {
+    signals_.set_on_abort({});
+    signals_.set_reason({});
+    throw;
+  }
 }
 
 Proxy::~Proxy() {

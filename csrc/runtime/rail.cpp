@@ -68,15 +68,32 @@ void Rail::introduce(const std::vector<std::vector<std::byte>>& cards) {
 
 /// A single lane is driven by the proxy itself, which saves it the way to another thread.
 void Rail::connect_lanes(double timeout_seconds, const std::function<void()>& interrupt) {
+  const auto look = [&] {
+    if (interrupt) interrupt();
+    require_peers();
+  };
   if (lanes_.size() == 1) {
-    lanes_.front()->connect(timeout_seconds, interrupt);
+    lanes_.front()->connect(timeout_seconds, look);
     remote_ = std::move(lanes_.front());
   } else {
     auto laned = std::make_unique<fabric::LanedRemote>(std::move(lanes_));
-    laned->connect(timeout_seconds, interrupt);
+    laned->connect(timeout_seconds, look);
     remote_ = std::move(laned);
   }
   lanes_.clear();
+}
+
+/// Peers say nothing before all have connected: what comes is the end of one that could not.
+void Rail::require_peers() {
+  std::vector<tcp::LinkEvent> events;
+  links_->poll(events);
+  for (const tcp::LinkEvent& event : events) {
+    if (event.kind != tcp::LinkEvent::Kind::lost) continue;
+    ErrorDetails details;
+    details.peer = event.peer;
+    details.phase = "construction: connections";
+    throw Error(ErrorKind::peer_lost, "a peer gave up while ranks connected: " + event.text, details);
+  }
 }
 
 void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
@@ -89,6 +106,7 @@ void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
     connect_lanes(std::max(options_.timeout_seconds - spent.count(), options_.timeout_seconds / 2),
                   interrupt);
   } catch (const Error& error) {
+    links_.reset();  // so that peers wait no longer
     if (error.details().peer < 0) throw;
     ErrorDetails details = error.details();
     const std::string peer = std::to_string(details.peer);
@@ -98,6 +116,9 @@ void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
                 "rank " + std::to_string(details.rank) + ", " + error.what() + "; peer " + peer +
                     " is rank " + std::to_string(details.peer),
                 details);
+  } catch (...) {
+    links_.reset();
+    throw;
   }
 }
 

@@ -33,7 +33,8 @@ class Rail {
   std::vector<std::byte> card() const;
   const std::string& endpoint() const { return links_->endpoint(); }
   /// Connects to all peers, within one and a half times the timeout, by as many lanes as all of them have.
-  /// Errors as those of tcp::Links::connect and fabric::FabricRemote::connect.
+  /// Errors as those of tcp::Links::connect and fabric::FabricRemote::connect, and Error(peer_lost) as soon as
+  /// a peer gives up. After an error only the destructor is left.
   void connect(const std::vector<std::vector<std::byte>>& cards, const std::vector<std::string>& endpoints,
                const std::function<void()>& interrupt);
 
@@ -45,6 +46,7 @@ class Rail {
   int32_t node() const { return options_.nodes.node_of(options_.rank); }
   void introduce(const std::vector<std::vector<std::byte>>& cards);
   void connect_lanes(double timeout_seconds, const std::function<void()>& interrupt);
+  void require_peers();
 
   const RailOptions options_;
   std::vector<std::unique_ptr<fabric::FabricRemote>> lanes_;  // until they are connected

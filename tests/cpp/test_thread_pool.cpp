@@ -1,11 +1,105 @@
-// The thread pool covers every index once, also when it is used thousands of times.
+// The thread pool covers every index once, also when it is used thousands of times; a system that has no more
+// threads to give is a typed error.
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "check.hpp"
+#include "common/error.hpp"
+#include "common/start_thread.hpp"
 #include "common/thread_pool.hpp"
 
+using namespace moecomm;
+
+namespace {
+
+/// New threads get stacks of this size until the end of the scope.
+class StackBytes {
+ public:
+  explicit StackBytes(size_t bytes) : usual_(get()) { set(bytes); }
+  ~StackBytes() { set(usual_); }
+
+ private:
+  static size_t get() {
+    size_t bytes = 0;
+    pthread_attr_t attributes;
+    CHECK(pthread_getattr_default_np(&attributes) == 0);
+    CHECK(pthread_attr_getstacksize(&attributes, &bytes) == 0);
+    pthread_attr_destroy(&attributes);
+    return bytes;
+  }
+  static void set(size_t bytes) {
+    pthread_attr_t attributes;
+    CHECK(pthread_getattr_default_np(&attributes) == 0);
+    CHECK(pthread_attr_setstacksize(&attributes, bytes) == 0);
+    CHECK(pthread_setattr_default_np(&attributes) == 0);
+    pthread_attr_destroy(&attributes);
+  }
+  const size_t usual_;
+};
+
+/// The text of the error that `start` ends in for lack of threads.
+template <class Start>
+std::string refused(const Start& start) {
+  try {
+    start();
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::out_of_memory);
+    return error.what();
+  }
+  CHECK(!"it started");
+  return "";
+}
+
+bool has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+void check_no_threads_left() {
+  {
+    const StackBytes more_than_there_are_addresses(size_t{1} << 47);
+    for (int round = 0; round < 3; ++round) {
+      const std::string text = refused([] { ThreadPool pool(3); });
+      CHECK(has(text, "copies and sums") && has(text, "num_sms"));
+    }
+    ThreadPool alone(1);
+    CHECK(alone.threads() == 1);
+    const std::string text = refused([] { start_thread([] {}, "a test").join(); });
+    CHECK(text.find("no thread to be had for a test") == 0 && !has(text, "fewer"));
+  }
+  std::atomic<bool> ran = false;
+  start_thread([&] { ran = true; }, "a test").join();
+  CHECK(ran);
+}
+
+/// Some threads of the pool have started when the others can't.
+void check_too_few_threads_left() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // these need addresses themselves
+  constexpr int64_t kStack = int64_t{512} << 20;
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  CHECK(pages > 0);
+  rlimit before;
+  CHECK(getrlimit(RLIMIT_AS, &before) == 0);
+  rlimit little = before;
+  little.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE) + kStack * 5 / 2);
+  const StackBytes stack(kStack);
+  CHECK(setrlimit(RLIMIT_AS, &little) == 0);
+  std::atomic<int> ran = 0;
+  start_thread([&] { ++ran; }, "a test").join();
+  const std::string text = refused([] { ThreadPool pool(6); });
+  CHECK(setrlimit(RLIMIT_AS, &before) == 0);
+  CHECK(ran == 1 && has(text, "copies and sums"));
+#endif
+}
+
+}  // namespace
+
 int main() {
-  using namespace moecomm;
   for (const int threads : {1, 2, 5}) {
     ThreadPool pool(threads);
     CHECK(pool.threads() == threads);
@@ -20,5 +114,7 @@ int main() {
       CHECK(once);
     }
   }
+  check_no_threads_left();
+  check_too_few_threads_left();
   return test::finish();
 }

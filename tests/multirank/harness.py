@@ -332,6 +332,25 @@ def no_shared_memory_left(patience: float = 5.0) -> Iterator[None]:
     assert not left, f"left in /dev/shm: {sorted(left)}"
 
 
+@contextlib.contextmanager
+def no_threads_left() -> Iterator[None]:
+    """In the block a thread whose stack has the usual size is not to be had in this process."""
+    libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a pthread_attr_t is smaller
+    usual = ctypes.c_size_t()
+
+    def set_stack(size: int) -> None:
+        assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size)) == 0
+        assert libc.pthread_setattr_default_np(attributes) == 0
+
+    assert libc.pthread_getattr_default_np(attributes) == 0
+    assert libc.pthread_attr_getstacksize(attributes, ctypes.byref(usual)) == 0
+    set_stack(1 << 47)  # more than there are addresses
+    try:
+        yield
+    finally:
+        set_stack(usual.value)
+
+
 def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"

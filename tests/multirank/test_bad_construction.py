@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
-from tests.multirank.harness import RankPool, no_shared_memory_left
+from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left, no_threads_left
 
 Pools = Callable[[int], RankPool]
 
@@ -200,3 +202,43 @@ def test_no_memory_on_one_rank_is_no_memory_on_all(pool: Pools) -> None:
         assert caught is not None
         assert (caught.name, caught.text) == ("OutOfMemory", text)
         assert (caught.needed, caught.available) == (4096, 17)
+
+
+def _no_threads_on_one_rank(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> tuple[Caught | None, cases.Arrays]:
+    import moecomm
+
+    with no_threads_left() if rank == 1 else contextlib.nullcontext():
+        caught = catch(lambda: moecomm.Communicator(**{**GOOD, **arguments}))
+    with moecomm.Communicator(**{**GOOD, **arguments}) as comm:
+        tokens = (5, 3, 0, 4)[:world_size]
+        return caught, cases.play(
+            comm, Case(tokens=tokens, num_experts=arguments["num_experts"], hidden=8, top_k=2), rank
+        )
+
+
+def test_no_threads_on_one_rank(pool: Pools) -> None:
+    with no_shared_memory_left():
+        results = pool(2)(_no_threads_on_one_rank, {"num_experts": 8, "num_sms": 4})
+    for caught, _ in results:
+        assert caught is not None and caught.name == "OutOfMemory"
+        assert "rank 1" in caught.text or caught is results[1][0]
+        assert "no thread to be had for copies and sums" in caught.text and "num_sms" in caught.text
+
+
+@needs_fabric
+@pytest.mark.parametrize(
+    ("lanes", "words"), [("1", ["the proxy"]), ("2", ["a lane between nodes", "MOECOMM_FABRIC_LANES"])]
+)
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_no_threads_between_nodes(size: int, per_node: int, lanes: str, words: list[str]) -> None:
+    """The others hear of it while they wait for connections, long before their deadline."""
+    environment = NO_GPUS | {"MOECOMM_FABRIC_PROVIDER": "tcp", "MOECOMM_FABRIC_LANES": lanes}
+    arguments = {"num_experts": 2 * size, "num_sms": 1, "ranks_per_node": per_node, "timeout": 600.0}
+    with no_shared_memory_left(), RankPool(size, timeout=90.0, environment=environment) as ranks:
+        results = ranks(_no_threads_on_one_rank, arguments)
+    for rank, (caught, _) in enumerate(results):
+        assert caught is not None and caught.name == "OutOfMemory", caught
+        assert "no thread to be had for" in caught.text and all(word in caught.text for word in words)
+        assert rank == 1 or caught.text.startswith("rank 1: ")

@@ -8,12 +8,12 @@
 #include <limits>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "common/backoff.hpp"
 #include "common/error.hpp"
+#include "common/start_thread.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -93,7 +93,8 @@ void LanedRemote::stop() {
 void LanedRemote::connect(double timeout_seconds, const std::function<void()>& interrupt) {
   try {
     for (const std::unique_ptr<Lane>& lane : lanes_)
-      lane->thread = std::thread([this, at = lane.get(), timeout_seconds] { drive(*at, timeout_seconds); });
+      lane->thread = start_thread([this, at = lane.get(), timeout_seconds] { drive(*at, timeout_seconds); },
+                                  "a lane between nodes", "lanes (MOECOMM_FABRIC_LANES)");
     while (true) {
       bool all = true;
       for (const std::unique_ptr<Lane>& lane : lanes_) {
@@ -105,11 +106,6 @@ void LanedRemote::connect(double timeout_seconds, const std::function<void()>& i
       if (interrupt) interrupt();
       std::this_thread::sleep_for(kPause);
     }
-  } catch (const std::system_error& error) {
-    stop();
-    throw Error(ErrorKind::out_of_memory,
-                std::string("fabric: no thread to be had for a lane: ") + error.what() +
-                    "; fewer lanes (MOECOMM_FABRIC_LANES) or more processes (ulimit -u)");
   } catch (...) {
     stop();
     throw;
