@@ -33,8 +33,8 @@ class Rail {
   std::vector<std::byte> card() const;
   const std::string& endpoint() const { return links_->endpoint(); }
   /// Connects to all peers, within one and a half times the timeout, by as many lanes as all of them have.
-  /// Errors as those of tcp::Links::connect and fabric::FabricRemote::connect, and Error(peer_lost) as soon as
-  /// a peer gives up. After an error only the destructor is left.
+  /// Errors as those of tcp::Links::connect and fabric::FabricRemote::connect, and Error(peer_lost) as soon
+  /// as a peer gives up. After an error only the destructor is left.
   void connect(const std::vector<std::vector<std::byte>>& cards, const std::vector<std::string>& endpoints,
                const std::function<void()>& interrupt);
 
