@@ -13,7 +13,6 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -25,10 +24,8 @@
 #include "check.hpp"
 #include "common/deadline.hpp"
 #include "transport/fabric/lanes.hpp"
-#include "transport/fabric/leftovers.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/memory.hpp"
-#include "transport/fabric/nic.hpp"
 #include "transport/fabric/shuffle.hpp"
 #include "transport/fabric/transport.hpp"
 
@@ -600,7 +597,7 @@ void gone_peer_case(const std::string& provider) {
   CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-// ---- providers, cards, NICs, library
+// ---- providers, library
 // -------------------------------------------------------------------------
 
 void provider_case() {
@@ -687,233 +684,6 @@ void signals_case() {
   CHECK(handlers() == before);
 }
 
-Card sample_card() {
-  Card card;
-  card.library = 1 << 16 | 17;
-  card.protocol = 25;
-  card.protocol_version = 3;
-  card.window = {0x1234567890abcdefu, 0x7f0000001000u, int64_t{3} << 30};
-  card.greetings = {42, 0, 4096};
-  card.pid = 4711;
-  card.pid_namespace = 4026531836u;
-  card.provider = "net";
-  card.interface = "eth0 192.0.2.7";
-  for (int i = 0; i < 16; ++i) card.address.push_back(static_cast<std::byte>(16 * i));
-  return card;
-}
-
-void packed_cards_case() {
-  const std::vector<std::vector<std::byte>> cards{sample_card().to_bytes(), {}, {std::byte{7}}};
-  const std::vector<std::byte> bytes = pack_cards(cards);
-  CHECK(unpack_cards(bytes) == cards);
-  const auto refused = [](const std::vector<std::byte>& garbage, const char* words) {
-    return throws(ErrorKind::invalid_argument, words, [&] { unpack_cards(garbage); });
-  };
-  for (size_t count = 0; count < bytes.size(); ++count)
-    CHECK(refused({bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(count)}, "it ends within"));
-  std::vector<std::byte> longer = bytes;
-  longer.push_back(std::byte{0});
-  CHECK(refused(longer, "1 bytes follow"));
-  CHECK(refused(pack_cards({}), "of 0 lanes"));
-  CHECK(refused(pack_cards(std::vector<std::vector<std::byte>>(kMostLanes + 1)), "of 65 lanes"));
-  std::vector<std::byte> long_card = bytes;
-  long_card[6] = std::byte{0xff};
-  CHECK(refused(long_card, "the card of a lane of"));
-}
-
-void card_case() {
-  const Card card = sample_card();
-  const std::vector<std::byte> bytes = card.to_bytes();
-  CHECK(Card::from_bytes(bytes) == card);
-  const auto refused = [](const std::vector<std::byte>& garbage) {
-    try {
-      Card::from_bytes(garbage);
-    } catch (const Error& error) {
-      const std::string text = error.what();
-      return (error.kind() == ErrorKind::invalid_argument &&
-              text.starts_with("not a fabric address card: ")) ||
-             (error.kind() == ErrorKind::mismatched_arguments && text.find("format") != std::string::npos);
-    }
-    return false;
-  };
-  for (size_t count = 0; count < bytes.size(); ++count)
-    CHECK(refused(std::vector<std::byte>(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(count))));
-  for (size_t at = 0; at < bytes.size(); ++at)
-    for (int bit = 0; bit < 8; ++bit) {
-      std::vector<std::byte> changed = bytes;
-      changed[at] ^= static_cast<std::byte>(1 << bit);
-      CHECK(refused(changed));
-    }
-  std::vector<std::byte> longer = bytes;
-  longer.push_back(std::byte{0});
-  CHECK(refused(longer));
-
-  // Garbage with a sum that fits, which reaches the fields.
-  std::mt19937_64 random(test::seed());
-  int taken = 0;
-  const auto seal = [](std::vector<std::byte>& made) {
-    const uint64_t sum = checksum(made.data(), made.size());
-    for (size_t i = 0; i < 8; ++i) made.push_back(static_cast<std::byte>(sum >> (8 * i)));
-  };
-  for (int round = 0; round < 20000; ++round) {
-    std::vector<std::byte> made(bytes.begin(), bytes.end() - 8);
-    const int changes = 1 + static_cast<int>(random() % 4);
-    for (int i = 0; i < changes; ++i)
-      made[12 + random() % (made.size() - 12)] = static_cast<std::byte>(random());
-    if (random() % 4 == 0) {
-      const size_t body = random() % (made.size() - 12);
-      made.resize(12 + body);
-      for (size_t i = 0; i < 4; ++i) made[8 + i] = static_cast<std::byte>(body >> (8 * i));
-    }
-    seal(made);
-    try {
-      const Card parsed = Card::from_bytes(made);
-      CHECK(!parsed.provider.empty() && !parsed.address.empty() && parsed.window.bytes >= 0);
-      CHECK(parsed.to_bytes() == made);
-      ++taken;
-    } catch (const Error& error) {
-      CHECK(error.kind() == ErrorKind::invalid_argument);
-    }
-  }
-  CHECK(taken > 0 && taken < 20000);
-  Card empty = card;
-  empty.address.clear();
-  CHECK(throws(ErrorKind::invalid_argument, "address is empty", [&] { Card::from_bytes(empty.to_bytes()); }));
-  Card wrapped = card;
-  wrapped.window = {1, UINT64_MAX - 10, 4096};
-  CHECK(throws(ErrorKind::invalid_argument, "window", [&] { Card::from_bytes(wrapped.to_bytes()); }));
-
-  Card other = card;
-  require_compatible(card, 0, other, 1);
-  Card lonely = other;
-  lonely.interface = "lo 127.0.0.1";
-  CHECK(throws(ErrorKind::mismatched_arguments, "loopback", [&] { require_compatible(card, 0, lonely, 1); }));
-  require_compatible(lonely, 0, lonely, 1);
-  other.protocol_version = 4;
-  CHECK(throws(ErrorKind::mismatched_arguments, "protocol 25 version 4",
-               [&] { require_compatible(card, 0, other, 1); }));
-}
-
-/// A folder that is gone with the test.
-struct Folder {
-  Folder() {
-    std::string name = fs::temp_directory_path() / "moecomm-test-XXXXXX";
-    if (mkdtemp(name.data()) == nullptr) std::perror("mkdtemp"), std::exit(1);
-    path = name;
-  }
-  ~Folder() { fs::remove_all(path); }
-  fs::path path;
-};
-
-void leftovers_case() {
-  Folder folder;
-  Card own = sample_card(), peer = sample_card();
-  own.pid = getpid();
-  const pid_t child = fork();
-  if (child == 0) pause(), std::_Exit(0);
-  peer.provider = "shm";
-  peer.pid = child;
-  const auto named = [&](const std::string& name) {
-    peer.address.assign(reinterpret_cast<const std::byte*>(name.c_str()),
-                        reinterpret_cast<const std::byte*>(name.c_str()) + name.size() + 1);
-  };
-  const std::string name = std::to_string(child) + ":0:0";
-  const fs::path file = folder.path / name;
-  std::ofstream(file) << "x";
-  named("fi_shm://" + name);
-  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::in_use && fs::exists(file));
-  named("fi_shm://" + std::to_string(child) + ":1:0");  // closed by its process, which goes on
-  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::none);
-  named("fi_shm://" + name);
-  kill(child, SIGKILL);
-  siginfo_t info;
-  waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);  // ended, its number not yet given back
-  Card elsewhere = peer;
-  elsewhere.pid_namespace += 1;
-  CHECK(remove_leftovers(own, elsewhere, folder.path) == Leftovers::none && fs::exists(file));
-  Card tcp = peer;
-  tcp.provider = "net";
-  CHECK(remove_leftovers(own, tcp, folder.path) == Leftovers::none && fs::exists(file));
-  named("fi_shm://" + std::to_string(child) + ":/../x");
-  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::none);
-  named("fi_shm://1:0:0");
-  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::none);
-  named("fi_shm://" + name);
-  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::removed && !fs::exists(file));
-  CHECK(remove_leftovers(own, peer, folder.path) == Leftovers::none);
-  waitpid(child, nullptr, 0);
-}
-
-void nic_case() {
-  // Two sockets. GPU 17:00.0 and NIC 18:00.0 below one switch; NIC 1a:00.0 below the next port of the same
-  // host bridge; NIC 3b:00.0 below another bridge of the same socket; NICs 97:00.0 and 98:00.0 on the other
-  // one.
-  Folder root;
-  const auto device = [&](const std::string& path, int numa) {
-    const fs::path folder = root.path / "devices" / path;
-    fs::create_directories(folder);
-    std::ofstream(folder / "numa_node") << numa << "\n";
-    fs::create_directories(root.path / "bus/pci/devices");
-    fs::create_symlink(folder, root.path / "bus/pci/devices" / folder.filename());
-  };
-  device("pci0000:16/0000:16:01.0/0000:17:00.0", 0);
-  device("pci0000:16/0000:16:01.0/0000:18:00.0", 0);
-  device("pci0000:16/0000:16:02.0/0000:1a:00.0", 0);
-  device("pci0000:3a/0000:3a:01.0/0000:3b:00.0", 0);
-  device("pci0000:96/0000:96:01.0/0000:97:00.0", 1);
-  device("pci0000:96/0000:96:01.0/0000:98:00.0", 1);
-  const std::string sysfs = root.path;
-  const auto at = [&](const std::string& id) { return pci_device(id, sysfs); };
-  const PciDevice gpu = at("0000:17:00.0");
-  CHECK(gpu.numa == 0 && gpu.path.ends_with("pci0000:16/0000:16:01.0/0000:17:00.0"));
-  CHECK(at("17:00.0").path == gpu.path && at("0000:1A:00.0").path == at("1a:00.0").path);
-  CHECK(at("00000000:17:00.0").path == gpu.path);
-  CHECK(pci_distance(gpu, gpu) == 0);
-  CHECK(pci_distance(gpu, at("18:00.0")) == 2);
-  CHECK(pci_distance(gpu, at("1a:00.0")) == 4);
-  const int other_bridge = pci_distance(gpu, at("3b:00.0"));
-  const int other_socket = pci_distance(gpu, at("97:00.0"));
-  const int unknown = pci_distance(gpu, at("55:00.0"));
-  CHECK(4 < other_bridge && other_bridge < other_socket && other_socket < unknown);
-  CHECK(pci_distance(at("18:00.0"), gpu) == 2);
-
-  std::ofstream(fs::path(gpu.path) / "local_cpulist") << "0-3,8,10-11\n";
-  CHECK((cores_near(gpu) == std::vector<int>{0, 1, 2, 3, 8, 10, 11}));
-  CHECK(cores_near(at("18:00.0")).empty() && cores_near(at("55:00.0")).empty());
-  CHECK((core_list("5") == std::vector<int>{5}) && core_list("").empty() && core_list("\n").empty());
-  for (const char* const bad : {"x", "3-", "4-2", "-1", "1,,x", "0-99999999", "1 2"})
-    CHECK(core_list(bad).empty());
-
-  const std::vector<std::string> nics{"0000:98:00.0", "0000:1a:00.0", "0000:97:00.0", "0000:18:00.0"};
-  CHECK((nearest_nics("0000:17:00.0", nics, sysfs) == std::vector<int>{3}));
-  CHECK((nearest_nics("0000:98:00.0", nics, sysfs) == std::vector<int>{0}));
-  // From the other socket's view of the first one, all NICs there are equally far.
-  const std::vector<std::string> rails{"0000:98:00.0", "0000:97:00.0"};
-  CHECK((nearest_nics("0000:17:00.0", rails, sysfs) == std::vector<int>{1, 0}));
-  // Without a GPU all are equal.
-  CHECK((nearest_nics("", nics, sysfs) == std::vector<int>{3, 1, 2, 0}));
-
-  // GPUs among the devices: who has the same nearest NICs shares them.
-  const auto is = [&](const std::string& id, const char* vendor, const char* kind) {
-    std::ofstream(fs::path(at(id).path) / "vendor") << vendor << "\n";
-    std::ofstream(fs::path(at(id).path) / "class") << kind << "\n";
-  };
-  is("17:00.0", "0x10de", "0x030200");
-  is("3b:00.0", "0x10de", "0x030000");
-  is("1a:00.0", "0x15b3", "0x020700");
-  CHECK(gpus_sharing("0000:17:00.0", {"0000:18:00.0"}, sysfs) == 2);
-  CHECK(gpus_sharing("0000:17:00.0", nics, sysfs) == 1);
-  CHECK(gpus_sharing("0000:55:00.0", {"0000:18:00.0"}, sysfs) == 3);  // one that sysfs does not show, and two
-  is("97:00.0", "0x10de", "0x068000");                                // a switch
-  CHECK(gpus_sharing("0000:17:00.0", {"0000:18:00.0"}, sysfs) == 2);
-
-  using List = std::vector<int>;
-  CHECK((share_of_nics(1, 1, 0) == List{0} && share_of_nics(1, 8, 5) == List{0}));
-  CHECK((share_of_nics(2, 1, 0) == List{0, 1} && share_of_nics(2, 1, 3) == List{0, 1}));
-  CHECK((share_of_nics(8, 2, 1) == List{4, 5, 6, 7} && share_of_nics(8, 2, 2) == List{0, 1, 2, 3}));
-  CHECK((share_of_nics(2, 4, 3) == List{1} && share_of_nics(4, 3, 3) == List{3}));
-}
-
 void refused_memory_case() {
   rlimit before{};
   getrlimit(RLIMIT_MEMLOCK, &before);
@@ -974,11 +744,7 @@ int main(int argc, char** argv) {
   const auto test_case = [&](const std::string& name, const std::function<void()>& body) {
     if (only.empty() || name == only) run(name, body);
   };
-  test_case("card", card_case);
-  test_case("packed-cards", packed_cards_case);
-  test_case("nic", nic_case);
   test_case("refused-memory", refused_memory_case);
-  test_case("leftovers", leftovers_case);
 
   std::fflush(stdout);
   const pid_t probe = fork();
