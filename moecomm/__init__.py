@@ -1,6 +1,10 @@
 """moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on
 it."""
 
+import importlib
+
+import torch.distributed
+
 from moecomm.backends import available_devices
 from moecomm.communicator import Communicator
 from moecomm.errors import (
@@ -20,6 +24,13 @@ from moecomm.errors import (
 from moecomm.memory import MemoryPlan
 from moecomm.types import DispatchOutput, Handle, Work
 from moecomm.version import __version__
+
+if not torch.distributed.is_initialized():
+    # Functions in there have the default group, as it is when they are imported, as a default argument.
+    # torch._dynamo imports them, in the first backward or optimizer. A group that they hold outlives
+    # destroy_process_group(), and so do gloo's threads, which abort the process when they meet the end of the
+    # interpreter. So they are imported before there is a group (docs/errors.md).
+    importlib.import_module("torch.distributed.nn.functional")
 
 __all__ = [
     "CapacityExceeded",

@@ -44,7 +44,7 @@ from moecomm.routing import (
     require_integer,
     weight_dtype,
 )
-from moecomm.types import DispatchOutput, Group, Handle, Layout, Work, build
+from moecomm.types import DispatchOutput, Group, GroupReference, Handle, Layout, Work, build
 from moecomm.version import __version__
 
 Array = Any
@@ -142,8 +142,7 @@ class Communicator:
             "moecomm version": __version__,
         }
         backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
-        self.group: Group | None = group
-        """The ranks; None: this process alone."""
+        self._group = GroupReference(group)
         self.rank: int = meeting.rank
         """This rank within the group."""
         self.size: int = meeting.size
@@ -784,6 +783,11 @@ class Communicator:
     def reset_stats(self) -> None:
         """Sets all counters of `stats()` to zero."""
         self._open().reset_stats()
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks; None: this process alone. Raises CommunicatorClosed after destroy_process_group()."""
+        return self._group()
 
     @property
     def stream(self) -> torch.cuda.Stream | None:

@@ -7,12 +7,15 @@ Shape letters, as they end the names of tensors:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from moecomm.errors import CommunicatorClosed
 
 Group = dist.ProcessGroup
 Layout = Literal["expert", "rank"]
@@ -21,6 +24,22 @@ Built = TypeVar("Built")
 PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow")
 """Fields of a DispatchOutput that tell of its plan, and (PlanViews) their values."""
 PlanViews = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class GroupReference:
+    """A process group (None: this process alone), for as long as torch keeps it. One that is held beyond
+    destroy_process_group() keeps its threads, which abort the process if they meet the interpreter's end.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        self._find = None if group is None else weakref.ref(group)
+
+    def __call__(self) -> Group | None:
+        """Raises CommunicatorClosed if the group was destroyed."""
+        group = None if self._find is None else self._find()
+        if self._find is not None and group is None:
+            raise CommunicatorClosed("the process group was destroyed")
+        return group
 
 
 def build(kind: type[Built], **fields: Any) -> Built:

@@ -95,6 +95,8 @@ def _prepare(options: Launched, local_rank: int) -> str:
     """Sets threads and device of this process; returns the backends of its process group."""
     import torch
 
+    import moecomm  # noqa: F401  # before there are groups, as everybody does
+
     torch.set_num_threads(options.threads)
     if options.device == "cpu":
         return "gloo"
@@ -127,12 +129,7 @@ def _child(rank_main: RankMain[Given], options: Given, rank: int, parent: int, l
     else:
         store = TCPStore("127.0.0.1", line.recv(), is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=options.ranks, timeout=timeout)
-    code = _rank(rank_main, options, rank, options.ranks)
-    # Everything is closed and written. Python's own end may meet threads of torch that still let go of
-    # tensors: one that asks for the interpreter then is ended in the middle of C++, and the process aborts.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    raise SystemExit(_rank(rank_main, options, rank, options.ranks))
 
 
 def _spawn(rank_main: RankMain[Given], options: Given) -> int:

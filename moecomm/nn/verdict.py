@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moecomm.types import Group
+from moecomm.types import Group, GroupReference
 
 
 class Found(NamedTuple):
@@ -32,10 +32,10 @@ class Verdict:
         self.pool = torch.zeros(2, dtype=torch.int64, device=device)
         """By ActivationPool.record."""
         self._words = torch.zeros(3, dtype=torch.int64, device=device)
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._group = GroupReference(group if group is not None and dist.get_world_size(group) > 1 else None)
         self._on_gpu = device.type == "cuda"
         self._on_host = torch.zeros(3, dtype=torch.int64, pin_memory=self._on_gpu)
-        backends = "" if self._group is None else dist.get_backend_config(self._group)
+        backends = "" if self._group() is None else dist.get_backend_config(group)
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
 
     def clear(self) -> None:
@@ -45,16 +45,16 @@ class Verdict:
 
     def read(self, rows_on_host: int) -> Found:
         """Waits for the step. rows_on_host: what the host knows already of its overflow."""
-        words = self._words
+        words, group = self._words, self._group()
         words[:1].copy_(self.rows.view(1))
         words[1:].copy_(self.pool)
         if self._reduces_on_gpu:
-            dist.all_reduce(words, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
         self._on_host.copy_(words, non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream(words.device).synchronize()
         self._on_host[0] = max(int(self._on_host[0]), rows_on_host)
-        if self._group is not None and not self._reduces_on_gpu:
-            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=self._group)
+        if group is not None and not self._reduces_on_gpu:
+            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
         rows, needed, lost = self._on_host.tolist()
         return Found(rows, needed, bool(lost))

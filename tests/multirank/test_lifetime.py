@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +328,35 @@ def _ends_without_close(rank: int, world_size: int) -> int:
 def test_processes_may_end_without_close() -> None:
     with no_shared_memory_left(), RankPool(2) as own:
         assert own(_ends_without_close) == [2, 2]
+
+
+WHOLE_PROGRAM = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import moecomm
+from moecomm.nn import MoEConfig, MoELayer
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+shape = {"num_experts": 2, "hidden": 16, "top_k": 2, "dtype": torch.float32}
+comm = moecomm.Communicator(**shape, max_tokens=4, device="cpu")
+layer = MoELayer(MoEConfig(**shape, ffn_hidden=8), comm)
+optimizer = torch.optim.AdamW(layer.parameters())
+layer(torch.randn(4, 16)).sum().backward()
+optimizer.step()
+comm.close()
+dist.destroy_process_group()
+assert "torch._dynamo" in sys.modules
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print([name for name in names if "gloo" in name])
+"""
+
+
+def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:
+    """One that did would abort the process now and then, where it meets the end of the interpreter."""
+    command = [sys.executable, "-c", WHOLE_PROGRAM, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stdout + done.stderr
