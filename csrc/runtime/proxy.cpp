@@ -128,7 +128,7 @@ void Proxy::run() {
     }
     // While bytes are on their way the thread of a GPU stays awake: the ranks' own threads have nothing to do
     // then.
-    const bool stay_awake = layout_.shape.for_device() && moving();
+    const bool stay_awake = layout_.shape.for_device() && (busy || moving());
     remote_->stay_awake(stay_awake);
     backoff_.turn(busy, stay_awake);
   }
