@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -666,6 +667,29 @@ void mismatch_case() {
                [&] { tcp.connect({tcp.card(), shm.card()}, 0, 1); }));
 }
 
+/// Files of processes of the same number: of one that was killed, or in another container.
+struct TakenNames {
+  TakenNames() {
+    for (int number = 0; number < 4; ++number) {
+      paths.push_back("/dev/shm/" + std::to_string(getpid()) + ":0:" + std::to_string(number));
+      std::ofstream(paths.back()) << "x";
+    }
+  }
+  ~TakenNames() {
+    for (const fs::path& path : paths) fs::remove(path);
+  }
+  std::vector<fs::path> paths;
+};
+
+void taken_names_case() {
+  const TakenNames taken;
+  {
+    Group group(2, 4096, options_for("shm"));
+    CHECK(group.remote[0]->card() != group.remote[1]->card());
+  }
+  for (const fs::path& path : taken.paths) CHECK(fs::exists(path));
+}
+
 void signals_case() {
   const auto handlers = [] {
     std::vector<void (*)(int)> list;
@@ -767,6 +791,7 @@ int main(int argc, char** argv) {
   test_case("provider", provider_case);
   test_case("signals", signals_case);
   test_case("mismatch", mismatch_case);
+  test_case("taken-names", taken_names_case);
   // The layered provider is what tcp means where the native one is missing.
   for (const char* provider : {"tcp", "shm", "tcp;ofi_rxm"}) {
     const std::string name = provider;
