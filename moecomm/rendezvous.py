@@ -23,6 +23,9 @@ from moecomm.types import Group
 _EXPLANATION_S = 1.0
 """How long a rank that has lost a peer waits for what that one has to say of it."""
 
+_LOST = (PeerTimeout, PeerLost)
+"""Errors that speak of another rank, which may know more."""
+
 _built: dict[str, int] = defaultdict(int)  # communicators begun so far, by name of their group
 
 
@@ -69,7 +72,7 @@ class Rendezvous:
         except MoecommError as failed:
             error = failed
             message = {"error": to_message(failed)}
-        if isinstance(error, (PeerTimeout, PeerLost)):
+        if isinstance(error, _LOST):
             # It has waited, and a peer that is gone would not answer here either.
             self._tell(phase, message)
             raise self._cause(phase, error)
@@ -80,7 +83,7 @@ class Rendezvous:
             from_message(other["error"], rank) for rank, other in enumerate(messages) if "error" in other
         ]
         if errors:
-            raise next((each for each in errors if not isinstance(each, (PeerTimeout, PeerLost))), errors[0])
+            raise next((each for each in errors if not isinstance(each, _LOST)), errors[0])
         return messages
 
     def _cause(self, phase: str, error: PeerTimeout | PeerLost) -> MoecommError:
@@ -88,7 +91,7 @@ class Rendezvous:
         where they all lost somebody, or say nothing."""
         found: MoecommError = error
         asked = {self.rank}
-        while isinstance(found, (PeerTimeout, PeerLost)):
+        while isinstance(found, _LOST):
             peer = found.peer
             if self._store is None or peer in asked or not 0 <= peer < self.size:
                 return error

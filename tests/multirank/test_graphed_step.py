@@ -103,11 +103,8 @@ def batch(rank: int, step: int, seed: int) -> Tensor:
     return x_TH
 
 
-def build(rank: int, world_size: int, case: Case, seed: int) -> tuple[Model, Model]:
-    """Two models alike on one communicator."""
-    torch.manual_seed(seed)
-    config = config_of(case, world_size)
-    comm = Communicator(
+def communicator_for(config: MoEConfig) -> Communicator:
+    return Communicator(
         num_experts=config.num_experts,
         hidden=HIDDEN,
         top_k=config.top_k,
@@ -116,7 +113,13 @@ def build(rank: int, world_size: int, case: Case, seed: int) -> tuple[Model, Mod
         device="cpu",
         timeout=20,
     )
-    model = Model(comm, config, case.keep)
+
+
+def build(rank: int, world_size: int, case: Case, seed: int) -> tuple[Model, Model]:
+    """Two models alike on one communicator."""
+    torch.manual_seed(seed)
+    config = config_of(case, world_size)
+    model = Model(communicator_for(config), config, case.keep)
     return model, copy.deepcopy(model)
 
 
@@ -272,22 +275,8 @@ def test_equals_plain_steps(case: Case, ranks: int, pools: dict[int, RankPool], 
 
 def buffers_after_an_early_end(rank: int, world_size: int, seed: int) -> dict[str, Any]:
     """Steps whose first layer gets a balanced routing or none; the last always has the same experts."""
-    comm = Communicator(
-        num_experts=4 * world_size,
-        hidden=HIDDEN,
-        top_k=2,
-        max_tokens=TOKENS,
-        dtype=torch.float64,
-        device="cpu",
-    )
-    config = MoEConfig(
-        hidden=HIDDEN,
-        ffn_hidden=8,
-        num_experts=4 * world_size,
-        top_k=2,
-        dtype=torch.float64,
-        bias_update_rate=0.01,
-    )
+    config = config_of(Case(), world_size)
+    comm = communicator_for(config)
     torch.manual_seed(seed)
     model = nn.Sequential(MoELayer(config, comm), MoELayer(config, comm))
     with torch.no_grad():

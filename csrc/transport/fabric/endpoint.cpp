@@ -2,32 +2,17 @@
 
 #include <rdma/fi_errno.h>
 
-#include <array>
-#include <cstdio>
-#include <random>
+#include <string>
 #include <utility>
 
 #include "common/error.hpp"
+#include "common/random.hpp"
 #include "transport/fabric/library.hpp"
 
 namespace moecomm::fabric {
 namespace {
 
 constexpr size_t kQueueEntries = 4096;  // completions that may wait to be read; the provider may take fewer
-
-/// The shm provider names its file in /dev/shm by the number of the process. That comes again: a killed
-/// process has left its file, another container shares the folder. Later versions of libfabric than 1.17 look
-/// for another name then. Returns the provider's status.
-int make_name_unique(fid_ep* endpoint) {
-  std::array<char, 256> name{};
-  size_t bytes = name.size();
-  if (const int status = fi_getname(&endpoint->fid, name.data(), &bytes); status != 0) return status;
-  std::random_device random;
-  std::array<char, 24> end{};
-  std::snprintf(end.data(), end.size(), ":%08x%08x", random(), random());
-  std::string unique = name.data() + std::string(end.data());
-  return fi_setname(&endpoint->fid, unique.data(), unique.size() + 1);
-}
 
 }  // namespace
 
@@ -65,7 +50,14 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
   fid_ep* endpoint = nullptr;
   require(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "opening the endpoint");
   endpoint_.reset(endpoint);
-  if (describe(*info_).provider == "shm") require(make_name_unique(endpoint), "naming the endpoint");
+  if (provider() == "shm") {
+    // It names its file in /dev/shm by the number of the process. That comes again: a killed process has left
+    // its file, another container shares the folder. Later versions than 1.17 look for another name then.
+    std::string name = reinterpret_cast<const char*>(address().data());
+    name += ':';
+    name += random_digits("the name of an endpoint");
+    require(fi_setname(&endpoint->fid, name.data(), name.size() + 1), "naming the endpoint");
+  }
   require(fi_ep_bind(endpoint, &queue->fid, FI_TRANSMIT | FI_RECV), "binding the completion queue");
   require(fi_ep_bind(endpoint, &addresses->fid, 0), "binding the address table");
   require(fi_enable(endpoint), "enabling the endpoint");

@@ -2,12 +2,12 @@
 
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 
 #include <string>
 
 #include "common/error.hpp"
+#include "common/random.hpp"
 #include "transport/fabric/library.hpp"
 
 namespace moecomm::fabric {
@@ -15,9 +15,7 @@ namespace {
 
 /// A key that nobody who was not given it can guess, in as many bytes as the provider takes.
 uint64_t random_key(size_t key_bytes) {
-  uint64_t key = 0;
-  if (getrandom(&key, sizeof(key), 0) != sizeof(key))
-    throw Error(ErrorKind::unsupported, errno_text("getrandom for a memory key"));
+  const uint64_t key = random_word("a memory key");
   return key_bytes >= sizeof(key) ? key : key & ((uint64_t{1} << (8 * key_bytes)) - 1);
 }
 

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -11,6 +10,7 @@
 #include <utility>
 
 #include "common/error.hpp"
+#include "common/random.hpp"
 
 namespace moecomm::shm {
 namespace {
@@ -18,13 +18,8 @@ namespace {
 constexpr const char* kShmFolder = "/dev/shm";
 
 std::string random_name() {
-  uint64_t random[2];
-  if (getrandom(random, sizeof(random), 0) != sizeof(random))
-    throw Error(ErrorKind::unsupported, errno_text("getrandom for a shared memory name"));
-  static constexpr char kDigits[] = "0123456789abcdef";
   std::string name = "/moecomm-";
-  for (uint64_t word : random)
-    for (int digit = 0; digit < 16; ++digit) name += kDigits[(word >> (4 * digit)) & 15];
+  for (int word = 0; word < 2; ++word) name += random_digits("a shared memory name");
   return name;
 }
 
