@@ -114,7 +114,11 @@ void Proxy::close(bool drain) noexcept {
 
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
-  while (stop_.load() != 2) {
+  while (true) {
+    // Looked at before the commands: what was pushed before close() is among them then, and the farewell
+    // counts it.
+    const int stop = stop_.load();
+    if (stop == 2) return;
     const bool busy =
         static_cast<int>(take_commands()) | static_cast<int>(issue()) | static_cast<int>(take_events());
     if (const auto now = Clock::now(); now >= next_words_) {
@@ -122,7 +126,7 @@ void Proxy::run() {
       tell_failures(now);
       next_words_ = now + kWordsInterval;
     }
-    if (stop_.load() == 1) {
+    if (stop == 1) {
       say_farewell(busy);
       if (finished()) return;
     }
