@@ -238,6 +238,12 @@ class Communicator:
         finally:
             backend.limit_sms(before)
 
+    def settle(self) -> None:
+        """Lets a dropless dispatch of `async_op`, if one was begun last, go on now: the host waits for its
+        number of rows, and `stream` receives them. The next operation does that too; this is for those who
+        make `stream` wait for something before they call that. On the CPU it does nothing."""
+        self._open().settle_begun()
+
     @overload
     def dispatch(
         self,

@@ -127,6 +127,9 @@ class Backend(Protocol):
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """The result of `operation` after all before it; `name` is for profilers."""
 
+    def settle_begun(self) -> None:
+        """Completes what `launch` has only begun."""
+
     def launch(
         self,
         name: str,

@@ -179,6 +179,9 @@ class CpuBackend:
         future = self._order.submit(begin if complete is None else lambda: complete(begin()))
         return Work(lambda: finish(future.result()), future.done)
 
+    def settle_begun(self) -> None:
+        """Nothing to do: the thread does all of an operation."""
+
     def ready(self) -> None:
         """Raises what is pending: every rank sees a passed capacity, and none may go on."""
         self._native.check()

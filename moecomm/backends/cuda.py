@@ -219,8 +219,7 @@ class CudaBackend:
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """The result of `operation`, on the caller's current stream, after all before it."""
         with self._lock:
-            if self._unfinished is not None:
-                self._unfinished.complete()
+            self.settle_begun()
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
@@ -271,17 +270,26 @@ class CudaBackend:
     ) -> Work[Finished]:
         """Puts an operation on `stream`, after what the caller's current stream holds now.
 
-        One that keeps the host waiting is begun only; the rest comes in `wait`, or before the next operation.
+        One that keeps the host waiting is begun only; the rest comes in `wait`, or before the next operation,
+        on as many SMs.
         """
-        side = self.stream
+        side, limit = self.stream, self._limit
         side.wait_stream(self._gpu.stream())
         for each in inputs:
             if isinstance(each, torch.Tensor) and each.device == self.device:
                 each.record_stream(side)
-        work = SideWork(self, self._gpu, name, begin, complete, side)
+
+        def limited(begun: Any) -> Result:
+            assert complete is not None
+            before = self.limit_sms(limit)
+            try:
+                return complete(begun)
+            finally:
+                self.limit_sms(before)
+
+        work = SideWork(self, self._gpu, name, begin, None if complete is None else limited, side)
         with self._lock:
-            if self._unfinished is not None:
-                self._unfinished.complete()
+            self.settle_begun()
             work.begin()
             if complete is not None:
                 self._unfinished = work
@@ -292,6 +300,12 @@ class CudaBackend:
                 return finish(result)
 
         return Work(wait, work.is_completed, work.join)
+
+    def settle_begun(self) -> None:
+        """Completes what `launch` has only begun."""
+        with self._lock:
+            if self._unfinished is not None:
+                self._unfinished.complete()
 
     def settle(self, work: SideWork[Any]) -> None:
         """Completes `work` if that is still to do."""

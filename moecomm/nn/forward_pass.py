@@ -13,7 +13,7 @@ from moecomm.activation import INPUTS, weighted_activation_into
 from moecomm.nn.passes import Call, Weights, of_part, without_autocast
 from moecomm.nn.pool import Ticket
 from moecomm.nn.routes import Route, Slices, make_route
-from moecomm.overlap import Results, forward_schedule, recompute_schedule
+from moecomm.overlap import Results, forward_schedule, in_turns, recompute_schedule
 from moecomm.overlap.moe import stage_name
 from moecomm.types import DispatchOutput, Handle
 
@@ -80,7 +80,13 @@ class ForwardPass:
         pool = call.pool is not None
         if pool:
             work["to pool"] = lambda results: self._to_pool(results, "dispatch")
-        schedule = forward_schedule(shared=shared, parts=parts, split=call.split, pool=pool)
+        schedule = forward_schedule(
+            shared=shared,
+            parts=parts,
+            split=call.split,
+            pool=pool,
+            in_turns=in_turns() and call.capacity is None,
+        )
         results = self._execute(schedule, work)
         if call.runs is not None:
             call.runs.forward = results.recorded

@@ -134,7 +134,7 @@ class MoELayer(nn.Module):
         prepare_activation(comm.device, config.dtype)
         self._split = _find_split(comm)
         self._sms = _sms_to_share(comm) if self._split is None else None
-        self._executor = Executor(comm.device, {"comm": comm.stream}, comm.limit_sms)
+        self._executor = Executor(comm.device, {"comm": comm.stream}, comm.limit_sms, comm.settle)
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
         self.loss_scale = 1.0
@@ -230,7 +230,7 @@ class MoELayer(nn.Module):
         if self._sms is None or self.beside_sms == 0:
             return None
         if self.beside_sms is not None:
-            return dict.fromkeys(("dispatch", "gradient rows", "combine"), self.beside_sms)
+            return dict.fromkeys(("publish", "dispatch", "gradient rows", "combine"), self.beside_sms)
         return self._modelled_sms[1]
 
     @functools.cached_property

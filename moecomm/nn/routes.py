@@ -10,9 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from moecomm.communicator import Communicator
+from moecomm.overlap import in_turns
 from moecomm.parts import CombineInParts, DispatchInParts, RedispatchInParts
 from moecomm.routing import part_experts
-from moecomm.types import DispatchOutput, Handle
+from moecomm.types import DispatchOutput, Handle, Work
 
 
 class Slices:
@@ -73,21 +74,28 @@ class AsOne:
 
     def __init__(self, comm: Communicator, capacity: int | None, handle: Handle | None) -> None:
         self._comm, self._capacity, self._handle = comm, capacity, handle
-        self._begun: DispatchInParts | None = None
+        self._begun: DispatchInParts | Work[DispatchOutput] | None = None
         self._out: DispatchOutput | None = None
 
     def publish(self, x_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> None:
-        """Starts it; without a capacity the rest waits for the number of rows."""
-        if self._capacity is None:
-            self._begun = self._comm.begin_dispatch(x_TH, topk_idx_TK, topk_weights_TK, parts=1)
+        """Starts it; without a capacity the rest waits for the number of rows. In a program of `interleave`
+        operations of others may come before that, and `receive` is called on the stream that needs them."""
+        tokens = (x_TH, topk_idx_TK, topk_weights_TK)
+        if self._capacity is not None:
+            self._out = self._comm.dispatch(*tokens, capacity=self._capacity)
+        elif in_turns():
+            self._begun = self._comm.dispatch(*tokens, async_op=True)
         else:
-            self._out = self._comm.dispatch(x_TH, topk_idx_TK, topk_weights_TK, capacity=self._capacity)
+            self._begun = self._comm.begin_dispatch(*tokens, parts=1)
 
     def receive(self, part: int) -> DispatchOutput:
         """All of it."""
-        if self._begun is not None:
-            self._begun.receive()
-            self._out, self._begun = self._begun.output, None
+        begun, self._begun = self._begun, None
+        if isinstance(begun, Work):
+            self._out = begun.wait()
+        elif begun is not None:
+            begun.receive()
+            self._out = begun.output
         out, self._out = self._out, None
         assert out is not None
         self._handle = out.handle

@@ -12,7 +12,7 @@ import torch
 
 from moecomm.backends.device import CudaDevice
 from moecomm.errors import InvalidArgument
-from moecomm.overlap.interleave import in_turns, others_go_on, others_wait, pause, sms_to_leave
+from moecomm.overlap.interleave import in_turns, others_go_on, pause, sms_to_leave
 from moecomm.overlap.schedule import SMS, Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 from moecomm.types import DispatchOutput
@@ -83,6 +83,8 @@ class Executor:
             always the caller's current one, and streams that are not given are made here.
         limit_sms: within what it gives, what communicates takes so many SMs: `Communicator.limit_sms`. For
             stages that say how many they use.
+        settle: in a program of `interleave`, called before a stage that communicates, so that what another
+            program has begun is not behind what that stage's stream waits for: `Communicator.settle`.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Executor:
         device: torch.device,
         streams: Mapping[str, torch.cuda.Stream | None] | None = None,
         limit_sms: LimitSms | None = None,
+        settle: Callable[[], None] | None = None,
     ):
         self.device = device
-        self._limit_sms = limit_sms
+        self._limit_sms, self._settle = limit_sms, settle
         self._gpu = CudaDevice(device.index) if device.type == "cuda" else None
         self._streams = {name: stream for name, stream in (streams or {}).items() if stream is not None}
         self.waits = False
@@ -113,9 +116,8 @@ class Executor:
         record: measure, for `Results.timeline`; not within a CUDA graph capture.
 
         in_turns_sms: in a program of `interleave`, SMs on which a stage communicates, by its name, where
-        another program goes on with a product meanwhile. That product leaves them. The first program has
-        nobody beside its first transfer; it issues its next product too before others begin, which leaves
-        what they may need, so that the GPU has work while the host sees to theirs.
+        another program goes on with a product meanwhile. That product leaves them, if it can
+        (`Stage.leaves_sms`). The first program has nobody beside its first transfer.
 
         Raises InvalidArgument where work and stages do not have the same names.
         """
@@ -130,23 +132,21 @@ class Executor:
             order = self._order(schedule, record)
             results = Results(order, schedule)
             try:
-                travelling = 0  # SMs of the last transfer of this turn, if it was given few
-                ahead = 0  # SMs for others who have not begun; this program has a product to issue before
+                travelling = 0  # SMs of a transfer of this turn, if it was given few
                 for stage in schedule.stages:
                     results._stage = stage
+                    if stage.communicates and self._settle is not None and in_turns():
+                        self._settle()
                     sms = self._sms(stage, in_turns_sms)
-                    order.begin(stage, 0 if stage.communicates else max(sms_to_leave(), ahead))
+                    order.begin(stage, sms_to_leave() if stage.leaves_sms else 0)
                     with self._limited(sms):
                         results._values[stage.name] = work[stage.name](results)
                     order.end(stage)
                     if stage.communicates:
                         travelling = sms or 0
-                        if stage.yields and in_turns_sms and others_wait():
-                            ahead = max(in_turns_sms.values())
-                            continue
-                    if stage.yields or ahead:
+                    if stage.yields:
                         pause(travelling)
-                        travelling = ahead = 0
+                        travelling = 0
             finally:
                 results._stage = None
                 order.close()

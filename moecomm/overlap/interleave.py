@@ -38,7 +38,7 @@ class _Turns:
         self._alive = [True] * count
         self._paused = [False] * count
         self._turn = 0
-        self._travelling = 0
+        self._told = [0] * count  # SMs that what a program has on its way holds, and no product has left yet
         self._ended = False
 
     def wait(self, number: int) -> None:
@@ -50,30 +50,31 @@ class _Turns:
 
     def pass_on(self, number: int, sms: int) -> None:
         """The next program's, if there is another one; comes back when it is this one's again. `sms`: of what
-        this one has on its way."""
+        this one has sent on its way; 0: nothing more."""
         with self._changed:
-            self._paused[number], self._travelling = True, sms
+            self._paused[number] = True
+            self._told[number] = sms or self._told[number]
             self._next(number)
         self.wait(number)
 
-    def others(self, number: int, *, begun: bool) -> bool:
-        """Is there another program that is not over and has had a turn, or has not?"""
+    def others_go_on(self, number: int) -> bool:
+        """Is there another program that has had a turn and is not over?"""
         with self._changed:
             each = zip(self._paused, self._alive, strict=True)
-            return any(
-                paused is begun and alive and other != number for other, (paused, alive) in enumerate(each)
-            )
+            return any(paused and alive and other != number for other, (paused, alive) in enumerate(each))
 
-    def take(self) -> int:
-        """The SMs of what was on its way when the turn began; once."""
+    def take(self, number: int) -> int:
+        """The most SMs that another program has told of, once. What this one has told is over: its product
+        comes after it."""
         with self._changed:
-            sms, self._travelling = self._travelling, 0
+            self._told[number] = 0
+            sms, self._told = max(self._told), [0] * len(self._told)
         return sms
 
     def leave(self, number: int) -> None:
         """A program is over."""
         with self._changed:
-            self._alive[number], self._travelling = False, 0
+            self._alive[number], self._told[number] = False, 0
             self._next(number)
 
     def end(self) -> None:
@@ -97,8 +98,8 @@ _place: contextvars.ContextVar[tuple[_Turns, int] | None] = contextvars.ContextV
 def pause(sms: int = 0) -> None:
     """Within a program of `interleave`: the next one's turn. Elsewhere it does nothing.
 
-    sms: of a GPU, that what this program has sent on its way holds, where it was given few: the next large
-    product of the other one leaves them.
+    sms: of a GPU, that what this program has sent on its way holds, where it was given few: the next product
+    of another one (`Stage.leaves_sms`) leaves them.
     """
     place = _place.get()
     if place is not None:
@@ -109,20 +110,14 @@ def pause(sms: int = 0) -> None:
 def others_go_on() -> bool:
     """Within a program: another one has begun, and goes on when this one pauses."""
     place = _place.get()
-    return place is not None and place[0].others(place[1], begun=True)
-
-
-def others_wait() -> bool:
-    """Within a program: there are others, and none of them has begun."""
-    place = _place.get()
-    return place is not None and place[0].others(place[1], begun=False) and not others_go_on()
+    return place is not None and place[0].others_go_on(place[1])
 
 
 def sms_to_leave() -> int:
-    """Within a program: those that the one before it has said in `pause`, the first time it is asked since;
-    else 0."""
+    """Within a program, before a product: SMs that others have said in `pause`, and nobody has left yet; else
+    0."""
     place = _place.get()
-    return 0 if place is None else place[0].take()
+    return 0 if place is None else place[0].take(place[1])
 
 
 def in_turns() -> bool:

@@ -26,6 +26,8 @@ are on their way, and while what the one before has made travels back:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -80,10 +82,13 @@ def _transfer(
     )
 
 
-def _product(name: str, *after: str, beside: Split | None = None, yields: bool = False) -> Stage:
+def _compute(name: str, *after: str, beside: Split | None = None) -> Stage:
     """`beside`: something travels meanwhile."""
-    uses = {} if beside is None else beside.products
-    return Stage(name=name, stream=COMPUTE, after=after, uses=uses, yields=yields)
+    return Stage(name=name, stream=COMPUTE, after=after, uses={} if beside is None else beside.products)
+
+
+def _product(name: str, *after: str, beside: Split | None = None, yields: bool = False) -> Stage:
+    return replace(_compute(name, *after, beside=beside), yields=yields, leaves_sms=True)
 
 
 def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
@@ -93,31 +98,42 @@ def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
 
 @lru_cache
 def forward_schedule(
-    *, shared: bool, parts: int = 1, split: Split | None = None, pool: bool = False
+    *,
+    shared: bool,
+    parts: int = 1,
+    split: Split | None = None,
+    pool: bool = False,
+    in_turns: bool = False,
 ) -> Schedule:
     """`shared`: there are shared experts. `split`: what runs while rows travel leaves them SMs. `pool`: what
-    is kept goes to one, in one part."""
+    is kept goes to one, in one part. `in_turns`: another program goes on where rows travel; in one part that
+    is before the host waits for their number. They are received on the communicator's stream by themselves
+    then (`Communicator.settle`), whenever that comes, and "dispatch" waits for just that."""
     beside = split if parts > 1 else None
 
-    def compute(name: str, part: int, *after: str) -> Stage:
-        names = tuple(stage_name(other, part, parts) for other in after)
-        return _product(stage_name(name, part, parts), *names, beside=beside)
+    def of_part(make: Callable[..., Stage], name: str, part: int, *after: str) -> Stage:
+        names = (stage_name(other, part, parts) for other in after)
+        return make(stage_name(name, part, parts), *names, beside=beside)
 
-    stages = [Stage(name="publish", stream=COMM, communicates=True)]
+    early = in_turns and parts == 1
+    stream = COMPUTE if early else COMM
+    stages = [Stage(name="publish", stream=COMM, communicates=True, yields=early)]
     if shared:
         stages.append(_product("shared experts", beside=split))
     for part in range(parts):
         before = stage_name("dispatch", part - 1, parts) if part > 0 else "publish"
-        stages.append(_transfer("dispatch", part, parts, before, split=split))
+        stages.append(
+            _transfer("dispatch", part, parts, before, split=split, stream=stream, yields=not early)
+        )
     for part in range(parts):
         stages += [
-            compute("up", part, "dispatch"),
-            compute("activation", part, "up"),
-            compute("down", part, "activation"),
+            of_part(_product, "up", part, "dispatch"),
+            of_part(_compute, "activation", part, "up"),
+            of_part(_product, "down", part, "activation"),
             _transfer("combine", part, parts, stage_name("down", part, parts), split=split),
         ]
     if pool:
-        stages.append(_product("to pool", "up"))
+        stages.append(_compute("to pool", "up"))
     if shared:
         last = stage_name("combine", parts - 1, parts)
         stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared experts")))
@@ -162,7 +178,7 @@ def backward_schedule(
         for part in range(parts)
     ]
     if pool:
-        stages.append(_product("from pool"))
+        stages.append(_compute("from pool"))
     if shared:
         stages.append(_product("shared backward", beside=split, yields=shared_first))
     for part in range(parts):
@@ -177,7 +193,7 @@ def backward_schedule(
             stages.append(_product(named("up again"), *rows, beside=beside))
         stages += [
             _product(named("down backward"), named("gradient rows"), beside=beside),
-            _product(named("activation backward"), named("down backward"), *first, beside=beside),
+            _compute(named("activation backward"), named("down backward"), *first, beside=beside),
         ]
         if first_of_two:
             stages.append(_product("down weights", named("gradient rows"), named("activation backward")))
@@ -211,12 +227,12 @@ def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1, pool: bool =
         if keep != "nothing":
             stages.append(_transfer("rows again", part, parts))
     if shared:
-        stages.append(Stage(name="shared experts", stream=COMPUTE))
+        stages.append(_product("shared experts"))
     for part in range(parts):
         if keep == "all":
-            after = (stage_name("rows again", part, parts),)
-            stages.append(Stage(name=stage_name("up again", part, parts), stream=COMPUTE, after=after))
+            rows = stage_name("rows again", part, parts)
+            stages.append(_product(stage_name("up again", part, parts), rows))
     if pool:
         last = stage_name("rows again" if keep == "rows" else "up again", parts - 1, parts)
-        stages.append(Stage(name="to pool", stream=COMPUTE, after=(last,)))
+        stages.append(_compute("to pool", last))
     return Schedule(stages, streams=(COMPUTE, COMM))

@@ -37,6 +37,8 @@ class Stage:
     """It waits for peers or for links, and is to be hidden behind stages that do not."""
     yields: bool = False
     """Another program of `interleave` may go on when it has been issued."""
+    leaves_sms: bool = False
+    """A product that can leave SMs, and does so for what another program has on its way."""
 
 
 class Schedule:

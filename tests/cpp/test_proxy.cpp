@@ -88,8 +88,8 @@ struct Pair {
   std::optional<Proxy> proxy;
 };
 
-/// The proxy has found no commands and is held up then; meanwhile the last one comes, and close(). A peer that
-/// were told a count without it would take this rank for gone while its rows are still to come.
+/// The proxy has found no commands and is held up then; meanwhile the last one comes, and close(). A peer
+/// that were told a count without it would take this rank for gone while its rows are still to come.
 void test_farewell_counts_what_was_pushed_before() {
   Pair pair;
   pair.gate->closed = true;

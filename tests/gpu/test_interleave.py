@@ -14,7 +14,6 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_layer import Case
 
-PARTS = [1, 2]
 _STEPS = 3
 
 
@@ -33,7 +32,9 @@ def _in_turn(layers: list[Any], inputs: list[tuple[torch.Tensor, torch.Tensor]])
     return _with_parameters(layers, results)
 
 
-def _merged(layers: list[Any], inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+def _merged(
+    layers: list[Any], inputs: list[tuple[torch.Tensor, torch.Tensor]], first: str
+) -> list[torch.Tensor]:
     """The forward of each microbatch beside the backward of the one before."""
     from moecomm.overlap import interleave
 
@@ -49,8 +50,10 @@ def _merged(layers: list[Any], inputs: list[tuple[torch.Tensor, torch.Tensor]]) 
         if following is None:
             backward(y, grad)()
             fresh = None
-        else:
+        elif first == "forward":
             fresh, _ = interleave(forward(following[0]), backward(y, grad))
+        else:
+            _, fresh = interleave(backward(y, grad), forward(following[0]))
         results += [y.detach(), x.grad]
         y = fresh
     return _with_parameters(layers, results)
@@ -72,12 +75,14 @@ def _layers(case: Case) -> list[Any]:
     return [first, MoELayer(first.config, first.comm)]
 
 
-def _compare(rank: int, world_size: int, case: Case, parts: int) -> list[str]:
+def _compare(rank: int, world_size: int, case: Case, way: dict[str, Any], first: str) -> list[str]:
+    """`way`: attributes of the layers."""
     layers = _layers(case)
     for layer in layers:
-        layer.parts = parts
+        for name, value in way.items():
+            setattr(layer, name, value)
     wanted = _in_turn(layers, _inputs(case, rank))
-    found = _merged(layers, _inputs(case, rank))
+    found = _merged(layers, _inputs(case, rank), first)
     harness.synchronize()
     layers[0].comm.close()
     # Sums of gradients, over microbatches and in autograd's own order: equal up to rounding.
@@ -90,17 +95,27 @@ def _compare(rank: int, world_size: int, case: Case, parts: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("first", ["backward", "forward"])
+@pytest.mark.parametrize("way", [{}, {"parts": 2}, {"keep": "nothing"}, {"beside_sms": 8}], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_forward_beside_backward(pool: Pools, size: int, parts: int, seed: int) -> None:
+def test_forward_beside_backward(pool: Pools, size: int, way: dict[str, Any], first: str, seed: int) -> None:
     case = Case((300, 0, 257, 64)[:size], seed)
-    harness.assert_none(pool(size)(_compare, case, parts))
+    harness.assert_none(pool(size)(_compare, case, way, first))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options", [{"capacity_factor": 1.5, "pad_to_capacity": True}, {"num_shared_experts": 0}], ids=str
+)
+def test_other_layers_beside_each_other(pool: Pools, size: int, options: dict[str, Any], seed: int) -> None:
+    case = Case((300, 0, 257, 64)[:size], seed, options=options)
+    harness.assert_none(pool(size)(_compare, case, {}, "backward"))
 
 
 @pytest.mark.parametrize("size", [2])
 def test_beside_products_that_leave_sms(pool: Pools, size: int, seed: int) -> None:
     case = replace(Case((300, 270), seed), num_sms=8)
-    harness.assert_none(pool(size)(_compare, case, 2))
+    harness.assert_none(pool(size)(_compare, case, {"parts": 2}, "backward"))
 
 
 def _halves(rank: int, world_size: int, case: Case) -> list[str]:

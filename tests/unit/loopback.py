@@ -100,6 +100,9 @@ class LoopbackNative:
     def network(self) -> str:
         return ""
 
+    def limit_sms(self, num_sms: int) -> None:
+        self.calls.append(f"limit_sms {num_sms}")
+
     def check(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:

@@ -130,6 +130,24 @@ class TestOperations:
         assert kept.isdisjoint(each.data_ptr() for each in inputs)
         assert torch.equal(work.wait().tokens, inputs[0][[1, 3, 0, 2, 3, 0, 2]])
 
+    def test_a_begun_dispatch_is_settled_on_the_sms_that_it_began_with(self) -> None:
+        comm, native, _ = _comm()
+        backend, inputs = comm._open(), _inputs()
+        comm.settle()  # nothing is begun
+        before = backend.limit_sms(20)
+        work = comm.dispatch(*inputs, async_op=True)
+        backend.limit_sms(before)
+        assert native.calls[-1] == "limit_sms 0"
+        begun = len(native.calls)
+        comm.settle()
+        comm.settle()
+        assert native.calls[begun:] == ["limit_sms 20", "wait_rows", "finish_dispatch@101", "limit_sms 0"]
+        assert torch.equal(work.wait().tokens, inputs[0][[1, 3, 0, 2, 3, 0, 2]])
+        assert len(native.calls) == begun + 4
+        comm.close()
+        with pytest.raises(moecomm.CommunicatorClosed):
+            comm.settle()
+
     def test_no_tokens(self) -> None:
         comm, _, _ = _comm()
         out = comm.dispatch(torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))

@@ -654,7 +654,8 @@ def test_sms_in_turns_are_those_of_the_product_beside() -> None:
     machine = MACHINES["h200"]
     exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, experts=256, top_k=8, hidden=7168)
     found = sms_in_turns(LayerShape(exchange, ffn=2048), machine, H200)
-    assert found.keys() == {"dispatch", "gradient rows", "combine"}
+    assert found.keys() == {"publish", "dispatch", "gradient rows", "combine"}
+    assert found["publish"] == found["dispatch"]
     # Beside half of the product it takes more; the way home lies beside what the gradients' does.
     assert 8 <= found["gradient rows"] < found["dispatch"] <= 33
     assert found["combine"] == sms_beside_weights(LayerShape(exchange, ffn=2048), machine, H200)
@@ -676,9 +677,9 @@ def test_in_turns_products_leave_what_travels_beside_them(gpu: Callable[[], Exec
         limits.pop()
 
     executor = Executor(torch.device("cuda", 0), limit_sms=limit)
-    sms = {"dispatch": 8, "gradient rows": 10, "combine": 20}
+    sms = {"publish": 8, "dispatch": 8, "gradient rows": 10, "combine": 20}
     own = Split(sms=132, comm=12)
-    forward = forward_schedule(shared=shared)
+    forward = forward_schedule(shared=shared, in_turns=True)
     backward = backward_schedule(
         shared=shared, keep="all", home=True, weights=True, home_split=own, in_turns=True
     )
@@ -691,43 +692,44 @@ def test_in_turns_products_leave_what_travels_beside_them(gpu: Callable[[], Exec
         work = {stage: look(stage) for stage in schedule.names}
         return lambda: executor.run(schedule, work, in_turns_sms=sms) and None
 
-    interleave(program("f", forward), program("b", backward))
+    def limited() -> dict[str, int]:
+        return {name: each[0] for name, each in seen.items() if each[0] is not None}
+
+    def left() -> dict[str, int]:
+        return {name: each[1] for name, each in seen.items() if each[1] != 7}
+
+    # A backward first: all that comes after its rows lies beside a product of the other program, which leaves
+    # what is on its way.
+    interleave(program("b", backward), program("f", forward))
+    assert limited() == {"f publish": 8, "f dispatch": 8, "b home": 12, "f combine": 20}
+    first = "f shared experts" if shared else "f up"
+    assert left() == {"b down backward": 8, first: 12, "b up weights": 20}
     order = list(seen)
-    # The forward's first product is there before the backward begins.
-    turn = order.index("b shared backward" if shared else "b gradient rows")
-    assert order[order.index("f dispatch") + 1] == "f up" and order[turn + 1] == "f activation"
-    limited = {name: each[0] for name, each in seen.items() if each[0] is not None}
+    before = "b shared backward" if shared else "b gradient rows"
+    assert order[order.index(before) + 1] == "f publish"  # which lies under the gradients' rows
+    assert order[order.index("f publish") + 1] == "b down backward"
+    assert order[order.index("b home") + 1] == ("f shared experts" if shared else "f dispatch")
+    assert order[order.index("f combine") + 1] == "b up weights"
+
     # The first dispatch has nothing beside it, and the forward is over when the gradients go home.
-    assert limited == {"b gradient rows": 10, "f combine": 20, "b home": 12}
-    left = {name: each[1] for name, each in seen.items() if each[1] != 7}
-    wanted = {"f up": 20, "f activation": 10, "b down backward": 20, "b up weights": 12}
-    assert left == wanted | ({"f sum": 12} if shared else {})
+    seen.clear()
+    interleave(program("f", forward), program("b", backward))
+    assert limited() == {"b gradient rows": 10, "f dispatch": 8, "f combine": 20, "b home": 12}
+    assert left() == {first: 10, "b down backward": 20, "b up weights": 12}
 
     # Two halves of a step: the second one's rows travel beside the first one's products. That the first one
     # has nothing more to do at the end nobody can know.
     seen.clear()
     interleave(program("one", forward), program("two", forward))
-    assert {name: each[0] for name, each in seen.items() if each[0] is not None} == {
+    assert limited() == {
+        "two publish": 8,
+        "one dispatch": 8,
         "two dispatch": 8,
         "one combine": 20,
         "two combine": 20,
     }
-    left = {name: each[1] for name, each in seen.items() if each[1] != 7}
-    wanted = {"one up": 20, "one activation": 8, "two up": 20}
-    assert left == wanted | ({"one sum": 20} if shared else {})
-
-    # A backward first: all that comes after its rows lies beside a product of the other program, which leaves
-    # what is on its way.
-    seen.clear()
-    interleave(program("b", backward), program("f", forward))
-    assert {name: each[0] for name, each in seen.items() if each[0] is not None} == {
-        "f dispatch": 8,
-        "b home": 12,
-        "f combine": 20,
-    }
-    left = {name: each[1] for name, each in seen.items() if each[1] != 7}
-    first = {"b down backward": 8} if shared else {"b down backward": 20, "b activation backward": 8}
-    assert left == first | {"f up": 12, "b up weights": 20}
+    one, two = ("one shared experts", "two shared experts") if shared else ("one up", "two up")
+    assert left() == {one: 8, two: 20}
 
     # Alone nothing is limited that a schedule does not limit.
     seen.clear()
@@ -754,7 +756,7 @@ class ThreadedGpu(Gpu):
 
 def test_in_turns_nobody_waits_for_what_others_have_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moecomm.overlap.executor.CudaDevice", ThreadedGpu)
-    executor = Executor(torch.device("cuda", 0))
+    executor = Executor(torch.device("cuda", 0), settle=lambda: log.append("settle"))
     log = FakeGpu.last.log
     forward, chain = forward_schedule(shared=False), CHAIN
 
@@ -778,6 +780,10 @@ def test_in_turns_nobody_waits_for_what_others_have_on_their_way(monkeypatch: py
     )  # for the combine; and "up weights" for home
     assert until_next.count("record 101") == 1, until_next  # at the end of home
 
+    # What others have begun comes before what the communicator's stream waits for, as it does for home.
+    up_to_home = log[log.index("b up backward") : home]
+    assert up_to_home.index("settle") < up_to_home.index("101 waits for 100")
+
     # A stage that fails may have put anything on its stream.
     def fail(_: Results) -> None:
         raise ValueError("mine")
@@ -788,6 +794,11 @@ def test_in_turns_nobody_waits_for_what_others_have_on_their_way(monkeypatch: py
     with pytest.raises(ValueError, match="mine"):
         interleave(lambda: executor.run(chain, work | {first_aside: fail}))
     assert log[-2:] == ["record 101", "100 waits for 101"]
+
+    # Outside nobody else has begun anything.
+    log.clear()
+    program("alone", backward)()
+    assert "settle" not in log
 
 
 def test_stages_say_on_how_many_sms_to_travel(gpu: Callable[[], Executor]) -> None:
