@@ -195,7 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--providers", default=",".join(PROVIDERS), metavar="LIST", help="with --nodes (%(default)s)")
     add(
-        "--label", metavar="WORD", help="with --nodes: keeps these records apart from those of other machines"
+        "--label",
+        metavar="WORD",
+        help="with --nodes or --layers: keeps these records apart from those of other machines",
     )
     add("--write", action="store_true", help="write docs/results/ and this part of docs/results.md")
     add("--into", metavar="FOLDER", help="keep the records there")
@@ -244,8 +246,10 @@ def main() -> int:
     """Runs the plan, prints the summary, and writes the results if asked."""
     parser = _parser()
     given = parser.parse_args()
-    if given.label and (not given.nodes or not given.label.isalnum()):
-        parser.exit(2, "run_all.py: error: --label is a word of letters and digits, for --nodes\n")
+    if given.label and not ((given.nodes or given.layers) and given.label.isalnum()):
+        parser.exit(
+            2, "run_all.py: error: --label is a word of letters and digits, for --nodes or --layers\n"
+        )
     if given.layers and given.nodes:
         parser.exit(2, "run_all.py: error: --layers and --nodes are plans of their own: give one of them\n")
     device = "cpu" if given.nodes and given.device == "auto" else find_device(given.device)

@@ -376,6 +376,15 @@ def summary(records: Records) -> str:
     return "\n\n".join(results.table(titles, lines) for titles, lines in found if lines)
 
 
+def _by_ranks(records: Records) -> list[tuple[int, dict[str, Record]]]:
+    """By the number of ranks, most first, and within that by label."""
+    found: dict[tuple[int, str], dict[str, Record]] = {}
+    for name, record in records.items():
+        run, label = results.run_and_label(name)
+        found.setdefault((-record["ranks"], label), {})[run] = record
+    return [(-ranks, found[ranks, label]) for ranks, label in sorted(found)]
+
+
 def _device_part(title: str, records: Records) -> str:
     first = next(iter(records.values()))
     host = results.machine(first)
@@ -441,8 +450,10 @@ nothing computes. Times are medians over iterations of the slowest rank, with co
 within a run, each verified against an independent computation first. Every column is defined in
 [bench/README.md](../bench/README.md)."""
     ]
-    if gpu:
-        parts.append(_device_part("Layers on GPUs", gpu))
+    groups = _by_ranks(gpu)
+    for ranks, of_ranks in groups:
+        title = "Layers on GPUs" if len(groups) == 1 else f"Layers on {ranks} GPUs"
+        parts.append(_device_part(title, of_ranks))
     if cpu:
         parts.append(_device_part("Layers on CPU ranks", cpu))
     return "\n\n".join(parts)

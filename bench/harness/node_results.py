@@ -207,13 +207,9 @@ def by_machine(records: Records) -> list[dict[str, Record]]:
     """The records of each machine: the same hardware and label."""
     found: dict[str, dict[str, Record]] = {}
     for name, record in records.items():
-        key = repr((sorted(record["hardware"].items()), _label(name)))
-        found.setdefault(key, {})[name.partition(".")[0]] = record
+        run, label = results.run_and_label(name)
+        found.setdefault(repr((sorted(record["hardware"].items()), label)), {})[run] = record
     return list(found.values())
-
-
-def _label(name: str) -> str:
-    return name.partition(".")[2]
 
 
 _TEXT = """Nodes are emulated on one host: ranks of different nodes share no memory, all that goes from one to

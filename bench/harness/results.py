@@ -200,6 +200,12 @@ def commands(records: Records) -> str:
     return f"The commands:\n\n```\n{listed}\n```\n"
 
 
+def run_and_label(name: str) -> tuple[str, str]:
+    """Of a record: the run, and behind a dot the label, if it has one."""
+    run, _, label = name.partition(".")
+    return run, label
+
+
 def machine(record: Record) -> str:
     """The host of a record."""
     hardware = record["hardware"]

@@ -464,6 +464,9 @@ def test_the_page_shows_steps_forwards_graphs_memory_and_stages() -> None:
     assert both.index("## GPUs") < both.index("## Layers")
 
 
+_GPUS = {"names": ["GPU"] * 4, "sms": 132, "memory_bytes": 1 << 37, "links": "NV18", "driver": "580"}
+
+
 def test_the_page_is_made_of_the_records_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -476,6 +479,15 @@ def test_the_page_is_made_of_the_records_that_are_there(
     assert run_all.main() == 0
     page = (tmp_path / "results.md").read_text()
     assert "Made by `python bench/run_all.py --layers --device cpu --write`" in page
+    # Records of GPUs: a part for each number of ranks, the most first.
+    four = _record(_given()) | {"gpus": _GPUS, "ranks": 4}
+    two = four | {"ranks": 2}
+    for name, record in (("cuda-layers-one.small", two), ("cuda-layers-one", four)):
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(record))
+    assert run_all.main() == 0
+    page = (tmp_path / "results.md").read_text()
+    titles = [line for line in page.splitlines() if line.startswith("### ")]
+    assert titles == ["### Layers on 4 GPUs", "### Layers on 2 GPUs", "### Layers on CPU ranks"]
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--layers", "--nodes"])
     with pytest.raises(SystemExit) as ended:
         run_all.main()

@@ -277,7 +277,8 @@ def test_the_cases_that_are_held_to_a_share_of_the_ceiling() -> None:
         ("--nodes --providers ,", "--providers"),
         ("--nodes --device cuda -g 3", "-g"),
         ("--nodes --label a/b", "--label"),
-        ("--label box", "--nodes"),
+        ("--label box", "--nodes or --layers"),
+        ("--layers --label a/b", "--label"),
         ("--nodes --only no-such-run", "nodes-proxy"),
     ],
 )
