@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moecomm.nn import MoELayer
 
@@ -68,6 +69,11 @@ def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
+def last_load(model: torch.nn.Module) -> Tensor:
+    """Tokens of each layer's experts in the last forward, (A, E)."""
+    return torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)])
+
+
 def measure_layers(model: torch.nn.Module, measure: bool) -> None:
     """Whether the layers measure when their stages run: it costs the host some events for each."""
     for layer in moe_layers(model):
@@ -81,7 +87,7 @@ def exposed_seconds(model: torch.nn.Module) -> float:
 
 
 def reduce_step(
-    model: torch.nn.Module,
+    load_AE: Tensor,
     *,
     loss: float,
     seconds: float,
@@ -90,7 +96,7 @@ def reduce_step(
     stop: bool,
 ) -> StepTotals:
     """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly."""
-    load_AE = torch.stack([layer.last_tokens_per_expert for layer in moe_layers(model)]).cpu()
+    load_AE = load_AE.cpu()
     comm_seconds = stats["dispatch_seconds"] + stats["combine_seconds"]
     numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], exposed, float(stop)]
     sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), load_AE.flatten().double()])

@@ -33,7 +33,7 @@ FIXED = (
     "tied",
 )
 # These belong to one call and not to the run.
-PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset", "graph")
+PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset", "graph", "interleave")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class Options:
     ep: int | None
     device: str
     graph: bool
+    microbatches: int
+    interleave: bool
     preset: str
     dtype: str
     expert_precision: str
@@ -108,6 +110,11 @@ def check_ranks(options: Options, world: int) -> int:
     """Do batch and experts divide over `world` ranks? Returns the expert-parallel size. Raises UsageError."""
     if options.batch % world:
         raise UsageError(f"--batch {options.batch} is not divisible by the number of ranks, {world}")
+    if options.batch // world % options.microbatches:
+        raise UsageError(
+            f"--batch {options.batch} is {options.batch // world} windows a rank, which do not divide into "
+            f"--microbatches {options.microbatches}"
+        )
     if options.ep is None:
         return math.gcd(world, options.experts)
     if world % options.ep:
@@ -125,6 +132,8 @@ def _check(options: Options) -> None:
             raise UsageError(
                 f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
             )
+    if options.graph and options.microbatches > 1:
+        raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.top_k > options.experts:
         raise UsageError(f"--top-k {options.top_k} is more than --experts {options.experts}")
     out = Path(options.out)
@@ -239,6 +248,19 @@ def _parser() -> argparse.ArgumentParser:
         "--graph",
         action="store_true",
         help="on GPUs: forward and backward as a CUDA graph; steps whose rows do not fit run again without",
+    )
+
+    add(
+        "--microbatches",
+        type=_count,
+        default=1,
+        help="parts of a step, forward and backward each; the exposed share is that of steps in one part",
+    )
+    add(
+        "--interleave",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the forward of each microbatch beside the backward of the one before",
     )
 
     add = parser.add_argument_group("output").add_argument

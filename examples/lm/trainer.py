@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import moecomm
-from lm import checkpoint, data, evaluate, plots, precision
+from lm import checkpoint, data, evaluate, microbatches, plots, precision
 from lm.build import (
     build_graphed_step,
     build_model,
@@ -26,6 +26,7 @@ from lm.metrics import (
     StepTotals,
     Totals,
     exposed_seconds,
+    last_load,
     measure_layers,
     reduce_step,
 )
@@ -33,7 +34,7 @@ from lm.options import Options
 from lm.progress import StepProgress
 from lm.ranks import Ranks
 from lm.stop import StopRequest
-from moecomm.nn import clip_grad_norm, sync_gradients, update_expert_bias
+from moecomm.nn import clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
 
 class Trainer:
@@ -58,6 +59,8 @@ class Trainer:
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         if options.resume:
             checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state, ranks)
+        set_loss_scale(self.model, 1 / options.microbatches)
+        self.loads: list[torch.Tensor] = []  # of the microbatches of a step
         self.totals = Totals()
         self.graphed = (
             build_graphed_step(self._forward_backward, self.model, options, self.comm)
@@ -109,8 +112,9 @@ class Trainer:
         """One optimizer step; returns whether the run was asked to stop, which all ranks learn together."""
         options = self.options
         began = time.perf_counter()
-        # The times of stages cannot be measured in a graph.
-        measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
+        # The times of stages cannot be measured in a graph, and those of microbatches lie beside each other.
+        measurable = self.graphed is None and options.microbatches == 1
+        measured = measurable and (step in (1, options.steps) or step % options.log_every == 0)
         measure_layers(self.model, measured)
         self.comm.reset_stats()
         mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
@@ -122,7 +126,14 @@ class Trainer:
             seq=options.seq,
             part=mine,
         ).to(self.ranks.device)
-        loss = (self.graphed or self._forward_backward)(tokens_BS)
+        if options.microbatches == 1:
+            loss = (self.graphed or self._forward_backward)(tokens_BS)
+            load_AE = last_load(self.model)
+        else:
+            self.loads.clear()
+            parts = tokens_BS.chunk(options.microbatches)
+            loss = microbatches.forward_backward(self._loss, parts, interleaved=options.interleave)
+            load_AE = torch.stack(self.loads).sum(0)
         sync_gradients(self.model, expert_group=self.ranks.same_experts_group)
         norm = clip_grad_norm(self.model, options.clip, self.ranks.ep_group)
         rate = learning_rate(step, options)
@@ -132,7 +143,7 @@ class Trainer:
         self.optimizer.zero_grad()
         update_expert_bias(self.model)
         totals = reduce_step(
-            self.model,
+            load_AE,
             loss=loss.item(),
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
@@ -149,10 +160,19 @@ class Trainer:
         return totals.stop
 
     def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
-        loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        loss = self._cross_entropy(tokens_BS)
         loss.backward()
         return loss
+
+    def _loss(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Of a microbatch."""
+        loss = self._cross_entropy(tokens_BS)
+        self.loads.append(last_load(self.model))
+        return loss
+
+    def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
+        return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
 
     def _record(self, step: int, totals: StepTotals, *, rate: float, norm: float, seconds: float) -> Record:
         record: Record = {
