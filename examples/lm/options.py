@@ -258,9 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--interleave",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the forward of each microbatch beside the backward of the one before",
+        action="store_true",
+        help="the forward of each microbatch beside the backward of the one before; pays where experts are large",
     )
 
     add = parser.add_argument_group("output").add_argument

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +24,6 @@ import torch
 from moecomm.errors import InvalidArgument
 
 Result = TypeVar("Result")
-
-_LOOK_S = 0.2  # between looks of the caller's thread for a keyboard interrupt
 
 
 class _Ended(BaseException):
@@ -159,27 +159,38 @@ def interleave(*programs: Callable[[], Any]) -> tuple[Any, ...]:
         finally:
             turns.leave(number)
 
-    threads = [
-        threading.Thread(
-            target=contextvars.copy_context().run, args=(play, number), name=f"moecomm program {number}"
-        )
-        for number in range(len(programs))
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_LOOK_S)
-    except BaseException:
-        turns.end()
-        for thread in threads:
-            thread.join()
-        raise
+    with _crew(len(programs)) as threads:
+        played = [
+            thread.submit(contextvars.copy_context().run, play, number)
+            for number, thread in enumerate(threads)
+        ]
+        try:
+            wait(played)
+        except BaseException:
+            turns.end()
+            wait(played)
+            raise
     for error in errors:
         if error is not None:
             raise error
     return tuple(results)
+
+
+_idle_crews: list[list[ThreadPoolExecutor]] = []
+os.register_at_fork(after_in_child=_idle_crews.clear)
+
+
+@contextlib.contextmanager
+def _crew(count: int) -> Iterator[list[ThreadPoolExecutor]]:
+    """A thread for each program, the same ones for the next call: libraries keep things by thread, such as
+    cuDNN's plans of attention, that take them long to make."""
+    crew = _idle_crews.pop() if _idle_crews else []
+    for number in range(len(crew), count):
+        crew.append(ThreadPoolExecutor(1, thread_name_prefix=f"moecomm program {number}"))
+    try:
+        yield crew[:count]
+    finally:
+        _idle_crews.append(crew)
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[Any]]:

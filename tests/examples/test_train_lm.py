@@ -131,7 +131,7 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, text_folder: Path, t
 def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
     """Each beside the one before it, or one after the other: with the same losses and loads."""
     found = {}
-    for name, flags in {"beside": (), "after": ("--no-interleave",)}.items():
+    for name, flags in {"beside": ("--interleave",), "after": ()}.items():
         arguments = [*SMALL_RUN, "--microbatches", "2", *flags, "--data", text_folder]
         done = run_example("train_lm.py", *arguments, "--out", tmp_path / name)
         assert done.code == 0, done.err

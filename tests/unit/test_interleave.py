@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
+import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -145,10 +148,43 @@ def test_an_error_lets_the_others_end_and_is_raised() -> None:
     with pytest.raises(ValueError, match=r"^first$"):
         interleave(_program(log, "a", 4), fails("first"), fails("second"))
     assert log == ["a0", "a1", "a2", "a3"]
-    assert threading.active_count() == 1 or all(
-        not thread.name.startswith("moecomm program") for thread in threading.enumerate()
-    )
     assert interleave(_program(log, "b", 1)) == ("b",)
+
+
+def test_the_next_call_has_the_same_threads() -> None:
+    """What libraries keep by thread is there again, in the program that made it."""
+
+    def ident() -> int:
+        pause()
+        return threading.get_ident()
+
+    first = interleave(ident, ident)
+    assert len({*first, threading.get_ident()}) == 3
+    assert interleave(ident, ident) == first and interleave(ident) == first[:1]
+    assert interleave(ident, ident, ident)[:2] == first
+
+    # Two callers at a time do not share any.
+    found: list[tuple[int, ...]] = []
+    meet = threading.Barrier(2)
+
+    def together() -> int:
+        meet.wait(10)
+        return threading.get_ident()
+
+    callers = [threading.Thread(target=lambda: found.append(interleave(together))) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(set(found)) == 2
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    interleave(pause)
+    child = os.fork()
+    if child == 0:
+        os._exit(interleave(lambda: 7)[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_an_interrupt_ends_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,15 +199,16 @@ def test_an_interrupt_ends_the_programs(monkeypatch: pytest.MonkeyPatch) -> None
             ended.append(error)
             raise
 
-    join, calls = threading.Thread.join, [0]
+    wait, calls = concurrent.futures.wait, [0]
 
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+    def interrupted(played: list[Any]) -> None:
         calls[0] += 1
-        if calls[0] == 2:
+        if calls[0] == 1:
+            threading.Event().wait(0.05)
             raise KeyboardInterrupt
-        join(self, timeout)
+        wait(played)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(sys.modules[interleave.__module__], "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         interleave(forever, forever)
     assert len(ended) == 2 and all(type(error).__name__ == "_Ended" for error in ended)
