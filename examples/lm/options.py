@@ -259,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--interleave",
         action="store_true",
-        help="the forward of each microbatch beside the backward of the one before; pays where experts are large",
+        help="the forward of each microbatch beside the backward of the one before; for large experts",
     )
 
     add = parser.add_argument_group("output").add_argument
