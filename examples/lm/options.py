@@ -132,6 +132,8 @@ def _check(options: Options) -> None:
             raise UsageError(
                 f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
             )
+    if options.interleave and options.microbatches == 1:
+        raise UsageError("--interleave is for several microbatches: set --microbatches to 2 or more")
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.top_k > options.experts:

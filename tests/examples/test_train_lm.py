@@ -268,6 +268,7 @@ WRONG_BY_THEMSELVES = {
     "not a number": (["--steps", "many"], "--steps"),
     "zero steps": (["--steps", "0"], "0 is not a number of at least 1"),
     "negative rate": (["--lr", "-1"], "-1.0 is not a finite number"),
+    "nothing to interleave": (["--interleave"], "set --microbatches to 2 or more"),
     "a graph of microbatches": (["--graph", "--microbatches", "2"], "not with --microbatches"),
     "unknown option": (["--colour", "red"], "--colour"),
 }
