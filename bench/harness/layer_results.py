@@ -378,10 +378,7 @@ def summary(records: Records) -> str:
 
 def _by_ranks(records: Records) -> list[tuple[int, dict[str, Record]]]:
     """By the number of ranks, most first, and within that by label."""
-    found: dict[tuple[int, str], dict[str, Record]] = {}
-    for name, record in records.items():
-        run, label = results.run_and_label(name)
-        found.setdefault((-record["ranks"], label), {})[run] = record
+    found = results.grouped(records, lambda record, label: (-int(record["ranks"]), label))
     return [(-ranks, found[ranks, label]) for ranks, label in sorted(found)]
 
 

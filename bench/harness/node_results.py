@@ -205,10 +205,7 @@ def summary(records: Records) -> str:
 
 def by_machine(records: Records) -> list[dict[str, Record]]:
     """The records of each machine: the same hardware and label."""
-    found: dict[str, dict[str, Record]] = {}
-    for name, record in records.items():
-        run, label = results.run_and_label(name)
-        found.setdefault(repr((sorted(record["hardware"].items()), label)), {})[run] = record
+    found = results.grouped(records, lambda record, label: repr((sorted(record["hardware"].items()), label)))
     return list(found.values())
 
 

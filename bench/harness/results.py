@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from . import scaling
 from .report import ceiling_of
 
 Record = dict[str, Any]
 Records = Mapping[str, Record]
+Key = TypeVar("Key")
 
 _CPU_TITLES = (
     "run",
@@ -200,10 +201,14 @@ def commands(records: Records) -> str:
     return f"The commands:\n\n```\n{listed}\n```\n"
 
 
-def run_and_label(name: str) -> tuple[str, str]:
-    """Of a record: the run, and behind a dot the label, if it has one."""
-    run, _, label = name.partition(".")
-    return run, label
+def grouped(records: Records, key: Callable[[Record, str], Key]) -> dict[Key, dict[str, Record]]:
+    """Records by key(record, label), by their names without the label, which stands behind a dot if there is
+    one."""
+    found: dict[Key, dict[str, Record]] = {}
+    for name, record in records.items():
+        run, _, label = name.partition(".")
+        found.setdefault(key(record, label), {})[run] = record
+    return found
 
 
 def machine(record: Record) -> str:

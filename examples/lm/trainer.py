@@ -60,7 +60,6 @@ class Trainer:
         if options.resume:
             checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state, ranks)
         set_loss_scale(self.model, 1 / options.microbatches)
-        self.loads: list[torch.Tensor] = []  # of the microbatches of a step
         self.totals = Totals()
         self.graphed = (
             build_graphed_step(self._forward_backward, self.model, options, self.comm)
@@ -130,10 +129,7 @@ class Trainer:
             loss = (self.graphed or self._forward_backward)(tokens_BS)
             load_AE = last_load(self.model)
         else:
-            self.loads.clear()
-            parts = tokens_BS.chunk(options.microbatches)
-            loss = microbatches.forward_backward(self._loss, parts, interleaved=options.interleave)
-            load_AE = torch.stack(self.loads).sum(0)
+            loss, load_AE = self._in_microbatches(tokens_BS)
         sync_gradients(self.model, expert_group=self.ranks.same_experts_group)
         norm = clip_grad_norm(self.model, options.clip, self.ranks.ep_group)
         rate = learning_rate(step, options)
@@ -164,11 +160,18 @@ class Trainer:
         loss.backward()
         return loss
 
-    def _loss(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Of a microbatch."""
-        loss = self._cross_entropy(tokens_BS)
-        self.loads.append(last_load(self.model))
-        return loss
+    def _in_microbatches(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, and the load of all of them."""
+        loads = []
+
+        def loss_of(part_BS: torch.Tensor) -> torch.Tensor:
+            loss = self._cross_entropy(part_BS)
+            loads.append(last_load(self.model))
+            return loss
+
+        parts = tokens_BS.chunk(self.options.microbatches)
+        loss = microbatches.forward_backward(loss_of, parts, interleaved=self.options.interleave)
+        return loss, torch.stack(loads).sum(0)
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)

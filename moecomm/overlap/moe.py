@@ -27,8 +27,7 @@ are on their way, and while what the one before has made travels back:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from moecomm.overlap.schedule import SMS, Schedule, Stage
@@ -82,13 +81,15 @@ def _transfer(
     )
 
 
-def _compute(name: str, *after: str, beside: Split | None = None) -> Stage:
+def _compute(
+    name: str, *after: str, beside: Split | None = None, yields: bool = False, leaves_sms: bool = False
+) -> Stage:
     """`beside`: something travels meanwhile."""
-    return Stage(name=name, stream=COMPUTE, after=after, uses={} if beside is None else beside.products)
+    uses = {} if beside is None else beside.products
+    return Stage(name=name, stream=COMPUTE, after=after, uses=uses, yields=yields, leaves_sms=leaves_sms)
 
 
-def _product(name: str, *after: str, beside: Split | None = None, yields: bool = False) -> Stage:
-    return replace(_compute(name, *after, beside=beside), yields=yields, leaves_sms=True)
+_product = partial(_compute, leaves_sms=True)
 
 
 def _schedule(stages: list[Stage], split: Split | None) -> Schedule:

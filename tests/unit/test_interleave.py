@@ -148,6 +148,16 @@ def test_an_error_lets_the_others_end_and_is_raised() -> None:
     with pytest.raises(ValueError, match=r"^first$"):
         interleave(_program(log, "a", 4), fails("first"), fails("second"))
     assert log == ["a0", "a1", "a2", "a3"]
+
+    # Its threads are free again: the next calls need no others.
+    def threads() -> set[int | None]:
+        return {each.ident for each in threading.enumerate() if each.name.startswith("moecomm program")}
+
+    before = threads()
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"^again$"):
+            interleave(fails("again"), _program(log, "c", 1), _program(log, "d", 1))
+    assert threads() == before and before
     assert interleave(_program(log, "b", 1)) == ("b",)
 
 
