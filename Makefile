@@ -33,8 +33,10 @@ TOOLS_DONE := $(VENV)/.done-tools
 DEV_DONE   := $(VENV)/.done-dev
 BUILT      := build/.done-extension
 
-# The flags are part of what is built: another CMAKE_ARGS or CXX rebuilds.
+# What the build is told and what it looks for on this machine are part of what is built: another CMAKE_ARGS or CXX,
+# libfabric's headers, nvcc or a GPU that came since configure it again. Objects that are still right are kept.
 FLAGS       := build/.flags
+FOUND_HERE   = $(wildcard /usr/include/rdma/fabric.h /dev/nvidia[0-9]*) $(shell command -v nvcc) $(CUDACXX)
 BUILD_DEPS  := pyproject.toml CMakeLists.txt $(FLAGS) $(wildcard bench/*.cpp) $(shell find csrc -type f 2>/dev/null)
 
 # $(call quiet,what it says,log name,shell commands): one line when it works, the log's end when it does not.
@@ -132,15 +134,14 @@ venv: $(DEV_DONE)
 # ---- extension -----------------------------------------------------------------------------------------------
 
 $(FLAGS): FORCE
-	@mkdir -p build; printf '%s\n' '$(CXX)' '$(CMAKE_ARGS)' '$(VENV)' >$@.new; \
-	if cmp -s $@ $@.new; then rm $@.new; else mv $@.new $@; fi
+	@mkdir -p build; printf '%s\n' '$(CXX)' '$(CMAKE_ARGS)' '$(VENV)' '$(FOUND_HERE)' >$@.new; \
+	if cmp -s $@ $@.new; then rm $@.new; else mv $@.new $@; rm -f build/*/CMakeCache.txt; fi
 
 $(BUILT): $(BUILD_DEPS) $(TOOLS_DONE)
 	$(system_check)
 	$(call quiet,"moecomm with its extension (editable install)",build,\
 	  PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pip install -v --no-build-isolation --no-deps -e .)
-	@for part in CUDA fabric; do \
-	  grep -h -o "moecomm: $$part .*" $(LOGS)/build.log | tail -n 1 | sed 's/^/    /' || true; done
+	@grep -h -o -E 'moecomm: (CUDA kernels|links between nodes): .*' $(LOGS)/build.log | sed 's/^moecomm:/   /' || true
 	@touch $@
 
 build: $(BUILT)
@@ -148,7 +149,7 @@ build: $(BUILT)
 # ---- commands ------------------------------------------------------------------------------------------------
 
 train: $(BUILT)
-	@$(PY) examples/train_lm.py $(ARGS)
+	@$(PY) examples/train_lm.py --note "$$($(PY) -m moecomm --left-out)" $(ARGS)
 
 # The cases of docs/results.md, each next to its baselines (memcpy and gloo) in the same run.
 bench: $(BUILT)
@@ -159,25 +160,25 @@ test: $(if $(strip $(ARGS)),,cpptest sanitize) $(BUILT) $(DEV_DONE)
 	@echo '==> pytest $(ARGS)'
 	@$(PY) -m pytest $(ARGS)
 
-# The C++ tests need no Python. They run plain (with those of the CUDA part where a toolkit is found), under ASAN with
-# UBSAN, and under TSAN.
-cpp_configure = $(VENV)/bin/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
-  -DMOECOMM_PYTHON=OFF -DMOECOMM_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo $(2)
-cpp_build = $(call cpp_configure,$(1),$(2)) && $(VENV)/bin/cmake --build build/$(1)
+# The C++ tests run plain, in the folder and with the libraries of the extension, and in builds of their own under ASAN
+# with UBSAN and under TSAN.
+cpp_build = $(VENV)/bin/cmake -S . -B build/$(1) $(2) -DMOECOMM_TESTS=ON && \
+  $(VENV)/bin/cmake --build build/$(1) --target cpp_tests
+sanitized = -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  $(CMAKE_ARGS) -DMOECOMM_PYTHON=OFF -DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=$(1)
 ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1) --output-on-failure --timeout 300
 
-cpptest: $(TOOLS_DONE)
-	$(system_check)
-	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,cpptest,-DCMAKE_BUILD_TYPE=Release $(CMAKE_ARGS)))
-	$(call quiet,"C++ tests: run",cpptest,$(call ctest,cpptest))
+cpptest: $(BUILT)
+	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,release))
+	$(call quiet,"C++ tests: run",cpptest,$(call ctest,release))
 	@$(call ctest_summary,cpptest)
 
 # A thread sanitizer and a kernel with much address randomisation may not get on: it is tried on an empty program,
 # also without randomisation, and where it cannot run at all this is said.
-sanitize: $(TOOLS_DONE)
+sanitize: $(TOOLS_DONE) $(FLAGS)
 	$(system_check)
 	$(call quiet,"C++ tests under ASAN and UBSAN: build",asan-build,\
-	  $(call cpp_build,asan,-DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=address))
+	  $(call cpp_build,asan,$(call sanitized,address)))
 	$(call quiet,"C++ tests under ASAN and UBSAN: run",asan,$(call ctest,asan))
 	@$(call ctest_summary,asan)
 	@mkdir -p build/tsan; echo 'int main() {}' | $(CXX) -fsanitize=thread -x c++ - -o build/tsan/probe || exit 0; \
@@ -191,7 +192,7 @@ sanitize: $(TOOLS_DONE)
 .PHONY: tsan
 tsan:
 	$(call quiet,"C++ tests under TSAN: build",tsan-build,\
-	  $(call cpp_build,tsan,-DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=thread))
+	  $(call cpp_build,tsan,$(call sanitized,thread)))
 	$(call quiet,"C++ tests under TSAN: run",tsan,$(call ctest,tsan,$(shell cat build/tsan/wrapper 2>/dev/null)))
 	@$(call ctest_summary,tsan)
 

@@ -60,7 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "-g", "--ranks", type=int, default=2, help="ranks on this host to describe (default 2)"
     )
+    parser.add_argument(
+        "--left-out", action="store_true", help="print only what this build or machine cannot do, a line each"
+    )
     options = parser.parse_args(arguments)
+    if options.left_out:
+        print("\n".join(discovery.left_out()))
+        return 0
     if options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}, expected at least 1")
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ

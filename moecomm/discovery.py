@@ -52,13 +52,29 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "compiler", f"g++ or clang++ {_C.compiler}"
     yield (
         "CUDA part",
-        f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit at build time)",
+        f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit or no GPU at build time)",
     )
     yield (
         "cuda-bindings",
         cuda_driver.bindings_version() or "not installed (CUDA tensors need it: pip install cuda-bindings)",
     )
     yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def left_out() -> Iterator[str]:
+    """What this build, or this machine, leaves out: a line each, which says what adds it."""
+    missing = _C.fabric_missing()
+    if missing is not None:
+        yield f"links between nodes: left out, {missing}"
+    on_gpus = torch.cuda.is_available()
+    if _C.cuda_version is None and on_gpus:
+        yield (
+            "GPUs: left out, moecomm was built without a CUDA toolkit: put nvcc on PATH, or set CUDACXX, and "
+            "build again"
+        )
+    elif not on_gpus:
+        part = "their kernels are compiled" if _C.cuda_version else "CMAKE_ARGS=-DMOECOMM_CUDA=ON compiles for them"
+        yield f"GPUs: left out, torch {torch.__version__} finds none here; {part}"
 
 
 def processors() -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moecomm import discovery
 from tests import seeds
 
 HERE = Path(__file__).parent
@@ -29,8 +30,16 @@ def pytest_configure(config: pytest.Config) -> None:
         seeds.set_base(given)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"moecomm: base seed {seeds.base()} (repeat with --seed {seeds.base()})"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"moecomm: base seed {seeds.base()} (repeat with --seed {seeds.base()})", *discovery.left_out()]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = list(discovery.left_out())
+    if lines:
+        terminalreporter.section("left out on this machine")
+        for line in lines:
+            terminalreporter.line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

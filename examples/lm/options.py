@@ -33,7 +33,19 @@ FIXED = (
     "tied",
 )
 # These belong to one call and not to the run.
-PER_CALL = ("out", "resume", "sample", "prompt", "ranks", "ep", "device", "preset", "graph", "interleave")
+PER_CALL = (
+    "out",
+    "resume",
+    "sample",
+    "prompt",
+    "ranks",
+    "ep",
+    "device",
+    "preset",
+    "graph",
+    "interleave",
+    "note",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,7 @@ class Options:
     eval_windows: int
     save_every: int
     log_every: int
+    note: str
 
     def save(self, folder: Path) -> None:
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in PER_CALL}
@@ -168,6 +181,14 @@ def _load_saved(out: Path) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if name in known}
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of an option unless its help says in words what happens without it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.help is not None and "(default:" in action.help
+        return action.help if said or action.default in (None, "") else super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -191,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_lm.py",
         description="Train a mixture-of-experts language model on text; every token is routed by moecomm.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         epilog=f"--preset large, the default on GPUs, stands for {presets.describe('large')}",
     )
     parser.set_defaults(**presets.SMALL)
@@ -285,4 +306,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-windows", type=_count, help="windows of held-out text in one validation")
     add("--save-every", type=_count, help="steps between checkpoints")
     add("--log-every", type=_count, help="steps between lines, and between expert loads in the metrics")
+    add("--note", default="", help="text to show at the beginning, and again before the result")
     return parser

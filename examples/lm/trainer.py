@@ -100,6 +100,8 @@ class Trainer:
             self.metrics.close()
         if self.graphed is not None:
             self._say(self.graphed.report())
+        if options.note:
+            self._say(options.note)
         if not stopped:
             self._say(
                 f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
@@ -248,6 +250,8 @@ class Trainer:
             self.metrics.write({"step": 0, **facts})
         world, ep = self.ranks.world, self.comm.size
         note = ", experts in fp8" if self.options.expert_precision == "fp8" else ""
+        if self.options.note:
+            self._say(self.options.note)
         self._say(self.corpus.describe())
         self._say(
             f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
