@@ -48,7 +48,7 @@ def start_ranks(options: command_line.Options) -> int:
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
     command_line.check_ranks(options, count)
-    data.find_files(options.data)
+    data.split_files(data.find_files(options.data))
     tokenizer.make_tokenizer(options.tokenizer)
     if options.resume:
         checkpoint.newest(Path(options.out) / "checkpoints")

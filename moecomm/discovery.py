@@ -52,7 +52,7 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "compiler", f"g++ or clang++ {_C.compiler}"
     yield (
         "CUDA part",
-        f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit or no GPU at build time)",
+        f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit or no GPU then)",
     )
     yield (
         "cuda-bindings",
@@ -73,8 +73,10 @@ def left_out() -> Iterator[str]:
             "build again"
         )
     elif not on_gpus:
-        part = "their kernels are compiled" if _C.cuda_version else "CMAKE_ARGS=-DMOECOMM_CUDA=ON compiles for them"
-        yield f"GPUs: left out, torch {torch.__version__} finds none here; {part}"
+        kernels = (
+            "are compiled" if _C.cuda_version else "are compiled with CMAKE_ARGS=-DMOECOMM_CUDA=ON alone"
+        )
+        yield f"GPUs: left out, torch {torch.__version__} finds none here; kernels {kernels}"
 
 
 def processors() -> Iterator[tuple[str, str]]:

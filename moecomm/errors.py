@@ -95,7 +95,7 @@ class PeerTimeout(_PeerError):
         peer: the rank that it waited for.
         phase: what it was doing.
         expected: epoch that was waited for (0 during construction).
-        seen: last epoch of the peer.
+        seen: last epoch that the peer has begun; if that is `expected`, what it sends later is missing.
     """
 
 

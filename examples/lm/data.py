@@ -45,7 +45,16 @@ def find_files(places: list[str] | None) -> list[TextFile]:
         if not matches:
             raise UsageError(f"--data: no such file or folder: {place}")
         for match in map(Path, matches):
-            files = _walk(match) if match.is_dir() else [TextFile(match, match.name)]
+            if match.is_dir():
+                files = _walk(match)
+            elif _is_text(match):
+                files = [TextFile(match, match.name)]
+            elif match == Path(place):
+                raise UsageError(
+                    f"--data: {match} is not a text file: it is empty, holds zero bytes or cannot be read"
+                )
+            else:
+                files = []  # one of those that a glob names
             found.update({file.path.resolve(): file for file in files})
     if not found:
         raise UsageError(f"--data: no text file in {' '.join(places)}")
@@ -74,7 +83,14 @@ def _is_text(path: Path) -> bool:
 
 
 def split_files(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
-    """(training, validation): a hash of its name holds out about one file in sixteen, and at least one."""
+    """(training, validation): a hash of its name holds out about one file in sixteen, and at least one.
+
+    Raises UsageError where there is one file alone.
+    """
+    if len(files) < 2:
+        raise UsageError(
+            f"--data: {files[0].path} is the only text file; one more is needed, as whole files are held out"
+        )
 
     def place(file: TextFile) -> int:
         return zlib.crc32(file.name.encode())

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moecomm.nn import MoELayer
+from moecomm.overlap import Timeline
 
 Record = dict[str, Any]
 WARM_UP = 2  # first steps of a call, slower than the rest: libraries are loaded, memory is taken
@@ -53,7 +54,7 @@ class StepTotals:
 
     loss: float  # mean over all ranks' tokens, in nats
     seconds: float  # of the step, mean over ranks, each by its own clock
-    comm_seconds: float  # in dispatch and combine, mean over ranks
+    comm_seconds: float  # in dispatch and combine, mean over ranks; by the layers' clock in measured steps
     wait_seconds: float  # the part of it in which a rank waited for another one
     exposed_seconds: float  # in which rows travelled and nothing computed, mean over ranks; NaN: not measured
     load_AE: torch.Tensor  # (layers, E) int64: tokens of each expert
@@ -80,10 +81,18 @@ def measure_layers(model: torch.nn.Module, measure: bool) -> None:
         layer.record = measure
 
 
-def exposed_seconds(model: torch.nn.Module) -> float:
-    """Of the last forward and backward of all layers, which were measured."""
+def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:
+    """Time in which rows travelled, and the part of it in which nothing was computed, in the last forward and
+    backward of all layers, which were measured. By one clock: the part is no more than the whole."""
     timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
-    return sum(timeline.exposed_seconds for timeline in timelines)
+    return (
+        sum(_travelling(timeline).exposed_seconds for timeline in timelines),
+        sum(timeline.exposed_seconds for timeline in timelines),
+    )
+
+
+def _travelling(timeline: Timeline) -> Timeline:
+    return Timeline((span for span in timeline.spans if span.communicates), streams=timeline.streams)
 
 
 def reduce_step(
@@ -92,12 +101,15 @@ def reduce_step(
     loss: float,
     seconds: float,
     stats: dict[str, Any],
-    exposed: float,
+    travelled: tuple[float, float] | None,
     stop: bool,
 ) -> StepTotals:
-    """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly."""
+    """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly.
+
+    `travelled` is what `travel_seconds` gives, or None if the step was not measured.
+    """
     load_AE = load_AE.cpu()
-    comm_seconds = stats["dispatch_seconds"] + stats["combine_seconds"]
+    comm_seconds, exposed = travelled or (stats["dispatch_seconds"] + stats["combine_seconds"], math.nan)
     numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], exposed, float(stop)]
     sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), load_AE.flatten().double()])
     dist.all_reduce(sums)

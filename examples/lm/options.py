@@ -90,9 +90,12 @@ class Options:
     log_every: int
     note: str
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Writes what a later `--resume` takes over; returns what differs from the run that is resumed."""
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in PER_CALL}
+        before = _load_saved(folder) if self.resume else kept
         (folder / FILE_NAME).write_text(json.dumps(kept, indent=1) + "\n")
+        return {name: value for name, value in kept.items() if value != before.get(name)}
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

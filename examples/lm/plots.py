@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,7 +15,7 @@ from lm.metrics import Record
 matplotlib.use("Agg")  # files only: there may be no display
 import matplotlib.pyplot as plt
 
-SMOOTHING = 0.9
+NEIGHBOURS = 10  # steps on either side that the running mean takes in
 MOST_PANELS = 8
 
 
@@ -27,7 +28,7 @@ def draw_loss(records: list[Record], path: Path) -> None:
     if training:
         steps, losses = zip(*training, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
-        axes.plot(steps, _running_mean(losses), color="tab:blue", label="training, running mean")
+        axes.plot(steps, running_mean(losses), color="tab:blue", label="training, running mean")
     if validation:
         steps, losses = zip(*validation, strict=True)
         label = f"held-out text (last: {losses[-1]:.3f})"
@@ -41,13 +42,12 @@ def draw_loss(records: list[Record], path: Path) -> None:
     plt.close(figure)
 
 
-def _running_mean(values: tuple[float, ...]) -> list[float]:
-    """Exponential mean without the pull of its starting value (the correction that Adam makes)."""
-    means, total, weight = [], 0.0, 0.0
-    for value in values:
-        total = SMOOTHING * total + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        means.append(total / weight)
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Mean over each value and as many neighbours before as after it, so that the curve does not lag."""
+    means = []
+    for place in range(len(values)):
+        reach = min(NEIGHBOURS, place, len(values) - 1 - place)
+        means.append(sum(values[place - reach : place + reach + 1]) / (2 * reach + 1))
     return means
 
 

@@ -20,15 +20,16 @@ from lm.build import (
     learning_rate,
 )
 from lm.corpus import Corpus
+from lm.errors import UsageError
 from lm.metrics import (
     MetricsFile,
     Record,
     StepTotals,
     Totals,
-    exposed_seconds,
     last_load,
     measure_layers,
     reduce_step,
+    travel_seconds,
 )
 from lm.options import Options
 from lm.progress import StepProgress
@@ -59,6 +60,11 @@ class Trainer:
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         if options.resume:
             checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state, ranks)
+            if self.run_state.step > options.steps:
+                raise UsageError(
+                    f"--resume: the run in {self.out} is at step {self.run_state.step} already, beyond "
+                    f"--steps {options.steps}"
+                )
         set_loss_scale(self.model, 1 / options.microbatches)
         self.totals = Totals()
         self.graphed = (
@@ -103,10 +109,11 @@ class Trainer:
         if options.note:
             self._say(options.note)
         if not stopped:
+            totals = self.totals
+            speed = f"tokens_per_s={totals.tokens_per_second:.0f} exposed_comm={totals.exposed_share:.4f}"
             self._say(
                 f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
-                f"tokens_per_s={self.totals.tokens_per_second:.0f} "
-                f"exposed_comm={self.totals.exposed_share:.4f}"
+                + (speed if totals.steps else "(no step was left to run)")
             )
 
     def _step(self, step: int, progress: StepProgress) -> bool:
@@ -145,7 +152,7 @@ class Trainer:
             loss=loss.item(),
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
-            exposed=exposed_seconds(self.model) if measured else math.nan,
+            travelled=travel_seconds(self.model) if measured else None,
             stop=bool(self.stop),
         )
         self.run_state.step = step
@@ -237,11 +244,13 @@ class Trainer:
         resume_at = self.run_state.step if self.options.resume else None
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
         total, active = count_parameters(self.model, self.options, self.comm.num_local_experts)
+        changed = self.options.save(self.out)
+        if changed:
+            self.metrics.write({"step": self.run_state.step, "changed": changed})
         if not self.options.resume:
             aside = checkpoint.set_aside(self.out / "checkpoints")
             if aside is not None:
                 self._say(f"a new run: the checkpoints of the earlier one are now in {aside}")
-            self.options.save(self.out)
             facts = {
                 "unigram": self.corpus.unigram,
                 "vocab": self.corpus.tokenizer.vocab,
@@ -267,7 +276,8 @@ class Trainer:
             f"on {self.ranks.device.type}; window of {self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
         )
         if self.options.resume:
-            self._say(f"resumed at step {self.run_state.step} of {self.options.steps}")
+            now = "".join(f", with --{name.replace('_', '-')} {value}" for name, value in changed.items())
+            self._say(f"resumed at step {self.run_state.step} of {self.options.steps}{now}")
 
     def _say(self, text: str) -> None:
         if self.ranks.first:

@@ -90,6 +90,24 @@ void test_deadline() {
   }
 }
 
+/// A rank that began the epoch and then stopped: the text does not say that the epoch itself is missing.
+void test_deadline_within_an_epoch() {
+  Node node(2, 0.2);
+  for (int rank = 0; rank < 2; ++rank) node.signals[rank]->signal(record(1, rank));
+  uint64_t* const word = reinterpret_cast<uint64_t*>(node.bases[0] + node.layout.rows[0]);
+  try {
+    node.signals[0]->wait_word(word, 1, 1, 1, 1, "rows");
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 1);
+    CHECK(error.details().expected == 1 && error.details().seen == 1);
+    const std::string text = error.what();
+    CHECK(text.find("it has begun epoch 1, and what this wait still needs of it has not come") !=
+          std::string::npos);
+    CHECK(text.find("expected epoch") == std::string::npos);
+  }
+}
+
 void test_closed() {
   Node node(2, 30.0);
   node.signals[1]->signal(record(1, 0));
@@ -106,6 +124,7 @@ int main() {
   test_epochs(2);
   test_epochs(5);
   test_deadline();
+  test_deadline_within_an_epoch();
   test_closed();
   return test::finish();
 }

@@ -141,12 +141,12 @@ void Signals::complete(uint64_t epoch) {
   atomic(owner(rank_).completed).store(epoch, std::memory_order_release);
 }
 
+uint64_t Signals::announced(int peer, uint64_t parity) const {
+  return atomic(lines(rank_, peer).record[parity & 1].epoch).load(std::memory_order_acquire);
+}
+
 void Signals::wait_all(uint64_t epoch, const char* phase) {
-  const auto announced = [&](int peer, uint64_t parity) {
-    return atomic(lines(rank_, peer).record[parity & 1].epoch).load(std::memory_order_acquire);
-  };
-  wait_until([&](int peer) { return announced(peer, epoch) >= epoch; },
-             [&](int peer) { return std::max(announced(peer, 0), announced(peer, 1)); }, epoch, phase);
+  wait_until([&](int peer) { return announced(peer, epoch) >= epoch; }, epoch, phase);
 }
 
 void Signals::wait_completed(uint64_t epoch, const char* phase) {
@@ -156,8 +156,7 @@ void Signals::wait_completed(uint64_t epoch, const char* phase) {
 void Signals::wait_node(const std::function<uint64_t*(int)>& counter, uint64_t value, uint64_t epoch,
                         const char* phase) {
   const auto seen = [&](int rank) { return atomic(*counter(rank)).load(std::memory_order_acquire); };
-  wait_until([&](int peer) { return !nodes_.same_node(peer, rank_) || seen(peer) >= value; },
-             [&](int peer) { return nodes_.same_node(peer, rank_) ? seen(peer) : 0; }, epoch, phase);
+  wait_until([&](int peer) { return !nodes_.same_node(peer, rank_) || seen(peer) >= value; }, epoch, phase);
 }
 
 void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch,
@@ -165,12 +164,11 @@ void Signals::wait_word(uint64_t* word, uint64_t value, int peer, int through, u
   const auto there = [&] { return atomic(*word).load(std::memory_order_acquire) >= value; };
   // Whom to blame at the deadline: the one that it comes from.
   if (there()) return;
-  wait_until([&](int each) { return (each != peer && each != through) || there(); },
-             [&](int) { return atomic(*word).load(std::memory_order_acquire); }, epoch, phase, peer);
+  wait_until([&](int each) { return (each != peer && each != through) || there(); }, epoch, phase, peer);
 }
 
-void Signals::wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen,
-                         uint64_t epoch, const char* phase, int blame) {
+void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase,
+                         int blame) {
   const int ranks = nodes_.ranks;
   int next = 0;  // epochs only grow, so a peer that has arrived is not looked at again
   const auto all_arrived = [&] {
@@ -197,7 +195,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, const std::fun
     for (int peer = 0; peer < ranks; ++peer) {
       // The end of a peer is looked at before its signal: what it signalled before it ended counts.
       const std::optional<Loss> lost = loss(peer);
-      if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch, seen(lost->peer));
+      if (lost && (lost->first != rank_ || !arrived(peer))) give_up(*lost, phase, epoch);
     }
     if (deadline.passed() && !all_arrived()) {
       int late = blame;
@@ -205,7 +203,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, const std::fun
       for (int i = 0; i < nodes_.local_ranks && late < 0; ++i)
         if (!arrived(first_ + i)) late = first_ + i;
       if (late < 0) late = next;
-      give_up({late, Cause::no_signal, rank_}, phase, epoch, seen(late));
+      give_up({late, Cause::no_signal, rank_}, phase, epoch);
     }
   }
 }
@@ -252,8 +250,15 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
     text += "lost rank " + std::to_string(loss.peer) + cause_text(loss.cause);
   if (!reason.empty()) text += ": " + reason;
   if (loss.first != rank) text += ", as rank " + std::to_string(loss.first) + " found out";
-  return text + "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen) +
-         ". The communicator can't be used any more; build a new one.";
+  if (seen < expected) {
+    text += "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen);
+  } else if (expected > 0) {
+    text += "; it has begun epoch " + std::to_string(seen);
+    if (loss.cause == Cause::no_signal)
+      text += ", and what " + (loss.first == rank ? "this" : "rank " + std::to_string(loss.first) + "'s") +
+              " wait still needs of it has not come";
+  }
+  return text + ". The communicator can't be used any more; build a new one.";
 }
 
 }  // namespace
@@ -271,8 +276,9 @@ Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, 
 }
 
 /// Tells all ranks that this one is out of the game, and throws.
-void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected, uint64_t seen) {
+void Signals::give_up(const Loss& loss, const char* phase, uint64_t expected) {
   announce_loss(loss.peer, loss.cause);
+  const uint64_t seen = std::max(announced(loss.peer, 0), announced(loss.peer, 1));
   throw loss_error(loss, rank_, phase, timeout_seconds_, expected, seen, reason_ ? reason_(loss.peer) : "");
 }
 

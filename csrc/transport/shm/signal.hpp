@@ -87,15 +87,16 @@ class Signals {
   PeerLines& lines(int owner, int writer) const;
   OwnerLines& owner(int rank) const;
   void ring(int rank) const;
-  [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected, uint64_t seen);
+  [[noreturn]] void give_up(const Loss& loss, const char* phase, uint64_t expected);
   void ring_node() const;
+  /// The last epoch of the given parity that `peer` has announced to this rank.
+  uint64_t announced(int peer, uint64_t parity) const;
   void write_record(int peer, const SignalRecord& record);
   template <class Write>
   void write_lines(int peer, const Write& write);
-  /// arrived(peer) says whether a peer is where `epoch` needs it; seen(peer) is the last epoch of it, for the
-  /// error. `blame`: the peer to name at the deadline if not the first that has not arrived.
-  void wait_until(const std::function<bool(int)>& arrived, const std::function<uint64_t(int)>& seen,
-                  uint64_t epoch, const char* phase, int blame = -1);
+  /// arrived(peer) says whether a peer is where `epoch` needs it. `blame`: the peer to name at the deadline
+  /// if not the first that has not arrived.
+  void wait_until(const std::function<bool(int)>& arrived, uint64_t epoch, const char* phase, int blame = -1);
 
   WindowLayout layout_;
   NodeMap nodes_;
@@ -109,7 +110,8 @@ class Signals {
   std::function<std::string(int)> reason_;
 };
 
-/// What rank `rank` raises when a wait ends because of `loss`.
+/// What rank `rank` raises when a wait of epoch `expected` ends because of `loss`. `seen`: the last epoch
+/// that the lost rank has begun; if that is `expected`, what it sends later in the epoch is missing.
 Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
                  uint64_t expected, uint64_t seen, const std::string& reason = {});
 
