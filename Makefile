@@ -47,7 +47,7 @@ if ! ( set -euo pipefail; $(3) ) >$(LOGS)/$(2).log 2>&1; then \
   printf 'make: failed: %s (whole log: %s)\n' $(1) $(LOGS)/$(2).log >&2; exit 1; fi
 endef
 
-.PHONY: help train test bench lint format build venv cpptest sanitize clean distclean FORCE
+.PHONY: help train test bench lint format build venv cpptest sanitize cuda12 clean distclean FORCE
 
 help:
 	@echo 'make train      train a mixture-of-experts language model on text found on this machine, on all GPUs if any'
@@ -56,6 +56,7 @@ help:
 	@echo 'make lint       ruff, mypy, clang-format; changes nothing (make format does)'
 	@echo 'make build      the extension, into .venv'
 	@echo 'make cpptest    the C++ tests alone;  make sanitize: under ASAN/UBSAN and under TSAN'
+	@echo 'make cuda12     the CUDA part once more, with a CUDA 12 compiler that it fetches; ARGS="80 90a"'
 	@echo 'make venv       the environment with every tool, without the extension'
 	@echo 'make clean      removes builds and caches;  make distclean: .venv too'
 	@echo 'Each takes ARGS="..."; PYTHON=, TORCH=, VENV_ARGS=, CMAKE_ARGS= are described in the Makefile.'
@@ -195,6 +196,10 @@ tsan:
 	  $(call cpp_build,tsan,$(call sanitized,thread)))
 	$(call quiet,"C++ tests under TSAN: run",tsan,$(call ctest,tsan,$(shell cat build/tsan/wrapper 2>/dev/null)))
 	@$(call ctest_summary,tsan)
+
+# Architectures are its arguments: 90a alone without any.
+cuda12:
+	@.ci/cuda12 $(ARGS)
 
 ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not Run\)' $(LOGS)/$(1).log | sed 's/^/    /'
 

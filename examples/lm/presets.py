@@ -30,8 +30,6 @@ LARGE: dict[str, Any] = {
     "dim": 1024,
     "layers": 8,
     "heads": 16,
-    # A tied output starts out sure, by a logit of sqrt(dim), that every token repeats; while a wide model
-    # unlearns this, all tokens go to the same experts.
     "tied": False,
     "experts": 48,  # as the batch a multiple of 1, 2, 3, 4, 6 and 8 ranks
     "top_k": 4,

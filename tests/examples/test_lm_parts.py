@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 import moecomm
+from moecomm.nn import MoELayer
+from moecomm.overlap import Span, Timeline
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm import checkpoint, data, options, plots, presets, ranks  # isort: skip
 from lm.build import build_graphed_step, learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
-from lm.metrics import MetricsFile, StepTotals, Totals, read_metrics  # isort: skip
+from lm.metrics import MetricsFile, StepTotals, Totals, read_metrics, travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
@@ -51,6 +53,17 @@ def test_default_is_the_standard_library() -> None:
     names = [file.name for file in data.find_files(None)]
     assert "argparse.py" in names
     assert not any("site-packages" in name or not name.endswith(".py") for name in names)
+
+
+def test_what_is_no_text_or_one_file_alone_is_refused(tree: Path) -> None:
+    for name in ("picture.bin", "empty.txt"):
+        with pytest.raises(UsageError, match=rf"--data: .*{name} is not a text file"):
+            data.find_files([str(tree / name)])
+    with pytest.raises(UsageError, match="no text file in"):
+        data.find_files([str(tree / "*.bin")])
+    assert len(data.find_files([str(tree / "*")])) == 41  # a glob passes over what is no text
+    with pytest.raises(UsageError, match=r"deep.txt is the only text file; one more is needed"):
+        data.split_files(data.find_files([str(tree / "sub")]))
 
 
 def test_split_goes_by_name_alone(tree: Path) -> None:
@@ -223,6 +236,45 @@ def test_first_steps_do_not_count_as_speed() -> None:
         totals.add(found, tokens=100, wall_seconds=seconds)
         assert totals.tokens_per_second == pytest.approx(speed)
     assert totals.measured_seconds == 5 and totals.exposed_share == 0.25
+
+
+def test_exposed_time_is_a_part_of_the_time_in_which_rows_travel() -> None:
+    spans = [
+        Span("dispatch", "comm", 0.0, 4.0, communicates=True),
+        Span("dispatch", "comm", 3.0, 5.0, communicates=True),
+        Span("experts", "main", 1.0, 3.0),
+    ]
+
+    class Measured(MoELayer):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def timelines(self) -> dict[str, Timeline]:
+            return {"forward": Timeline(spans, streams=("main", "comm"))}
+
+    assert travel_seconds(nn.Sequential(Measured(), Measured())) == (10.0, 6.0)
+
+
+def test_what_a_resumed_run_changes_is_recorded(tmp_path: Path) -> None:
+    run = ["--preset", "small", "--out", str(tmp_path)]
+    assert options.parse([*run, "--lr", "1"]).save(tmp_path) == {}
+    again = options.parse([*run, "--resume", "--lr", "0.5", "--sample", "9"])
+    assert again.save(tmp_path) == {"lr": 0.5}
+    assert options.parse([*run, "--resume"]).lr == 0.5
+
+
+def test_help_names_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: bytes)" in said and "(default: None)" not in said
+    assert "(default: 0.004)" in said and ") (default" not in said
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 60])
+def test_running_mean_of_a_line_is_the_line(length: int) -> None:
+    line = [7.0 - 0.5 * step for step in range(length)]
+    assert plots.running_mean(line) == pytest.approx(line)
 
 
 def test_learning_rate_rises_and_falls() -> None:

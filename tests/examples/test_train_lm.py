@@ -59,6 +59,8 @@ def test_learns_more_than_token_frequencies(base_run: BaseRun) -> None:
     assert float(result["val"]) < float(result["unigram"])
     assert int(result["speed"]) > 0
     assert 0 < float(result["comm"]) < 1
+    # Before it has learned anything it finds all bytes about as likely.
+    assert losses(base_run.folder)[1] == pytest.approx(math.log(257), abs=0.1)
 
 
 def test_metrics_cover_every_step(base_run: BaseRun) -> None:
@@ -73,7 +75,7 @@ def test_metrics_cover_every_step(base_run: BaseRun) -> None:
             assert math.isfinite(record["loss"]) and record["balance"] >= 1
             assert 0 <= record["wait_share"] <= record["comm_share"] < 1
             assert ("exposed_share" in record) == (record["step"] == 1 or record["step"] % 10 == 0)
-            assert 0 < record.get("exposed_share", 0.5) < 1
+            assert 0 < record.get("exposed_share", record["comm_share"]) <= record["comm_share"] < 1
 
 
 def test_output_files(base_run: BaseRun) -> None:
@@ -91,9 +93,11 @@ def test_sample_goes_on_from_the_prompt(base_run: BaseRun) -> None:
 
 
 def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> None:
-    done = run_example("train_lm.py", "--resume", "--out", half_run)
+    done = run_example("train_lm.py", "--resume", "--out", half_run, "--note", "left out: nothing")
     assert done.code == 0, done.err
     assert "resumed at step 30" in done.out
+    said = done.out.splitlines()
+    assert said[0] == said[-2] == "left out: nothing"
     assert losses(half_run) == losses(base_run.folder)
     assert RESULT.fullmatch(done.last_line)
 
@@ -187,6 +191,10 @@ def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Pa
         re.search(r"val_loss=(\S+)", done.last_line),
     )
     assert before and after and before["val"] == after[1]
+    assert done.last_line.endswith("(no step was left to run)")
+    done = run_example("train_lm.py", "--resume", "--out", folder, "--steps", "10")
+    assert done.code == 2 and len(done.err.splitlines()) == 1
+    assert "is at step 60 already, beyond --steps 10" in done.err
 
 
 def start(folder: Path, text_folder: Path) -> subprocess.Popen[str]:
@@ -244,6 +252,8 @@ WRONG_FOR_RANKS = {
     "ep over ranks": (["--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
     "ep over experts": (["--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
     "microbatches over windows": (["--batch", "8", "--microbatches", "3"], "4 windows a rank"),
+    "one file": (["--data", EXAMPLES / "train_lm.py"], "is the only text file"),
+    "no text": (["--data", sys.executable], "is not a text file"),
     "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
 }
 

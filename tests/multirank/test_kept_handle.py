@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.harness import RankPool
@@ -93,6 +94,7 @@ def test_against_autograd(pool: Pools, size: int, dtype: str, async_op: bool, se
         assert wrong == [[]] * len(some)
 
 
+@needs_fabric
 def test_between_nodes(pool: Pools, seed: int) -> None:
     some = cases.layouts_alignments_and_capacities(4, "float32", seed)
     some = [replace(case, ranks_per_node=2) for case in some]

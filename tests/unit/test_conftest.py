@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from moecomm import discovery
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -49,3 +51,9 @@ def test_gpu_tests_say_why_they_are_skipped(tmp_path: Path) -> None:
         assert "skipped" not in found
     else:
         assert re.search(r"SKIPPED \[1\].*needs a GPU: torch ", found)
+
+
+def test_what_is_left_out_is_said_first_and_last(tmp_path: Path) -> None:
+    first, last = _run(tmp_path).split("collected")
+    for line in discovery.left_out():
+        assert line in first and line in last

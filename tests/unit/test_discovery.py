@@ -82,6 +82,21 @@ def test_cuda_bindings_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None
     assert "pip install cuda-bindings" in dict(discovery.versions())["cuda-bindings"]
 
 
+def test_what_is_left_out_says_what_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "fabric_missing", lambda: "no headers: apt-get install libfabric-dev")
+    monkeypatch.setattr(_C, "cuda_version", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    nodes, gpus = discovery.left_out()
+    assert nodes == "links between nodes: left out, no headers: apt-get install libfabric-dev"
+    assert gpus.startswith("GPUs: left out, ") and "CMAKE_ARGS=-DMOECOMM_CUDA=ON" in gpus
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _, gpus = discovery.left_out()
+    assert "put nvcc on PATH" in gpus
+    monkeypatch.setattr(_C, "fabric_missing", lambda: None)
+    monkeypatch.setattr(_C, "cuda_version", "13.0")
+    assert list(discovery.left_out()) == []
+
+
 def test_no_libfabric_is_a_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "fabric_missing", lambda: "libfabric is not here: apt-get install libfabric1")
     facts = dict(discovery.fabric())
