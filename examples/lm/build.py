@@ -21,9 +21,9 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
     """The same float32 weights on every rank, device, and at every EP size, from torch's default generator.
 
     Weights start small in proportion to the square root of the width, and those that write into the
-    residual stream smaller still, by the number of layers that do so. Routers start close to indifferent. So do the
-    logits: an output matrix of its own starts at zero, and before a tied one the last norm starts small, since the
-    token that was read would else be the one expected next, by a logit of sqrt(dim).
+    residual stream smaller still, by the number of layers that do so. Routers start close to indifferent. So
+    do the logits: an output matrix of its own starts at zero, and before a tied one the last norm starts
+    small, since the token that was read would else be expected next, by a logit of sqrt(dim).
     """
     std = options.dim**-0.5
     moe = MoEConfig(
