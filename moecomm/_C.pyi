@@ -300,6 +300,8 @@ def quantize_columns(
 class PagePool:
     ticket_words: ClassVar[int]
     most_tensors: ClassVar[int]
+    @staticmethod
+    def capture(stream: int, /) -> int: ...
     def __init__(
         self,
         *,
