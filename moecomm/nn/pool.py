@@ -52,8 +52,8 @@ class PoolUse(NamedTuple):
 
 
 class _Owner:
-    """The memory of a table, for a tensor that shares it: that tensor's storage holds this object, and with the
-    last tensor of the storage it goes."""
+    """The memory of a table, for a tensor that shares it: that tensor's storage holds this object, and with
+    the last tensor of the storage it goes."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
@@ -152,16 +152,14 @@ class ActivationPool:
         """The same ticket with a table whose memory owns the pages: they go back with the last tensor that
         shares it, if they have not been popped or dropped before.
 
-        So whoever saves the table keeps the pages, an alias of it as well, and nobody else: neither a backward
-        that never runs nor an exception leaves pages behind. They are free for the next call of this pool. Of
-        a push in a capture, they go back within that capture or, in each replay, not at all.
+        So whoever saves the table, or an alias of it, keeps the pages, and nobody else does: neither a
+        backward that never runs nor an exception leaves pages behind. They are free for the next call of this
+        pool. Of a push in a capture, they go back within that capture or, in each replay, not at all.
         """
         owner = _Owner(ticket.table)
-        # What ends an owner may be the garbage collector, at any point of any thread: so this does no more than
-        # take a note.
-        owner.on_end = weakref.finalize(
-            owner, self._given_up.append, (ticket.table, self._pages.capture())
-        )
+        # What ends an owner may be the garbage collector, at any point of any thread: so this does no more
+        # than take a note.
+        owner.on_end = weakref.finalize(owner, self._given_up.append, (ticket.table, self._pages.capture()))
         owner.on_end.atexit = False
         self._owners[ticket.table.data_ptr()] = owner
         if self.device.type == "cpu":
