@@ -1,4 +1,4 @@
-"""Operations whose epochs pass 2^31 and 2^32, where a number of 32 bits would change its sign or begin anew."""
+"""Operations whose epochs pass 2^31 and 2^32, where 32 bits would change their sign or begin anew."""
 
 from __future__ import annotations
 
