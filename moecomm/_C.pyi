@@ -64,6 +64,7 @@ class Communicator:
         threads: int,
         timeout: float,
         host_ranks: int,
+        first_epoch: int = 1,
     ) -> None: ...
     def link_window(self) -> str: ...
     def connect(self, names: list[str], pids: list[int]) -> None: ...
@@ -135,6 +136,7 @@ class DeviceCommunicator:
         num_sms: int,
         device: int,
         host_ranks: int,
+        first_epoch: int = 1,
     ) -> None: ...
     def open_rail(self, *, job: bytes, provider: str, interface: str, lanes: int, shuffle: int) -> Rail: ...
     def connect_rail(self, rail: Rail, cards: list[bytes], endpoints: list[str]) -> None: ...
@@ -298,6 +300,8 @@ def quantize_columns(
 class PagePool:
     ticket_words: ClassVar[int]
     most_tensors: ClassVar[int]
+    @staticmethod
+    def capture(stream: int, /) -> int: ...
     def __init__(
         self,
         *,

@@ -30,6 +30,7 @@ from moecomm.construction import (
     choose_device,
     timeout_seconds,
 )
+from moecomm.env import read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
 from moecomm.parts import CombineInParts, DispatchInParts, RedispatchInParts
@@ -118,13 +119,14 @@ class Communicator:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error: MoecommError | None = None
-        seconds, place = DEFAULT_TIMEOUT, torch.device("cpu")
+        seconds, place, first_epoch = DEFAULT_TIMEOUT, torch.device("cpu"), 1
         try:
             seconds = timeout_seconds(timeout)
             size = 1 if group is None else dist.get_world_size(group)
             check_sizes(size, num_experts, hidden, top_k, max_tokens, dtype)
             place = choose_device(device)
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)
+            first_epoch = read_env().first_epoch or 1
             num_sms = check_num_sms(num_sms, place)
             check_wire(wire, place, hidden, dtype)
         except MoecommError as failed:
@@ -139,6 +141,7 @@ class Communicator:
             "wire": wire,
             "device": place.type,
             "ranks_per_node": ranks_per_node,
+            "MOECOMM_FIRST_EPOCH": first_epoch,
             "moecomm version": __version__,
         }
         backend = make_backend(place, meeting, arguments, error, dtype, num_sms)

@@ -41,6 +41,10 @@ class Env:
     """MOECOMM_FABRIC_SHUFFLE: for tests: what travels between nodes arrives late and in random order, by this
     seed."""
 
+    first_epoch: int | None = None
+    """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
+    all ranks; 1 where it is not set."""
+
 
 _MOST_LANES = 64  # csrc/transport/fabric/card.hpp
 
@@ -72,6 +76,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     ranks_per_node = _number(environ, "MOECOMM_RANKS_PER_NODE", int, 1)
     lanes = _number(environ, "MOECOMM_FABRIC_LANES", int, 1, _MOST_LANES)
     shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
+    first_epoch = _number(environ, "MOECOMM_FIRST_EPOCH", int, 1, 2**62)
     return Env(
         timeout=timeout,
         threads=None if threads is None else int(threads),
@@ -80,4 +85,5 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         fabric_interface=environ.get("MOECOMM_FABRIC_INTERFACE") or None,
         fabric_lanes=None if lanes is None else int(lanes),
         fabric_shuffle=None if shuffle is None else int(shuffle),
+        first_epoch=None if first_epoch is None else int(first_epoch),
     )

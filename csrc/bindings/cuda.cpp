@@ -100,12 +100,12 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   bind_network<DeviceCommunicator>(communicator, interrupt);
   communicator
       .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
-                       int32_t device, int32_t host_ranks) {
+                       int32_t device, int32_t host_ranks, uint64_t first_epoch) {
              return std::make_unique<DeviceCommunicator>(
-                 DeviceConfig{shape, rank, timeout, num_sms, device, host_ranks});
+                 DeviceConfig{shape, rank, timeout, num_sms, device, host_ranks, first_epoch});
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
-           py::arg("device"), py::arg("host_ranks"))
+           py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1)
       .def("link_control", &DeviceCommunicator::link_control)
       .def("unlink_control", &DeviceCommunicator::unlink_control)
       .def(

@@ -105,6 +105,15 @@ void bind_pool(py::module_& m) {
            [](const Pages& self, uintptr_t ticket, uintptr_t stream) {
              check_cuda(pool::launch_drop(self, ticket_at(ticket), stream_of(stream)), "pool: drop");
            })
+      .def_static(
+          "capture",
+          [](uintptr_t stream) {
+            cudaStreamCaptureStatus status{};
+            unsigned long long id = 0;
+            check_cuda(cudaStreamGetCaptureInfo(stream_of(stream), &status, &id), "pool: capture");
+            return status == cudaStreamCaptureStatusActive ? id : 0;
+          },
+          "A number of its own for the capture that a stream is in; 0: none.")
       .def("reset", [](const Pages& self, uintptr_t stream) {
         check_cuda(pool::launch_reset(self, stream_of(stream)), "pool: reset");
       });

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kLeastStage = 64;  // tokens
+constexpr int64_t kFlag = sizeof(uint64_t);
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
 template <class Visit>
@@ -27,18 +28,18 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   for (auto& offset : w.places) visit("token places", offset, s.ranks * s.max_tokens * 4);
   for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
-  visit("arrival flags", w.arrived, s.ranks * s.arrivals() * 4);
-  visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * 4);
+  visit("arrival flags", w.arrived, s.ranks * s.arrivals() * kFlag);
+  visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * kFlag);
   for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
   if (const int64_t others = s.other_nodes(); others > 0) {
     visit("relay state", w.relay_state, others * int64_t{sizeof(RelayState)});
     for (auto& offset : w.relay_text) visit("texts of other nodes", offset, others * kErrorText);
     for (auto& offset : w.relay_grads) visit("gradients for other nodes", offset, others * entries * weight);
-    visit("partial sum flags", w.partial_arrived, s.ranks * (s.max_chunks() + 1) * 4);
-    visit("partial sum credits", w.partial_credits, s.ranks * (s.max_chunks() + 1) * 4);
+    visit("partial sum flags", w.partial_arrived, s.ranks * (s.max_chunks() + 1) * kFlag);
+    visit("partial sum credits", w.partial_credits, s.ranks * (s.max_chunks() + 1) * kFlag);
     const WindowShape host = host_window_shape(s);
     visit("staged rows", w.staged_rows, others * host.chunks(s.max_tokens) * 4);
-    visit("chunks here", w.chunks_here, others * host.chunks(s.max_tokens) * 4);
+    visit("chunks here", w.chunks_here, others * host.chunks(s.max_tokens) * kFlag);
     for (auto& offset : w.partials)
       visit("partial sums", offset, others * w.partial_tokens * s.node_slots() * s.row_bytes());
   }

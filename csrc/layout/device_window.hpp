@@ -2,6 +2,7 @@
 // host and device, from which all offsets and the total size come (device_window.cpp).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -120,8 +121,8 @@ static_assert(sizeof(PeerLoss) == 16);
 struct DeviceState {
   alignas(kLine) uint64_t epoch;      ///< last epoch that has ended here
   alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
-  uint32_t cancelled;                 ///< epoch (low 32 bits) whose records disagree: nothing is waited for
-  uint32_t planned;                   ///< epoch (low 32 bits) of the newest plan
+  uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
+  uint64_t planned;                   ///< epoch of the newest plan
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
   uint32_t stage_next;                ///< and to be sent to other nodes
   uint32_t later_next;                ///< next chunk to be sent that takes another one's place
@@ -143,12 +144,17 @@ struct DeviceState {
   uint32_t relay_summed;                         ///< next item of what is summed for other nodes
 };
 
+static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, cancelled) == kLine + 8 &&
+              offsetof(DeviceState, planned) == kLine + 16 && offsetof(DeviceState, send_next) == 2 * kLine);
+
 /// What the relay blocks of a rank know of another node.
 struct RelayState {
-  alignas(kLine) uint32_t forwarded;  ///< epoch (low 32 bits) of the newest record of the rail handed on here
+  alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record of the rail handed on here
   uint32_t parts;                     ///< blocks that have handed on theirs of it
   int32_t tokens;                     ///< of that rank, if its operation is the same as here, else 0
 };
+
+static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 
 /// Sections exist twice where their use alternates by epoch.
 struct DeviceWindow {
@@ -169,9 +175,9 @@ struct DeviceWindow {
                        ///< source sends here, where it sends it here
   int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
-  int64_t arrived;  ///< uint32[ranks][arrivals]: epoch in which a part of a chunk of this source has arrived;
+  int64_t arrived;  ///< uint64[ranks][arrivals]: epoch in which a part of a chunk of this source has arrived;
                     ///< the last: its gradients of weights
-  int64_t credits;  ///< uint32[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
+  int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
                     ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
 
@@ -181,10 +187,10 @@ struct DeviceWindow {
   int64_t relay_text[2];   ///< char[other][kErrorText]: of the rail's ranks
   int64_t relay_grads[2];  ///< weight type [other][max_tokens][top_k], written by the owners of this node
   int64_t
-      partial_arrived;  ///< uint32[node * local ranks + owner][max_chunks + 1], as `arrived` without parts
-  int64_t partial_credits;  ///< uint32[home][max_chunks + 1]: epoch in which its relay has read a chunk
+      partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], as `arrived` without parts
+  int64_t partial_credits;  ///< uint64[home][max_chunks + 1]: epoch in which its relay has read a chunk
   int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows in place for the network
-  int64_t chunks_here;      ///< uint32[other][chunks to a node]: 2 epoch + 1: a chunk of rows from there has
+  int64_t chunks_here;      ///< uint64[other][chunks to a node]: 2 epoch + 1: a chunk of rows from there has
                             ///< arrived; 2 epoch: a warp of this rank looks whether it has
   int64_t partials[2];      ///< rows [other][partial_tokens][node_slots]
   int64_t partial_tokens;   ///< tokens of one home for whose sums there is room; it is used in turn

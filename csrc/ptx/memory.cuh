@@ -24,6 +24,12 @@ __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 /// No order: for polling host memory, and values that only this device writes.
 __device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
   uint32_t value;
@@ -37,18 +43,15 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t load_relaxed_gpu(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
 __device__ __forceinline__ uint64_t load_relaxed_gpu(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
 
-/// Everything this thread wrote, or saw written, before is visible to whoever acquires `value`.
+/// Everything this thread wrote, or saw written, before is visible to whoever acquires `value`; and what that
+/// one writes afterwards is not seen by loads that this thread, or threads it has met at a barrier, did
+/// before.
 __device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -57,13 +60,18 @@ __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t va
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_release_gpu(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-/// No order: nothing this thread wrote is announced by it.
-__device__ __forceinline__ void store_relaxed_sys(uint32_t* address, uint32_t value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+/// Puts `value` where `before` was, without order; returns what was there.
+__device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t before, uint64_t value) {
+  uint64_t seen;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(seen)
+               : "l"(address), "l"(before), "l"(value)
+               : "memory");
+  return seen;
 }
 
 /// Adds with release and acquire: the last of several arrivals sees what all the others wrote.

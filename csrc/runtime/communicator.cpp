@@ -52,7 +52,8 @@ Communicator::Communicator(const CommunicatorConfig& config)
       local_experts_(static_cast<int32_t>(config.num_experts / config.shape.ranks)),
       pool_(config.threads),
       heuristics_(cpu::choose_heuristics(std::max(config.host_ranks, nodes_.local_ranks))),
-      windows_(static_cast<size_t>(nodes_.local_ranks)) {
+      windows_(static_cast<size_t>(nodes_.local_ranks)),
+      epoch_(config.first_epoch - 1) {
   own_window() = shm::Window::create(layout_.total_bytes, layout_.committed_bytes);
 }
 
@@ -79,7 +80,7 @@ void Communicator::make_signals(const std::vector<int64_t>& pids) {
 void Communicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
   require_message_size(*remote, layout_.shape);
   internode_ = std::make_unique<Internode>(layout_, config_.rank, bases_, *signals_, std::move(remote),
-                                           std::move(links), config_.timeout_seconds);
+                                           std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
 std::string Communicator::heuristics_text() const {
@@ -99,7 +100,7 @@ void Communicator::leave(bool drain) noexcept {
   if (!signals_ || getpid() != owner_) return;
   if (internode_) {
     try {
-      if (drain && epoch_ > 0) internode_->wait_all_here(epoch_);
+      if (drain) internode_->wait_all_here(epoch_);
     } catch (...) {
       drain = false;  // somebody else is gone, too
     }
@@ -144,7 +145,7 @@ SignalRecord Communicator::start(Operation operation, const Plan* plan) {
   signals_->complete(epoch_);  // whatever came before, also a dispatch that was never pulled
   // Rows of an epoch that failed, or was not pulled, may still be on their way: the next but one uses their
   // place, and begins when all ranks have announced this one.
-  if (internode_ && epoch_ > 0) internode_->wait_all_here(epoch_);
+  if (internode_) internode_->wait_all_here(epoch_);
   SignalRecord record{};
   record.epoch = ++epoch_;
   record.operation = operation;

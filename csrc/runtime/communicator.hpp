@@ -32,7 +32,8 @@ struct CommunicatorConfig {
   int64_t num_experts;
   int32_t threads;
   double timeout_seconds;
-  int32_t host_ranks = 0;  ///< ranks on this host, which share its cores; 0: those of the node
+  int32_t host_ranks = 0;    ///< ranks on this host, which share its cores; 0: those of the node
+  uint64_t first_epoch = 1;  ///< of the first operation, on all ranks
 };
 
 struct DispatchArguments {
@@ -162,7 +163,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // A forked child may drop its copy, but neither use it nor speak for its parent.
   const int owner_ = getpid();
-  uint64_t epoch_ = 0;
+  uint64_t epoch_;  // of the last operation that has begun
   bool closed_ = false;
   std::optional<Error> broken_;
   std::optional<Error> overflow_;

@@ -181,6 +181,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   std::byte* const own = reinterpret_cast<std::byte*>(bases[own_index()]);
   DeviceState state{};
   state.bad_id = ~uint64_t{0};
+  state.epoch = config_.first_epoch - 1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
   // Of high priority: beside a product that fills the GPU, what others wait for gets SMs first.
   int least = 0, greatest = 0;
@@ -239,7 +240,7 @@ std::string DeviceCommunicator::gpu_bus_id() const {
 void DeviceCommunicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
   require_message_size(*remote, control_layout_.shape);
   proxy_ = std::make_unique<Proxy>(control_layout_, config_.rank, base(), *signals_, std::move(remote),
-                                   std::move(links), config_.timeout_seconds);
+                                   std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
 /// Tells kernels which peers are gone, and peers if a kernel here gave up on somebody.

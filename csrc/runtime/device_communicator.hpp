@@ -38,7 +38,8 @@ struct DeviceConfig {
   double timeout_seconds;
   int32_t num_sms;  ///< of one operation; 0: as the heuristics say
   int32_t device;
-  int32_t host_ranks;  ///< ranks of this host, which share its cores
+  int32_t host_ranks;        ///< ranks of this host, which share its cores
+  uint64_t first_epoch = 1;  ///< of the first operation, on all ranks
 };
 
 /// What a dispatch starts with. Addresses are of this device's memory.

@@ -12,7 +12,7 @@ constexpr const char* kRowsPhase = "rows from another node";
 
 Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases,
                      shm::Signals& signals, std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links,
-                     double timeout_seconds)
+                     double timeout_seconds, uint64_t first_epoch)
     : layout_(layout),
       nodes_(layout.shape.nodes()),
       rank_(rank),
@@ -21,7 +21,8 @@ Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::
       bases_(std::move(bases)),
       signals_(signals),
       slot_target_(static_cast<size_t>(layout.shape.staging_chunks()), -1),
-      proxy_(layout, rank, own(), signals, std::move(remote), std::move(links), timeout_seconds) {}
+      proxy_(layout, rank, own(), signals, std::move(remote), std::move(links), timeout_seconds,
+             first_epoch) {}
 
 const std::byte* Internode::rows(int32_t rank, uint64_t epoch) const {
   return window(nodes_.local_of(rank)) + layout_.relayed_rows(static_cast<int>(epoch & 1), other_of(rank));

@@ -17,7 +17,8 @@ class Internode {
  public:
   /// bases[i] is the window of the node's rank i as mapped here.
   Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases, shm::Signals& signals,
-            std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds);
+            std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds,
+            uint64_t first_epoch);
 
   Proxy& proxy() { return proxy_; }
 

@@ -39,7 +39,8 @@ void require_message_size(const Remote& remote, const WindowShape& shape) {
 }
 
 Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
-             std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds)
+             std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds,
+             uint64_t first_epoch)
     : layout_(layout),
       nodes_(layout.shape.nodes()),
       rank_(rank),
@@ -58,6 +59,8 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
       reasons_(static_cast<size_t>(nodes_.nodes())),
       backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep) {
+  for (int32_t other = 0; other < others_; ++other)
+    *progress().all_here(other) = inbound_[static_cast<size_t>(other)].delivered = first_epoch - 1;
   signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
   signals_.set_reason([this](int peer) { return reason(peer); });
   try {

@@ -41,8 +41,10 @@ class Proxy {
  public:
   /// `base` is the own window. Starts the thread. Peers of `remote` and `links` are numbered by node. What
   /// this rank gives up on is told to the rail as long as this object lives, which `signals` must outlive.
+  /// The first record of every peer is that of `first_epoch`.
   Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
-        std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds);
+        std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds,
+        uint64_t first_epoch = 1);
   ~Proxy();
 
   /// Hands over a command; waits while the ring is full.

@@ -147,6 +147,7 @@ class CpuBackend:
                 threads=self.num_sms,
                 timeout=meeting.timeout,
                 host_ranks=host_ranks,
+                first_epoch=arguments["MOECOMM_FIRST_EPOCH"],
             ),
             link=lambda native: native.link_window(),
             connect=lambda native, names, pids: native.connect(names, pids),

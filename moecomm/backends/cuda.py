@@ -197,6 +197,7 @@ class CudaBackend:
                     num_sms=num_sms,
                     device=self._gpu.index,
                     host_ranks=party.host_ranks(meeting.rank),
+                    first_epoch=party.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
                 ),
                 link=lambda native: native.link_control(),
                 connect=lambda native, names, pids: native.connect(list(window.bases), names, pids),

@@ -156,7 +156,10 @@ class ForwardPass:
         assert self.call.pool is not None and self._rows_PH is not None
         inners = self._inners if self.call.keep == "all" else []
         kept, pool = (self._rows_PH, *inners), self.call.pool
-        self.ticket = pool.push(*kept, ends=self.known.offsets_L) if self.keeps else pool.blank(*kept)
+        if self.keeps:
+            self.ticket = pool.owned(pool.push(*kept, ends=self.known.offsets_L))
+        else:
+            self.ticket = pool.blank(*kept)
 
     def _execute(self, schedule: Any, work: dict[str, Callable[[Results], Any]]) -> Results:
         with self._without_autocast():

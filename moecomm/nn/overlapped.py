@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 from moecomm.nn.backward_pass import BackwardPass
 from moecomm.nn.forward_pass import ForwardPass, Known
 from moecomm.nn.passes import Call, Weights, without_autocast
-from moecomm.nn.pool import Ticket
 
 _NO_TABLE = torch.empty(0, dtype=torch.int32)
 
@@ -86,7 +85,6 @@ def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weig
     known = plans.found.pop(0) if plans is not None and plans.again and plans.found else None
     passing = _Pass(call, known, first)
     placeholder_TH = _Keep.apply(passing, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
-    passing.let_go()
     if plans is not None and first:
         assert passing.forward is not None
         plans.found.append(passing.forward.known)
@@ -102,8 +100,6 @@ class _Pass:
         self.call, self.known, self.is_first = call, known, is_first
         self.forward: ForwardPass | None = None
         self.y_TH: Tensor | None = None
-        self._ticket: Ticket | None = None
-        self._holders = 0
 
     def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> ForwardPass:
         """All of it, or what a backward needs."""
@@ -113,18 +109,7 @@ class _Pass:
             self.y_TH = forward.run()
         else:
             forward.prepare()
-        if forward.ticket is not None and forward.keeps:
-            self._ticket = forward.ticket
-            self._holders = _holders(forward.ticket)
         return forward
-
-    def let_go(self) -> None:
-        """Takes out of the pool what autograd has not kept: a checkpoint's hook, for example, throws away
-        what its first pass would keep."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None and _holders(ticket) <= self._holders:
-            assert self.call.pool is not None
-            self.call.pool.drop(ticket)
 
     def result(self) -> Tensor:
         """Once."""
@@ -134,15 +119,6 @@ class _Pass:
             y_TH = self.forward.finish()
         self.forward = None
         return y_TH
-
-
-def _holders(ticket: Ticket) -> int:
-    """How many hold the table, as a tensor or as another tensor's memory, some more or less."""
-    storage = ticket.table.untyped_storage()
-    return int(
-        ticket.table._use_count()  # type: ignore[attr-defined]
-        + torch._C._storage_Use_Count(storage._cdata)
-    )
 
 
 class _Keep(torch.autograd.Function):
@@ -155,9 +131,11 @@ class _Keep(torch.autograd.Function):
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, shared_in, shared_out))
         ctx.call, ctx.route = passing.call, found.route
         ctx.handle, ctx.slices = found.known.handle, found.known.slices
-        # Without the table, which autograd is to hold alone.
+        # Without the table, which autograd is to hold alone: a checkpoint's hook, for example, throws away
+        # what the first pass would keep, and with the table its pages go back (ActivationPool.owned).
         ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)
         ctx.save_for_backward(w_in, w_out, shared_in, shared_out, *found.kept(ctx.needs_input_grad[3]))
+        found.ticket = None
         return x_TH.new_empty(()).expand(x_TH.shape)  # that nobody reads
 
     @staticmethod

@@ -47,6 +47,9 @@ class Pages(Protocol):
     def follow(self) -> None:
         """What the caller does with `state` comes after all of the above."""
 
+    def capture(self) -> int:
+        """Names the capture of a CUDA graph that the caller is in; 0: none."""
+
 
 def make_pages(device: torch.device, device_pages: int, host_pages: int, page_bytes: int) -> Pages:
     """Raises OutOfMemory, or Unsupported where there are no kernels for the device."""
@@ -123,6 +126,7 @@ class CudaPages:
         """One kernel."""
         with self._gpu.current():
             self._native.drop(table.data_ptr(), self._stream())
+            table.record_stream(self._gpu.stream())
 
     def reset(self) -> None:
         """One kernel."""
@@ -133,6 +137,11 @@ class CudaPages:
         """The current stream waits, if it has to."""
         with self._gpu.current():
             self._stream()
+
+    def capture(self) -> int:
+        """As the CUDA runtime numbers them."""
+        with self._gpu.current():
+            return _C.PagePool.capture(self._gpu.raw_stream()) if self._gpu.capturing() else 0
 
     def _stream(self) -> int:
         """The current stream, which now comes after the pool's work so far; within a capture, after what the
@@ -237,6 +246,10 @@ class HostPages:
 
     def follow(self) -> None:
         """All has been done."""
+
+    def capture(self) -> int:
+        """None."""
+        return 0
 
     def _count(self) -> None:
         self.state[FREE_DEVICE], self.state[FREE_HOST] = len(self._free[0]), len(self._free[1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +49,26 @@ class PoolUse(NamedTuple):
     """The most that was held since the last `reset`, or the last error of `check`."""
     available: int
     """Of the pool."""
+
+
+class _Owner:
+    """The memory of a table, for a tensor that shares it: that tensor's storage holds this object, and with
+    the last tensor of the storage it goes."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self.on_end: weakref.finalize[Any, _Owner]
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": tuple(self._table.shape),
+            "typestr": "<i4",
+            "data": (self._table.data_ptr(), False),
+            "version": 3,
+        }
+
+    __cuda_array_interface__ = __array_interface__
 
 
 class ActivationPool:
@@ -104,6 +127,10 @@ class ActivationPool:
         self._pages = make_pages(
             self.device, self.device_bytes // page_bytes, self.spill_bytes // page_bytes, page_bytes
         )
+        self._owners: weakref.WeakValueDictionary[int, _Owner] = weakref.WeakValueDictionary()
+        """Those of tickets from `owned` that are not popped, by the addresses of their tables."""
+        self._given_up: deque[tuple[Tensor, int]] = deque()
+        """Tables whose owners are gone, and the captures that they belong to."""
 
     @property
     def bytes(self) -> int:
@@ -116,9 +143,28 @@ class ActivationPool:
         ends: (L,) int32 on the device; rows from ends[-1] on are not real. None: all are.
         """
         self._check(tensors, ends)
+        self._settle()
         ticket = self._ticket(tensors)
         self._pages.push(tuple(_readable(each) for each in tensors), ends, ticket.table)
         return ticket
+
+    def owned(self, ticket: Ticket) -> Ticket:
+        """The same ticket with a table whose memory owns the pages: they go back with the last tensor that
+        shares it, if they have not been popped or dropped before.
+
+        So whoever saves the table, or an alias of it, keeps the pages, and nobody else does: neither a
+        backward that never runs nor an exception leaves pages behind. They are free for the next call of this
+        pool. Of a push in a capture, they go back within that capture or, in each replay, not at all.
+        """
+        owner = _Owner(ticket.table)
+        # What ends an owner may be the garbage collector, at any point of any thread: so this does no more
+        # than take a note.
+        owner.on_end = weakref.finalize(owner, self._given_up.append, (ticket.table, self._pages.capture()))
+        owner.on_end.atexit = False
+        self._owners[ticket.table.data_ptr()] = owner
+        if self.device.type == "cpu":
+            return ticket._replace(table=torch.from_numpy(np.asarray(owner)))
+        return ticket._replace(table=torch.as_tensor(owner, device=self.device))
 
     def blank(self, *tensors: Tensor) -> Ticket:
         """A ticket as a push of these tensors would give, for which nothing is kept and nothing counted. To
@@ -134,12 +180,15 @@ class ActivationPool:
         InvalidArgument; so it is after a `reset`.
         """
         table, rows, columns = ticket
+        self._settle()
+        self._disown(table)
         tensors = tuple(torch.empty(rows, count, dtype=dtype, device=self.device) for count, dtype in columns)
         self._pages.pop(tensors, table)
         return tensors
 
     def drop(self, ticket: Ticket) -> None:
         """Gives the pages of a ticket back; nobody wants its rows any more."""
+        self._disown(ticket.table)
         self._pages.drop(ticket.table)
 
     def reset(self) -> None:
@@ -150,6 +199,7 @@ class ActivationPool:
 
     def use(self) -> PoolUse:
         """What is held now. Waits for the device."""
+        self._settle()
         self._pages.follow()
         held, peak = self._pages.state[HELD : PEAK + 1].tolist()
         return PoolUse(held * self.page_bytes, peak * self.page_bytes, self.bytes)
@@ -158,6 +208,7 @@ class ActivationPool:
         """Raises PoolExceeded, once, if a push since the last check or reset did not get its pages;
         InvalidArgument, once, if rows were popped that were not there any more. Waits for the device.
         """
+        self._settle()
         self._pages.follow()
         state = self._pages.state
         words = state.tolist()
@@ -171,10 +222,28 @@ class ActivationPool:
     def record(self, words: Tensor) -> None:
         """Writes two int64 words on the device, without a wait: bytes that the pushes since the last reset
         would have needed at once, 0 if all got their pages; and whether rows were popped that were gone."""
+        self._settle()
         self._pages.follow()
         state = self._pages.state
         torch.mul(state[PEAK : PEAK + 1], state[FAILED : FAILED + 1] * self.page_bytes, out=words[:1])
         words[1:2].copy_(state[LOST : LOST + 1])
+
+    def _disown(self, table: Tensor) -> None:
+        owner = self._owners.pop(table.data_ptr(), None)
+        if owner is not None:
+            owner.on_end.detach()
+
+    def _settle(self) -> None:
+        """Gives back the pages whose owners are gone."""
+        capture = self._pages.capture()
+        others = []
+        while self._given_up:
+            table, its_capture = self._given_up.popleft()
+            if its_capture == capture:
+                self._pages.drop(table)
+            elif its_capture == 0:  # for later: a replay must not give them back once more
+                others.append((table, its_capture))
+        self._given_up.extend(others)
 
     def _ticket(self, tensors: tuple[Tensor, ...]) -> Ticket:
         rows = tensors[0].shape[0]

@@ -189,7 +189,7 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
   int64_t total = kPage;  // kernel state
   for (const int64_t once :
-       {128 * R, 16 * R, 16 * (E + R) * 4, R * (8 * chunks + 1) * 4, R * (chunks + 1) * 4})
+       {128 * R, 16 * R, 16 * (E + R) * 4, R * (8 * chunks + 1) * 8, R * (chunks + 1) * 8})
     total += rounded(once, kPage);
   for (const int64_t twice :
        {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
@@ -215,10 +215,10 @@ void test_worked_example() {
   total += 8192;                                    // 16 blocks' counts for 64 experts and 4 ranks
   total += 2 * (4096 + 4096);                       // error texts, counts
   total += 2 * (524288 + 65536 + 524288 + 131072);  // codes, places, weights, gradients of weights
-  total += 266240;         // arrivals of 8 parts of 2048 chunks of 4 ranks, and one more each
-  total += 36864;          // credits of 2048 chunks, and one more each
+  total += 528384;         // arrivals of 8 parts of 2048 chunks of 4 ranks, and one more each
+  total += 69632;          // credits of 2048 chunks, and one more each
   total += 2 * 234881024;  // 4096 * 4 rows
-  CHECK(w.total_bytes == total && total == 472592384);
+  CHECK(w.total_bytes == total && total == 472887296);
   CHECK(w.stage_tokens == 4096);
 }
 

@@ -62,6 +62,45 @@ def test_nothing_else_is_written(pool: Pools, spill: int, seed: int) -> None:
     harness.assert_none(pool(1)(_within, spill, seed))
 
 
+def _owned(rank: int, world_size: int, seed: int) -> list[str]:
+    """Pages of tables that nobody has any more: at once, and within a graph, in each of its replays."""
+    from moecomm.nn.pool import ActivationPool
+
+    device = harness.device()
+    pool = ActivationPool(device, 16 * PAGE, page_bytes=PAGE)
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = torch.randn(64, 256, device=device, generator=generator)  # 4 pages
+    problems = []
+    kept = pool.owned(pool.push(rows))
+    alias = kept.table[1:]
+    del kept
+    if pool.use().held != 4 * PAGE:
+        problems.append(f"{pool.use()} while an alias lives")
+    del alias
+    if pool.use().held:
+        problems.append(f"{pool.use()} after the last one")
+    eager = pool.owned(pool.push(rows))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.owned(pool.push(rows))
+        ticket = pool.owned(pool.push(rows))
+        (back,) = pool.pop(ticket)
+        del ticket
+    del eager
+    for replay in range(4):
+        back.fill_(7.0)
+        graph.replay()
+        use = pool.use()
+        if use.held or use.peak > 8 * PAGE or not torch.equal(back, rows):
+            problems.append(f"replay {replay}: {use}")
+    pool.check()
+    return problems
+
+
+def test_pages_go_back_with_their_tables(pool: Pools, seed: int) -> None:
+    harness.assert_none(pool(1)(_owned, seed))
+
+
 def _graph(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
     """One graph, whose replays take what each of them needs; some need more than there is."""
     from moecomm.nn.pool import ActivationPool

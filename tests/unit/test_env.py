@@ -26,6 +26,7 @@ def test_values() -> None:
     assert read_env(environ) == Env(fabric_provider="tcp;ofi_rxm", fabric_interface="eth0")
     assert read_env({"MOECOMM_FABRIC_SHUFFLE": "17"}) == Env(fabric_shuffle=17)
     assert read_env({"MOECOMM_FABRIC_LANES": "4"}) == Env(fabric_lanes=4)
+    assert read_env({"MOECOMM_FIRST_EPOCH": str(2**62)}) == Env(first_epoch=2**62)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,8 @@ def test_values() -> None:
         ("MOECOMM_FABRIC_LANES", "65"),
         ("MOECOMM_FABRIC_SHUFFLE", "0"),
         ("MOECOMM_FABRIC_SHUFFLE", "yes"),
+        ("MOECOMM_FIRST_EPOCH", "0"),
+        ("MOECOMM_FIRST_EPOCH", str(2**62 + 1)),
     ],
 )
 def test_what_is_no_number(name: str, value: str) -> None:

@@ -143,14 +143,14 @@ def test_worked_example_on_cuda() -> None:
     assert _sizes(plan, "expert codes") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
     assert _sizes(plan, "token places") == [4 * 4096 * 4] * 2
     assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
-    assert _sizes(plan, "arrival flags") == [65 * PAGE] and _sizes(plan, "credit flags") == [9 * PAGE]
-    assert plan.total_bytes == plan.committed_bytes == 472_592_384
+    assert _sizes(plan, "arrival flags") == [129 * PAGE] and _sizes(plan, "credit flags") == [17 * PAGE]
+    assert plan.total_bytes == plan.committed_bytes == 472_887_296
     text = str(plan)
     assert "window of one rank (4 ranks a node)" in text
     assert text.splitlines()[-3:] == [
-        f"{'total':<18} {'':>14} {472592384:>14}",
-        f"{'taken at once':<18} {'':>14} {472592384:>14}",
-        f"{'all ranks at once':<18} {'':>14} {1890369536:>14}",
+        f"{'total':<18} {'':>14} {472887296:>14}",
+        f"{'taken at once':<18} {'':>14} {472887296:>14}",
+        f"{'all ranks at once':<18} {'':>14} {1891549184:>14}",
     ]
 
 
@@ -183,8 +183,8 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     assert _sizes(plan, "token places") == pages(ranks * tokens * 4)
     assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks) * 4)
     # 512 chunks of a token, or 500 of two; up to 8 parts of each.
-    assert _sizes(plan, "arrival flags") == pages(ranks * (8 * 512 + 1) * 4)[:1]
-    assert _sizes(plan, "credit flags") == pages(ranks * (512 + 1) * 4)[:1]
+    assert _sizes(plan, "arrival flags") == pages(ranks * (8 * 512 + 1) * 8)[:1]
+    assert _sizes(plan, "credit flags") == pages(ranks * (512 + 1) * 8)[:1]
     assert plan.ranks == ranks and plan.total_bytes == plan.committed_bytes
     end = 0
     for _, offset, size in plan.sections:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -147,6 +148,66 @@ def test_rows_for_headroom() -> None:
     assert rows_for_headroom(100.0, **{**sizes, "num_local_experts": 1}) == 4000
 
 
+def test_pages_go_back_with_the_last_tensor_of_the_table(seed: int) -> None:
+    """A ticket of one page, whose table has an alias; a second one that is popped before its table goes."""
+    pool = ActivationPool("cpu", 4 * PAGE, page_bytes=PAGE)
+    rows = numbers(4, 256, seed)
+    ticket = pool.owned(pool.push(rows))
+    alias = ticket.table.detach()[2:]
+    del ticket
+    assert pool.use().held == PAGE
+    popped = pool.owned(pool.push(rows))
+    assert torch.equal(pool.pop(popped)[0], rows)
+    other = pool.push(rows)
+    del popped
+    assert pool.use().held == 2 * PAGE, "what is popped does not go back once more"
+    del alias
+    assert pool.use().held == PAGE
+    assert torch.equal(pool.pop(other)[0], rows)
+    pool.check()
+
+
+class Captures:
+    """Pages that say of each call in which capture it is."""
+
+    def __init__(self, pages: Any) -> None:
+        self.now, self.dropped = 0, list[tuple[int, int]]()
+        self._pages = pages
+
+    def capture(self) -> int:
+        return self.now
+
+    def drop(self, table: Tensor) -> None:
+        self.dropped.append((self.now, int(table[0])))
+        self._pages.drop(table)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pages, name)
+
+
+def test_pages_go_back_in_the_capture_that_took_them(seed: int) -> None:
+    """Serials 1 to 4: of no capture, of 7, of 7 again, of 8. What a graph took only that graph gives back,
+    and what no graph took is given back by none."""
+    pool = ActivationPool("cpu", 8 * PAGE, page_bytes=PAGE)
+    pages = Captures(pool._pages)
+    pool._pages = pages
+    tickets = []
+    for pages.now in (0, 7, 7, 8):
+        tickets.append(pool.owned(pool.push(numbers(4, 256, seed))))
+    pages.now = 7
+    tickets[1:2] = []
+    tickets[0:1] = []
+    pool.use()
+    assert pages.dropped == [(7, 2)]
+    pages.now = 8
+    tickets.clear()
+    pool.use()
+    assert pages.dropped == [(7, 2), (8, 4)]
+    pages.now = 0
+    pool.use()
+    assert pages.dropped == [(7, 2), (8, 4), (0, 1)]
+
+
 # -- layers --------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +257,85 @@ def test_a_layer_keeps_its_rows_there(keep: Any, pages: int, seed: int) -> None:
     case.layer.comm.close()
 
 
+def test_a_forward_without_a_backward_leaves_no_pages(seed: int) -> None:
+    case = Layer(seed)
+    pool = case.with_pool()
+    y = case.layer(case.x)
+    assert pool.use().held == 4 * PAGE
+    del y
+    assert pool.use().held == 0
+    case.layer.comm.close()
+
+
+def test_an_error_after_the_push_leaves_no_pages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Layer(seed)
+    want = case.gradients()
+    pool = case.with_pool()
+    comm = case.layer.comm
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no combine")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(comm), "combine", fail)
+        with pytest.raises(RuntimeError, match="no combine"):
+            case.layer(case.x)
+    assert pool.use().held == 0
+    assert_same(case.gradients(), want)
+    pool.check()
+    comm.close()
+
+
+def test_an_alias_of_the_saved_table_changes_nothing(seed: int) -> None:
+    """Somebody looks at what autograd saves, and keeps it: under a checkpoint, which throws it away, its
+    pages stay until the alias goes; beside a backward they go back with that, and once."""
+    case = Layer(seed)
+    want = case.gradients()
+    pool = case.with_pool()
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.detach())
+        return tensor
+
+    def throw_away(tensor: Tensor) -> None:
+        pack(tensor)
+
+    def keep(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(throw_away, lambda _: torch.empty(0)):
+        y = case.layer(case.x)
+    assert pool.use().held == 4 * PAGE
+    seen.clear()
+    assert pool.use().held == 0
+    with torch.autograd.graph.saved_tensors_hooks(pack, keep):
+        assert_same(case.gradients(), want)
+    assert pool.use().held == 0
+    with torch.autograd.graph.saved_tensors_hooks(throw_away, lambda _: torch.empty(0)):
+        other = case.layer(case.x)
+    seen.clear()
+    assert pool.use().held == 0
+    pool.check()
+    del y, other
+    case.layer.comm.close()
+
+
+def test_tables_that_the_caller_copies_own_nothing(seed: int) -> None:
+    """A graph that keeps a deep copy of what was saved: pages went with the original, and `check` says so."""
+    case = Layer(seed)
+    pool = case.with_pool()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: copy.deepcopy(each.detach()), lambda each: each
+    ):
+        y = case.layer(case.x)
+    assert pool.use().held == 0
+    y.sum().backward()
+    with pytest.raises(InvalidArgument, match="not in the activation pool any more"):
+        pool.check()
+    case.layer.comm.close()
+
+
 def test_nothing_is_kept_without_a_gradient(seed: int) -> None:
     case = Layer(seed)
     pool = case.with_pool()
@@ -236,14 +376,13 @@ def test_checkpoints(reentrant: bool, plans: bool, seed: int) -> None:
     case.layer.comm.close()
 
 
-def test_what_is_saved_elsewhere_is_an_error(seed: int) -> None:
+def test_a_second_backward_is_an_error(seed: int) -> None:
     case = Layer(seed)
+    want = case.gradients()
     pool = case.with_pool()
-    with torch.autograd.graph.save_on_cpu():
-        y = case.layer(case.x)
-    y.sum().backward()
-    with pytest.raises(InvalidArgument, match="not in the activation pool any more"):
-        pool.check()
+    with torch.autograd.graph.save_on_cpu():  # which keeps what is on the CPU already
+        assert_same(case.gradients(), want)
+    pool.check()
     y = case.layer(case.x)
     y.sum().backward(retain_graph=True)
     pool.check()

@@ -105,7 +105,7 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
       if (same && operation == Operation::dispatch)
         PlanView{plan_words, comm.plan_fields}.at(comm.plan_fields.relay_tokens)[other] =
             static_cast<int32_t>(head.rows);
-      ptx::store_release_gpu(&state.forwarded, static_cast<uint32_t>(epoch));
+      ptx::store_release_gpu(&state.forwarded, epoch);
     }
     __syncthreads();  // of `last`
   }
@@ -120,7 +120,7 @@ __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uin
   for (int32_t other = static_cast<int32_t>(threadIdx.x); here && other < comm.rail.others;
        other += static_cast<int32_t>(blockDim.x))
     here = device::wait_until(comm, {comm.rail_rank(other), WaitPhase::records, operation, epoch, false},
-                              device::EpochFlag{&states[other].forwarded, static_cast<uint32_t>(epoch)});
+                              device::EpochFlag{&states[other].forwarded, epoch});
   return __syncthreads_and(here);
 }
 

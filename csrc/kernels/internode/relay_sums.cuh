@@ -14,11 +14,12 @@ __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t ep
                                      const intranode::PeerSet& owners) {
   bool here = true;
   owners.for_each([&](int32_t owner) {
-    const uint32_t* const flag =
+    const uint64_t* const flag =
         comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner), chunk);
     here = here && device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
-                                      device::EpochFlag{flag, static_cast<uint32_t>(epoch)});
+                                      device::EpochFlag{flag, epoch});
   });
+  __syncwarp();  // what a lane has acquired, all lanes load
   return __all_sync(0xffffffffu, here);
 }
 
@@ -74,8 +75,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
     if (tokens > comm.window.partial_tokens)
       for (int32_t r = lane; r < comm.local_ranks; r += 32)
         ptx::store_release_sys(
-            comm.flag(comm.bases[comm.first_rank + r], comm.window.partial_credits, home, number),
-            static_cast<uint32_t>(epoch));
+            comm.flag(comm.bases[comm.first_rank + r], comm.window.partial_credits, home, number), epoch);
   }
 }
 
@@ -95,7 +95,7 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
       here = device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
                                 device::EpochFlag{comm.flag(comm.own, comm.window.partial_arrived,
                                                             comm.pair(home, owner), comm.window.max_chunks),
-                                                  static_cast<uint32_t>(epoch)});
+                                                  epoch});
     }
     if (!__syncthreads_and(here) && intranode::already_failed(comm)) return;
     const int64_t values = plan.at(plan.fields.tokens)[home] * comm.top_k();

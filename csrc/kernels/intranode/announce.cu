@@ -50,14 +50,13 @@ struct AbandonArguments {
 /// Lets nobody wait for what is given up: the owners of rows for those that were not sent, which they then
 /// read as they find them; and the senders for room, since nobody reads what arrives here.
 __device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
-  const auto flag = static_cast<uint32_t>(epoch);
   const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
     const int64_t first = comm.window.chunks_at_once(tokens), left = chunk_count(tokens) - first;
     for (int64_t i = thread; i < left * comm.local_ranks; i += threads)
       ptx::store_release_sys(
           comm.arrival(comm.bases[comm.first_rank + i / left], source, comm.part_number(0, first + i % left)),
-          flag);
+          epoch);
   };
   say_arrived(comm.rank, args.tokens);
   if (comm.rail.others > 0 && internode::wait_forwarded(comm, args.operation, epoch))
@@ -67,17 +66,24 @@ __device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t 
   const int64_t chunks = comm.window.max_chunks;
   for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
     const auto source = static_cast<int32_t>(i / chunks);
-    ptx::store_relaxed_sys(comm.flag(comm.bases[comm.through(source)], comm.window.credits,
+    ptx::store_release_sys(comm.flag(comm.bases[comm.through(source)], comm.window.credits,
                                      comm.pair(source, comm.rank), i % chunks),
-                           flag);
+                           epoch);
   }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && comm.window.stage_tokens < comm.window.shape.max_tokens)
-    let_go(comm, args, epoch);
+  if (!already_failed(comm)) {
+    if (comm.window.stage_tokens < comm.window.shape.max_tokens) let_go(comm, args, epoch);
+    // As every operation: the one after the next writes where peers read in the one before this. That of a
+    // dispatch has been compared where its plan was made.
+    if (args.operation == Operation::dispatch)
+      device::wait_records(comm, args.operation, epoch);
+    else
+      meet(comm, args.operation, epoch);
+  }
   end_operation(comm, args.operation, epoch, args.senders, nullptr);
 }
 

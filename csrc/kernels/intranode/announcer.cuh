@@ -27,8 +27,7 @@ struct PeerSet {
 /// One warp's. Rows of the chunk before go on arriving while the next chunk is under way.
 class Announcer {
  public:
-  __device__ Announcer(const device::Comm& comm, uint64_t epoch)
-      : comm_(comm), epoch_(static_cast<uint32_t>(epoch)) {}
+  __device__ Announcer(const device::Comm& comm, uint64_t epoch) : comm_(comm), epoch_(epoch) {}
 
   /// A group of stores was committed.
   __device__ void group_committed() {
@@ -61,7 +60,7 @@ class Announcer {
   }
 
   const device::Comm& comm_;
-  const uint32_t epoch_;
+  const uint64_t epoch_;
   int32_t source_ = 0;
   int64_t chunk_ = -1;
   int groups_ = 0;

@@ -99,7 +99,7 @@ __device__ inline bool meet(const Comm& comm, Operation operation, uint64_t epoc
       agreed = same;
       if (!same && blockIdx.x == 0) {
         device::report_verdict(comm, verdict, epoch);
-        ptx::store_release_gpu(&comm.state().cancelled, static_cast<uint32_t>(epoch));
+        ptx::store_release_gpu(&comm.state().cancelled, epoch);
       }
     }
   }

@@ -187,9 +187,9 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   if (threadIdx.x == 0) {
     if (alive && !agreed) {
       device::report_verdict(comm, verdict, epoch);
-      ptx::store_release_gpu(&state.cancelled, static_cast<uint32_t>(epoch));
+      ptx::store_release_gpu(&state.cancelled, epoch);
     }
-    ptx::store_release_gpu(&state.planned, static_cast<uint32_t>(epoch));
+    ptx::store_release_gpu(&state.planned, epoch);
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
       rows.rows = agreed ? plan.header().needed_rows : -1;

@@ -437,7 +437,7 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
   if (args.operation == Operation::dispatch) {
     if (threadIdx.x == 0)
       going = device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch},
-                                 device::EpochFlag{&comm.state().planned, static_cast<uint32_t>(epoch)});
+                                 device::EpochFlag{&comm.state().planned, epoch});
     going = __syncthreads_and(going);
   } else {
     going = meet(comm, args.operation, epoch);
@@ -483,16 +483,17 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
             comm, {item.source, WaitPhase::rows, args.operation, epoch},
             device::EpochFlag{
                 comm.arrival(comm.own, item.source, comm.part_number(kParts ? args.part : 0, item.chunk)),
-                static_cast<uint32_t>(epoch)});
+                epoch});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }
     if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
-    // Its rows have been loaded, so nothing has to be ordered before this.
-    if (in_turn && lane_id() == 0)
-      ptx::store_relaxed_sys(comm.flag(comm.bases[comm.through(item.source)], comm.window.credits,
+    if (!in_turn) continue;
+    __syncwarp();  // the loads of all lanes come before the release
+    if (lane_id() == 0)
+      ptx::store_release_sys(comm.flag(comm.bases[comm.through(item.source)], comm.window.credits,
                                        comm.pair(item.source, comm.rank), item.chunk),
-                             static_cast<uint32_t>(epoch));
+                             epoch);
   }
   wait_stores<0>();
 }

@@ -100,7 +100,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
                                ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
                                : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
                                            comm.pair(home, comm.rank), comm.window.max_chunks),
-                           static_cast<uint32_t>(epoch));
+                           epoch);
 }
 
 /// Waits until the relay has read all chunks of a home that had this one's place before. All lanes.
@@ -109,10 +109,10 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
   const int64_t places = comm.window.partial_tokens / chunk_tokens(tokens);
   bool free = true;
   for (int64_t before = chunk - places * (1 + lane_id()); free && before >= 0; before -= places * 32)
-    free =
-        device::wait_until(comm, {comm.through(home), WaitPhase::credit, Operation::combine, epoch},
-                           device::EpochFlag{comm.flag(comm.own, comm.window.partial_credits, home, before),
-                                             static_cast<uint32_t>(epoch)});
+    free = device::wait_until(
+        comm, {comm.through(home), WaitPhase::credit, Operation::combine, epoch},
+        device::EpochFlag{comm.flag(comm.own, comm.window.partial_credits, home, before), epoch});
+  __syncwarp();  // where a lane has found the place free, all lanes write
   return __all_sync(0xffffffffu, free);
 }
 
@@ -203,7 +203,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
           local ? comm.arrival(comm.bases[home], comm.rank, comm.part_number(kParts ? args.part : 0, chunk))
                 : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
                             comm.pair(home, comm.rank), chunk),
-          static_cast<uint32_t>(epoch));
+          epoch);
   }
 }
 

@@ -326,9 +326,9 @@ __device__ bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, in
                             const PeerSet& peers, const Visit& visit) {
   bool all = true;
   peers.for_each([&](int32_t peer) {
-    all = all && visit(peer, device::EpochFlag{
-                                 comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), chunk),
-                                 static_cast<uint32_t>(epoch)});
+    all = all &&
+          visit(peer, device::EpochFlag{
+                          comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), chunk), epoch});
   });
   return __all_sync(0xffffffffu, all);
 }

@@ -65,8 +65,8 @@ __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const
   if (token.owner >= 0)
     here = device::wait_until(
         comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
-        device::EpochFlag{comm.arrival(comm.own, token.owner, comm.part_number(token.part, chunk)),
-                          static_cast<uint32_t>(epoch)});
+        device::EpochFlag{comm.arrival(comm.own, token.owner, comm.part_number(token.part, chunk)), epoch});
+  __syncwarp();  // what a lane has acquired, all lanes load
   return __all_sync(0xffffffffu, here);
 }
 
@@ -107,9 +107,9 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   bool here = true;
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks(); peer += kSumThreads)
     if (peer != comm.rank && comm.is_local(peer))
-      here = device::wait_until(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
-                                device::EpochFlag{comm.arrival(comm.own, peer, comm.gradients_number()),
-                                                  static_cast<uint32_t>(epoch)});
+      here =
+          device::wait_until(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
+                             device::EpochFlag{comm.arrival(comm.own, peer, comm.gradients_number()), epoch});
   const int64_t pieces = WindowShape::pieces(weights_bytes(comm, args.tokens));
   for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += kSumThreads) {
     const auto other = static_cast<int32_t>(i / pieces);

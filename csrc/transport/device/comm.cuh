@@ -121,12 +121,12 @@ struct Comm {
             slot) *
                window.shape.row_bytes();
   }
-  __device__ uint32_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
-    return at<uint32_t>(base, section) + writer * (window.max_chunks + 1) + chunk;
+  __device__ uint64_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
+    return at<uint64_t>(base, section) + writer * (window.max_chunks + 1) + chunk;
   }
   /// By which `writer` tells the rank of the window at `base` that number `number` of what it sends is there.
-  __device__ uint32_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
-    return at<uint32_t>(base, window.arrived) + writer * (kMaxParts * window.max_chunks + 1) + number;
+  __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
+    return at<uint64_t>(base, window.arrived) + writer * (kMaxParts * window.max_chunks + 1) + number;
   }
   /// That of a part of a chunk, and that of the gradients of weights.
   __device__ int64_t part_number(int32_t part, int64_t chunk) const {

@@ -72,17 +72,17 @@ struct RailChunk {
   int32_t other;
   int64_t chunk;
 
-  __device__ uint32_t* word() const {
-    return comm.mine<uint32_t>(comm.window.chunks_here) + other * comm.rail.chunks + chunk;
+  __device__ uint64_t* word() const {
+    return comm.mine<uint64_t>(comm.window.chunks_here) + other * comm.rail.chunks + chunk;
   }
-  __device__ OwnWord here() const { return {word(), static_cast<uint32_t>(2 * epoch + 1)}; }
+  __device__ OwnWord here() const { return {word(), 2 * epoch + 1}; }
 
   /// False if it waits in vain.
   __device__ bool wait(const WaitInfo& info) const {
     const OwnWord here = this->here();
     if (here.arrived()) return true;
-    const uint32_t looked_for = here.value - 1, seen = ptx::load_relaxed_gpu(word());
-    if (seen == here.value || seen == looked_for || atomicCAS(word(), seen, looked_for) != seen)
+    const uint64_t looked_for = here.value - 1, seen = ptx::load_relaxed_gpu(word());
+    if (seen == here.value || seen == looked_for || ptx::compare_swap_gpu(word(), seen, looked_for) != seen)
       return wait_until(comm, info, here);
     if (!wait_until(comm, info, HostWord{{comm.rail.arrival(epoch, other, chunk), epoch}})) return false;
     ptx::store_release_gpu(word(), here.value);

@@ -34,7 +34,7 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   bool arrived = true;
   for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x)
     arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
-                         RecordEpoch{&comm.record(comm.own, peer, epoch).epoch, epoch});
+                         EpochFlag{&comm.record(comm.own, peer, epoch).epoch, epoch});
   arrived = __syncthreads_and(arrived);
   if (clock) comm.state().wait_ns += ptx::global_nanoseconds() - start;
   return arrived;

@@ -64,8 +64,8 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     const uint64_t now = ptx::global_nanoseconds();
     if (now < look) continue;
     look = now + kLookAround;
-    if (already_failed(comm) || (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) ==
-                                                              static_cast<uint32_t>(info.expected)))
+    if (already_failed(comm) ||
+        (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
       return false;
     const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
     // What a rank on another node sends comes through the one of its rail here.
@@ -85,25 +85,14 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
   }
 }
 
-/// A 32-bit flag that holds the low bits of an epoch.
+/// A flag, or the epoch of a record. All of the epoch is in it: a part would wrap, and then a flag that
+/// nobody has written for a long time would count as one of an epoch to come.
 struct EpochFlag {
-  static constexpr unsigned kInterval = 32;
-  const uint32_t* address;
-  uint32_t epoch;
-  __device__ bool arrived() const {
-    // Acquiring drops the multiprocessor's cache: only once there is something to acquire.
-    return static_cast<int32_t>(ptx::load_relaxed_sys(address) - epoch) >= 0 &&
-           static_cast<int32_t>(ptx::load_acquire_sys(address) - epoch) >= 0;
-  }
-  __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
-};
-
-/// The epoch of a record.
-struct RecordEpoch {
   static constexpr unsigned kInterval = 32;
   const uint64_t* address;
   uint64_t epoch;
   __device__ bool arrived() const {
+    // Acquiring drops the multiprocessor's cache: only once there is something to acquire.
     return ptx::load_relaxed_sys(address) >= epoch && ptx::load_acquire_sys(address) >= epoch;
   }
   __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
@@ -111,15 +100,15 @@ struct RecordEpoch {
 
 /// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: reads of it
 /// share their way with the rows that go to the network.
-struct HostWord : RecordEpoch {
+struct HostWord : EpochFlag {
   static constexpr unsigned kInterval = 400;
 };
 
 /// A word of this rank's own memory, which takes one value after another.
 struct OwnWord {
   static constexpr unsigned kInterval = 100;
-  const uint32_t* address;
-  uint32_t value;
+  const uint64_t* address;
+  uint64_t value;
   __device__ bool arrived() const {
     return ptx::load_relaxed_gpu(address) == value && ptx::load_acquire_gpu(address) == value;
   }

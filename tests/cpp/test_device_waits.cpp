@@ -1,0 +1,79 @@
+// The waits of kernels (transport/device/wait.cuh), compiled for the host: what a flag says that nobody has
+// written for 2^31 epochs or more, and that a called-off operation is told from one of 2^32 epochs ago.
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "check.hpp"
+#include "ptx/memory.cuh"
+#include "transport/device/wait.cuh"
+
+using namespace moecomm;
+
+namespace {
+
+constexpr uint64_t kHalf = uint64_t{1} << 31, kWhole = uint64_t{1} << 32;
+
+/// Two ranks, of which this is rank 0, whose window is plain memory.
+struct Window {
+  Window() {
+    comm.window = DeviceWindow::make({2, 1, 2, 16, 4, DType::float32, WireFormat::same});
+    memory.resize(static_cast<size_t>(comm.window.total_bytes) / sizeof(uint64_t));
+    comm.own = reinterpret_cast<std::byte*>(memory.data());
+    comm.local_ranks = 2;
+    comm.host = host.get();
+    comm.timeout_ns = 1'000'000;
+  }
+  std::vector<uint64_t> memory;
+  std::unique_ptr<HostStatus> host = std::make_unique<HostStatus>();
+  device::Comm comm{};
+};
+
+/// Says whether a flag that holds `written` says that `wanted` has arrived.
+bool arrived(uint64_t written, uint64_t wanted) {
+  using Word = std::remove_const_t<std::remove_pointer_t<decltype(device::EpochFlag::address)>>;
+  const auto word = static_cast<Word>(written);
+  return device::EpochFlag{&word, static_cast<Word>(wanted)}.arrived();
+}
+
+void test_flags() {
+  for (const uint64_t epoch : {uint64_t{1}, kHalf - 1, kHalf, kWhole - 1, kWhole, kWhole + kHalf}) {
+    CHECK(arrived(epoch, epoch) && arrived(epoch + 1, epoch));
+    CHECK(!arrived(epoch - 1, epoch));
+    for (const uint64_t untouched :
+         {kHalf, kHalf + 1, kWhole - 1, kWhole, kWhole + kHalf + 1, uint64_t{1} << 40})
+      CHECK(!arrived(epoch, epoch + untouched));
+  }
+  CHECK(!arrived(0, kHalf + 1));  // never written
+}
+
+/// What a wait for rank 1's flag of `epoch`, which does not come, ends with.
+bool reported(uint64_t epoch, uint64_t cancelled) {
+  Window window;
+  auto& state = window.comm.state();
+  state.cancelled = static_cast<decltype(state.cancelled)>(cancelled);
+  auto* const flag = window.comm.arrival(window.comm.own, 1, 0);
+  using Word = std::remove_pointer_t<decltype(flag)>;
+  CHECK(!device::wait_until(window.comm, {1, WaitPhase::rows, Operation::dispatch, epoch},
+                            device::EpochFlag{flag, static_cast<Word>(epoch)}));
+  if (window.host->broken.set == 0) return false;
+  CHECK(window.host->broken.cause == Cause::no_signal && window.host->broken.expected == epoch);
+  return true;
+}
+
+void test_called_off() {
+  for (const uint64_t epoch : {uint64_t{3}, kWhole + 3}) {
+    CHECK(!reported(epoch, epoch));     // it ends at once, and nothing has failed
+    CHECK(reported(epoch, epoch - 1));  // it ends at the deadline
+  }
+  CHECK(reported(kWhole + 3, 3));
+}
+
+}  // namespace
+
+int main() {
+  test_flags();
+  test_called_off();
+  return test::finish();
+}

@@ -1,0 +1,98 @@
+"""Epochs beyond 32 bits, and peers that are an operation behind: nobody takes an old flag for a new one, or
+writes over what somebody still reads.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gpu import harness, oracle
+from tests.gpu.conftest import Pools
+from tests.gpu.oracle import Job, Oracle
+from tests.gpu.test_graphs import AtCapacity, Captured
+
+pytestmark = pytest.mark.usefixtures("cuda_only")
+
+STARTS = {
+    "up to 2^31": 2**31 - 20,
+    "beyond 2^31": 2**31 + 5,  # where a new flag, zero, would be one of an epoch to come
+    "up to 2^32": 2**32 - 20,
+    "the highest": 2**62,
+}
+SLEEP = 400_000_000
+"""Clock ticks of a GPU, some tenths of a second."""
+
+
+def _across(rank: int, world_size: int, job: Job, start: int) -> list[str]:
+    """All operations, operations that are given up, and replays of a graph."""
+    os.environ["MOECOMM_FIRST_EPOCH"] = str(start)
+    try:
+        comm = harness.communicator(**job.communicator)
+    finally:
+        del os.environ["MOECOMM_FIRST_EPOCH"]
+    with comm:
+        problems = oracle.play(comm, job, rank)
+        known = Oracle(job, rank, comm.device)
+        for _ in range(3):
+            out = known.dispatch(comm)
+            comm.begin_redispatch(known.own.x_TH, out.handle)
+            known.check_dispatch(known.dispatch(comm))
+        problems += known.problems
+        capacity = 2 * max(known.needed)
+        captured = Captured(comm, job, rank, capacity)
+        for step in range(12):
+            now = AtCapacity(replace(job, seed=job.seed + step), rank, comm.device, capacity)
+            captured.load(now)
+            captured.graph.replay()
+            problems += captured.check(now)
+        error = harness.settled_error(comm)
+        return problems + ([f"rank {rank}: {error}"] if error else [])
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+@pytest.mark.parametrize("size", [2, 4])
+def test_across_the_borders(pool: Pools, size: int, start: int, seed: int) -> None:
+    job = Job(tokens=(64, 33, 50, 0)[:size], num_experts=8 * size, hidden=256, top_k=4, seed=seed)
+    harness.assert_none(pool(size)(_across, job, start))
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+@pytest.mark.parametrize("size", [2, 4])
+def test_credits_across_the_borders(pool: Pools, size: int, start: int, seed: int) -> None:
+    """With chunks that take turns in the staging section."""
+    tokens = (2048, 2000, 1025, 2048)[:size]
+    job = Job(tokens=tokens, num_experts=8 * size, hidden=1024, top_k=size // 2, seed=seed)
+    harness.assert_none(pool(size)(_across, job, start))
+
+
+def _slow_peer(rank: int, world_size: int, job: Job) -> list[str]:
+    """One rank after the other is slow between sending and receiving a dispatch, epoch n. The others give
+    n + 1 up and begin n + 2, whose rows lie where those of n do."""
+    problems = []
+    with harness.communicator(**job.communicator) as comm:
+        first, second = (Oracle(replace(job, seed=job.seed + step), rank, comm.device) for step in range(2))
+        handle = first.dispatch(comm).handle
+        for slow in range(world_size):
+            begun = comm.begin_dispatch(first.own.x_TH, first.own.ids_TK, first.own.weights_TK, parts=1)
+            if rank == slow:
+                torch.cuda._sleep(SLEEP)
+            begun.receive()
+            comm.begin_redispatch(second.own.x_TH, handle)
+            out = second.dispatch(comm)
+            first.check_dispatch(begun.output)
+            second.check_dispatch(out)
+            second.check_combine("combine", comm.combine(second.answer(out.tokens), out.handle))
+        harness.synchronize()
+        comm.check()
+        problems += first.problems + second.problems
+    return problems
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_who_gives_up_waits_for_slow_peers(pool: Pools, size: int, seed: int) -> None:
+    job = Job(tokens=(600, 333, 64, 512)[:size], num_experts=8 * size, hidden=512, top_k=4, seed=seed)
+    harness.assert_none(pool(size)(_slow_peer, job))
