@@ -199,9 +199,7 @@ def test_sizes_that_no_window_on_cuda_can_have() -> None:
         _device_plan(hidden=8, wire="fp8")
     with pytest.raises(moecomm.InvalidArgument, match=r"hidden is 6: a row of torch\.float32"):
         _device_plan(hidden=6)
-    with pytest.raises(
-        moecomm.Unsupported, match=r"dtype is torch\.float64 on cuda, expected .*use float32"
-    ):
+    with pytest.raises(moecomm.Unsupported, match=r"dtype is torch\.float64 on cuda, expected .*use float32"):
         _device_plan(dtype=torch.float64)
     with pytest.raises(moecomm.Unsupported, match="wire is 'int4'"):
         _device_plan(wire="int4")
