@@ -126,9 +126,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
                             plan, stream);
              finish_dispatch(self, rows, out, out_scales, out_weights, out_ids, stream);
            })
-      .def("begin_dispatch", &begin_dispatch, py::arg("x"), py::arg("x_scales"), py::arg("ids"),
-           py::arg("wide_ids"), py::arg("weights"), py::arg("tokens"), py::arg("layout"),
-           py::arg("alignment"), py::arg("capacity"), py::arg("plan"), py::arg("stream"))
+      .def("begin_dispatch", &begin_dispatch)
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
       .def("finish_dispatch", &finish_dispatch)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)

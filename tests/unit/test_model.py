@@ -431,7 +431,7 @@ def test_program_prints_a_line_a_number_of_nodes(capsys: pytest.CaptureFixture[s
 
 def test_page_has_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "model.md").read_text()
-    found = re.search(r"    python -m moecomm\.model (.*)\n\n```\n(.*?)```", page, re.DOTALL)
+    found = re.search(r"    python -m bench\.costmodel (.*)\n\n```\n(.*?)```", page, re.DOTALL)
     assert found, "docs/model.md has no output of the program"
     assert main(found[1].split()) == 0
     assert capsys.readouterr().out == found[2]
