@@ -41,7 +41,7 @@ def test_gradcheck(pool: Pools, layout: str, seed: int) -> None:
     job = Job(
         tokens=(4,),
         num_experts=5,
-        hidden=2,
+        hidden=4,
         top_k=3,
         dtype="float32",
         routing="holes",

@@ -215,13 +215,13 @@ def test_close_waits_for_what_is_under_way(pool: Pools, seed: int) -> None:
 
 
 def _in_halves(rank: int, world_size: int, case: Case) -> list[str]:
-    """What `begin_dispatch` brings is what `dispatch` brings; and it is received once, before the next one."""
+    """`begin_dispatch` brings what `dispatch` brings; and it is received once, before the next operation."""
     import moecomm
 
     problems = []
     with moecomm.Communicator(**case.communicator) as comm:
         x_TH = cases.tensor(case.x(rank), case.torch_dtype)
-        ids_TK, weights_TK = cases.tensor(case.ids(rank), None), torch.from_numpy(case.weights(rank))
+        ids_TK, weights_TK = cases.tensor(case.ids(rank)), cases.tensor(case.topk_weights(rank))
         want = comm.dispatch(x_TH, ids_TK, weights_TK)
         receive = comm.begin_dispatch(x_TH, ids_TK, weights_TK)
         out = receive()
