@@ -20,7 +20,7 @@ if not __package__:  # started as a file: the folder above bench/ is not on the 
 
 import torch
 
-from moecomm.model import MODELS, Shape, Traffic, count, expected
+from bench.costmodel import MODELS, Shape, Traffic, count, expected
 from moecomm.nn import MoEConfig, TopKRouter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "model.md"

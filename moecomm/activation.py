@@ -22,8 +22,8 @@ import torch
 
 from moecomm import _C
 from moecomm.backends.device import CudaDevice, no_kernels
-from moecomm.errors import InvalidArgument
-from moecomm.memory import NATIVE_DTYPES
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.memory import CUDA_DTYPES, NATIVE_DTYPES
 from moecomm.routing import weight_dtype
 
 Tensor = torch.Tensor
@@ -38,13 +38,13 @@ def weighted_activation(
     """z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
     activation: "swiglu", silu of the first half of a row times its second half (arXiv 2002.05202), I = 2F;
-    "gelu", the exact one (arXiv 1606.08415), I = F. inner: bfloat16, float16, float32 or float64.
+    "gelu", the exact one (arXiv 1606.08415), I = F. inner: bfloat16, float16, float32; not on CUDA float64.
     weights: float32, float64 for float64 inner; None: 1. ends: int32 inclusive ends of groups of rows, on the
     same device; rows from ends[-1] on are not real. On CUDA tensors these are neither read nor written, so
     that they come out unspecified and get an unspecified gradient; elsewhere both are zero. The host does not
     wait for `ends`.
 
-    Raises InvalidArgument; Unsupported for CUDA tensors, where this build has no CUDA part.
+    Raises InvalidArgument; Unsupported for CUDA tensors of float64, and where this build has no CUDA part.
     """
     z_PF: Tensor = torch.ops.moecomm.weighted_activation(inner_PI, weights_P, ends_L, activation)
     return z_PF
@@ -246,6 +246,11 @@ def _gpu(index: int) -> CudaDevice:
 
 @functools.cache
 def _prepare(index: int, dtype: torch.dtype) -> None:
+    if dtype not in CUDA_DTYPES:
+        raise Unsupported(
+            f"the activation of {dtype} on cuda:{index} has no kernels, expected "
+            f"{', '.join(map(str, CUDA_DTYPES))}: use float32 there, or the CPU for float64"
+        )
     with _gpu(index).current():
         _C.prepare_activation(NATIVE_DTYPES[dtype])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -23,6 +23,7 @@ from moecomm.backends import (
 from moecomm.backends.arrays import shared_tensor
 from moecomm.construction import (
     DEFAULT_TIMEOUT,
+    check_dtype,
     check_num_sms,
     check_ranks_per_node,
     check_sizes,
@@ -33,7 +34,6 @@ from moecomm.construction import (
 from moecomm.env import read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
-from moecomm.parts import CombineInParts, DispatchInParts, RedispatchInParts
 from moecomm.rendezvous import Rendezvous
 from moecomm.routing import (
     check_dispatch,
@@ -70,7 +70,7 @@ class Communicator:
         hidden: H, elements of a row; a row has a multiple of 16 bytes.
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
         max_tokens: the most tokens that a rank brings to one call.
-        dtype: of the rows: float32, bfloat16, float16 or float64.
+        dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
         wire: format in which the rows of a dispatch travel; None is `dtype`. "fp8" (CUDA only, hidden a
             multiple of 16) is float8_e4m3fn with a float32 scale for each 128 columns of a row. Combine and
             the backward of both travel in `dtype`.
@@ -97,7 +97,7 @@ class Communicator:
         OutOfMemory: /dev/shm (CUDA: a GPU) has no room for the windows, or the system has no more threads for
             a rank; nothing was allocated.
         PeerTimeout: a rank of the group did not come.
-        Unsupported: a device, wire format or placement of ranks that this version can't serve.
+        Unsupported: a device, dtype, wire format or placement of ranks that this version can't serve.
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class Communicator:
             ranks_per_node = check_ranks_per_node(size, ranks_per_node)
             first_epoch = read_env().first_epoch or 1
             num_sms = check_num_sms(num_sms, place)
-            check_wire(wire, place, hidden, dtype)
+            check_dtype(dtype, place)
+            check_wire(wire, place, hidden)
         except MoecommError as failed:
             error = failed
         meeting = Rendezvous(group, seconds)
@@ -163,14 +164,12 @@ class Communicator:
         self.memory: MemoryPlan = backend.memory
         """Size and sections of this rank's window."""
         self.timeout = seconds
-        self.most_parts: int = backend.most_parts
-        """The most parts that `begin_dispatch` and its like can have: 1 on CUDA where there are several
-        nodes, or where the window has not room for all rows of a dispatch at once."""
         self.num_sms: int = backend.num_sms
         """SMs that an operation holds while it runs; on the CPU, its threads."""
         self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
+        self._begun: object = None  # what begin_dispatch has sent and nobody received
         self._backend = backend
 
     @staticmethod
@@ -199,7 +198,8 @@ class Communicator:
             place = torch.device("cuda")
         else:
             place = choose_device(device)
-        check_wire(wire, place, hidden, dtype)
+        check_dtype(dtype, place)
+        check_wire(wire, place, hidden)
         if place.type == "cuda":
             sizes = device_shape(
                 ranks=ranks,
@@ -435,7 +435,6 @@ class Communicator:
         tokens_PH: torch.Tensor,
         weights: torch.Tensor | None,
         layout: Layout,
-        part_ends: tuple[int, ...] = (),
     ) -> DispatchOutput:
         plan = raw.plan
         handle = build(
@@ -445,7 +444,6 @@ class Communicator:
             layout=layout,
             num_tokens=plan.tokens,
             num_rows=plan.rows,
-            part_ends=part_ends,
         )
         return build(
             DispatchOutput,
@@ -666,14 +664,18 @@ class Communicator:
             return backend.launch(name, execute, None, lambda result: result, (rows, weights))
         return backend.run(name, execute)
 
-    # -- operations in parts ---------------------------------------------------------------------------
-
     def begin_dispatch(
-        self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None, *, parts: int
-    ) -> DispatchInParts:
-        """Starts a dropless dispatch in the expert layout whose rows arrive in parts (moecomm.parts): a
-        `receive()` for each has to follow. Not differentiable; arguments and errors as in `dispatch`, and
-        `parts`, the same on all ranks, from 1 to `most_parts`.
+        self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None
+    ) -> Callable[[], DispatchOutput]:
+        """Sends the rows of a dropless dispatch in the expert layout on the current stream, and returns the
+        function that receives them: it waits on the host for their number, puts the rest on the stream that
+        is current then, and returns the result. For work that the host issues between the two.
+
+        Not differentiable. The arguments are those of `dispatch`, and must not change before the rows have
+        been received. No other operation of this communicator may come between: it ends the dispatch.
+
+        Raises:
+            As `dispatch`, from either call; InvalidArgument from the second where the dispatch has ended.
         """
         backend = self._open()
         x, ids = shared_tensor(x_TH, self.device), shared_tensor(topk_idx_TK, self.device)
@@ -683,67 +685,25 @@ class Communicator:
         def begin() -> Any:
             backend.ready()
             try:
-                self._check_parts(parts)
                 if not fits:
                     self._check_dispatch(x, None, ids, weights, True)
             except MoecommError as error:
                 backend.fail(error)
-            return backend.begin_dispatch(DispatchCall(x, None, ids, weights, "expert", 1, -1, True), parts)
+            return backend.begin_dispatch(DispatchCall(x, None, ids, weights, "expert", 1, -1, True))
 
-        def finish(raw: RawDispatch, ends: tuple[int, ...]) -> DispatchOutput:
-            return self._output(raw, raw.tokens_PH, raw.weights, "expert", ends)
+        begun = self._begun = backend.run("moecomm dispatch", begin)
 
-        return DispatchInParts(backend, backend.run("moecomm dispatch", begin), parts, finish)
+        def receive() -> DispatchOutput:
+            if self._begun is not begun:
+                raise InvalidArgument(
+                    "the dispatch was received already, or another one was begun after it; expected one call "
+                    "for each begin_dispatch, before the next operation"
+                )
+            self._begun = None
+            raw = backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begun))
+            return self._output(raw, raw.tokens_PH, raw.weights, "expert")
 
-    def begin_redispatch(self, x_TH: Array, handle: Handle) -> RedispatchInParts:
-        """Starts a `redispatch` along the handle of a dispatch in parts, in the same. Not differentiable."""
-        backend = self._open()
-        x = shared_tensor(x_TH, self.device)
-
-        def begin() -> Any:
-            try:
-                self._check_handle(handle)
-                if not handle.part_ends:
-                    raise InvalidArgument("handle is that of a dispatch in one piece, expected one in parts")
-                check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
-            except MoecommError as error:
-                backend.fail(error)
-            return backend.begin_redispatch(handle.plan, x, len(handle.part_ends))
-
-        begun = backend.run("moecomm redispatch", begin)
-        return RedispatchInParts(backend, begun, len(handle.part_ends))
-
-    def begin_combine(self, handle: Handle, *, grad_weights: torch.Tensor | None = None) -> CombineInParts:
-        """Starts a combine along the handle of a dispatch in parts: a `send(rows)` for each of them has to
-        follow. Not differentiable.
-
-        grad_weights: (P,), with which this is a `dispatch_backward`; its values have to be there with the
-        last part.
-        """
-        backend = self._open()
-
-        def begin() -> Any:
-            try:
-                self._check_handle(handle)
-                if not handle.part_ends:
-                    raise InvalidArgument("handle is that of a dispatch in one piece, expected one in parts")
-                if grad_weights is not None:
-                    shape = (handle.num_rows,)
-                    check_weights("grad_weights", grad_weights, shape, "(P,)", self.dtype, self.device)
-                    if not grad_weights.is_contiguous():
-                        raise InvalidArgument("grad_weights is not contiguous, must be")
-            except MoecommError as error:
-                backend.fail(error)
-            return backend.begin_combine(handle.plan, handle.part_ends, grad_weights)
-
-        def check(rows: Any, count: int) -> None:
-            check_rows("rows", rows, count, self.hidden, self.dtype, self.device)
-
-        begun = backend.run("moecomm combine", begin)
-        return CombineInParts(backend, begun, handle.part_ends, check)
-
-    def _check_parts(self, parts: Any) -> None:
-        require_integer("parts", parts, 1, self.most_parts)
+        return receive
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """An uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it lies in

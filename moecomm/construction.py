@@ -13,7 +13,7 @@ import torch
 from moecomm.backends import available_devices, why_no_cuda
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.memory import window_shape
+from moecomm.memory import CUDA_DTYPES, window_shape
 from moecomm.routing import require_integer
 
 DEFAULT_TIMEOUT = 60.0
@@ -70,8 +70,17 @@ def choose_device(device: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
-def check_wire(wire: Any, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
-    """Raises Unsupported or InvalidArgument for a format in which these rows can't travel."""
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises Unsupported for rows that the device has no kernels for."""
+    if device.type == "cuda" and dtype not in CUDA_DTYPES:
+        raise Unsupported(
+            f"dtype is {dtype} on {device}, expected {', '.join(map(str, CUDA_DTYPES))}: use float32 there, "
+            "or device='cpu' for float64"
+        )
+
+
+def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
+    """Raises Unsupported or InvalidArgument for a format in which rows can't travel."""
     if wire is None:
         return
     if device.type != "cuda":
@@ -80,8 +89,6 @@ def check_wire(wire: Any, device: torch.device, hidden: int, dtype: torch.dtype)
         )
     if wire != "fp8":
         raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
-    if dtype == torch.float64:
-        raise Unsupported(f"wire is {wire!r} for rows of {dtype}, expected float32, bfloat16 or float16")
     if hidden % 16 != 0:
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
 

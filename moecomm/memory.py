@@ -15,6 +15,8 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
     torch.float16: _C.DType.float16,
     torch.float64: _C.DType.float64,
 }
+CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
+"""Those that rows have on GPUs, and that the kernels of the experts take."""
 
 
 @dataclass(frozen=True, kw_only=True)

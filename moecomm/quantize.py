@@ -35,7 +35,7 @@ import torch
 from moecomm import _C
 from moecomm.backends.device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument
-from moecomm.memory import NATIVE_DTYPES
+from moecomm.memory import CUDA_DTYPES, NATIVE_DTYPES
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,6 @@ QUANTUM = 16
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST, _LEAST = 448.0, 2.0**-126
-_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
 _ALIGNMENT = 16
 
 
@@ -117,8 +116,8 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
 
 def _check(x: Tensor, dimensions: str, *multiples: int) -> None:
     """`multiples`: dimensions of x that are multiples of 16."""
-    if x.dtype not in _DTYPES:
-        raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+    if x.dtype not in CUDA_DTYPES:
+        raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, CUDA_DTYPES))}")
     if any(x.shape[at] < QUANTUM or x.shape[at] % QUANTUM for at in multiples):
         raise InvalidArgument(
             f"x has shape {tuple(x.shape)}, expected {dimensions} multiples of {QUANTUM}, at least {QUANTUM}"

@@ -14,16 +14,7 @@ WIRE_FP8 = torch.float8_e4m3fn
 may be fewer."""
 SCALE_COLUMNS = 128
 
-MOST_PARTS = 8
-"""Of an operation (csrc/layout/control.hpp)."""
-
 _MOST_ALIGNMENT = 1 << 20
-
-
-def part_experts(local_experts: int, parts: int) -> tuple[int, ...]:
-    """The end of the local experts that are in each part of an operation: expert l is in part l * parts //
-    local_experts. Example: 5 experts in 2 parts are 0, 1, 2 and 3, 4, so (3, 5)."""
-    return tuple(-(-(part + 1) * local_experts // parts) for part in range(parts))
 
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -65,8 +65,6 @@ class Handle:
     """T: this rank's tokens in the dispatch."""
     num_rows: int
     """P: rows of the dispatch's output."""
-    part_ends: tuple[int, ...] = ()
-    """Of a dispatch in parts: the ends of the rows of each part's experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -125,7 +125,7 @@ def make_layer(
         expert_precision="fp8" if fp8 else None,
     )
     beside = case.options.beside_sms
-    layer = MoELayer(config, comm, overlap=overlap, keep=keep, parts=parts, beside_sms=beside)
+    layer = MoELayer(config, comm, overlap=overlap, keep=keep, beside_sms=beside)
     experts: Experts = case.experts
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", _FixedRouting(case))

@@ -55,9 +55,9 @@ py::dict stats_dict(DeviceCommunicator& self) {
 
 void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
                     uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-                    uintptr_t plan, uintptr_t stream, int32_t parts) {
+                    uintptr_t plan, uintptr_t stream) {
   self.begin_dispatch({pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
-                       tokens, layout, alignment, capacity, pointer<int32_t>(plan), parts},
+                       tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
                       stream_of(stream));
 }
 
@@ -123,36 +123,21 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
               uintptr_t plan, int64_t rows, uintptr_t out, uintptr_t out_scales, uintptr_t out_weights,
               uintptr_t out_ids, uintptr_t stream) {
              begin_dispatch(self, x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity,
-                            plan, stream, 1);
+                            plan, stream);
              finish_dispatch(self, rows, out, out_scales, out_weights, out_ids, stream);
            })
-      .def("begin_dispatch", &begin_dispatch, py::arg("x"), py::arg("x_scales"), py::arg("ids"),
-           py::arg("wide_ids"), py::arg("weights"), py::arg("tokens"), py::arg("layout"),
-           py::arg("alignment"), py::arg("capacity"), py::arg("plan"), py::arg("stream"),
-           py::arg("parts") = 1)
+      .def("begin_dispatch", &begin_dispatch)
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
       .def("finish_dispatch", &finish_dispatch)
-      .def_property_readonly("most_parts", &DeviceCommunicator::most_parts)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
-      .def("part_end", &DeviceCommunicator::part_end)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
               int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,
               uintptr_t stream) {
-             self.begin_redispatch({pointer<int32_t>(plan), layout, pointer(x), tokens}, stream_of(stream));
-             self.finish_redispatch(rows, {pointer(out), pointer(scales), pointer(other), pointer(dots)},
-                                    stream_of(stream));
-           })
-      .def("begin_redispatch",
-           [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
-              uintptr_t stream, int32_t parts) {
-             self.begin_redispatch({pointer<int32_t>(plan), layout, pointer(x), tokens, parts},
-                                   stream_of(stream));
-           })
-      .def("finish_redispatch",
-           [](DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t stream) {
-             self.finish_redispatch(rows, {pointer(out), nullptr, nullptr, nullptr}, stream_of(stream));
+             self.redispatch({pointer<int32_t>(plan), layout, pointer(x), tokens, rows, pointer(out),
+                              pointer(scales), pointer(other), pointer(dots)},
+                             stream_of(stream));
            })
       .def("combine",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
@@ -161,24 +146,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
              self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
                            pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
                           stream_of(stream));
-           })
-      .def("begin_combine",
-           [](DeviceCommunicator& self, uintptr_t plan, uintptr_t rows, int64_t tokens, uintptr_t y,
-              uintptr_t weight_grads, uintptr_t out_weight_grads, uintptr_t stream, int32_t parts) {
-             intranode::CombineArguments arguments{};
-             arguments.rows = pointer(rows);
-             arguments.weight_grads = pointer(weight_grads);
-             arguments.y = pointer(y);
-             arguments.out_weight_grads = pointer(out_weight_grads);
-             arguments.plan = pointer<int32_t>(plan);
-             arguments.tokens = tokens;
-             arguments.layout = RowLayout::expert;
-             arguments.parts = parts;
-             self.begin_combine(arguments, stream_of(stream));
-           })
-      .def("combine_part",
-           [](DeviceCommunicator& self, int32_t part, uintptr_t rows, int32_t end, uintptr_t stream) {
-             self.combine_part(part, pointer(rows), end, stream_of(stream));
            })
       .def(
           "fail",

@@ -1,4 +1,4 @@
-// Element types on the device: 16 bytes of a row to the type that sums have, and back.
+// Element types on the device: 16 bytes of a row to float32, in which sums are made, and back.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,15 +15,14 @@ struct Element;
 
 template <>
 struct Element<DType::float32> {
-  using Sum = float;
   static constexpr int kVector = 4;  ///< elements in 16 bytes
-  __device__ static void widen(const uint4& raw, Sum* out) {
+  __device__ static void widen(const uint4& raw, float* out) {
     out[0] = __uint_as_float(raw.x);
     out[1] = __uint_as_float(raw.y);
     out[2] = __uint_as_float(raw.z);
     out[3] = __uint_as_float(raw.w);
   }
-  __device__ static uint4 narrow(const Sum* in) {
+  __device__ static uint4 narrow(const float* in) {
     return {__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3])};
   }
   /// The largest magnitude, of numbers: NaN counts as zero.
@@ -48,9 +47,8 @@ __device__ inline Pair largest_pair(const uint4& raw) {
 
 template <>
 struct Element<DType::bfloat16> {
-  using Sum = float;
   static constexpr int kVector = 8;
-  __device__ static void widen(const uint4& raw, Sum* out) {
+  __device__ static void widen(const uint4& raw, float* out) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -58,7 +56,7 @@ struct Element<DType::bfloat16> {
       out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
   }
-  __device__ static uint4 narrow(const Sum* in) {
+  __device__ static uint4 narrow(const float* in) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -75,9 +73,8 @@ struct Element<DType::bfloat16> {
 
 template <>
 struct Element<DType::float16> {
-  using Sum = float;
   static constexpr int kVector = 8;
-  __device__ static void widen(const uint4& raw, Sum* out) {
+  __device__ static void widen(const uint4& raw, float* out) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -86,7 +83,7 @@ struct Element<DType::float16> {
       out[2 * i + 1] = pair.y;
     }
   }
-  __device__ static uint4 narrow(const Sum* in) {
+  __device__ static uint4 narrow(const float* in) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -98,20 +95,6 @@ struct Element<DType::float16> {
   __device__ static float largest(const uint4& raw) {
     const float2 most = __half22float2(largest_pair<__half2>(raw));
     return fmaxf(most.x, most.y);
-  }
-};
-
-template <>
-struct Element<DType::float64> {
-  using Sum = double;
-  static constexpr int kVector = 2;
-  __device__ static void widen(const uint4& raw, Sum* out) {
-    out[0] = __hiloint2double(static_cast<int>(raw.y), static_cast<int>(raw.x));
-    out[1] = __hiloint2double(static_cast<int>(raw.w), static_cast<int>(raw.z));
-  }
-  __device__ static uint4 narrow(const Sum* in) {
-    return {static_cast<uint32_t>(__double2loint(in[0])), static_cast<uint32_t>(__double2hiint(in[0])),
-            static_cast<uint32_t>(__double2loint(in[1])), static_cast<uint32_t>(__double2hiint(in[1]))};
   }
 };
 

@@ -41,17 +41,12 @@ struct alignas(kLine) SignalRecord {
   int32_t tokens;
   int32_t alignment;
   RowLayout layout;
-  uint32_t carries;  ///< Carries bits, and parts
+  uint32_t carries;  ///< Carries bits
   int64_t detail;    ///< GPU: the bad id
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 
 enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2 };
-
-/// GPU: an operation may be done in so many parts, by the experts of each owner. A row goes out with the
-/// first part that needs it, and comes back with the last.
-inline constexpr int32_t kMaxParts = 8;
-inline constexpr int kCarriesParts = 8;  ///< from this bit of `carries`: in how many, 0 for one
 
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };

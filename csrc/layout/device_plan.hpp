@@ -17,19 +17,6 @@ inline constexpr int32_t kRowElsewhere = -1;  ///< the id is no expert of this r
 inline constexpr int32_t kRowDropped = -2;    ///< it is one, but the row lies past the capacity
 inline constexpr int32_t kNoOwnSlot = 0xFFFF;
 
-/// What an owner knows of a token: its combine slot at the token's home, and the first and the last part of
-/// the operation that its experts here are in.
-struct TokenSlot {
-  int32_t word;
-  MOECOMM_HD static TokenSlot make(int32_t slot, int32_t first_part, int32_t last_part) {
-    return {slot | first_part << 8 | last_part << 16};
-  }
-  MOECOMM_HD bool here() const { return word >= 0; }
-  MOECOMM_HD int32_t slot() const { return word & 0xff; }
-  MOECOMM_HD int32_t first_part() const { return word >> 8 & 0xff; }
-  MOECOMM_HD int32_t last_part() const { return word >> 16; }
-};
-
 struct PlanHeader {
   uint64_t id;          ///< epoch in which it was made; 0: the dispatch failed, and nothing may move along it
   int32_t rows;         ///< of the output: the capacity, or needed_rows
@@ -50,9 +37,10 @@ struct DevicePlan {
   int64_t bases;        ///< [ranks][local experts] first row of (source, expert); rank layout: [ranks][1]
   int64_t home_ids;     ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
   int64_t home;         ///< [max_tokens] owners of a token, and from bit 16 the slot that is this rank's own
-  int64_t slots;        ///< [ranks][max_tokens] TokenSlot of a token that this rank owns experts of, or -1
-  int64_t rows;         ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
-                        ///< layout the same row for each k that this rank owns
+  int64_t slots;  ///< [ranks][max_tokens] combine slot at its home of a token that this rank owns experts of,
+                  ///< or -1
+  int64_t rows;   ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
+                  ///< layout the same row for each k that this rank owns
 
   // With several nodes; [other] is the number of another node.
   int64_t node_tokens;   ///< [other] tokens of this rank that the node needs

@@ -28,7 +28,7 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   for (auto& offset : w.places) visit("token places", offset, s.ranks * s.max_tokens * 4);
   for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
-  visit("arrival flags", w.arrived, s.ranks * s.arrivals() * kFlag);
+  visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * kFlag);
   visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * kFlag);
   for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
   if (const int64_t others = s.other_nodes(); others > 0) {
@@ -109,8 +109,7 @@ void check_shape(const DeviceShape& s) {
   if (s.num_experts << code_bits(s) > int64_t{1} << 31)
     refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.num_experts) +
            " experts, on CUDA the product of experts and tokens (as a power of two) is at most 2^31");
-  if (s.dtype == DType::float64 && !wire_entry(s.wire).takes_float64)
-    refuse("wire is fp8, which takes float32, bfloat16 and float16 rows");
+  if (s.dtype == DType::float64) refuse("dtype is float64, on CUDA rows are float32, bfloat16 or float16");
 }
 
 DeviceWindow DeviceWindow::make(const DeviceShape& shape) {

@@ -29,11 +29,6 @@ MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
   return (tokens + chunk_tokens(tokens) - 1) / chunk_tokens(tokens);
 }
 
-/// The part of an operation that an expert is in, by its number at its owner.
-MOECOMM_HD inline int32_t part_of(int64_t local_expert, int32_t parts, int64_t local_experts) {
-  return static_cast<int32_t>(local_expert * parts / local_experts);
-}
-
 struct DeviceShape;
 /// Throws Error(unsupported) for a shape that the kernels can't serve.
 void check_shape(const DeviceShape& shape);
@@ -80,8 +75,6 @@ struct DeviceShape {
   }
   /// Chunks of up to max_tokens tokens, whatever number of them comes.
   MOECOMM_HD int64_t max_chunks() const;
-  /// Flags by which one rank tells another what has arrived: for each part of each chunk, and one more.
-  MOECOMM_HD int64_t arrivals() const { return kMaxParts * max_chunks() + 1; }
   /// Numbers that each source announces: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
   /// Numbers that a source counts: those, and with several nodes tokens for each node.
@@ -127,21 +120,21 @@ struct DeviceState {
   uint32_t stage_next;                ///< and to be sent to other nodes
   uint32_t later_next;                ///< next chunk to be sent that takes another one's place
   alignas(kLine) uint32_t receive_next;
-  alignas(kLine) uint32_t part_next[kMaxParts];  ///< next item of each part, where rows arrive or are reduced
-  alignas(kLine) uint32_t receive_done;          ///< blocks
-  uint32_t send_done;                            ///< blocks of the kernel that sends, where it may run longer
-  alignas(kLine) uint32_t route_counted;         ///< blocks
-  alignas(kLine) uint32_t route_done;            ///< blocks
-  alignas(kLine) uint64_t started_ns;            ///< the operation under way, by the clock of this GPU
-  uint64_t dispatch_ns, combine_ns;              ///< statistics since construction: time of operations,
-  uint64_t wait_ns;                              ///< of it waiting for other ranks to begin theirs,
-  uint64_t rows_out, bytes_wire;                 ///< and what arrived
-  alignas(kLine) uint64_t bad_id;                ///< index of the first bad id, all ones if there is none
-  alignas(kLine) uint64_t commands;              ///< ever given to the proxy
-  uint64_t commands_before;                      ///< and by the end of the last operation
-  uint32_t relay_next;                           ///< next item of what is relayed
-  uint32_t relay_later_next;                     ///< next one that takes another one's place
-  uint32_t relay_summed;                         ///< next item of what is summed for other nodes
+  alignas(kLine) uint32_t item_next;      ///< next item, where rows arrive or are reduced
+  alignas(kLine) uint32_t receive_done;   ///< blocks
+  uint32_t send_done;                     ///< blocks of the kernel that sends, where it may run longer
+  alignas(kLine) uint32_t route_counted;  ///< blocks
+  alignas(kLine) uint32_t route_done;     ///< blocks
+  alignas(kLine) uint64_t started_ns;     ///< the operation under way, by the clock of this GPU
+  uint64_t dispatch_ns, combine_ns;       ///< statistics since construction: time of operations,
+  uint64_t wait_ns;                       ///< of it waiting for other ranks to begin theirs,
+  uint64_t rows_out, bytes_wire;          ///< and what arrived
+  alignas(kLine) uint64_t bad_id;         ///< index of the first bad id, all ones if there is none
+  alignas(kLine) uint64_t commands;       ///< ever given to the proxy
+  uint64_t commands_before;               ///< and by the end of the last operation
+  uint32_t relay_next;                    ///< next item of what is relayed
+  uint32_t relay_later_next;              ///< next one that takes another one's place
+  uint32_t relay_summed;                  ///< next item of what is summed for other nodes
 };
 
 static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, cancelled) == kLine + 8 &&
@@ -175,7 +168,7 @@ struct DeviceWindow {
                        ///< source sends here, where it sends it here
   int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
-  int64_t arrived;  ///< uint64[ranks][arrivals]: epoch in which a part of a chunk of this source has arrived;
+  int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
                     ///< the last: its gradients of weights
   int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
                     ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
@@ -183,11 +176,10 @@ struct DeviceWindow {
 
   // With several nodes; [other] is the number of another node (NodeMap::other). What goes to and comes from
   // other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do with it.
-  int64_t relay_state;     ///< RelayState[other], this rank's own
-  int64_t relay_text[2];   ///< char[other][kErrorText]: of the rail's ranks
-  int64_t relay_grads[2];  ///< weight type [other][max_tokens][top_k], written by the owners of this node
-  int64_t
-      partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], as `arrived` without parts
+  int64_t relay_state;      ///< RelayState[other], this rank's own
+  int64_t relay_text[2];    ///< char[other][kErrorText]: of the rail's ranks
+  int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by the owners of this node
+  int64_t partial_arrived;  ///< uint64[node * local ranks + owner][max_chunks + 1], as `arrived`
   int64_t partial_credits;  ///< uint64[home][max_chunks + 1]: epoch in which its relay has read a chunk
   int64_t staged_rows;      ///< uint32[other][chunks to a node]: rows in place for the network
   int64_t chunks_here;      ///< uint64[other][chunks to a node]: 2 epoch + 1: a chunk of rows from there has

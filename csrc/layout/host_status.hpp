@@ -22,14 +22,12 @@ enum class Disagreement : uint32_t {
   capacity = 4,
   plan = 5,
   carries = 6,
-  parts = 7,
 };
 
 struct HostStatus {
   struct alignas(kLine) Rows {  // the row count of a dropless dispatch
     uint64_t ticket;            ///< number of the dispatch, given by the host
     int64_t rows;               ///< -1: the dispatch failed, see `verdict`
-    int32_t ends[kMaxParts];    ///< of the rows of each part
   } rows;
   struct alignas(kLine) Broken {  // a wait ended without its signal
     uint32_t set;

@@ -17,17 +17,16 @@ enum class WireFormat : int32_t {
 struct WireEntry {
   int32_t value_bytes;    ///< 0: those of dtype
   int32_t scale_columns;  ///< columns that share a float32 scale, behind the values; 0: there are none
-  bool takes_float64;     ///< rows of float64 can travel in it
 };
 
 MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
   switch (wire) {
     case WireFormat::fp8:
-      return {1, 128, false};
+      return {1, 128};
     case WireFormat::same:
       break;
   }
-  return {0, 0, true};
+  return {0, 0};
 }
 
 }  // namespace moecomm

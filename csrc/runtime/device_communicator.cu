@@ -278,24 +278,6 @@ intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bo
   return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
 }
 
-int32_t DeviceCommunicator::most_parts() const {
-  // A chunk whose place another one takes has to be read as a whole first, and chunks come once for each
-  // part.
-  const int64_t most = config_.shape.max_tokens;
-  const bool all_fit =
-      window_.stage_tokens >= most && window_.with_wire(WireFormat::same).stage_tokens >= most;
-  return nodes_.nodes() == 1 && all_fit ? std::min(kMaxParts, config_.shape.local_experts()) : 1;
-}
-
-void DeviceCommunicator::require_parts(int32_t parts, RowLayout layout) const {
-  if (parts < 1 || parts > most_parts() || (parts > 1 && layout != RowLayout::expert))
-    throw Error(ErrorKind::invalid_argument,
-                "parts is " + std::to_string(parts) + ", must be 1 to " +
-                    std::to_string(layout == RowLayout::expert ? most_parts() : 1) +
-                    " (more than one only in the expert layout, on one node, where the window has room for "
-                    "all rows at once)");
-}
-
 /// What is put on the side stream comes after what `stream` holds now, and beside what it holds later.
 void DeviceCommunicator::fork_side(cudaStream_t stream) {
   check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
@@ -358,9 +340,6 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
     case Disagreement::capacity:
       what = "capacity (-1: none)";
       break;
-    case Disagreement::parts:
-      what = "parts (0: one)";
-      break;
     case Disagreement::plan:
       what = "the handle (the epoch of its dispatch)";
       break;
@@ -399,12 +378,6 @@ void DeviceCommunicator::check() {
 
 /// Ends what was begun and will not be completed.
 void DeviceCommunicator::abandon() {
-  // Peers wait for all parts of the sums. The memory of rows and results may be somebody else's by now.
-  while (reducing_) {
-    intranode::CombineArguments next = *reducing_;
-    next.given_up = true;
-    reduce_part(next, pending_stream_);
-  }
   if (!pending_) return;
   const Sent begun = *pending_;
   pending_.reset();
@@ -418,7 +391,7 @@ void DeviceCommunicator::abandon() {
 void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream) {
   arguments.warps = heuristics_.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
-  arguments.apart = apart(arguments.parts);
+  arguments.apart = !overlaps_;
   // What other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = most > comm(wire)->window.stage_tokens;
@@ -428,11 +401,10 @@ void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments argument
                                     *comm(wire), arguments),
              "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later};
-  received_ = 0;
   pending_stream_ = stream;
 }
 
-/// The next part of what was sent last.
+/// What was sent last.
 void DeviceCommunicator::receive(intranode::ReceiveArguments arguments, cudaStream_t stream) {
   const Sent begun = *pending_;
   intranode::SendArguments sent = begun.arguments;
@@ -440,13 +412,10 @@ void DeviceCommunicator::receive(intranode::ReceiveArguments arguments, cudaStre
   arguments.x = sent.x;
   arguments.plan = sent.plan;
   arguments.layout = sent.layout;
-  arguments.part = received_;
-  arguments.parts = sent.parts;
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart),
                                        *comm(begun.wire), arguments),
              "launch of a dispatch (receiving)");
-  if (++received_ < sent.parts) return;
   pending_.reset();
   if (begun.later) {
     sent.later = sent.apart = true;
@@ -460,7 +429,6 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  require_parts(d.parts, d.layout);
   intranode::SendArguments arguments{};
   arguments.operation = Operation::dispatch;
   arguments.x = d.x;
@@ -475,7 +443,6 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   arguments.layout = d.layout;
   arguments.ticket = ++ticket_;
   arguments.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
-  arguments.parts = d.parts;
   send(config_.shape.wire, arguments, stream);
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
@@ -508,11 +475,6 @@ int64_t DeviceCommunicator::wait_rows() {
   return rows.rows;
 }
 
-int64_t DeviceCommunicator::part_end(int32_t part) const {
-  assert(part >= 0 && part < kMaxParts);
-  return pinned_->status->rows.ends[part];
-}
-
 void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream) {
   if (!pending_ || pending_->arguments.operation != Operation::dispatch)
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
@@ -527,89 +489,42 @@ void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& outpu
   receive(arguments, stream);
 }
 
-void DeviceCommunicator::begin_redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
+void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  require_parts(r.parts, r.layout);
   intranode::SendArguments arguments{};
   arguments.operation = Operation::redispatch;
   arguments.x = r.x;
   arguments.plan = r.plan;
   arguments.tokens = r.tokens;
   arguments.layout = r.layout;
-  arguments.parts = r.parts;
   send(WireFormat::same, arguments, stream);
   ++stats_.dispatch_calls;
-}
-
-void DeviceCommunicator::finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream) {
-  if (!pending_ || pending_->arguments.operation != Operation::redispatch)
-    throw Error(ErrorKind::invalid_argument, "no redispatch was begun");
-  const DeviceGuard guard(config_.device);
-  intranode::ReceiveArguments arguments{};
-  arguments.rows = rows;
-  arguments.out = output.out;
-  arguments.scales = output.scales;
-  arguments.other = output.other;
-  arguments.dots = output.dots;
-  receive(arguments, stream);
+  intranode::ReceiveArguments output{};
+  output.rows = r.rows;
+  output.out = r.out;
+  output.scales = r.scales;
+  output.other = r.other;
+  output.dots = r.dots;
+  receive(output, stream);
 }
 
 void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  reduce_part(arguments, stream);
-}
-
-void DeviceCommunicator::begin_combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
-  require_usable();
-  const DeviceGuard guard(config_.device);
-  abandon();
-  require_parts(arguments.parts, arguments.layout);
-  reducing_ = arguments;
-  reducing_->part = 0;
-  pending_stream_ = stream;
-}
-
-void DeviceCommunicator::combine_part(int32_t part, const std::byte* rows, int32_t end, cudaStream_t stream) {
-  require_usable();
-  const DeviceGuard guard(config_.device);
-  if (!reducing_ || reducing_->part != part)
-    throw Error(ErrorKind::invalid_argument,
-                "part is " + std::to_string(part) + ", which is not the next of a combine");
-  intranode::CombineArguments all = *reducing_;
-  const int32_t first = part == 0 ? 0 : all.part_rows.ends[part - 1];
-  all.rows = rows;
-  all.part_rows.rows[part] = rows - first * config_.shape.row_bytes();
-  all.part_rows.ends[part] = end;
-  reduce_part(all, stream);
-}
-
-/// A part of a combine, which may be the only one.
-void DeviceCommunicator::reduce_part(const intranode::CombineArguments& arguments, cudaStream_t stream) {
-  const bool last = arguments.part + 1 == arguments.parts;
   const device::Comm& comm = *this->comm(WireFormat::same);
-  // Parts before the last one have nothing beside them.
-  const bool is_apart = last && !overlaps_;
   const int blocks = heuristics_.reduce_blocks + heuristics_.relay_blocks;
   intranode::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
-  all.senders = is_apart ? blocks : 0;
-  if (is_apart) fork_side(stream);
-  check_cuda(intranode::launch_reduce(launch(is_apart ? side_stream_ : stream, blocks, false), comm, all),
+  all.senders = overlaps_ ? 0 : blocks;
+  if (!overlaps_) fork_side(stream);
+  check_cuda(intranode::launch_reduce(launch(overlaps_ ? stream : side_stream_, blocks, false), comm, all),
              "launch of combine (owners)");
-  reducing_.reset();
-  if (!last) {
-    reducing_ = arguments;
-    ++reducing_->part;
-    pending_stream_ = stream;
-    return;
-  }
-  check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, !is_apart), comm, all),
+  check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, true), comm, all),
              "launch of combine (home)");
-  if (is_apart) join_side(stream);
+  if (!overlaps_) join_side(stream);
   ++stats_.combine_calls;
 }
 

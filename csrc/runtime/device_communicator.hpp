@@ -54,7 +54,6 @@ struct DeviceDispatch {
   int64_t alignment;
   int64_t capacity;  ///< -1: as many rows as needed
   int32_t* plan;     ///< DevicePlan words
-  int32_t parts = 1;
 };
 
 /// Rows along a kept plan: the backward of combine.
@@ -63,11 +62,7 @@ struct DeviceRedispatch {
   RowLayout layout;
   const std::byte* x;  ///< [tokens][hidden]
   int64_t tokens;
-  int32_t parts = 1;
-};
-
-/// Where they go; see ReceiveArguments.
-struct DeviceRows {
+  int64_t rows;             ///< of the output, which see in ReceiveArguments
   std::byte* out;           ///< [rows][hidden]
   const std::byte* scales;  ///< weight type [rows], or null
   const std::byte* other;   ///< [rows][hidden], or null
@@ -115,38 +110,21 @@ class DeviceCommunicator {
   std::string gpu_bus_id() const;
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
-  // An operation in several parts (on one node, where rows do not take turns: most_parts) has a call for each
-  // of them. What the stream holds after the call for a dispatch comes after the rows of that part's experts,
-  // and those of the parts before, have arrived; what it holds before that for a combine is to have made
-  // them. The next operation abandons one with parts left.
-
-  /// The most parts that an operation can have.
-  int32_t most_parts() const;
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
   /// Of operations that begin from now on; 0: as the heuristics say.
   void limit_sms(int32_t num_sms);
-  /// Starts to send and to plan. finish_dispatch has to follow, for each part.
+  /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch
+  /// without it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
   /// Waits until the row count of a dispatch without capacity is known. If it throws, what ranks disagree on
   /// for example, that dispatch is over.
   int64_t wait_rows();
-  /// Afterwards: the end of the rows of a part's experts.
-  int64_t part_end(int32_t part) const;
-  /// Starts to receive the next part into `output` of `rows` rows.
+  /// Starts to receive into `output` of `rows` rows.
   void finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream);
 
-  /// Starts to send. finish_redispatch has to follow, for each part.
-  void begin_redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
-  /// Starts to receive the next part into `output` of `rows` rows.
-  void finish_redispatch(int64_t rows, const DeviceRows& output, cudaStream_t stream);
+  void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
   void combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
-  /// Starts a combine in arguments.parts parts. The plan has to stay until all of them, or the next
-  /// operation, have been put on the stream.
-  void begin_combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
-  /// The next part, whose rows, up to number `end`, are at `rows` (of the first of them); with the last one
-  /// the tokens' sums.
-  void combine_part(int32_t part, const std::byte* rows, int32_t end, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
@@ -177,13 +155,10 @@ class DeviceCommunicator {
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   device::Rail rail() const;
   intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
-  bool apart(int32_t parts) const { return !overlaps_ || parts > 1; }
-  void require_parts(int32_t parts, RowLayout layout) const;
   void fork_side(cudaStream_t stream);
   void join_side(cudaStream_t stream);
   void send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream);
   void receive(intranode::ReceiveArguments arguments, cudaStream_t stream);
-  void reduce_part(const intranode::CombineArguments& arguments, cudaStream_t stream);
   void abandon();
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -221,9 +196,7 @@ class DeviceCommunicator {
   std::optional<Error> broken_;
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;
-  std::optional<Sent> pending_;                          // begun, not received
-  std::optional<intranode::CombineArguments> reducing_;  // a combine of which parts are left, and the next
-  int32_t received_ = 0;                                 // parts of the pending one
+  std::optional<Sent> pending_;  // begun, not received
   cudaStream_t pending_stream_ = nullptr;
   DeviceStats stats_;
 };

@@ -97,8 +97,8 @@ class DispatchCall(NamedTuple):
 class Backend(Protocol):
     """Turns tensors into pointers for one kind of memory.
 
-    `dispatch`, `redispatch` and `combine`, their halves and parts, `empty_input`, `ready` and `fail` are
-    called within `run` or `launch` only, which put the operations of all threads into one order.
+    `dispatch` and its halves, `redispatch`, `combine`, `empty_input`, `ready` and `fail` are called within
+    `run` or `launch` only, which put the operations of all threads into one order.
     """
 
     device: torch.device
@@ -109,8 +109,6 @@ class Backend(Protocol):
     nodes: NodeMap
     network_lanes: int
     """Endpoints towards other nodes; 0 on one node."""
-    most_parts: int
-    """Parts that an operation can have at most."""
     num_sms: int
     """SMs that an operation holds; on the CPU, threads."""
     plan_fields: PlanFields
@@ -151,24 +149,12 @@ class Backend(Protocol):
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""
 
-    def begin_dispatch(self, call: DispatchCall, parts: int = 1) -> Any:
+    def begin_dispatch(self, call: DispatchCall) -> Any:
         """The first half of one without capacity: brings the rows on their way. What it returns goes to
-        `finish_dispatch`, and after that to `receive_part` for each part but the first."""
+        `finish_dispatch`."""
 
     def finish_dispatch(self, begun: Any) -> RawDispatch:
-        """The second half: the rows that arrive, of the first part."""
-
-    def part_ends(self, begun: Any) -> tuple[int, ...]:
-        """After `finish_dispatch`: the ends of the rows of each part's experts."""
-
-    def begin_redispatch(self, plan: Any, rows_TH: torch.Tensor, parts: int) -> Any:
-        """As begin_dispatch, along a kept plan."""
-
-    def finish_redispatch(self, begun: Any) -> torch.Tensor:
-        """As finish_dispatch."""
-
-    def receive_part(self, begun: Any) -> None:
-        """The next part of what has begun."""
+        """The second half: the rows that arrive."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
         """The plan of a RawDispatch as a tensor; it lives as long as the blob's memory."""
@@ -191,12 +177,6 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
         weight_grads)."""
-
-    def begin_combine(self, plan: Any, ends: tuple[int, ...], weight_grads: torch.Tensor | None) -> Any:
-        """What `send_part` takes, for parts whose rows end there; nothing is read yet."""
-
-    def send_part(self, begun: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The rows of the next part's experts. With the last one: as `combine`."""
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """(num_tokens, H), in the window if that saves a copy."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -28,7 +27,7 @@ from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported, kind_of
 from moecomm.memory import plan_memory, window_shape
 from moecomm.rendezvous import Rendezvous
-from moecomm.routing import MOST_PARTS, part_experts, weight_dtype
+from moecomm.routing import weight_dtype
 from moecomm.types import Layout, PlanViews, Work
 
 Result = TypeVar("Result")
@@ -50,21 +49,6 @@ class _Begun(NamedTuple):
     by_rank: bool
     has_weights: bool
     x_TH: torch.Tensor  # this rank's own rows are read where they are, so it has to live
-    parts: int
-
-
-class _BegunRedispatch(NamedTuple):
-    plan: Any
-    rows_TH: torch.Tensor
-
-
-@dataclass
-class _BegunCombine:
-    plan: Any
-    ends: tuple[int, ...]
-    weight_grads: torch.Tensor | None
-    rows: list[torch.Tensor]
-    """Of the parts so far."""
 
 
 class _PlanWords(np.ndarray):
@@ -120,8 +104,7 @@ class CpuBackend:
         self.nodes = party.nodes
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
-        self._local_experts = arguments["num_experts"] // meeting.size
-        self.most_parts = min(MOST_PARTS, self._local_experts)
+        local_experts = arguments["num_experts"] // meeting.size
         shape = window_shape(
             ranks=meeting.size,
             top_k=self.top_k,
@@ -131,7 +114,7 @@ class CpuBackend:
             ranks_per_node=self.nodes.ranks_per_node,
         )
         self.memory = plan_memory(shape, self.nodes.ranks_per_node)
-        self.plan_fields = _plan_fields(self._local_experts, meeting.size)
+        self.plan_fields = _plan_fields(local_experts, meeting.size)
         self._plan_keys = itertools.count()
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
         check_host_room(meeting, party, self.memory.committed_bytes)
@@ -195,8 +178,8 @@ class CpuBackend:
         """Sends rows and receives those that arrive."""
         return self.finish_dispatch(self.begin_dispatch(call))
 
-    def begin_dispatch(self, call: DispatchCall, parts: int = 1) -> _Begun:
-        """Publishes the rows and makes the plan. All rows come with the first part."""
+    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+        """Publishes the rows and makes the plan."""
         x_TH, ids_TK = _dense(call.x_TH), _dense(call.topk_idx_TK)
         weights_TK = _dense_or_none(call.topk_weights_TK)
         plan = self._native.begin_dispatch(
@@ -209,7 +192,7 @@ class CpuBackend:
             alignment=call.alignment,
             capacity=call.capacity,
         )
-        return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH, parts)
+        return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
         """Pulls the rows into tensors of their own."""
@@ -229,41 +212,6 @@ class CpuBackend:
             plan_views=partial(_plan_views, plan),
             plan=plan,
         )
-
-    def part_ends(self, begun: _Begun) -> tuple[int, ...]:
-        """From the plan."""
-        offsets = begun.plan.offsets
-        return tuple(offsets[last - 1] for last in part_experts(self._local_experts, begun.parts))
-
-    def begin_redispatch(
-        self, plan: _C.Plan | TensorPlan, rows_TH: torch.Tensor, parts: int
-    ) -> _BegunRedispatch:
-        """All of it is done in finish_redispatch."""
-        return _BegunRedispatch(plan, rows_TH)
-
-    def finish_redispatch(self, begun: _BegunRedispatch) -> torch.Tensor:
-        """All rows."""
-        return self.redispatch(begun.plan, begun.rows_TH, None, None)[0]
-
-    def receive_part(self, begun: _Begun | _BegunRedispatch) -> None:
-        """Nothing is left to do."""
-
-    def begin_combine(
-        self, plan: _C.Plan | TensorPlan, ends: tuple[int, ...], weight_grads: torch.Tensor | None
-    ) -> _BegunCombine:
-        """All of it is done with the last part."""
-        return _BegunCombine(plan, ends, weight_grads, [])
-
-    def send_part(
-        self, begun: _BegunCombine, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The combine, if this is the last one."""
-        begun.rows.append(rows.detach())
-        if len(begun.rows) < len(begun.ends):
-            return None
-        y_TH, grads_TK = self.combine(begun.plan, torch.cat(begun.rows), None, begun.weight_grads)
-        assert y_TH is not None
-        return y_TH, grads_TK
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
         """A tensor whose memory keeps `plan`, with a key to it and what the output tells of it."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -46,34 +45,12 @@ _Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int]
 _Inputs = tuple[torch.Tensor | None, ...]
 
 
-@dataclass
-class _Begun:
-    """A dispatch between its halves, or its parts."""
+class _Begun(NamedTuple):
+    """A dispatch between its halves."""
 
     call: DispatchCall
     blob: torch.Tensor
     inputs: _Inputs
-    parts: int
-    receive: Callable[[], None] | None = None
-    """The next part."""
-
-
-@dataclass
-class _BegunRedispatch:
-    plan: TensorPlan
-    inputs: _Inputs
-    parts: int
-    receive: Callable[[], None] | None = None
-
-
-@dataclass
-class _BegunCombine:
-    plan: TensorPlan
-    ends: tuple[int, ...]
-    weight_grads: torch.Tensor | None
-    results: tuple[torch.Tensor, torch.Tensor | None]
-    rows: list[torch.Tensor]
-    """Of the parts so far."""
 
 
 class CudaBackend:
@@ -103,7 +80,6 @@ class CudaBackend:
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
         self._unfinished: SideWork[Any] | None = None
-        self._combining: _BegunCombine | None = None  # has to stay until it has had its parts, or others
         self._stats_before: dict[str, float] = {}
 
         with self._gpu.current():
@@ -138,7 +114,7 @@ class CudaBackend:
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
             self._native, window = self._connect(meeting, party, shape, num_sms or 0)
-            self.most_parts, self.num_sms = self._native.most_parts, self._native.num_sms
+            self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
         # Also when the backend is forgotten, and when the interpreter ends.
@@ -339,7 +315,7 @@ class CudaBackend:
         sending, blob, _inputs = self._sending(call)
         return self._receive(call, blob, call.capacity, partial(self._native.dispatch, *sending))
 
-    def begin_dispatch(self, call: DispatchCall, parts: int = 1) -> _Begun:
+    def begin_dispatch(self, call: DispatchCall) -> _Begun:
         """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
         if self._capturing:
             raise InvalidArgument(
@@ -347,27 +323,12 @@ class CudaBackend:
                 "dispatch waits for its row count on the host"
             )
         sending, blob, inputs = self._sending(call)
-        self._native.begin_dispatch(*sending, self._raw_stream, parts)
-        return _Begun(call, blob, inputs, parts)
+        self._native.begin_dispatch(*sending, self._raw_stream)
+        return _Begun(call, blob, inputs)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Waits for the number of rows, and receives those of the first part."""
-        rows = self._native.wait_rows()
-
-        def receive(*arguments: int) -> None:
-            begun.receive = lambda: self._native.finish_dispatch(*arguments)
-            begun.receive()
-
-        return self._receive(begun.call, begun.blob, rows, receive, begun.parts)
-
-    def part_ends(self, begun: _Begun) -> tuple[int, ...]:
-        """As the device has told the host."""
-        return tuple(self._native.part_end(part) for part in range(begun.parts))
-
-    def receive_part(self, begun: _Begun | _BegunRedispatch) -> None:
-        """The next part, on the stream of the first."""
-        assert begun.receive is not None
-        begun.receive()
+        """Waits for the number of rows, and receives them."""
+        return self._receive(begun.call, begun.blob, self._native.wait_rows(), self._native.finish_dispatch)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
         """What the runtime's `begin_dispatch` takes but for the stream, the plan's memory, and what the
@@ -399,12 +360,7 @@ class CudaBackend:
         return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)
 
     def _receive(
-        self,
-        call: DispatchCall,
-        blob: torch.Tensor,
-        rows: int,
-        receive: Callable[..., None],
-        parts: int = 1,
+        self, call: DispatchCall, blob: torch.Tensor, rows: int, receive: Callable[..., None]
     ) -> RawDispatch:
         """Receives into tensors of their own, by a call of the runtime that takes the number of rows,
         addresses, and the stream."""
@@ -422,8 +378,7 @@ class CudaBackend:
                 topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
         except OutOfMemory:
             # The peers must not wait for this rank, so it receives the rows into nothing.
-            for _ in range(parts):
-                receive(0, self._nowhere_address, 0, 0, 0, self._raw_stream)
+            receive(0, self._nowhere_address, 0, 0, 0, self._raw_stream)
             raise
         receive(
             rows,
@@ -475,66 +430,6 @@ class CudaBackend:
             self._raw_stream,
         )
         return out_PH, dots_P
-
-    def begin_redispatch(self, plan: TensorPlan, rows_TH: torch.Tensor, parts: int) -> _BegunRedispatch:
-        """Sends rows along a kept plan."""
-        rows_TH, address = self._readable(rows_TH)
-        layout = self._layouts[plan.layout]
-        self._native.begin_redispatch(
-            self._plan_address(plan), layout, address, plan.tokens, self._raw_stream, parts
-        )
-        return _BegunRedispatch(plan, (rows_TH,), parts)
-
-    def finish_redispatch(self, begun: _BegunRedispatch) -> torch.Tensor:
-        """Receives the rows of the first part."""
-        finish = self._native.finish_redispatch
-        try:
-            out_PH = self._empty((begun.plan.rows, self.hidden), self.dtype)
-        except OutOfMemory:
-            for _ in range(begun.parts):
-                finish(0, self._nowhere_address, self._raw_stream)
-            raise
-        begun.receive = partial(finish, begun.plan.rows, self._address(out_PH), self._raw_stream)
-        begun.receive()
-        return out_PH
-
-    def begin_combine(
-        self, plan: TensorPlan, ends: tuple[int, ...], weight_grads: torch.Tensor | None
-    ) -> _BegunCombine:
-        """Starts it, with memory for the results."""
-        grads_TK = None
-        try:
-            y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
-            if weight_grads is not None:
-                grads_TK = self._empty((plan.tokens, self.top_k), self._weight_dtype)
-        except OutOfMemory as error:
-            self.fail(error)
-        self._native.begin_combine(
-            self._plan_address(plan),
-            self._nowhere_address,  # there are rows; where, the parts say
-            plan.tokens,
-            self._address(y_TH),
-            0 if weight_grads is None else self._address(weight_grads),
-            0 if grads_TK is None else self._address(grads_TK),
-            self._raw_stream,
-            len(ends),
-        )
-        begun = _BegunCombine(plan, ends, weight_grads, (y_TH, grads_TK), [])
-        self._combining = begun
-        return begun
-
-    def send_part(
-        self, begun: _BegunCombine, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Sends the sums that the next part completes."""
-        part = len(begun.rows)
-        rows, address = self._readable(rows)
-        self._native.combine_part(part, address, begun.ends[part], self._raw_stream)
-        begun.rows.append(rows)  # later parts read it too
-        if part + 1 < len(begun.ends):
-            return None
-        self._combining = None
-        return begun.results
 
     def combine(
         self,

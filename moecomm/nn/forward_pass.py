@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from moecomm.activation import INPUTS, weighted_activation_into
-from moecomm.nn.passes import Call, Weights, of_part, without_autocast
+from moecomm.nn.passes import Call, Weights, without_autocast
 from moecomm.nn.pool import Ticket
-from moecomm.nn.routes import Route, Slices, make_route
 from moecomm.overlap import Results, forward_schedule, in_turns, recompute_schedule
-from moecomm.overlap.moe import stage_name
 from moecomm.types import DispatchOutput, Handle
 
 
@@ -22,7 +20,6 @@ class Known(NamedTuple):
     """What a dispatch has found, so that nobody need find it again."""
 
     handle: Handle
-    slices: Slices
     weights_P: Tensor
     offsets_L: Tensor
 
@@ -41,11 +38,9 @@ class ForwardPass:
     ) -> None:
         self.call, self.x_TH, self.topk_weights_TK, self.weights = call, x_TH, topk_weights_TK, weights
         self._known = known
-        self.route: Route = make_route(
-            call.comm, call.capacity, call.parts, None if known is None else known.handle
-        )
+        self._receive: Callable[[], DispatchOutput] | None = None
         self._rows_PH: Tensor | None = None
-        self._inners: list[Tensor] = []
+        self._inner_PI: Tensor | None = None
         self._shared_inner_TI: Tensor | None = None
         self.keeps = True
         """False: nothing goes to the pool; the ticket is like one of a pass that keeps."""
@@ -60,70 +55,57 @@ class ForwardPass:
 
     def run(self) -> Tensor:
         """(T, H)."""
-        call, parts = self.call, self.call.parts
+        call = self.call
         shared = self.weights.shared_in is not None
-        steps: dict[str, Callable[[Results, int], Any]] = {
-            "dispatch": self._dispatch,
-            "up": self._up,
-            "activation": lambda results, part: self._activation(results[self._name("up", part)], part),
-            "down": lambda results, part: self._down(results[self._name("activation", part)], part),
-            "combine": lambda results, part: self._combine(results, part),
-        }
         work: dict[str, Callable[[Results], Any]] = {
-            self._name(step, part): of_part(do, part) for step, do in steps.items() for part in range(parts)
+            "publish": lambda _: self._publish(),
+            "dispatch": lambda _: self._dispatch(),
+            "up": self._up,
+            "activation": lambda results: self._activation(results["up"]),
+            "down": lambda results: self._down(results["activation"]),
+            "combine": self._combine,
         }
-        work["publish"] = lambda _: self.route.publish(self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
-        last = self._name("combine", parts - 1)
         if shared:
             work["shared experts"] = lambda _: self._share()
-            work["sum"] = lambda results: results[last].add_(results["shared experts"])
+            work["sum"] = lambda results: results["combine"].add_(results["shared experts"])
         pool = call.pool is not None
         if pool:
             work["to pool"] = lambda results: self._to_pool(results, "dispatch")
         schedule = forward_schedule(
-            shared=shared,
-            parts=parts,
-            split=call.split,
-            pool=pool,
-            in_turns=in_turns() and call.capacity is None,
+            shared=shared, split=call.split, pool=pool, in_turns=in_turns() and call.capacity is None
         )
         results = self._execute(schedule, work)
         if call.runs is not None:
             call.runs.forward = results.recorded
-        y_TH: Tensor = results["sum" if shared else last]
+        y_TH: Tensor = results["sum" if shared else "combine"]
         return y_TH
 
     def prepare(self) -> None:
         """What `kept` has, along the plan that is known."""
-        call, parts = self.call, self.call.parts
+        call = self.call
         shared = self.weights.shared_in is not None
         work: dict[str, Callable[[Results], Any]] = {}
-        for part in range(parts):
-            if call.keep != "nothing":
-                work[self._name("rows again", part)] = of_part(self._rows_again, part)
-            if call.keep == "all":
-                work[self._name("up again", part)] = of_part(self._up_again, part)
+        if call.keep != "nothing":
+            work["rows again"] = lambda _: self._rows_again()
+        if call.keep == "all":
+            work["up again"] = self._up_again
         if shared:
             work["shared experts"] = lambda _: self._share_first()
         pool = call.pool is not None
         if pool:
             work["to pool"] = lambda results: self._to_pool(results, "rows again")
-        self._execute(recompute_schedule(shared=shared, keep=call.keep, parts=parts, pool=pool), work)
+        self._execute(recompute_schedule(shared=shared, keep=call.keep, pool=pool), work)
 
     def finish(self) -> Tensor:
         """(T, H), after `prepare`."""
-        y_TH: Tensor | None = None
         with self._without_autocast():
             if self.call.keep == "nothing":
-                for part in range(self.call.parts):
-                    self._rows_PH = self.route.send_again(part, "rows", self.x_TH, self.known.handle)
+                self._rows_again()
             if self.call.keep != "all":
                 assert self._rows_PH is not None
-                rows_PH = self._rows_PH
-                self._inners = [self._first_product(rows_PH, part) for part in range(self.call.parts)]
-            for part, inner in enumerate(self._inners):
-                y_TH = self.route.combine(part, self._down(self._activation(inner, part), part))
-            assert y_TH is not None
+                self._inner_PI = self._first_product(self._rows_PH)
+            assert self._inner_PI is not None
+            y_TH = self.call.comm.combine(self._down(self._activation(self._inner_PI)), self.known.handle)
             return y_TH if self.weights.shared_in is None else y_TH.add_(self._share_second())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
@@ -147,15 +129,15 @@ class ForwardPass:
             self.known.weights_P,
             self.known.offsets_L,
             self._shared_inner_TI,
-            *(self._inners if keep == "all" else ()),
+            self._inner_PI if keep == "all" else None,
         )
 
     def _to_pool(self, results: Results, rows_from: str) -> None:
         """`rows_from`: the stage that has received them."""
-        results[self._name(rows_from, 0)]
+        results[rows_from]
         assert self.call.pool is not None and self._rows_PH is not None
-        inners = self._inners if self.call.keep == "all" else []
-        kept, pool = (self._rows_PH, *inners), self.call.pool
+        inner = (self._inner_PI,) if self._inner_PI is not None else ()
+        kept, pool = (self._rows_PH, *inner), self.call.pool
         if self.keeps:
             self.ticket = pool.owned(pool.push(*kept, ends=self.known.offsets_L))
         else:
@@ -170,9 +152,6 @@ class ForwardPass:
 
     def _without_autocast(self) -> Any:
         return without_autocast(self.x_TH.device.type)
-
-    def _name(self, step: str, part: int) -> str:
-        return stage_name(step, part, self.call.parts)
 
     def _share(self) -> Tensor:
         self._share_first()
@@ -194,51 +173,56 @@ class ForwardPass:
         weighted_activation_into(z, inner, weights_P, ends_L, activation=activation)
         return z
 
-    def _dispatch(self, results: Results, part: int) -> DispatchOutput:
-        out = self.route.receive(part)
+    def _publish(self) -> None:
+        """Sends the rows; without a capacity the rest waits for their number. In a program of `interleave`
+        operations of others may come before that, and they are received on the communicator's stream."""
+        call = self.call
+        tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
+        if call.capacity is not None:
+            out = call.comm.dispatch(*tokens, capacity=call.capacity)
+            self._receive = lambda: out
+        elif in_turns():
+            self._receive = call.comm.dispatch(*tokens, async_op=True).wait
+        else:
+            self._receive = call.comm.begin_dispatch(*tokens)
+
+    def _dispatch(self) -> DispatchOutput:
+        receive, self._receive = self._receive, None
+        assert receive is not None
+        out = receive()
         overflow = self.call.overflow
         if overflow is not None:
             torch.maximum(overflow, out.overflow, out=overflow)
         return out
 
-    def _up(self, results: Results, part: int) -> Tensor:
-        out: DispatchOutput = results[self._name("dispatch", part)]
-        if self._known is None:
-            assert out.weights is not None
-            slices = Slices(out, self.weights.w_in.shape[0])
-            self._known = Known(out.handle, slices, out.weights, out.offsets)
-            self._rows_PH = out.tokens
-        inner = self._first_product(out.tokens, part)
+    def _up(self, results: Results) -> Tensor:
+        out: DispatchOutput = results["dispatch"]
+        assert out.weights is not None
+        self._known = Known(out.handle, out.weights, out.offsets)
+        self._rows_PH = out.tokens
+        inner_PI = self._first_product(out.tokens)
         if self.call.keep == "all":
-            self._inners.append(inner)
-        return inner
+            self._inner_PI = inner_PI
+        return inner_PI
 
-    def _rows_again(self, results: Results, part: int) -> Tensor:
-        self._rows_PH = self.route.send_again(part, "rows", self.x_TH, self.known.handle)
+    def _rows_again(self) -> Tensor:
+        self._rows_PH = self.call.comm.redispatch(self.x_TH, self.known.handle)
         return self._rows_PH
 
-    def _up_again(self, results: Results, part: int) -> None:
-        self._inners.append(self._first_product(results[self._name("rows again", part)], part))
+    def _up_again(self, results: Results) -> None:
+        self._inner_PI = self._first_product(results["rows again"])
 
-    def _first_product(self, rows_PH: Tensor, part: int) -> Tensor:
-        slices = self.known.slices
-        return self.call.products.rows_by_weights(
-            rows_PH[slices.rows(part)], self.weights.w_in, slices.offsets(part), slices.experts(part)
-        )
+    def _first_product(self, rows_PH: Tensor) -> Tensor:
+        return self.call.products.rows_by_weights(rows_PH, self.weights.w_in, self.known.offsets_L)
 
-    def _activation(self, inner: Tensor, part: int) -> Tensor:
-        slices = self.known.slices
-        weights = self.known.weights_P[slices.rows(part)]
-        return self._activated(inner, weights, slices.ends(part))
+    def _activation(self, inner_PI: Tensor) -> Tensor:
+        return self._activated(inner_PI, self.known.weights_P, self.known.offsets_L)
 
-    def _down(self, z: Tensor, part: int) -> Tensor:
-        slices = self.known.slices
-        return self.call.products.rows_by_weights(
-            z, self.weights.w_out, slices.offsets(part), slices.experts(part)
-        )
+    def _down(self, z_PF: Tensor) -> Tensor:
+        return self.call.products.rows_by_weights(z_PF, self.weights.w_out, self.known.offsets_L)
 
-    def _combine(self, results: Results, part: int) -> Tensor | None:
-        y_TH = self.route.combine(part, results[self._name("down", part)])
+    def _combine(self, results: Results) -> Tensor:
+        y_TH = self.call.comm.combine(results["down"], self.known.handle)
         for done in ("activation", "up"):
-            results.drop(self._name(done, part))
+            results.drop(done)
         return y_TH

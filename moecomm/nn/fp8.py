@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moecomm.errors import Unsupported
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.grouped import ALL, PlainProducts, Products
+from moecomm.nn.grouped import PlainProducts, Products
 from moecomm.nn.parameters import is_expert_parameter
 from moecomm.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
 from moecomm.scaled import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
@@ -72,28 +72,22 @@ class Fp8Products:
         kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
         return sum(part.nbytes for each in kept for part in each)
 
-    def rows_by_weights(
-        self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
-    ) -> Tensor:
-        weights = self._weights(weight_LAB, quantize_transposed, experts)
+    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        weights = self._weights(weight_LAB, quantize_transposed)
         return scaled_rows_by_weights(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
 
-    def rows_by_weights_transposed(
-        self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
-    ) -> Tensor:
-        weights = self._weights(weight_LAB, quantize_rows, experts)
+    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        weights = self._weights(weight_LAB, quantize_rows)
         return scaled_rows_by_weights(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
 
     def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
         left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
         return scaled_columns_by_columns(left, right).to(rows_PA.dtype)
 
-    def _weights(
-        self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized], experts: slice
-    ) -> Quantized:
-        """Values along what is summed, of these experts."""
+    def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
+        """Values along what is summed."""
         if not _may_keep(weight_LAB):
-            return quantize(weight_LAB.detach()[experts])
+            return quantize(weight_LAB.detach())
         forms = self._kept.setdefault(weight_LAB, {})
         kept, state = forms.get(quantize.__name__), _state_of(weight_LAB)
         if kept is None or kept.state != state:
@@ -103,8 +97,7 @@ class Fp8Products:
             forms[quantize.__name__] = kept
         elif kept.made is not None:
             _wait_for(kept)
-        values, scales = kept.quantized
-        return Quantized(values[experts], scales[experts])
+        return kept.quantized
 
 
 # -- weights that are kept ---------------------------------------------------------------------------------

@@ -9,22 +9,17 @@ from torch import Tensor
 from torch.nn import functional
 
 _ALIGNMENT_BYTES = 16
-ALL = slice(None)
 
 
 class Products(Protocol):
     """How the experts' products are computed: `forward`, its data gradient and its weight gradient, none of
     them differentiable. Shapes, offsets and what is unspecified are as in `grouped_matmul`; results have the
-    rows' dtype. Of the weights those of `experts` take part, whose groups `offsets_L` has."""
+    rows' dtype."""
 
-    def rows_by_weights(
-        self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
-    ) -> Tensor:
+    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         """(P, B): rows of each group times its weight."""
 
-    def rows_by_weights_transposed(
-        self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
-    ) -> Tensor:
+    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         """(P, A): rows of each group times its weight, transposed."""
 
     def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
@@ -37,15 +32,11 @@ class Products(Protocol):
 class PlainProducts:
     """In the dtype of the operands."""
 
-    def rows_by_weights(
-        self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
-    ) -> Tensor:
-        return rows_by_weights(rows_PA, weight_LAB[experts], offsets_L)
+    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        return rows_by_weights(rows_PA, weight_LAB, offsets_L)
 
-    def rows_by_weights_transposed(
-        self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor, experts: slice = ALL
-    ) -> Tensor:
-        return rows_by_weights(rows_PB, weight_LAB[experts].transpose(1, 2), offsets_L)
+    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        return rows_by_weights(rows_PB, weight_LAB.transpose(1, 2), offsets_L)
 
     def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
         return rows_by_rows(rows_PA, grad_PB, offsets_L)

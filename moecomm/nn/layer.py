@@ -15,7 +15,6 @@ from moecomm.activation import prepare as prepare_activation
 from moecomm.backends.device import CudaDevice
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.model import MACHINES, Shape
 from moecomm.nn.capacity import rows_at_worst, tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
@@ -24,17 +23,7 @@ from moecomm.nn.overlapped import run_experts
 from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
-from moecomm.nn.routes import route_parts
-from moecomm.overlap import (
-    H200,
-    Executor,
-    Keep,
-    LayerShape,
-    Split,
-    Timeline,
-    sms_beside_weights,
-    sms_in_turns,
-)
+from moecomm.overlap import Executor, Keep, Split, Timeline, sms_beside_products
 from moecomm.routing import require_integer
 
 
@@ -67,9 +56,10 @@ class MoELayer(nn.Module):
     gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
     computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
     way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
-    half of the GPU; None: as a cost model says, for products in bfloat16; 0: it comes first. On one node,
-    and where the communicator's operations take more than half of the GPU otherwise. In a program of
-    `moecomm.overlap.interleave` also those of all other transfers that lie beside another program's product.
+    half of the GPU; None: by the layer's sizes (`moecomm.overlap.sms_beside_products`), for products in
+    bfloat16; 0: it comes first. On one node, and where the communicator's operations take more than half of
+    the GPU otherwise. In a program of `moecomm.overlap.interleave` also those of all other transfers that lie
+    beside another program's product.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -89,7 +79,6 @@ class MoELayer(nn.Module):
         nodes: int | None = None,
         overlap: bool = True,
         keep: Keep = "all",
-        parts: int = 1,
         beside_sms: int | None = None,
     ) -> None:
         super().__init__()
@@ -117,11 +106,9 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
-        """False: one stage after another, on one stream. May be set at any time, as the next six."""
+        """False: one stage after another, on one stream. May be set at any time, as the next five."""
         self.keep: Keep = keep
         """What a forward keeps for its backward."""
-        self.parts = parts
-        """In which rows travel, by the experts of each rank, where there is no capacity."""
         self.beside_sms = beside_sms
         """SMs of the gradients' way home beside those of the experts' first weights."""
         self.defer_weights = False
@@ -191,7 +178,6 @@ class MoELayer(nn.Module):
             self.config.activation,
             experts.products,
             self.keep,
-            route_parts(self.comm, self.capacity, self.parts),
             self._split,
             self._home_split(),
             self._in_turns_sms(),
@@ -221,7 +207,7 @@ class MoELayer(nn.Module):
     def _home_split(self) -> Split | None:
         if self._sms is None or self.beside_sms == 0:
             return None
-        sms = self.beside_sms if self.beside_sms is not None else self._modelled_sms[0]
+        sms = self.beside_sms if self.beside_sms is not None else self._default_sms.get("home")
         if sms is None:
             return None
         return Split(self._sms, require_integer("beside_sms", sms, 2, self._sms // 2))
@@ -231,18 +217,23 @@ class MoELayer(nn.Module):
             return None
         if self.beside_sms is not None:
             return dict.fromkeys(("publish", "dispatch", "gradient rows", "combine"), self.beside_sms)
-        return self._modelled_sms[1]
+        return self._default_sms
 
     @functools.cached_property
-    def _modelled_sms(self) -> tuple[int | None, dict[str, int]]:
-        """`sms_beside_weights` and `sms_in_turns`. Asked for when the weights are there: they may be put in
+    def _default_sms(self) -> dict[str, int]:
+        """Of transfers beside products, by stage. Asked for when the weights are there: they may be put in
         after the layer was made."""
-        if self.config.expert_precision is not None or self.config.dtype is not torch.bfloat16:
-            return None, {}  # products with other kernels in them, which leave no SMs
-        w_in, w_out = self.experts.w_in, self.experts.w_out
-        layer = _modelled(self.config, self.comm, w_in.shape[-1], w_out.shape[-2])
-        here = (layer, MACHINES["h200"], H200)
-        return sms_beside_weights(*here), sms_in_turns(*here)
+        config = self.config
+        if self._sms is None or config.expert_precision is not None or config.dtype is not torch.bfloat16:
+            return {}  # products with other kernels in them, which leave no SMs
+        return sms_beside_products(
+            sms=self._sms,
+            ranks=self.comm.size,
+            top_k=config.top_k,
+            row_bytes=config.hidden * config.dtype.itemsize,
+            inner=self.experts.w_in.shape[-1],
+            ffn=self.experts.w_out.shape[-2],
+        )
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """The same, one after another and differentiated by autograd."""
@@ -314,20 +305,6 @@ def _sms_to_share(comm: Communicator) -> int | None:
         return None
     gpu = CudaDevice(comm.device.index)
     return gpu.count_sms() if gpu.capability()[0] >= 9 else None
-
-
-def _modelled(config: MoEConfig, comm: Communicator, inner: int, ffn: int) -> LayerShape:
-    """What the cost model takes for experts of these widths."""
-    exchange = Shape(
-        nodes=1,
-        ranks_per_node=comm.size,
-        tokens=comm.max_tokens,
-        experts=config.num_experts,
-        top_k=config.top_k,
-        hidden=config.hidden,
-        element_bytes=config.dtype.itemsize,
-    )
-    return LayerShape(exchange, ffn=ffn, gated=inner != ffn)
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

@@ -129,8 +129,7 @@ class _Keep(torch.autograd.Function):
         w_in, w_out, shared_in, shared_out = weights
         assert w_in is not None and w_out is not None
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, shared_in, shared_out))
-        ctx.call, ctx.route = passing.call, found.route
-        ctx.handle, ctx.slices = found.known.handle, found.known.slices
+        ctx.call, ctx.handle = passing.call, found.known.handle
         # Without the table, which autograd is to hold alone: a checkpoint's hook, for example, throws away
         # what the first pass would keep, and with the table its pages go back (ActivationPool.owned).
         ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moecomm.communicator import Communicator
 from moecomm.nn.grouped import Products
 from moecomm.nn.pool import ActivationPool
-from moecomm.overlap import Executor, Keep, Recorded, Results, Split, Timeline
+from moecomm.overlap import Executor, Keep, Recorded, Split, Timeline
 
 
 class Weights(NamedTuple):
@@ -65,8 +65,6 @@ class Call(NamedTuple):
     activation: str
     products: Products
     keep: Keep
-    parts: int
-    """1 with a capacity."""
     split: Split | None
     """None: products leave no SMs to what travels meanwhile."""
     home_split: Split | None
@@ -82,11 +80,6 @@ class Call(NamedTuple):
     overflow: Tensor | None = None
     """0-d int32: becomes the most rows that a dispatch would have needed beyond its capacity, if that is
     more."""
-
-
-def of_part(do: Callable[[Results, int], Any], part: int) -> Callable[[Results], Any]:
-    """A stage of one part."""
-    return lambda results: do(results, part)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

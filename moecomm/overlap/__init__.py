@@ -1,4 +1,4 @@
-"""Communication under computation: schedules of stages, how they are planned, run and looked at.
+"""Communication under computation: schedules of stages, how they are run and looked at.
 
     from moecomm.overlap import Executor, Schedule, Stage
 
@@ -19,30 +19,22 @@
 
 from __future__ import annotations
 
-from moecomm.overlap.cost import (
-    H200,
-    Choice,
-    LayerShape,
-    Rates,
-    choose,
-    part_shares,
-    planned,
-    sms_beside_weights,
-    sms_in_turns,
-)
 from moecomm.overlap.executor import Executor, Recorded, Results, Work
 from moecomm.overlap.interleave import in_turns, interleave, pause
-from moecomm.overlap.moe import Keep, Split, backward_schedule, forward_schedule, recompute_schedule
+from moecomm.overlap.moe import (
+    Keep,
+    Split,
+    backward_schedule,
+    forward_schedule,
+    recompute_schedule,
+    sms_beside_products,
+)
 from moecomm.overlap.schedule import Schedule, Stage
 from moecomm.overlap.timeline import Span, Timeline
 
 __all__ = [
-    "H200",
-    "Choice",
     "Executor",
     "Keep",
-    "LayerShape",
-    "Rates",
     "Recorded",
     "Results",
     "Schedule",
@@ -52,14 +44,10 @@ __all__ = [
     "Timeline",
     "Work",
     "backward_schedule",
-    "choose",
     "forward_schedule",
     "in_turns",
     "interleave",
-    "part_shares",
     "pause",
-    "planned",
     "recompute_schedule",
-    "sms_beside_weights",
-    "sms_in_turns",
+    "sms_beside_products",
 ]

@@ -16,17 +16,10 @@ gradients under those of the weights, which nobody waits for. "down weights" com
 transfers do not leave products most of the GPU: then "home" lies under "up weights" alone, on few SMs of its
 own (`home_split`), or "up weights" comes after it. Where nothing else lies beside anything, "home" alone is
 on the stream comm.
-
-In parts, by the experts of each rank (moecomm.parts), the products of one part run while the rows of the next
-are on their way, and while what the one before has made travels back:
-
-    comm     publish, dispatch 0, dispatch 1                              combine 0             combine 1
-    compute           shared experts  up 0, activation 0, down 0  up 1, activation 1, down 1              sum
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
@@ -54,31 +47,51 @@ class Split(NamedTuple):
         return {SMS: float(self.sms - self.comm)}
 
 
-def stage_name(name: str, part: int, parts: int) -> str:
-    """Of a stage of one part."""
-    return name if parts == 1 else f"{name} {part}"
+_SMS_TIMES_COLUMNS = 210
+"""Share of a GPU's SMs for a dispatch, times the columns of the product beside it."""
+_HOME_SUMS = 4
+"""Expert rows that bringing a token home and adding it up there is worth on few SMs."""
+
+
+def sms_beside_products(
+    *, sms: int, ranks: int, top_k: int, row_bytes: int, inner: int, ffn: int
+) -> dict[str, int]:
+    """SMs for a transfer beside a product, so many that both take about the same time, by the transfer's
+    stage. A stage that is not named is better alone, on the default SMs.
+
+    Both the bytes that a dispatch moves and the products' operations grow with rows times H, so the share of
+    the SMs follows from the columns of the product alone; a way home has sums on top, one more row a token.
+    "home" and "combine" lie beside the gradients of the first weights (`inner` columns, I), "dispatch" beside
+    the backward of a second product (`ffn`, F; "publish" is its first half), "gradient rows" beside a first
+    product (I). A transfer of fewer than eight SMs takes much longer; docs/performance.md has the
+    measurements.
+
+    Left out are transfers for which that would be more than a quarter of the GPU, or less than 3 % (leaving
+    eight SMs costs such a long product more than the transfer takes alone), and beside products of I columns
+    also those of two ranks with rows above 8 KiB: half of their rows stay where they are.
+
+    Example: 132 SMs, 4 ranks, top-8, rows of 14336 bytes, I = 4096, F = 2048: home and combine 10, dispatch
+    14, gradient rows 8.
+    """
+
+    def share_out(columns: int, work: float = 1.0) -> int | None:
+        share = work * _SMS_TIMES_COLUMNS / columns
+        return max(8, 2 * round(share * sms / 2)) if 0.03 <= share <= 0.25 else None
+
+    if ranks == 1:
+        return {}
+    by_stage = {"publish": share_out(ffn), "dispatch": share_out(ffn)}
+    if ranks > 2 or row_bytes <= 8192:
+        way_home = share_out(inner, 1 + _HOME_SUMS / top_k)
+        by_stage |= {"gradient rows": share_out(inner), "combine": way_home, "home": way_home}
+    return {stage: count for stage, count in by_stage.items() if count is not None}
 
 
 def _transfer(
-    name: str,
-    part: int,
-    parts: int,
-    *after: str,
-    split: Split | None = None,
-    stream: str = COMM,
-    yields: bool = True,
+    name: str, *after: str, split: Split | None = None, stream: str = COMM, yields: bool = True
 ) -> Stage:
-    """A part of one. Other programs go on after the last: no other operation may come between parts."""
-    last = part + 1 == parts
     uses = {} if split is None else {SMS: float(split.comm)}
-    return Stage(
-        name=stage_name(name, part, parts),
-        stream=stream,
-        after=after,
-        uses=uses,
-        communicates=True,
-        yields=last and yields,
-    )
+    return Stage(name=name, stream=stream, after=after, uses=uses, communicates=True, yields=yields)
 
 
 def _compute(
@@ -99,45 +112,27 @@ def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
 
 @lru_cache
 def forward_schedule(
-    *,
-    shared: bool,
-    parts: int = 1,
-    split: Split | None = None,
-    pool: bool = False,
-    in_turns: bool = False,
+    *, shared: bool, split: Split | None = None, pool: bool = False, in_turns: bool = False
 ) -> Schedule:
     """`shared`: there are shared experts. `split`: what runs while rows travel leaves them SMs. `pool`: what
-    is kept goes to one, in one part. `in_turns`: another program goes on where rows travel; in one part that
-    is before the host waits for their number. They are received on the communicator's stream by themselves
-    then (`Communicator.settle`), whenever that comes, and "dispatch" waits for just that."""
-    beside = split if parts > 1 else None
-
-    def of_part(make: Callable[..., Stage], name: str, part: int, *after: str) -> Stage:
-        names = (stage_name(other, part, parts) for other in after)
-        return make(stage_name(name, part, parts), *names, beside=beside)
-
-    early = in_turns and parts == 1
-    stream = COMPUTE if early else COMM
-    stages = [Stage(name="publish", stream=COMM, communicates=True, yields=early)]
+    is kept goes to one. `in_turns`: another program goes on where rows travel, before the host waits for
+    their number. They are received on the communicator's stream by themselves then (`Communicator.settle`),
+    whenever that comes, and "dispatch" waits for just that."""
+    stream = COMPUTE if in_turns else COMM
+    stages = [Stage(name="publish", stream=COMM, communicates=True, yields=in_turns)]
     if shared:
         stages.append(_product("shared experts", beside=split))
-    for part in range(parts):
-        before = stage_name("dispatch", part - 1, parts) if part > 0 else "publish"
-        stages.append(
-            _transfer("dispatch", part, parts, before, split=split, stream=stream, yields=not early)
-        )
-    for part in range(parts):
-        stages += [
-            of_part(_product, "up", part, "dispatch"),
-            of_part(_compute, "activation", part, "up"),
-            of_part(_product, "down", part, "activation"),
-            _transfer("combine", part, parts, stage_name("down", part, parts), split=split),
-        ]
+    stages += [
+        _transfer("dispatch", "publish", split=split, stream=stream, yields=not in_turns),
+        _product("up", "dispatch"),
+        _compute("activation", "up"),
+        _product("down", "activation"),
+        _transfer("combine", "down", split=split),
+    ]
     if pool:
         stages.append(_compute("to pool", "up"))
     if shared:
-        last = stage_name("combine", parts - 1, parts)
-        stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared experts")))
+        stages.append(Stage(name="sum", stream=COMPUTE, after=("combine", "shared experts")))
     return _schedule(stages, split)
 
 
@@ -148,92 +143,72 @@ def backward_schedule(
     keep: Keep,
     home: bool,
     weights: bool,
-    parts: int = 1,
     split: Split | None = None,
     home_split: Split | None = None,
     pool: bool = False,
     in_turns: bool = False,
 ) -> Schedule:
     """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now.
-    `home_split`, in one part and without a split of all transfers: that of "home" and "up weights". `pool`:
-    what was kept is in one. `in_turns`: another program goes on where rows travel. The shared experts come
-    before its turn then, where they lie beside its rows as well."""
-    if split is not None or parts > 1 or not (home and weights):
+    `home_split`, without a split of all transfers: that of "home" and "up weights". `pool`: what was kept is
+    in one. `in_turns`: another program goes on where rows travel. The shared experts come before its turn
+    then, where they lie beside its rows as well."""
+    if split is not None or not (home and weights):
         home_split = None
-    beside = split if parts > 1 else None
     # Where the weights' gradients cannot lie beside the way home, one of them comes before it: the gradients'
     # rows are not needed any more then.
-    first_of_two = weights and home and split is None and parts == 1
-
-    def each(name: str) -> list[str]:
-        return [stage_name(name, part, parts) for part in range(parts)]
-
+    first_of_two = weights and home and split is None
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
     # A second stream takes the host time.
     alone = home_split is not None and not (shared or keep == "nothing" or pool or in_turns)
     stream = COMPUTE if alone else COMM
     shared_first = shared and in_turns
     stages = [
-        _transfer(way, part, parts, split=split, stream=stream, yields=way != ways[-1] or not shared_first)
-        for way in ways
-        for part in range(parts)
+        _transfer(way, split=split, stream=stream, yields=way != ways[-1] or not shared_first) for way in ways
     ]
     if pool:
         stages.append(_compute("from pool"))
     if shared:
         stages.append(_product("shared backward", beside=split, yields=shared_first))
-    for part in range(parts):
-
-        def named(name: str, part: int = part) -> str:
-            return stage_name(name, part, parts)
-
-        first: tuple[str, ...] = ()
-        if keep != "all":
-            first = (named("up again"),)
-            rows = (named("rows again"),) if keep == "nothing" else ()
-            stages.append(_product(named("up again"), *rows, beside=beside))
+    first: tuple[str, ...] = ()
+    if keep != "all":
+        first = ("up again",)
+        stages.append(_product("up again", *(("rows again",) if keep == "nothing" else ())))
+    stages += [
+        _product("down backward", "gradient rows"),
+        _compute("activation backward", "down backward", *first),
+    ]
+    if first_of_two:
+        stages.append(_product("down weights", "gradient rows", "activation backward"))
+    if home:
         stages += [
-            _product(named("down backward"), named("gradient rows"), beside=beside),
-            _compute(named("activation backward"), named("down backward"), *first, beside=beside),
+            _product("up backward", "activation backward"),
+            _transfer("home", "up backward", "activation backward", split=split or home_split),
         ]
-        if first_of_two:
-            stages.append(_product("down weights", named("gradient rows"), named("activation backward")))
-        if home:
-            after = (named("activation backward"),)
-            stages += [
-                _product(named("up backward"), *after, beside=beside),
-                _transfer("home", part, parts, named("up backward"), *after, split=split or home_split),
-            ]
     if weights:
-        done, brought = each("activation backward"), each("gradient rows")
-        # A grouped product takes all SMs for as long as it runs, and those that it has to wait for hold up
-        # all of it: it runs beside a transfer only where it leaves it SMs.
-        apart = home and split is None and home_split is None
-        later = (stage_name("home", parts - 1, parts),) if apart else ()
         if not first_of_two:
             beside_home = split if home else None
-            stages.append(_product("down weights", *brought, *done, *later, beside=beside_home))
-        stages.append(_product("up weights", *done, *later, beside=home_split))
+            stages.append(
+                _product("down weights", "gradient rows", "activation backward", beside=beside_home)
+            )
+        # A grouped product takes all SMs for as long as it runs, and those that it has to wait for hold up
+        # all of it: it runs beside a transfer only where it leaves it SMs.
+        later = ("home",) if first_of_two and home_split is None else ()
+        stages.append(_product("up weights", "activation backward", *later, beside=home_split))
     if shared and home:
-        last = stage_name("home", parts - 1, parts)
-        stages.append(Stage(name="sum", stream=COMPUTE, after=(last, "shared backward")))
+        stages.append(Stage(name="sum", stream=COMPUTE, after=("home", "shared backward")))
     return _schedule(stages, split or home_split)
 
 
 @lru_cache
-def recompute_schedule(*, shared: bool, keep: Keep, parts: int = 1, pool: bool = False) -> Schedule:
+def recompute_schedule(*, shared: bool, keep: Keep, pool: bool = False) -> Schedule:
     """What a forward has kept, again, for a checkpoint that has thrown it away; `pool`: it goes to one."""
     stages = []
-    for part in range(parts):
-        if keep != "nothing":
-            stages.append(_transfer("rows again", part, parts))
+    if keep != "nothing":
+        stages.append(_transfer("rows again"))
     if shared:
         stages.append(_product("shared experts"))
-    for part in range(parts):
-        if keep == "all":
-            rows = stage_name("rows again", part, parts)
-            stages.append(_product(stage_name("up again", part, parts), rows))
+    if keep == "all":
+        stages.append(_product("up again", "rows again"))
     if pool:
-        last = stage_name("rows again" if keep == "rows" else "up again", parts - 1, parts)
-        stages.append(_compute("to pool", last))
+        stages.append(_compute("to pool", "rows again" if keep == "rows" else "up again"))
     return Schedule(stages, streams=(COMPUTE, COMM))

@@ -12,12 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from moecomm.errors import InvalidSchedule
-from moecomm.overlap.timeline import Span, Timeline
 
 SMS = "sms"
 """The resource that `Executor` looks after: matrix products of a stage leave the SMs that it does not use."""
-_ROUNDING = 1e-9
-"""Of sums of amounts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +28,6 @@ class Stage:
     """Names of the stages whose results it needs."""
     uses: Mapping[str, float] = field(default_factory=dict)
     """What it holds while it runs, of the schedule's resources: {"sms": 24}."""
-    seconds: float = 0.0
-    """How long it is thought to take with nothing beside it."""
     communicates: bool = False
     """It waits for peers or for links, and is to be hidden behind stages that do not."""
     yields: bool = False
@@ -47,10 +42,10 @@ class Schedule:
     Args:
         stages: in the wanted order.
         streams: names of all streams. The first is the caller's own; `Executor` ends with it.
-        resources: how much there is of each thing that stages use, for `plan`.
+        resources: how much there is of each thing that stages use.
 
     Raises InvalidSchedule, with the names of the stages: for a cycle, an unknown stage, stream or resource,
-    a use of more than there is, two stages of one name, and a time that is no time.
+    a use of more than there is, and two stages of one name.
     """
 
     def __init__(
@@ -86,58 +81,6 @@ class Schedule:
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    def plan(self) -> Timeline:
-        """When each stage would run: as soon as the one before it on its stream and all that it depends on
-        have ended, and what it uses is free. Where several wait for a resource, the first issued gets it.
-        """
-        waiting = list(self.stages)
-        free = dict(self.resources)
-        running: list[tuple[float, int, Stage]] = []
-        busy: set[str] = set()
-        done: set[str] = set()
-        spans: list[Span] = []
-        now = 0.0
-        while waiting or running:
-            held: set[str] = set(busy)  # streams whose next stage is under way or has to wait
-            for stage in list(waiting):
-                ready = stage.stream not in held and done.issuperset(stage.after)
-                held.add(stage.stream)
-                if not ready or any(
-                    free[name] < amount * (1 - _ROUNDING) for name, amount in stage.uses.items()
-                ):
-                    continue
-                for name, amount in stage.uses.items():
-                    free[name] -= amount
-                waiting.remove(stage)
-                busy.add(stage.stream)
-                end = now + stage.seconds
-                heapq.heappush(running, (end, len(spans), stage))
-                spans.append(Span(stage.name, stage.stream, now, end, stage.communicates))
-            now, _, ended = heapq.heappop(running)
-            done.add(ended.name)
-            busy.discard(ended.stream)
-            for name, amount in ended.uses.items():
-                free[name] += amount
-        return Timeline(spans, streams=self.streams)
-
-    def __str__(self) -> str:
-        """A table of the stages, with the planned times in microseconds."""
-        planned = {span.name: span for span in self.plan().spans}
-        rows = [("stage", "stream", "uses", "begins", "ends", "after")]
-        for stage in self.stages:
-            span = planned[stage.name]
-            uses = " ".join(f"{amount:g} {name}" for name, amount in stage.uses.items())
-            times = (f"{span.begin * 1e6:.1f}", f"{span.end * 1e6:.1f}")
-            rows.append((stage.name, stage.stream, uses, *times, ", ".join(stage.after)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(
-                text.rjust(width) if 3 <= column <= 4 else text.ljust(width)
-                for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
-
     def _check(self, stages: tuple[Stage, ...]) -> None:
         names: set[str] = set()
         for stage in stages:
@@ -162,8 +105,6 @@ class Schedule:
                 raise InvalidSchedule(f"{who} uses {name!r}, there are {_listed(self.resources)}")
             if not 0 <= amount <= self.resources[name]:
                 raise InvalidSchedule(f"{who} uses {amount:g} of {name!r}, there is {self.resources[name]:g}")
-        if not (math.isfinite(stage.seconds) and stage.seconds >= 0):
-            raise InvalidSchedule(f"{who} takes {stage.seconds} seconds, must be a number of at least 0")
 
 
 def _listed(names: Iterable[str]) -> str:

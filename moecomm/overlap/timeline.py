@@ -1,4 +1,4 @@
-"""When stages ran, or would run, and how to look at it."""
+"""When stages ran, and how to look at it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans by their begin; a planned one (`Schedule.plan`) or a measured one (`Executor.run`)."""
+    """Spans by their begin, of one `Executor.run`."""
 
     def __init__(self, spans: Iterable[Span], *, streams: Iterable[str]) -> None:
         self.spans: tuple[Span, ...] = tuple(sorted(spans, key=lambda span: (span.begin, span.end)))
@@ -44,10 +44,6 @@ class Timeline:
     def exposed_share(self) -> float:
         """exposed_seconds as a part of `seconds`."""
         return self.exposed_seconds / self.seconds if self.seconds > 0 else 0.0
-
-    def busy_seconds(self, stream: str) -> float:
-        """Time in which something runs on a stream."""
-        return _length(_union(span for span in self.spans if span.stream == stream))
 
     def chrome_trace(self, path: str | Path, *, process: str = "moecomm") -> None:
         """Writes a JSON file for chrome://tracing and Perfetto: a row for each stream (the Trace Event Format

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import moecomm
+from bench.harness.layer_presets import PRESETS
 from moecomm import _C
 from moecomm.backends import why_no_cuda
 from moecomm.memory import device_shape
-from moecomm.model import MACHINES, Shape
-from moecomm.overlap import H200, LayerShape, choose, planned
+from moecomm.overlap import sms_beside_products
 from tests import reference
 from tests.fabric import needs_fabric
 
@@ -408,28 +408,26 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
         assert staged == (4096 if ranks <= 8 else 4096 * 8 // int(ranks) // 8 * 8)
 
 
-def test_overlap_page_has_the_planned_times() -> None:
-    """Those of the model, and near those that were measured."""
-    exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, hidden=7168, top_k=8, experts=256)
-    shape = LayerShape(exchange, ffn=2048)
-    rows = [list(map(int, row)) for row in table_rows(part("overlap.md", "What is worth it"))[1:]]
-    assert len(rows) >= 10
-    recorded = {}
-    for name, sms in (("parts", 99), ("parts-24", 24), ("parts-40", 40)):
-        record = json.loads((ROOT / "docs/results" / f"cuda-layers-deepseek-v3-{name}.json").read_text())
-        for row in record["rows"]:
-            if row["way"].startswith("overlapped"):
-                parts = int(row["way"].split()[1]) if "," in row["way"] else 1
-                recorded[sms, parts] = round(row["step_s"] * 1e6)
-    assert {(sms, parts): measured for sms, parts, measured, _ in rows} == recorded
-    for sms, parts, measured, said in rows:
-        schedules = planned(shape, MACHINES["h200"], H200, parts, sms)
-        time = sum(schedule.plan().seconds for schedule in schedules) * 1e6
-        assert said == round(time)
-        assert time == pytest.approx(measured, rel=0.1)
-    best = min(rows, key=lambda row: row[2])
-    choice = choose(shape, MACHINES["h200"], H200)
-    assert [choice.comm_sms, choice.parts] == best[:2]
+def test_performance_page_has_the_times_in_parts() -> None:
+    """As they were recorded, in the one form that is left and in those that were removed."""
+    rows = [list(map(int, row)) for row in table_rows(part("performance.md", "Rows in parts"))[1:]]
+    names = {99: "parts", 40: "parts-40", 24: "parts-24"}
+    assert [row[0] for row in rows] == list(names)
+    for sms, *said in rows:
+        record = json.loads((ROOT / f"docs/results/cuda-layers-deepseek-v3-{names[sms]}.json").read_text())
+        took = {row["way"]: round(row["step_s"] * 1e6) for row in record["rows"]}
+        assert said == [took["overlapped"], took["overlapped, 2 parts"], took["overlapped, 4 parts"]]
+        assert said[0] == min(said)
+
+
+def test_performance_page_has_the_sms_of_the_rule() -> None:
+    rows = table_rows(part("performance.md", "SMs by the layer's sizes"))[1:]
+    assert len(rows) == 2 * len(PRESETS)
+    for name, ranks, *said in rows:
+        preset = PRESETS[name]
+        sizes = {"top_k": preset.topk, "row_bytes": 2 * preset.hidden, "inner": 2 * preset.ffn}
+        found = sms_beside_products(sms=132, ranks=int(ranks), ffn=preset.ffn, **sizes)
+        assert said[1::2] == [str(found.get(each, "-")) for each in ("home", "dispatch", "gradient rows")]
 
 
 def test_memory_page_has_the_times_of_its_formula() -> None:

@@ -19,6 +19,8 @@ from moecomm.env import read_env
 from tests.sizes import Sizes
 
 CHUNK = 8192  # tokens or rows that are checked at a time
+DTYPES = ("float32", "bfloat16", "float16")
+"""Those of rows on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ def jobs(size: int) -> list[Job]:
         replace(base, layout="rank", dtype="float32"),
         replace(base, alignment=8, slack=5, dtype="float16"),
         replace(base, slack=-4, num_sms=2),
-        replace(base, routing="one-rank", dtype="float64", hidden=62),
+        replace(base, routing="one-rank", dtype="float32", hidden=124),
     ]
     if not harness.on_cpu():
         some += [replace(base, wire="fp8", hidden=272), replace(base, wire="fp8", hidden=144, layout="rank")]

@@ -15,14 +15,14 @@ from tests.gpu.conftest import Pools
 from tests.gpu.oracle import Inputs, Job, Oracle
 
 
-def _double(job: Job, rank: int, device: torch.device) -> tuple[Oracle, torch.Tensor, torch.Tensor]:
+def _own(job: Job, rank: int, device: torch.device) -> tuple[Oracle, torch.Tensor, torch.Tensor]:
     known = Oracle(job, rank, device)
     return known, known.own.x_TH.clone().requires_grad_(), known.own.weights_TK.clone().requires_grad_()
 
 
 def _gradcheck(rank: int, world_size: int, job: Job) -> bool:
     with harness.communicator(**job.communicator) as comm:
-        known, x_TH, weights_TK = _double(job, rank, comm.device)
+        known, x_TH, weights_TK = _own(job, rank, comm.device)
 
         def both(x_TH: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, ...]:
             own = Inputs(x_TH=x_TH, ids_TK=known.own.ids_TK, weights_TK=weights_TK)
@@ -32,7 +32,8 @@ def _gradcheck(rank: int, world_size: int, job: Job) -> bool:
                 return comm.combine(rows_PH, out.handle), out.tokens, out.weights
             return comm.combine(out.tokens.sin(), out.handle, weights=out.weights), out.tokens, out.weights
 
-        return torch.autograd.gradcheck(both, (x_TH, weights_TK))
+        # In float32, the widest that rows have on GPUs.
+        return torch.autograd.gradcheck(both, (x_TH, weights_TK), eps=1e-2, atol=5e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -40,9 +41,9 @@ def test_gradcheck(pool: Pools, layout: str, seed: int) -> None:
     job = Job(
         tokens=(4,),
         num_experts=5,
-        hidden=2,
+        hidden=4,
         top_k=3,
-        dtype="float64",
+        dtype="float32",
         routing="holes",
         layout=layout,
         seed=seed,
@@ -55,7 +56,7 @@ def _finite_difference(rank: int, world_size: int, job: Job) -> float:
     import torch.distributed as dist
 
     with harness.communicator(**job.communicator) as comm:
-        known, x_TH, weights_TK = _double(job, rank, comm.device)
+        known, x_TH, weights_TK = _own(job, rank, comm.device)
         aim_TH = known.grad_y(rank)
 
         def loss(x_TH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,7 @@ def _finite_difference(rank: int, world_size: int, job: Job) -> float:
                 y_TH = comm.combine(rows_PH * (out.weights**2).sum(1, keepdim=True), out.handle)
             else:
                 y_TH = comm.combine(rows_PH, out.handle, weights=out.weights)
-            return (y_TH * aim_TH).sum() + (out.weights**3).sum()
+            return (y_TH * aim_TH).double().sum() + (out.weights**3).double().sum()
 
         loss(x_TH, weights_TK).backward()
         gen = oracle.generator(comm.device, job.seed, 11, rank)
@@ -74,8 +75,8 @@ def _finite_difference(rank: int, world_size: int, job: Job) -> float:
             torch.randn(each.shape, generator=gen, device=comm.device, dtype=each.dtype)
             for each in (x_TH, weights_TK)
         )
-        along = (x_TH.grad * way_TH).sum() + (weights_TK.grad * way_TK).sum()
-        step = 1e-6
+        along = (x_TH.grad * way_TH).double().sum() + (weights_TK.grad * way_TK).double().sum()
+        step = 2e-3
         with torch.no_grad():
             ends = [loss(x_TH + s * step * way_TH, weights_TK + s * step * way_TK) for s in (1, -1)]
         total = torch.stack([along.detach(), (ends[0] - ends[1]) / (2 * step)]).cpu()
@@ -91,17 +92,17 @@ def test_finite_differences_across_ranks(pool: Pools, size: int, layout: str, se
         num_experts=2 * size,
         hidden=4,
         top_k=2,
-        dtype="float64",
+        dtype="float32",
         layout=layout,
         seed=seed,
     )
-    assert max(pool(size)(_finite_difference, job)) < 1e-4
+    assert max(pool(size)(_finite_difference, job)) < 1e-2
 
 
 def _train(rank: int, world_size: int, job: Job, mode: str) -> list[np.ndarray]:
     """Two layers, two steps, one communicator; `mode` says how the forward is kept for the backward."""
     with harness.communicator(**job.communicator) as comm:
-        known, _, gates_TK = _double(job, rank, comm.device)
+        known, _, gates_TK = _own(job, rank, comm.device)
         scale_H = torch.linspace(0.5, 1.5, job.hidden, device=comm.device, dtype=job.torch_dtype)
         scale_H.requires_grad_()
 
@@ -138,7 +139,7 @@ def test_recomputation_gives_the_same_bits(pool: Pools, size: int, layout: str, 
         num_experts=2 * size,
         hidden=8,
         top_k=2,
-        dtype="float64",
+        dtype="float32",
         layout=layout,
         seed=seed,
     )
@@ -152,7 +153,7 @@ def test_recomputation_gives_the_same_bits(pool: Pools, size: int, layout: str, 
 def _twice(rank: int, world_size: int, job: Job) -> list[bool]:
     """retain_graph: the second backward runs along the same plan, with other work in between."""
     with harness.communicator(**job.communicator) as comm:
-        known, x_TH, weights_TK = _double(job, rank, comm.device)
+        known, x_TH, weights_TK = _own(job, rank, comm.device)
         out = known.dispatch(comm, Inputs(x_TH=x_TH, ids_TK=known.own.ids_TK, weights_TK=weights_TK))
         y_TH = comm.combine(known.answer(out.tokens), out.handle, weights=out.weights)
         grads = []
@@ -174,7 +175,7 @@ def test_a_backward_twice(pool: Pools, size: int, seed: int) -> None:
 
 def _parts(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     with harness.communicator(**job.communicator) as comm:
-        known, x_TH, weights_TK = _double(job, rank, comm.device)
+        known, x_TH, weights_TK = _own(job, rank, comm.device)
         ids_TK = known.own.ids_TK
         found: dict[str, Any] = {}
         out = comm.dispatch(x_TH, ids_TK, known.own.weights_TK)

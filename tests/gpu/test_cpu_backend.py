@@ -10,6 +10,7 @@ import pytest
 
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.gpu.oracle import DTYPES
 from tests.multirank import cases
 from tests.multirank.cases import Case
 
@@ -60,7 +61,7 @@ def _both(rank: int, world_size: int, some: list[Case]) -> list[tuple[Found, Fou
     return results
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_two_layers_and_their_gradients(pool: Pools, size: int, dtype: str, seed: int) -> None:
     base = Case(
@@ -83,8 +84,7 @@ def test_two_layers_and_their_gradients(pool: Pools, size: int, dtype: str, seed
         for case, (left, right) in zip(some, results, strict=True):
             for name, value in left.items():
                 if name == "gradient of the weights":  # dot products over H, each in an order of its own
-                    bound = 1e-9 if dtype == "float64" else 1e-4
                     largest = abs(value).max(initial=1e-30)
-                    np.testing.assert_allclose(right[name] / largest, value / largest, atol=bound, rtol=0)
+                    np.testing.assert_allclose(right[name] / largest, value / largest, atol=1e-4, rtol=0)
                 else:
                     cases.assert_same_bits(right[name], value, f"{name} of {case}")

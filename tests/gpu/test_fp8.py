@@ -12,7 +12,7 @@ import torch
 from tests import reference
 from tests.gpu import harness, oracle
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job, Oracle
+from tests.gpu.oracle import DTYPES, Job, Oracle
 from tests.gpu.test_sizes import _play as play
 from tests.gpu.test_small_cases import _check as check_small
 from tests.multirank import cases
@@ -20,8 +20,6 @@ from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
 
 pytestmark = pytest.mark.usefixtures("cuda_only")  # the CPU backend has no other wire than the dtype
-
-DTYPES = [dtype for dtype in reference.DTYPES if dtype != "float64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -235,16 +233,14 @@ def _bad_construction(rank: int, world_size: int) -> list[Caught | None]:
     return [
         catch(lambda: harness.communicator(**sizes, hidden=24, wire="fp8")),
         catch(lambda: harness.communicator(**sizes, hidden=128, wire="fp4")),
-        catch(lambda: harness.communicator(**{**sizes, "dtype": torch.float64}, hidden=128, wire="fp8")),
         catch(lambda: harness.communicator(**sizes, hidden=128, wire="fp8").close()),
     ]
 
 
 def test_construction(pool: Pools, most_ranks: int) -> None:
-    for narrow, unknown, double, good in pool(most_ranks)(_bad_construction):
+    for narrow, unknown, good in pool(most_ranks)(_bad_construction):
         assert narrow is not None and narrow.name == "InvalidArgument" and "16" in narrow.text
         assert unknown is not None and unknown.name == "Unsupported" and "fp4" in unknown.text
-        assert double is not None and double.name == "Unsupported" and "float64" in double.text
         assert good is None
 
 

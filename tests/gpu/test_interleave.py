@@ -96,7 +96,7 @@ def _compare(rank: int, world_size: int, case: Case, way: dict[str, Any], first:
 
 
 @pytest.mark.parametrize("first", ["backward", "forward"])
-@pytest.mark.parametrize("way", [{}, {"parts": 2}, {"keep": "nothing"}, {"beside_sms": 8}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"keep": "nothing"}, {"beside_sms": 8}], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_forward_beside_backward(pool: Pools, size: int, way: dict[str, Any], first: str, seed: int) -> None:
     case = Case((300, 0, 257, 64)[:size], seed)
@@ -115,7 +115,7 @@ def test_other_layers_beside_each_other(pool: Pools, size: int, options: dict[st
 @pytest.mark.parametrize("size", [2])
 def test_beside_products_that_leave_sms(pool: Pools, size: int, seed: int) -> None:
     case = replace(Case((300, 270), seed), num_sms=8)
-    harness.assert_none(pool(size)(_compare, case, {"parts": 2}, "backward"))
+    harness.assert_none(pool(size)(_compare, case, {"keep": "rows"}, "backward"))
 
 
 def _halves(rank: int, world_size: int, case: Case) -> list[str]:

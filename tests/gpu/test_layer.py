@@ -23,11 +23,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "rows kept": {"keep": "rows"},
     "nothing kept": {"keep": "nothing"},
     "weights later": {"defer_weights": True},
-    "in two parts": {"parts": 2},
     "home on eight SMs": {"beside_sms": 8},
     "home on two SMs, rows kept": {"beside_sms": 2, "keep": "rows"},
     "home before the weights": {"beside_sms": 0},
-    "in three parts, nothing kept, weights later": {"parts": 3, "keep": "nothing", "defer_weights": True},
+    "nothing kept, weights later": {"keep": "nothing", "defer_weights": True},
 }
 
 
@@ -74,7 +73,7 @@ class Case:
 
 def _run(layer: Any, x: torch.Tensor, grad: torch.Tensor, way: dict[str, Any]) -> dict[str, torch.Tensor]:
     """One forward and backward: the output and all gradients."""
-    settings = {"overlap": True, "keep": "all", "defer_weights": False, "parts": 1, "beside_sms": None, **way}
+    settings = {"overlap": True, "keep": "all", "defer_weights": False, "beside_sms": None, **way}
     for name, value in settings.items():
         setattr(layer, name, value)
     layer.zero_grad()
@@ -269,7 +268,7 @@ def _checkpointed(rank: int, world_size: int, case: Case) -> list[str]:
     layer = case.layer()
     x, grad = (each.to(harness.device()) for each in case.input(rank))
     problems = []
-    for way in ({}, {"keep": "rows", "parts": 2}, {"keep": "nothing"}):
+    for way in ({}, {"keep": "rows"}, {"keep": "nothing"}):
         want = _run(layer, x, grad, way)
         layer.zero_grad()
         inside = x.detach().clone().requires_grad_()

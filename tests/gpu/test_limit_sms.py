@@ -53,13 +53,11 @@ def _mixed(rank: int, world_size: int, job: Job) -> list[str]:
         for step in range(len(LIMITS)):
             known = Oracle(replace(job, seed=job.seed + step), rank, comm.device)
             own = known.own
-            parts = min(1 + step % 2, comm.most_parts)
             with comm.limit_sms(LIMITS[(step + rank) % len(LIMITS)]):
-                begun = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK, parts=parts)
+                receive = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK)
             with comm.limit_sms(LIMITS[(step + 3 * rank + 1) % len(LIMITS)]):
-                for _ in range(parts):
-                    begun.receive()
-            known.check_dispatch(begun.output)
+                out = receive()
+            known.check_dispatch(out)
             problems += known.problems
         harness.synchronize()
         comm.check()

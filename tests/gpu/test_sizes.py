@@ -9,7 +9,7 @@ import pytest
 from tests.gpu import harness, oracle
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import GpuPool
-from tests.gpu.oracle import Job
+from tests.gpu.oracle import DTYPES, Job
 
 
 def _play(rank: int, world_size: int, some: list[Job]) -> list[str]:
@@ -97,7 +97,7 @@ def test_tokens(pool: Pools, most_ranks: int, tokens: int, seed: int) -> None:
     _check(pool(most_ranks), [_small(each) for each in some])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
     job = Job(
         tokens=_unequal(most_ranks, 1200),

@@ -12,9 +12,9 @@ import pytest
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import GpuPool
+from tests.gpu.oracle import DTYPES
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.reference import DTYPES
 
 SIZES = [1, 2, 3, 4]
 

@@ -30,7 +30,7 @@ def _communicators(size: int, seed: int, cuda: bool) -> list[Job]:
         base,
         replace(base, num_experts=4 * size, hidden=264, top_k=3, dtype="float32", num_sms=5),
         replace(base, tokens=(3000,) * size, hidden=512, top_k=4, dtype="float16"),
-        replace(base, tokens=(40,) * size, hidden=7168, top_k=2, dtype="float64"),
+        replace(base, tokens=(40,) * size, hidden=7168, top_k=2, dtype="float32"),
     ]
     if cuda:
         some.append(replace(base, hidden=1040, wire="fp8"))

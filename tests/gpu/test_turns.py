@@ -61,14 +61,14 @@ def _separated(rank: int, world_size: int, job: Job, between: str) -> list[str]:
         own = known.own
         for _ in range(3):
             harness.poison(32 << 20)
-            begun = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK, parts=1)
+            receive = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK)
             BETWEEN[between](comm.device)
-            begun.receive()
-            known.check_dispatch(begun.output)
-            answer = known.answer(begun.output.tokens)
-            known.check_combine("combine", comm.combine(answer, begun.output.handle))
-            rows = comm.redispatch(known.own.x_TH, begun.output.handle)
-            if not torch.equal(rows, begun.output.tokens) and job.wire is None:
+            out = receive()
+            known.check_dispatch(out)
+            answer = known.answer(out.tokens)
+            known.check_combine("combine", comm.combine(answer, out.handle))
+            rows = comm.redispatch(known.own.x_TH, out.handle)
+            if not torch.equal(rows, out.tokens) and job.wire is None:
                 known.problems.append(f"rank {rank}: other rows along the plan")
         harness.synchronize()
         comm.check()
@@ -91,9 +91,9 @@ def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
     with harness.communicator(**job.communicator) as comm:
         for leaver in range(world_size):
             own = Oracle(job, rank, comm.device).own
-            begun = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK, parts=1)
+            receive = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK)
             if rank != leaver:
-                begun.receive()
+                receive()
             for _ in range(2):
                 known = Oracle(job, rank, comm.device)
                 out = known.dispatch(comm)

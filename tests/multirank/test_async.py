@@ -212,3 +212,39 @@ def _close(rank: int, world_size: int, case: Case) -> int:
 def test_close_waits_for_what_is_under_way(pool: Pools, seed: int) -> None:
     case = Case(tokens=(4, 4), num_experts=2, hidden=8, top_k=2, seed=seed)
     assert sum(pool(2)(_close, case)) == 16
+
+
+def _in_halves(rank: int, world_size: int, case: Case) -> list[str]:
+    """`begin_dispatch` brings what `dispatch` brings; and it is received once, before the next operation."""
+    import moecomm
+
+    problems = []
+    with moecomm.Communicator(**case.communicator) as comm:
+        x_TH = cases.tensor(case.x(rank), case.torch_dtype)
+        ids_TK, weights_TK = cases.tensor(case.ids(rank)), cases.tensor(case.topk_weights(rank))
+        want = comm.dispatch(x_TH, ids_TK, weights_TK)
+        receive = comm.begin_dispatch(x_TH, ids_TK, weights_TK)
+        out = receive()
+        for name in ("tokens", "weights", "offsets", "tokens_per_expert"):
+            if not torch.equal(getattr(out, name), getattr(want, name)):
+                problems.append(name)
+        if not torch.equal(comm.combine(out.tokens, out.handle), comm.combine(want.tokens, want.handle)):
+            problems.append("combine")
+        with pytest.raises(moecomm.InvalidArgument, match="received already"):
+            receive()
+        left, taken = (comm.begin_dispatch(x_TH, ids_TK, weights_TK) for _ in range(2))
+        with pytest.raises(moecomm.InvalidArgument, match="another one was begun after it"):
+            left()
+        if not torch.equal(taken().tokens, want.tokens):
+            problems.append("after one that was left")
+        ended = comm.begin_dispatch(x_TH, ids_TK, weights_TK)
+        comm.combine(want.tokens, want.handle)
+        with pytest.raises(moecomm.InvalidArgument):
+            ended()
+    return problems
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_dispatch_in_halves(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(6, 0, 9)[-size:], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
+    assert pool(size)(_in_halves, case) == [[]] * size

@@ -120,7 +120,7 @@ def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
     layer.comm.close()
 
 
-@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"parts": 2, "keep": "rows"}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"overlap": False}, {"keep": "rows"}], ids=str)
 def test_steps_of_an_optimizer(way: dict[str, Any], pools: dict[int, RankPool], seed: int) -> None:
     pools[2](trained, way, seed)
 

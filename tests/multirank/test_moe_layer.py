@@ -124,9 +124,6 @@ WAYS = {
     "rows kept": ({"keep": "rows"}, False),
     "nothing kept": ({"keep": "nothing"}, False),
     "weights later": ({}, True),
-    "in two parts": ({"parts": 2}, False),
-    "in parts, rows kept": ({"parts": 3, "keep": "rows"}, False),
-    "in as many parts as there can be, nothing kept, weights later": ({"parts": 8, "keep": "nothing"}, True),
     "nothing kept, weights later": ({"keep": "nothing"}, True),
 }
 
@@ -239,7 +236,7 @@ def checkpointed(
 
 
 @pytest.mark.parametrize("options", [{}, {"num_shared_experts": 1}, FIXED], ids=["", "shared", "fixed"])
-@pytest.mark.parametrize("layer", [{}, {"keep": "rows", "parts": 2}, {"keep": "nothing"}], ids=str)
+@pytest.mark.parametrize("layer", [{}, {"keep": "rows"}, {"keep": "nothing"}], ids=str)
 def test_checkpoints_keep_plans(
     layer: dict[str, Any], options: dict[str, Any], pools: dict[int, RankPool], seed: int
 ) -> None:
@@ -295,7 +292,7 @@ def interleaved(rank: int, world_size: int, way: dict[str, Any], seed: int) -> N
             assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", [{}, {"parts": 2}, {"keep": "nothing"}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"keep": "nothing"}, {"overlap": False}], ids=str)
 def test_interleaved_microbatches(way: dict[str, Any], pools: dict[int, RankPool], seed: int) -> None:
     pools[3](interleaved, way, seed)
 
@@ -356,7 +353,7 @@ def frozen(rank: int, world_size: int, seed: int) -> None:
     assert not layer(values).requires_grad
 
 
-def test_parts_without_gradients(pools: dict[int, RankPool], seed: int) -> None:
+def test_what_needs_no_gradients(pools: dict[int, RankPool], seed: int) -> None:
     pools[2](frozen, seed)
 
 
@@ -610,7 +607,7 @@ def _outlives(rank: int, world_size: int, way: dict[str, Any], seed: int) -> boo
         {"overlap": False},
         {"record": True},
         {"keep": "nothing", "record": True},
-        {"parts": 2, "record": True},
+        {"keep": "rows", "record": True},
         {"defer_weights": True, "record": True},
     ],
     ids=str,

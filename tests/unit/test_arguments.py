@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import InvalidArgument, InvalidRouting
+from moecomm import InvalidArgument, InvalidRouting, Unsupported
+from moecomm.construction import check_dtype
 from moecomm.routing import (
     check_dispatch,
     check_options,
@@ -123,3 +124,11 @@ def test_integers(value: object) -> None:
     with pytest.raises(InvalidArgument, match="name is "):
         require_integer("name", value, 0, 7)
     assert require_integer("name", 7, 0, 7) == 7
+
+
+def test_rows_of_float64_are_for_the_cpu() -> None:
+    check_dtype(torch.float64, CPU)
+    check_dtype(torch.float32, torch.device("cuda", 1))
+    text = r"dtype is torch\.float64 on cuda:1, .*: use float32 there, or device='cpu'"
+    with pytest.raises(Unsupported, match=text):
+        check_dtype(torch.float64, torch.device("cuda", 1))

@@ -1,13 +1,10 @@
-"""Schedules: what is refused, the order of issue, the planned times; timelines; and runs, in order and on
-streams."""
+"""Schedules: what is refused, the order of issue; timelines; and runs, in order and on streams."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +15,8 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.model import MACHINES, Shape
 from moecomm.overlap import (
-    H200,
     Executor,
-    LayerShape,
     Results,
     Schedule,
     Span,
@@ -32,8 +26,7 @@ from moecomm.overlap import (
     backward_schedule,
     forward_schedule,
     interleave,
-    sms_beside_weights,
-    sms_in_turns,
+    sms_beside_products,
 )
 from moecomm.overlap.schedule import SMS
 from tests.unit.loopback import FakeGpu, FakeStream
@@ -41,8 +34,8 @@ from tests.unit.loopback import FakeGpu, FakeStream
 STREAMS = ("compute", "comm")
 
 
-def _stage(name: str, *after: str, on: str = "compute", us: float = 0, **uses: float) -> Stage:
-    return Stage(name=name, stream=on, after=after, seconds=us * 1e-6, uses=uses, communicates=on == "comm")
+def _stage(name: str, *after: str, on: str = "compute", **uses: float) -> Stage:
+    return Stage(name=name, stream=on, after=after, uses=uses, communicates=on == "comm")
 
 
 def _names(schedule: Schedule) -> list[str]:
@@ -72,8 +65,6 @@ def _names(schedule: Schedule) -> list[str]:
         ([_stage("a", copy=1)], "stage 'a' uses 'copy', there are 'sms'"),
         ([_stage("a", sms=133)], "stage 'a' uses 133 of 'sms', there is 132"),
         ([_stage("a", sms=-1)], "stage 'a' uses -1 of 'sms', there is 132"),
-        ([_stage("a", us=-1)], "stage 'a' takes -1e-06 seconds, must be a number of at least 0"),
-        ([_stage("a", us=float("nan"))], "stage 'a' takes nan seconds, must be a number of at least 0"),
     ],
 )
 def test_refused_by_name(stages: list[Stage], text: str) -> None:
@@ -87,7 +78,7 @@ def test_a_resource_of_nothing_is_refused() -> None:
         Schedule([], streams=STREAMS, resources={"sms": 0})
 
 
-# -- order and times -----------------------------------------------------------------------------------------
+# -- order ---------------------------------------------------------------------------------------------------
 
 
 def test_the_first_listed_that_can_goes_first() -> None:
@@ -97,98 +88,6 @@ def test_the_first_listed_that_can_goes_first() -> None:
     )
     assert _names(schedule) == ["free", "early", "late", "end"]
     assert schedule["late"].after == ("early",) and "late" in schedule and "other" not in schedule
-
-
-def _random_schedule(seed: int) -> Schedule:
-    draw = random.Random(seed)
-    streams = [f"s{i}" for i in range(draw.randint(1, 4))]
-    names = [f"n{i}" for i in range(draw.randint(1, 30))]
-    stages = []
-    for i, name in enumerate(names):
-        after = tuple(draw.sample(names[:i], min(i, draw.randint(0, 3))))
-        uses = {"sms": draw.randint(0, 8)} if draw.random() < 0.7 else {}
-        stages.append(
-            Stage(
-                name=name,
-                stream=draw.choice(streams),
-                after=after,
-                uses=uses,
-                seconds=draw.choice([0.0, draw.random()]),
-            )
-        )
-    draw.shuffle(stages)
-    return Schedule(stages, streams=streams, resources={"sms": 8})
-
-
-@pytest.mark.parametrize("case", range(200))
-def test_any_plan_keeps_the_rules(case: int, seed: int) -> None:
-    """Order, streams and resources; and nothing starts later than it could."""
-    schedule = _random_schedule(seed + case)
-    issued = {stage.name: i for i, stage in enumerate(schedule.stages)}
-    planned = {span.name: span for span in schedule.plan().spans}
-    assert planned.keys() == issued.keys()
-    last: dict[str, Span] = {}
-    for stage in schedule.stages:
-        span = planned[stage.name]
-        assert span.end == span.begin + stage.seconds
-        before = [planned[other] for other in stage.after]
-        assert all(issued[other] < issued[stage.name] for other in stage.after)
-        if stage.stream in last:
-            before.append(last[stage.stream])
-        last[stage.stream] = span
-        ready = max((other.end for other in before), default=0.0)
-        assert span.begin >= ready
-
-        def free_at(time: float) -> float:
-            held = [s for s in schedule.stages if planned[s.name].begin <= time < planned[s.name].end]
-            return 8 - sum(s.uses.get("sms", 0) for s in held)
-
-        assert free_at(span.begin) >= 0
-        if span.begin > ready:  # it waited for SMs: just before it began there were too few
-            ends = [other.end for other in planned.values() if other.end < span.begin]
-            middle = (max(ends, default=0.0) + span.begin) / 2
-            assert free_at(max(middle, ready)) < stage.uses["sms"]
-
-
-def test_a_plan_by_hand() -> None:
-    """dispatch under the shared experts; the experts' SMs are less while the combine runs."""
-    schedule = Schedule(
-        [
-            _stage("dispatch", on="comm", us=30, sms=24),
-            _stage("shared", us=50, sms=108),
-            _stage("experts", "dispatch", us=100, sms=108),
-            _stage("combine", "experts", on="comm", us=40, sms=24),
-            _stage("all of it", "experts", us=10, sms=132),
-        ],
-        streams=STREAMS,
-        resources={"sms": 132},
-    )
-    spans = {span.name: (round(span.begin * 1e6), round(span.end * 1e6)) for span in schedule.plan().spans}
-    assert spans == {
-        "dispatch": (0, 30),
-        "shared": (0, 50),
-        "experts": (50, 150),
-        "combine": (150, 190),
-        "all of it": (190, 200),
-    }
-    timeline = schedule.plan()
-    assert timeline.seconds == pytest.approx(200e-6)
-    assert timeline.exposed_seconds == pytest.approx(40e-6) and timeline.exposed_share == pytest.approx(0.2)
-    assert timeline.busy_seconds("comm") == pytest.approx(70e-6)
-    assert str(schedule).splitlines() == [
-        "stage      stream   uses     begins   ends  after",
-        "dispatch   comm     24 sms      0.0   30.0",
-        "shared     compute  108 sms     0.0   50.0",
-        "experts    compute  108 sms    50.0  150.0  dispatch",
-        "combine    comm     24 sms    150.0  190.0  experts",
-        "all of it  compute  132 sms   190.0  200.0  experts",
-    ]
-
-
-def test_amounts_that_are_no_binary_numbers_add_up() -> None:
-    stages = [_stage(f"s{i}", on=f"stream {i}", us=1, link=0.1) for i in range(30)]
-    schedule = Schedule(stages, streams=[stage.stream for stage in stages], resources={"link": 0.3})
-    assert schedule.plan().seconds == pytest.approx(10e-6)
 
 
 # -- timelines -----------------------------------------------------------------------------------------------
@@ -380,16 +279,13 @@ def test_products_leave_what_the_schedule_does_not_give_them(gpu: Callable[[], E
         return lambda _: left.__setitem__(name, FakeGpu.last.left)  # type: ignore[attr-defined]
 
     for schedule in (
-        forward_schedule(shared=True, parts=2, split=split),
+        forward_schedule(shared=True, split=split),
         backward_schedule(shared=False, keep="all", home=True, weights=True, split=split),
     ):
         executor.run(schedule, {name: look(name) for name in _names(schedule)})
-    assert left.pop("sum") == left.pop("up weights") == 7  # nothing travels then: as it was
-    beside = {"shared experts", "down weights"} | {
-        f"{step} {part}" for step in ("up", "activation", "down") for part in (0, 1)
-    }
+    beside = {"shared experts", "down weights"}
     assert {name for name, sms in left.items() if sms == 24} == beside
-    assert all(sms == 7 for name, sms in left.items() if name not in beside)
+    assert all(sms == 7 for name, sms in left.items() if name not in beside)  # nothing travels: as it was
 
     def fail(_: Results) -> None:
         raise ValueError("mine")
@@ -415,7 +311,6 @@ def test_what_is_a_chain() -> None:
         (True, {"weights": False}),
         (False, {"shared": True}),
         (False, {"keep": "rows"}),  # the first product is made again while the gradients are on their way
-        (False, {"parts": 2}),
         (False, {"split": Split(sms=132, comm=24)}),
         (False, {"pool": True}),
     ):
@@ -563,33 +458,12 @@ def test_what_another_stream_reads_is_not_let_go_within_a_capture(
 # -- the layer's ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("shared", [False, True])
-def test_forward_of_a_layer(shared: bool, parts: int) -> None:
-    schedule = forward_schedule(shared=shared, parts=parts)
-    names = _names(schedule)
-    first, last = ("dispatch", "combine") if parts == 1 else ("dispatch 0", f"combine {parts - 1}")
-    assert names[0] == "publish" and names[-1] == ("sum" if shared else last)
+def test_forward_of_a_layer(shared: bool) -> None:
+    names = _names(forward_schedule(shared=shared))
+    assert names[0] == "publish" and names[-1] == ("sum" if shared else "combine")
     if shared:  # is issued between the halves of a dispatch, whose second keeps the host waiting
-        assert names.index("publish") < names.index("shared experts") < names.index(first)
-
-
-def test_parts_hide_what_travels() -> None:
-    """With times as of a layer whose products take five times as long as its rows' way: of the way there and
-    back a quarter each stays exposed in four parts."""
-
-    def timed(schedule: Schedule, parts: int) -> Timeline:
-        seconds = {"dispatch": 1.0, "combine": 1.0, "up": 6.0, "down": 4.0}
-        stages = [
-            dataclasses.replace(stage, seconds=seconds.get(stage.name.split()[0], 0.0) / parts)
-            for stage in schedule.stages
-        ]
-        return Schedule(stages, streams=schedule.streams).plan()
-
-    for parts in (1, 2, 4):
-        timeline = timed(forward_schedule(shared=False, parts=parts), parts)
-        assert timeline.seconds == pytest.approx(10 + 2 / parts)
-        assert timeline.exposed_seconds == pytest.approx(2 / parts)
+        assert names.index("publish") < names.index("shared experts") < names.index("dispatch")
 
 
 @pytest.mark.parametrize("keep", ["all", "rows", "nothing"])
@@ -597,13 +471,7 @@ def test_parts_hide_what_travels() -> None:
 @pytest.mark.parametrize("home", [False, True])
 @pytest.mark.parametrize("weights", [False, True])
 def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool) -> None:
-    three = _names(backward_schedule(shared=shared, keep=keep, home=home, weights=weights, parts=3))
-    for name in ("gradient rows", "down backward", "activation backward"):
-        assert [three.index(f"{name} {part}") for part in range(3)] == sorted(
-            three.index(f"{name} {part}") for part in range(3)
-        )
     names = _names(backward_schedule(shared=shared, keep=keep, home=home, weights=weights))
-    assert set(names) == {name.rstrip(" 012") for name in three}
     assert ("rows again" in names) == (keep == "nothing") and ("up again" in names) == (keep != "all")
     assert ("home" in names) == home and ("down weights" in names) == weights
     if home and weights:
@@ -613,7 +481,6 @@ def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool)
         order = _names(schedule)  # both are issued while gradients travel home, and run then
         assert order.index("home") < order.index("down weights") < order.index("up weights")
         assert "home" not in schedule["down weights"].after
-        assert three.index("home 2") < three.index("down weights")
     if shared and home:
         assert names[-1] == "sum"
     own = Split(sms=132, comm=8)
@@ -627,41 +494,40 @@ def test_backward_of_a_layer(keep: Any, shared: bool, home: bool, weights: bool)
     assert {stage.name for stage in apart.stages if stage.uses} == {"home", "up weights"}
     others = {stage.stream for stage in apart.stages if stage.name != "home"}
     assert others == ({"compute", "comm"} if shared or keep == "nothing" else {"compute"})
-    for more in ({"split": Split(sms=132, comm=24)}, {"parts": 2}):
-        options: Any = {"shared": shared, "keep": keep, "home": True, "weights": True} | more
-        assert str(backward_schedule(**options, home_split=own)) == str(backward_schedule(**options))
+    options: Any = {"shared": shared, "keep": keep, "home": True, "weights": True}
+    split = Split(sms=132, comm=24)  # of all transfers
+    assert (
+        backward_schedule(**options, split=split, home_split=own).stages
+        == backward_schedule(**options, split=split).stages
+    )
 
 
-def test_sms_beside_the_gradients_of_weights() -> None:
-    machine = MACHINES["h200"]
-
-    def found(ffn: int, tokens: int = 4096, experts: int = 128, top_k: int = 8) -> int | None:
-        exchange = Shape(nodes=1, ranks_per_node=4, tokens=tokens, experts=experts, top_k=top_k, hidden=4096)
-        return sms_beside_weights(LayerShape(exchange, ffn=ffn), machine, H200)
-
-    assert found(64) is None  # a short product: a quarter of the GPU would not do
-    assert found(65536) is None  # a long one, of which eight SMs are more than the way home takes
-    assert found(16384, experts=8, top_k=2) is None
-    known = [found(ffn) for ffn in (1024, 1536, 2048, 3072)]
-    assert all(sms is not None and 8 <= sms <= 33 and sms % 2 == 0 for sms in known)
-    assert known == sorted(known, key=lambda sms: -(sms or 0)) and len(set(known)) > 2
-    # Weights that few rows share take longer.
-    few, many = found(1536, tokens=256), found(1536)
-    assert few is not None and many is not None and few < many
+GPU = {"sms": 132, "ranks": 4, "top_k": 8, "row_bytes": 14336}
 
 
-def test_sms_in_turns_are_those_of_the_product_beside() -> None:
-    machine = MACHINES["h200"]
-    exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, experts=256, top_k=8, hidden=7168)
-    found = sms_in_turns(LayerShape(exchange, ffn=2048), machine, H200)
-    assert found.keys() == {"publish", "dispatch", "gradient rows", "combine"}
-    assert found["publish"] == found["dispatch"]
-    # Beside half of the product it takes more; the way home lies beside what the gradients' does.
-    assert 8 <= found["gradient rows"] < found["dispatch"] <= 33
-    assert found["combine"] == sms_beside_weights(LayerShape(exchange, ffn=2048), machine, H200)
-    # Where the product is too short there is nothing to lie under.
-    assert "dispatch" not in sms_in_turns(LayerShape(exchange, ffn=512), machine, H200)
-    assert sms_in_turns(LayerShape(exchange, ffn=64), machine, H200) == {}
+def test_sms_beside_products() -> None:
+    example = {"publish": 14, "dispatch": 14, "gradient rows": 8, "combine": 10, "home": 10}
+    assert sms_beside_products(**GPU, inner=4096, ffn=2048) == example
+    by_width = [
+        sms_beside_products(**GPU, inner=2 * ffn, ffn=ffn)["home"] for ffn in (1024, 1536, 2048, 3072)
+    ]
+    assert by_width == sorted(by_width, reverse=True) and len(set(by_width)) > 2
+    assert all(8 <= sms <= 33 and sms % 2 == 0 for sms in by_width)
+    # Another GPU: the same share of its SMs.
+    assert sms_beside_products(**{**GPU, "sms": 264}, inner=3072, ffn=1536)["home"] == 28
+    # Few experts a token: what is summed at home weighs more.
+    few = sms_beside_products(**{**GPU, "top_k": 2}, inner=4096, ffn=2048)
+    assert few["home"] > 10 and few["dispatch"] == 14
+
+
+def test_transfers_that_are_better_alone() -> None:
+    assert sms_beside_products(**GPU, inner=128, ffn=64) == {}  # a quarter of the GPU would not do
+    assert "dispatch" not in sms_beside_products(**GPU, inner=1024, ffn=512)
+    assert sms_beside_products(**GPU, inner=32768, ffn=16384) == {}  # eight SMs cost more than they hide
+    assert sms_beside_products(**{**GPU, "ranks": 1}, inner=4096, ffn=2048) == {}
+    two = {**GPU, "ranks": 2}
+    assert sms_beside_products(**two, inner=4096, ffn=2048).keys() == {"publish", "dispatch"}
+    assert "home" in sms_beside_products(**{**two, "row_bytes": 8192}, inner=4096, ffn=2048)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -26,25 +26,22 @@ constexpr int kWarpPieces = 16 * 32;  // of a row that a warp takes alone
 constexpr int kLoads = 8;             // of 16 bytes that a thread has under way, at most
 
 /// Blocks that an SM is to hold at once, which bounds the registers of a thread.
-constexpr int forward_blocks(DType dtype) { return dtype == DType::float64 ? 3 : 4; }
-constexpr int backward_blocks(DType dtype) { return dtype == DType::float64 ? 2 : 3; }
+constexpr int kForwardBlocks = 4, kBackwardBlocks = 3;
 
 // -- the functions ------------------------------------------------------------------------------------------
 
 __device__ inline float sigmoid(float x) { return ptx::reciprocal(1.0f + expf(-x)); }
-__device__ inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 
 /// The normal distribution at some x.
-template <class Sum>
 struct Normal {
-  Sum below;  ///< the probability of less than x
-  Sum density;
+  float below;  ///< the probability of less than x
+  float density;
 };
 
 /// For x < 0 the probability is exp(-x*x/2) * t * P(t) with t = 1 / (1 + c*|x|), and P a minimax fit of
 /// degree 8 to that quotient for |x| up to 15 (relative error 1.6e-8); so it keeps its precision far out,
 /// where 1 + erf(x) has lost all of it, and shares the exponential with the density.
-__device__ inline Normal<float> normal(float x) {
+__device__ inline Normal normal(float x) {
   constexpr float kFit[] = {0.105739318f,  0.105285518f, 0.10241814f,   0.0614444688f, 0.135229036f,
                             -0.112311751f, 0.214173809f, -0.142415792f, 0.030437246f};
   const float t = ptx::reciprocal(fmaf(0.264999986f, fabsf(x), 1.0f));
@@ -56,10 +53,6 @@ __device__ inline Normal<float> normal(float x) {
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-__device__ inline Normal<double> normal(double x) {
-  return {0.5 * erfc(-0.70710678118654752 * x), 0.39894228040143268 * exp(-0.5 * x * x)};
-}
-
 /// value(): of one column. slopes(): also how it changes with each of its inputs. What may be fused is fused
 /// by name: left to the compiler, variants of a kernel would differ in their last bits.
 template <Activation>
@@ -68,14 +61,10 @@ struct Function;
 template <>
 struct Function<Activation::swiglu> {
   static constexpr int kInputs = activation_inputs(Activation::swiglu);
-  template <class Sum>
-  __device__ static Sum value(const Sum* in) {
-    return in[0] * sigmoid(in[0]) * in[1];
-  }
-  template <class Sum>
-  __device__ static Sum slopes(const Sum* in, Sum* out) {
-    const Sum share = sigmoid(in[0]), silu = in[0] * share;
-    out[0] = in[1] * (share * fma(in[0], 1 - share, Sum{1}));
+  __device__ static float value(const float* in) { return in[0] * sigmoid(in[0]) * in[1]; }
+  __device__ static float slopes(const float* in, float* out) {
+    const float share = sigmoid(in[0]), silu = in[0] * share;
+    out[0] = in[1] * (share * fma(in[0], 1 - share, 1.0f));
     out[1] = silu;
     return silu * in[1];
   }
@@ -84,13 +73,9 @@ struct Function<Activation::swiglu> {
 template <>
 struct Function<Activation::gelu> {
   static constexpr int kInputs = activation_inputs(Activation::gelu);
-  template <class Sum>
-  __device__ static Sum value(const Sum* in) {
-    return in[0] * normal(in[0]).below;
-  }
-  template <class Sum>
-  __device__ static Sum slopes(const Sum* in, Sum* out) {
-    const Normal<Sum> found = normal(in[0]);
+  __device__ static float value(const float* in) { return in[0] * normal(in[0]).below; }
+  __device__ static float slopes(const float* in, float* out) {
+    const Normal found = normal(in[0]);
     out[0] = fma(in[0], found.density, found.below);
     return in[0] * found.below;
   }
@@ -103,8 +88,7 @@ struct Function<Activation::gelu> {
 template <DType dtype, bool whole>
 struct Pieces {
   static constexpr int kVector = Element<dtype>::kVector;
-  using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t,
-                                  std::conditional_t<dtype_bytes(dtype) == 4, uint32_t, uint64_t>>;
+  using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t, uint32_t>;
 
   __device__ static uint4 load(const std::byte* row, int piece, int width) {
     // Nobody reads it again soon: it leaves room in the cache for what is written.
@@ -151,14 +135,13 @@ __device__ inline int count_rows(const ActivationRows& rows) {
   return rows.real_rows == nullptr ? rows.rows : min(rows.rows, *rows.real_rows);
 }
 
-template <class Sum>
-__device__ inline Sum weight_of(const ActivationRows& rows, int row) {
-  return rows.weights == nullptr ? Sum{1} : reinterpret_cast<const Sum*>(rows.weights)[row];
+__device__ inline float weight_of(const ActivationRows& rows, int row) {
+  return rows.weights == nullptr ? 1.0f : reinterpret_cast<const float*>(rows.weights)[row];
 }
 
 /// The inputs of column `column` of a piece.
-template <int inputs, int vector, class Sum>
-__device__ inline void pick(const Sum (&values)[inputs][vector], int column, Sum* in) {
+template <int inputs, int vector>
+__device__ inline void pick(const float (&values)[inputs][vector], int column, float* in) {
 #pragma unroll
   for (int i = 0; i < inputs; ++i) in[i] = values[i][column];
 }
@@ -166,12 +149,11 @@ __device__ inline void pick(const Sum (&values)[inputs][vector], int column, Sum
 // -- kernels ------------------------------------------------------------------------------------------------
 
 template <DType dtype, Activation activation, bool whole>
-__global__ void __launch_bounds__(kThreads, forward_blocks(dtype))
+__global__ void __launch_bounds__(kThreads, kForwardBlocks)
     forward_kernel(const __grid_constant__ ActivationRows rows, std::byte* z, int team_bits) {
   using E = Element<dtype>;
   using F = Function<activation>;
   using P = Pieces<dtype, whole>;
-  using Sum = typename E::Sum;
   constexpr int kBatch = kLoads / F::kInputs;
   const Team team(team_bits);
   const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
@@ -179,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, forward_blocks(dtype))
   for (int row = team.row; row < count; row += team.stride) {
     const std::byte* const in = rows.inner + int64_t{row} * row_bytes * F::kInputs;
     std::byte* const out = z + int64_t{row} * row_bytes;
-    const Sum weight = weight_of<Sum>(rows, row);
+    const float weight = weight_of(rows, row);
     for (int first = team.thread; first < pieces; first += kBatch * team.threads) {
       uint4 raw[kBatch][F::kInputs];
 #pragma unroll
@@ -193,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, forward_blocks(dtype))
       for (int b = 0; b < kBatch; ++b) {
         const int piece = first + b * team.threads;
         if (piece >= pieces) break;
-        Sum values[F::kInputs][E::kVector], results[E::kVector], column[F::kInputs];
+        float values[F::kInputs][E::kVector], results[E::kVector], column[F::kInputs];
 #pragma unroll
         for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], values[i]);
 #pragma unroll
@@ -209,29 +191,27 @@ __global__ void __launch_bounds__(kThreads, forward_blocks(dtype))
 
 /// The sum of `value` over the threads of a team, in the team's first thread. All threads of the team; those
 /// of a block have the same `turn`, which changes from call to call.
-template <class Sum>
-__device__ inline Sum team_sum(const Team& team, Sum value, int turn) {
+__device__ inline float team_sum(const Team& team, float value, int turn) {
   // What one call wrote is read while the next one writes.
-  __shared__ Sum partial[2][kWarps];
+  __shared__ float partial[2][kWarps];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
   if (team.threads == 32) return value;
   if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = value;
   __syncthreads();
-  Sum total{0};
+  float total{0};
   if (team.thread == 0)
     for (int warp = 0; warp < kWarps; ++warp) total += partial[turn][warp];
   return total;
 }
 
 template <DType dtype, Activation activation, bool whole>
-__global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     backward_kernel(const __grid_constant__ ActivationRows rows,
                     const __grid_constant__ ActivationGradients to, int team_bits) {
   using E = Element<dtype>;
   using F = Function<activation>;
   using P = Pieces<dtype, whole>;
-  using Sum = typename E::Sum;
   constexpr int kBatch = kLoads / (F::kInputs + 1);
   const Team team(team_bits);
   const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
@@ -241,8 +221,8 @@ __global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
     const std::byte* const in = rows.inner + int64_t{row} * row_bytes * F::kInputs;
     const std::byte* const grad = to.grad_z + int64_t{row} * row_bytes;
     std::byte* const out = to.grad_inner + int64_t{row} * row_bytes * F::kInputs;
-    const Sum weight = weight_of<Sum>(rows, row);
-    Sum dot{0};
+    const float weight = weight_of(rows, row);
+    float dot{0};
     for (int first = team.thread; first < pieces; first += kBatch * team.threads) {
       uint4 raw[kBatch][F::kInputs], raw_grad[kBatch];
 #pragma unroll
@@ -257,15 +237,15 @@ __global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
       for (int b = 0; b < kBatch; ++b) {
         const int piece = first + b * team.threads;
         if (piece >= pieces) break;
-        Sum values[F::kInputs][E::kVector], grads[E::kVector], column[F::kInputs], slopes[F::kInputs];
+        float values[F::kInputs][E::kVector], grads[E::kVector], column[F::kInputs], slopes[F::kInputs];
 #pragma unroll
         for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], values[i]);
         E::widen(raw_grad[b], grads);
-        Sum results[E::kVector];
+        float results[E::kVector];
 #pragma unroll
         for (int e = 0; e < E::kVector; ++e) {
           pick(values, e, column);
-          const Sum value = F::slopes(column, slopes), scaled = weight * grads[e];
+          const float value = F::slopes(column, slopes), scaled = weight * grads[e];
           dot = fma(grads[e], value, dot);
           results[e] = weight * value;
 #pragma unroll
@@ -279,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, backward_blocks(dtype))
     }
     if (to.grad_weights == nullptr) continue;
     dot = team_sum(team, dot, turn);
-    if (team.thread == 0) reinterpret_cast<Sum*>(to.grad_weights)[row] = dot;
+    if (team.thread == 0) reinterpret_cast<float*>(to.grad_weights)[row] = dot;
   }
 }
 
@@ -307,7 +287,7 @@ cudaError_t with_variant(DType dtype, Activation activation, bool whole, const U
     case DType::float16:
       return with_dtype.template operator()<DType::float16>();
     case DType::float64:
-      return with_dtype.template operator()<DType::float64>();
+      break;
   }
   return cudaErrorInvalidValue;
 }
@@ -357,7 +337,7 @@ cudaError_t launch_activation(const ActivationRows& rows, std::byte* z, cudaStre
   const bool aligned = in_whole_pieces(rows.width * dtype_bytes(rows.dtype), {rows.inner, z});
   return with_variant(
       rows.dtype, rows.activation, aligned, [&]<DType dtype, Activation activation, bool whole>() {
-        return start(forward_kernel<dtype, activation, whole>, forward_blocks(dtype), rows, stream, rows, z);
+        return start(forward_kernel<dtype, activation, whole>, kForwardBlocks, rows, stream, rows, z);
       });
 }
 
@@ -368,8 +348,8 @@ cudaError_t launch_activation_backward(const ActivationRows& rows, const Activat
                                        {rows.inner, gradients.grad_z, gradients.grad_inner, gradients.z});
   return with_variant(rows.dtype, rows.activation, aligned,
                       [&]<DType dtype, Activation activation, bool whole>() {
-                        return start(backward_kernel<dtype, activation, whole>, backward_blocks(dtype), rows,
-                                     stream, rows, gradients);
+                        return start(backward_kernel<dtype, activation, whole>, kBackwardBlocks, rows, stream,
+                                     rows, gradients);
                       });
 }
 

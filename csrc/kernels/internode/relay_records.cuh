@@ -29,7 +29,6 @@ __device__ inline void hand_on(const Comm& comm, int64_t section, int64_t first,
 }
 
 /// This block's part of what a dispatch of `source` says about its tokens.
-template <class Weight>
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
                                       int32_t source, int32_t other, RelayBlocks relay) {
   const DeviceWindow& w = comm.window;
@@ -48,7 +47,7 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
   hand_on(comm, w.codes[parity], source * most * top_k, codes, begin * top_k, end * top_k);
   if ((record.carries & kCarriesWeights) != 0)
     hand_on(comm, w.weights[parity], source * most * top_k,
-            rail.weights<Weight>(rail.layout.relay_weights[parity], other), begin * top_k, end * top_k);
+            rail.weights(rail.layout.relay_weights[parity], other), begin * top_k, end * top_k);
   for (int64_t i = begin * top_k + threadIdx.x; i < end * top_k; i += blockDim.x) {
     const int32_t code = __ldcg(codes + i), id = code < 0 ? kNoExpert : code >> w.code_bits;
     plan.at(plan.fields.relay_ids)[other * most * top_k + i] = id;
@@ -79,12 +78,8 @@ __device__ inline bool relay_records(const Comm& comm, Operation operation, int3
     const SignalRecord record = lines;
     const Announcement& head = device::arrived_head(comm, epoch, other);
     const bool same = record.operation == operation;
-    if (same && operation == Operation::dispatch) {
-      if (comm.window.shape.dtype == DType::float64)
-        hand_on_tables<double>(comm, plan_words, record, source, other, relay);
-      else
-        hand_on_tables<float>(comm, plan_words, record, source, other, relay);
-    }
+    if (same && operation == Operation::dispatch)
+      hand_on_tables(comm, plan_words, record, source, other, relay);
     if (relay.block == 0 && record.error != 0 && record.operation == Operation::none) {
       char* const text = comm.mine<char>(comm.window.relay_text[epoch & 1]) + other * kErrorText;
       for (int c = static_cast<int>(threadIdx.x); c < kErrorText; c += static_cast<int>(blockDim.x))

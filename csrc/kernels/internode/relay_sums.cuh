@@ -61,8 +61,8 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
       const std::byte* const first_slot = comm.partial_row(comm.own, epoch, other, chunk.begin + i, 0);
       const auto row = [&](int j) { return first_slot + j * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
-        intranode::sum_rows<dtype, kSteps, kBatch>(
-            count, row, static_cast<const typename intranode::Element<dtype>::Sum*>(nullptr), first, vectors)
+        intranode::sum_rows<dtype, kSteps, kBatch>(count, row, static_cast<const float*>(nullptr), first,
+                                                   vectors)
             .store(to, first, vectors);
     }
     __syncwarp();
@@ -80,12 +80,11 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
 }
 
 /// Gradients of the weights of the rail's tokens, once all owners here have written theirs. Whole block.
-template <class Weight>
 __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
                                           RelayBlocks relay) {
   const PlanView plan{plan_words, comm.plan_fields};
   const int64_t section = comm.window.shape.max_tokens * comm.top_k();
-  constexpr int64_t kPiece = WindowShape::kPieceBytes / sizeof(Weight);
+  constexpr int64_t kPiece = WindowShape::kPieceBytes / sizeof(float);
   for (int32_t i = 0; i < comm.rail.others; ++i) {
     const int32_t other = (comm.rail.node + i) % comm.rail.others, home = comm.rail_rank(other);
     bool here = true;
@@ -99,8 +98,8 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
     }
     if (!__syncthreads_and(here) && intranode::already_failed(comm)) return;
     const int64_t values = plan.at(plan.fields.tokens)[home] * comm.top_k();
-    const Weight* const from = comm.mine<Weight>(comm.window.relay_grads[epoch & 1]) + other * section;
-    Weight* const to = comm.rail.weights<Weight>(comm.rail.layout.outgoing_grads[epoch & 1], other);
+    const float* const from = comm.mine<float>(comm.window.relay_grads[epoch & 1]) + other * section;
+    float* const to = comm.rail.weights(comm.rail.layout.outgoing_grads[epoch & 1], other);
     for (int64_t piece = relay.block; piece * kPiece < values; piece += relay.blocks) {
       const int64_t begin = piece * kPiece, end = min(begin + kPiece, values);
       for (int64_t at = begin + threadIdx.x; at < end; at += blockDim.x) to[at] = __ldcg(from + at);
@@ -109,7 +108,7 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
         ptx::fence_sys();
         device::push_command(comm, {Command::Kind::grads, static_cast<uint8_t>(epoch),
                                     static_cast<uint16_t>(other), static_cast<uint32_t>(piece),
-                                    static_cast<uint32_t>((end - begin) * int64_t{sizeof(Weight)}), 0});
+                                    static_cast<uint32_t>((end - begin) * int64_t{sizeof(float)}), 0});
       }
     }
   }

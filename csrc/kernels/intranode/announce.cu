@@ -54,9 +54,8 @@ __device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t 
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
     const int64_t first = comm.window.chunks_at_once(tokens), left = chunk_count(tokens) - first;
     for (int64_t i = thread; i < left * comm.local_ranks; i += threads)
-      ptx::store_release_sys(
-          comm.arrival(comm.bases[comm.first_rank + i / left], source, comm.part_number(0, first + i % left)),
-          epoch);
+      ptx::store_release_sys(comm.arrival(comm.bases[comm.first_rank + i / left], source, first + i % left),
+                             epoch);
   };
   say_arrived(comm.rank, args.tokens);
   if (comm.rail.others > 0 && internode::wait_forwarded(comm, args.operation, epoch))

@@ -33,7 +33,6 @@ struct SendArguments {
   int32_t warps;         ///< of a block that move rows, at most
   int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
-  int32_t parts;         ///< in which rows go out
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
 };
@@ -53,20 +52,12 @@ struct ReceiveArguments {
   std::byte* dots;          ///< weight type [rows]
   RowLayout layout;
   bool dequantise;
-  int32_t part, parts;  ///< the one whose rows are received
-  int32_t senders;      ///< blocks of the kernel that sends, where that may run longer than this one, else 0
-};
-
-/// The rows of a combine's parts: those below ends[p], and not below the end before, are at their number from
-/// rows[p].
-struct PartRows {
-  const std::byte* rows[kMaxParts];
-  int32_t ends[kMaxParts];
+  int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
 };
 
 /// Both sides of a combine.
 struct CombineArguments {
-  const std::byte* rows;          ///< [rows], or null; in several parts only whether there are rows
+  const std::byte* rows;          ///< [rows], or null
   const std::byte* weights;       ///< weight type [rows], or null
   const std::byte* weight_grads;  ///< weight type [rows] (rank layout: [rows][top_k]), or null
   std::byte* y;                   ///< [tokens]
@@ -74,11 +65,8 @@ struct CombineArguments {
   int32_t* plan;
   int64_t tokens;
   RowLayout layout;
-  int32_t relay_blocks = 0;     ///< as in SendArguments
-  int32_t part = 0, parts = 1;  ///< the one whose rows are reduced
-  PartRows part_rows{};         ///< with several parts, of this one and those before
-  bool given_up = false;        ///< nothing may be read or written: peers get zero, nobody gets the result
-  int32_t senders = 0;          ///< as in ReceiveArguments
+  int32_t relay_blocks = 0;  ///< as in SendArguments
+  int32_t senders = 0;       ///< as in ReceiveArguments
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.

@@ -13,9 +13,7 @@ namespace moecomm::intranode {
 using moecomm::Element;
 
 __device__ inline float multiply(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double multiply(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
-__device__ inline double add(double a, double b) { return __dadd_rn(a, b); }
 
 /// The verbs of a format in which values travel with scales (layout/wire_format.hpp), four values at a time.
 template <WireFormat wire>

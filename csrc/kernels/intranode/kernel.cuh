@@ -51,11 +51,6 @@ __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
   return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
 }
 
-/// The parts of an operation, as its record has them.
-__device__ inline uint32_t parts_bits(int32_t parts) {
-  return parts > 1 ? static_cast<uint32_t>(parts) << kCarriesParts : 0u;
-}
-
 /// Announces an operation along a plan that is known. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
@@ -137,7 +132,7 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   state.stage_next = 0;
   state.later_next = 0;
   state.receive_next = 0;
-  for (uint32_t& next : state.part_next) next = 0;
+  state.item_next = 0;
   state.receive_done = 0;
   state.send_done = 0;
   state.route_counted = 0;
@@ -193,7 +188,7 @@ struct Prepare {
   }
 };
 
-/// Calls use.operator()<Of<dtype>::kernel>(). An Of without a kernel for a dtype does not serve it.
+/// Calls use.operator()<Of<dtype>::kernel>() for the dtypes that rows have on GPUs (check_shape).
 template <template <DType> class Of, class Use>
 cudaError_t with_dtype(DType dtype, const Use& use) {
   switch (dtype) {
@@ -204,56 +199,34 @@ cudaError_t with_dtype(DType dtype, const Use& use) {
     case DType::float16:
       return use.template operator()<Of<DType::float16>::kernel>();
     case DType::float64:
-      if constexpr (requires { Of<DType::float64>::kernel; })
-        return use.template operator()<Of<DType::float64>::kernel>();
+      break;
   }
   return cudaErrorInvalidValue;
 }
 
-/// How the rows of an operation come: at once or in several parts on one node, or at once between nodes.
-/// Kernels differ in it at compile time: what one way needs costs the others nothing.
-enum class Way { whole, parts, nodes };
+/// Whether the group has several nodes. Kernels differ in it at compile time: what nodes need costs a group
+/// on one node nothing.
+enum class Way { whole, nodes };
 
-inline Way way_of(const DeviceShape& shape, int32_t parts) {
-  return shape.other_nodes() > 0 ? Way::nodes : parts > 1 ? Way::parts : Way::whole;
-}
-
-/// Calls use.operator()<Of<way>>().
+/// Calls use.operator()<Of<way>>() with the way of a shape.
 template <template <Way> class Of, class Use>
-cudaError_t with_way(Way way, const Use& use) {
-  switch (way) {
-    case Way::whole:
-      return use.template operator()<Of<Way::whole>>();
-    case Way::parts:
-      return use.template operator()<Of<Way::parts>>();
-    case Way::nodes:
-      return use.template operator()<Of<Way::nodes>>();
-  }
-  return cudaErrorInvalidValue;
+cudaError_t with_way(const DeviceShape& shape, const Use& use) {
+  return shape.other_nodes() > 0 ? use.template operator()<Of<Way::nodes>>()
+                                 : use.template operator()<Of<Way::whole>>();
 }
 
-/// The same with Of<way>::Kernel.
+/// Calls use.operator()<Of<way>::Kernel<dtype>::kernel>() with the way and dtype of a shape.
 template <template <Way> class Of, class Use>
-cudaError_t with_dtype(DType dtype, Way way, const Use& use) {
-  return with_way<Of>(way, [&]<class Each>() { return with_dtype<Each::template Kernel>(dtype, use); });
+cudaError_t with_shape(const DeviceShape& shape, const Use& use) {
+  return with_way<Of>(shape,
+                      [&]<class Each>() { return with_dtype<Each::template Kernel>(shape.dtype, use); });
 }
 
-/// Calls load(way) for the ways of a shape.
-template <class Load>
-cudaError_t for_ways(const DeviceShape& shape, const Load& load) {
-  if (shape.other_nodes() > 0) return load(Way::nodes);
-  const cudaError_t error = load(Way::whole);
-  return error != cudaSuccess ? error : load(Way::parts);
-}
-
-/// The Of<dtype, wire> of the types whose rows can travel in `wire`.
+/// The Of<dtype, wire> of one wire format.
 template <template <DType, WireFormat> class Of, WireFormat wire>
 struct Conversions {
   template <DType dtype>
   struct Kernel : Of<dtype, wire> {};
-  template <DType dtype>
-    requires(dtype == DType::float64 && !wire_entry(wire).takes_float64)
-  struct Kernel<dtype> {};
 };
 
 /// Calls use.operator()<Of<dtype, wire>::kernel>() for the rows of a shape that travel in another format.

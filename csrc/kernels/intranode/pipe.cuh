@@ -53,14 +53,6 @@ __device__ inline bool first_with(int32_t value) {
   return value >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
 }
 
-/// The least, or the most, `part` of the lanes with this one's value, which has to be at least 0. All lanes.
-__device__ inline int32_t least_with(int32_t value, int32_t part) {
-  return __reduce_min_sync(__match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id()), part);
-}
-__device__ inline int32_t most_with(int32_t value, int32_t part) {
-  return __reduce_max_sync(__match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id()), part);
-}
-
 /// `bytes` (a multiple of 16) by all lanes.
 __device__ inline void copy_by_lanes(void* to, const void* from, uint32_t bytes) {
   for (uint32_t i = lane_id(); i < bytes / 16; i += 32)

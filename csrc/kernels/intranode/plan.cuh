@@ -193,10 +193,6 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
       rows.rows = agreed ? plan.header().needed_rows : -1;
-      for (int32_t part = 0; agreed && part < args.parts; ++part) {
-        const int64_t experts = (int64_t{part + 1} * comm.local_experts + args.parts - 1) / args.parts;
-        rows.ends[part] = experts == 0 ? 0 : plan.at(plan.fields.offsets)[experts - 1];
-      }
       ptx::store_release_sys(&rows.ticket, args.ticket);
     }
     if (agreed) count_rows(comm, plan.header(), epoch);

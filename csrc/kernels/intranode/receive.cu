@@ -5,8 +5,6 @@
 //   - once the chunk has arrived, its rows are loaded piece by piece and stored to every place: as they are,
 //     or out of the wire format, or times the factor of the place
 //   - further items zero the alignment rows of each expert
-// In several parts, a kernel for each, rows are taken with the first part that needs them, to all of their
-// places: when a kernel has ended, the rows of the experts of its part and of those before are complete.
 #include <type_traits>
 
 #include "kernels/intranode/announcer.cuh"
@@ -36,25 +34,23 @@ struct ChunkRows {
   int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
   int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
   int32_t place[kMaxChunk];  ///< rank layout: output row of the token
-  int32_t part[kMaxChunk];   ///< of all lanes: the first that needs the token
 };
 
 /// Writes the weights that go with the output rows of a chunk.
-template <class Weight>
 __device__ void place_weights(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               const Item& item, const ChunkRows& chunk) {
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
   if (lane >= top_k) return;
-  const Weight* const weights = comm.mine<Weight>(comm.window.weights[epoch & 1]) +
-                                (item.source * comm.window.shape.max_tokens + item.begin) * top_k + lane;
-  Weight* const out = reinterpret_cast<Weight*>(args.out_weights);
+  const float* const weights = comm.mine<float>(comm.window.weights[epoch & 1]) +
+                               (item.source * comm.window.shape.max_tokens + item.begin) * top_k + lane;
+  float* const out = reinterpret_cast<float*>(args.out_weights);
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
     if (args.layout == RowLayout::expert) {
       if (chunk.row[i] >= 0) out[chunk.row[i]] = weights[i * top_k];
     } else if (chunk.place[i] >= 0) {
-      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i] >= 0 ? weights[i * top_k] : Weight{0};
+      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i] >= 0 ? weights[i * top_k] : 0.0f;
     }
   }
 }
@@ -68,7 +64,6 @@ __device__ int slot_between_nodes(const Comm& comm, int32_t home, int32_t owner)
 
 /// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
 /// into the plan, and what goes with a row to its place. Loads of all tokens are under way together.
-template <bool kParts>
 __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
                              ChunkRows& chunk) {
   const DeviceWindow& w = comm.window;
@@ -91,7 +86,6 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
   for (int i = 0; i < kMaxChunk; ++i) {
     chunk.row[i] = chunk.place[i] = kRowElsewhere;
     chunk.local[i] = -1;
-    chunk.part[i] = 0;
     if (i >= tokens) continue;
     const int32_t expert = code[i] >= 0 ? code[i] >> w.code_bits : kNoExpert;
     const int32_t owner = expert_owner(expert, comm.local_experts);
@@ -105,14 +99,7 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     if (mine)
       chunk.row[i] =
           by_expert ? fitting(bases[chunk.local[i]] + (code[i] & ((1 << w.code_bits) - 1))) : chunk.place[i];
-    int32_t last = 0;
-    if constexpr (kParts) {
-      const int32_t part = mine ? part_of(chunk.local[i], args.parts, comm.local_experts) : 0;
-      chunk.part[i] = __reduce_min_sync(0xffffffffu, mine ? part : args.parts);
-      last = __reduce_max_sync(0xffffffffu, part);
-    }
-    if (lane == 0)
-      plan.at(plan.fields.slots)[first + i] = here ? TokenSlot::make(slot, chunk.part[i], last).word : -1;
+    if (lane == 0) plan.at(plan.fields.slots)[first + i] = here ? slot : -1;
   }
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
@@ -121,11 +108,7 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     if (args.out_ids != nullptr && chunk.place[i] >= 0)
       args.out_ids[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i];
   }
-  if (args.out_weights == nullptr) return;
-  if (w.shape.dtype == DType::float64)
-    place_weights<double>(comm, args, epoch, item, chunk);
-  else
-    place_weights<float>(comm, args, epoch, item, chunk);
+  if (args.out_weights != nullptr) place_weights(comm, args, epoch, item, chunk);
 }
 
 struct Wanted {
@@ -134,29 +117,25 @@ struct Wanted {
 };
 
 /// Fills meta[i * top_k ...] with the output rows of token i, and counts[i] with their number.
-template <bool kParts>
 __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
                             int32_t* meta, int32_t* counts) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
   ChunkRows chunk;
-  if (args.operation == Operation::dispatch && (!kParts || args.part == 0)) {
-    resolve_rows<kParts>(comm, args, epoch, item, chunk);
+  if (args.operation == Operation::dispatch) {
+    resolve_rows(comm, args, epoch, item, chunk);
   } else {
     const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
     const int32_t* const rows = plan.at(plan.fields.rows) + first * top_k + lane;
 #pragma unroll
-    for (int i = 0; i < kMaxChunk; ++i) {
+    for (int i = 0; i < kMaxChunk; ++i)
       chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
-      chunk.part[i] =
-          kParts && i < tokens ? TokenSlot{plan.at(plan.fields.slots)[first + i]}.first_part() : 0;
-    }
   }
   Wanted wanted;
   __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    if (i >= tokens || (kParts && chunk.part[i] != args.part)) continue;
+    if (i >= tokens) continue;
     const int32_t row = chunk.row[i];
     wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
     const int count = compact(meta + i * top_k, row, counts_once(args.layout, row));
@@ -327,7 +306,6 @@ struct PlaceCursor {
 template <DType dtype>
 class ScaleOut {
   using E = Element<dtype>;
-  using Sum = typename E::Sum;
 
  public:
   __device__ ScaleOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
@@ -342,7 +320,7 @@ class ScaleOut {
     PlaceCursor load{tokens}, store{tokens};
     const bool dots = args_.other != nullptr;
     const int each = dots ? 2 : 1;  // pieces a step
-    Sum dot = 0;
+    float dot = 0;
     while (!store.done()) {
       while (!load.done() && ring_.in_flight() + each <= kSumStages) {
         const int64_t offset = pieces_.offset(load.piece);
@@ -356,16 +334,16 @@ class ScaleOut {
       }
       const int32_t row = meta[store.token() * comm_.top_k() + store.place];
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
-      const Sum factor = args_.scales != nullptr ? reinterpret_cast<const Sum*>(args_.scales)[row] : Sum{1};
+      const float factor = args_.scales != nullptr ? reinterpret_cast<const float*>(args_.scales)[row] : 1.0f;
       const uint4* const piece = reinterpret_cast<const uint4*>(ring_.wait());
       std::byte* const out = out_.piece(store.piece);
-      Sum values[kSumPiece / 512][E::kVector];
+      float values[kSumPiece / 512][E::kVector];
 #pragma unroll
       for (int step = 0; step < kSumPiece / 512; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
         E::widen(piece[v], values[step]);
-        Sum scaled[E::kVector];
+        float scaled[E::kVector];
 #pragma unroll
         for (int e = 0; e < E::kVector; ++e)
           scaled[e] = args_.scales != nullptr ? multiply(values[step][e], factor) : values[step][e];
@@ -385,7 +363,7 @@ class ScaleOut {
         for (int step = 0; step < kSumPiece / 512; ++step) {
           const int v = step * 32 + lane_id();
           if (v >= vectors) continue;
-          Sum with[E::kVector];
+          float with[E::kVector];
           E::widen(other[v], with);
 #pragma unroll
           for (int e = 0; e < E::kVector; ++e) dot = add(dot, multiply(values[step][e], with[e]));
@@ -394,7 +372,7 @@ class ScaleOut {
         if (store.piece + 1 == pieces_.count) {
           for (int width = 16; width > 0; width /= 2)
             dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
-          if (lane_id() == 0) reinterpret_cast<Sum*>(args_.dots)[row] = dot;
+          if (lane_id() == 0) reinterpret_cast<float*>(args_.dots)[row] = dot;
           dot = 0;
         }
       }
@@ -445,7 +423,7 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
   return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
 }
 
-template <bool kParts, class Rows>
+template <class Rows>
 __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               BlockMemory& block) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -454,13 +432,12 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   int64_t most_chunks = 0;
   for (int32_t source = 0; source < ranks; ++source)
     most_chunks = max(most_chunks, chunk_count(tokens_of[source]));
-  const int64_t paddings =
-      args.layout == RowLayout::expert && (!kParts || args.part == 0) ? comm.local_experts : 0;
+  const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
 
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
   Rows rows(comm, args, epoch, warp_memory(block));
-  Claims claims(&comm.state().part_next[kParts ? args.part : 0]);
+  Claims claims(&comm.state().item_next);
   for (int64_t claim = claims.take(); claim < paddings + most_chunks * ranks; claim = claims.take()) {
     if (claim < paddings) {
       zero_padding(comm, args, claim);
@@ -473,7 +450,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     item.begin = item.chunk * size;
     item.end = min(item.begin + size, tokens);
     if (item.begin >= item.end) continue;
-    const Wanted wanted = list_rows<kParts>(comm, args, epoch, item, meta, counts);
+    const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && tokens > comm.window.stage_tokens;
     if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
@@ -481,9 +458,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
       if (lane_id() == 0)
         here = device::wait_until(
             comm, {item.source, WaitPhase::rows, args.operation, epoch},
-            device::EpochFlag{
-                comm.arrival(comm.own, item.source, comm.part_number(kParts ? args.part : 0, item.chunk)),
-                epoch});
+            device::EpochFlag{comm.arrival(comm.own, item.source, item.chunk), epoch});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }
@@ -498,41 +473,33 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   wait_stores<0>();
 }
 
-template <bool kParts, class Rows>
+template <class Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     receive_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
   if (start(comm, args, epoch))
-    receive_items<kParts, Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-  if (!kParts || args.part + 1 == args.parts)
-    end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns);
+    receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
+  end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns);
 }
 
 enum class Arrival { as_it_is, dequantised, scaled };
 
-template <Way way>
-struct Receiving {
-  static constexpr bool kParts = way == Way::parts;  // between nodes as on one
-  static constexpr auto as_it_is = &receive_kernel<kParts, CopyOut>;
-  template <DType dtype>
-  struct Scaling {
-    static constexpr auto kernel = &receive_kernel<kParts, ScaleOut<dtype>>;
-  };
-  template <DType dtype, WireFormat wire>
-  struct Dequantising {
-    static constexpr auto kernel = &receive_kernel<kParts, DequantiseOut<dtype, wire>>;
-  };
+template <DType dtype>
+struct Scaling {
+  static constexpr auto kernel = &receive_kernel<ScaleOut<dtype>>;
+};
+template <DType dtype, WireFormat wire>
+struct Dequantising {
+  static constexpr auto kernel = &receive_kernel<DequantiseOut<dtype, wire>>;
 };
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, Way way, Arrival arrival, const Use& use) {
-  return with_way<Receiving>(way, [&]<class Each>() {
-    if (arrival == Arrival::scaled) return with_dtype<Each::template Scaling>(shape.dtype, use);
-    if (arrival == Arrival::dequantised) return with_conversion<Each::template Dequantising>(shape, use);
-    return use.template operator()<Each::as_it_is>();
-  });
+cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
+  if (arrival == Arrival::scaled) return with_dtype<Scaling>(shape.dtype, use);
+  if (arrival == Arrival::dequantised) return with_conversion<Dequantising>(shape, use);
+  return use.template operator()<&receive_kernel<CopyOut>>();
 }
 
 }  // namespace
@@ -541,22 +508,19 @@ cudaError_t launch_receive(const Launch& launch, const Comm& comm, const Receive
   const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
                           : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
                                                                             : Arrival::as_it_is;
-  const DeviceShape& shape = comm.window.shape;
-  return with_kernel(shape, way_of(shape, args.parts), arrival, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, arrival, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_receive(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
-  return for_ways(shape, [&](Way way) {
-    for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
-      if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
-      const cudaError_t error = with_kernel(shape, way, arrival, prepare);
-      if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
-  });
+  for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
+    if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
+    const cudaError_t error = with_kernel(shape, arrival, prepare);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace moecomm::intranode

@@ -3,8 +3,6 @@
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
 //   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
-// In several parts, a kernel for each, a token's sum is made in the last part that one of its experts here is
-// in: its other rows are there by then.
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
 // Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
 // relay them (relay_sums.cuh).
@@ -19,7 +17,7 @@ constexpr int kSteps = 4, kBatch = 2;
 
 /// Shared memory of a block: what the tokens of each warp's chunk are made of.
 struct ReduceMemory {
-  double weights[kReduceWarps][kMetaWords];
+  float weights[kReduceWarps][kMetaWords];
   int32_t sources[kReduceWarps][kMetaWords];
   int32_t counts[kReduceWarps][kMaxChunk];
   int32_t slots[kReduceWarps][kMaxChunk];
@@ -29,14 +27,13 @@ struct ReduceMemory {
 /// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
 /// number, and slots[i] with where its sum goes. Returns the tokens that this rank owns experts of, as bits:
 /// their sums go home.
-template <class Sum, bool kParts>
 __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, int32_t home, int64_t begin,
-                              int tokens, int32_t* sources, Sum* weights, int32_t* counts, int32_t* slots) {
+                              int tokens, int32_t* sources, float* weights, int32_t* counts, int32_t* slots) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
   const int64_t at = home * comm.window.shape.max_tokens + begin;
   int32_t slot[kMaxChunk], row[kMaxChunk];
-  Sum weight[kMaxChunk];
+  float weight[kMaxChunk];
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     slot[i] = i < tokens ? plan.at(plan.fields.slots)[at + i] : -1;
@@ -45,20 +42,19 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i)
     weight[i] =
-        args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row[i]] : Sum{1};
+        args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const float*>(args.weights)[row[i]] : 1.0f;
   uint32_t owned = 0;
   __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    const TokenSlot token{slot[i]};
-    if (!token.here() || (kParts && token.last_part() != args.part)) continue;
+    if (slot[i] < 0) continue;
     owned |= 1u << i;
-    const bool keep = counts_once(args.layout, row[i]) && !(kParts && args.given_up);
+    const bool keep = counts_once(args.layout, row[i]);
     compact(weights + i * top_k, weight[i], keep);
     const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
       counts[i] = count;
-      slots[i] = token.slot();
+      slots[i] = slot[i];
     }
   }
   __syncwarp();
@@ -66,7 +62,6 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
 }
 
 /// Sends the gradients of the weights of all other ranks' tokens. Whole block.
-template <class Sum>
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
@@ -85,7 +80,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
       if (lane >= top_k) continue;
       const int32_t row =
           plan.at(plan.fields.rows)[(home * comm.window.shape.max_tokens + token) * top_k + lane];
-      if (row != kRowElsewhere) put_weight_grad<Sum>(comm, args, section, token, row);
+      if (row != kRowElsewhere) put_weight_grad(comm, args, section, token, row);
     }
   }
   __syncthreads();
@@ -122,8 +117,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
                       internode::RelayBlocks relay, bool moving) {
   if (!internode::relay_records(comm, Operation::combine, nullptr, epoch, relay)) return;
   if (moving) {
-    if (args.weight_grads != nullptr)
-      internode::relay_weight_grads<typename Element<dtype>::Sum>(comm, args.plan, epoch, relay);
+    if (args.weight_grads != nullptr) internode::relay_weight_grads(comm, args.plan, epoch, relay);
     if (args.rows != nullptr) internode::relay_sums<dtype>(comm, args.plan, epoch);
   }
   if (relay.block != 0) return;
@@ -134,8 +128,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
 /// What a block does.
 template <DType dtype, Way way>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
-  constexpr bool kNodes = way == Way::nodes, kParts = way == Way::parts;
-  using Sum = typename Element<dtype>::Sum;
+  constexpr bool kNodes = way == Way::nodes;
   if (already_failed(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
   const PlanView plan{args.plan, comm.plan_fields};
@@ -148,23 +141,22 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       return;
     }
   }
-  if (blockIdx.x == 0 && (!kParts || args.part == 0))
-    signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
-                 (args.rows != nullptr ? kCarriesRows : 0u) |
-                     (args.weight_grads != nullptr ? kCarriesWeights : 0u) | parts_bits(args.parts));
+  if (blockIdx.x == 0)
+    signal_start(
+        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+        (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u));
   if (id == 0 || comm.ranks() == 1) return;
-  if (args.weight_grads != nullptr && (!kParts || args.part + 1 == args.parts))
-    send_weight_grads<Sum>(comm, args, epoch, blocks, &block.shared_word);
+  if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
 
   const int top_k = comm.top_k();
   int32_t* const sources = block.sources[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
   int32_t* const slots = block.slots[warp_id()];
-  Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
+  float* const weights = block.weights[warp_id()];
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
-  Claims claims(&comm.state().part_next[kParts ? args.part : 0]);
+  Claims claims(&comm.state().item_next);
 
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
   const int32_t others = comm.ranks() - 1;
@@ -177,8 +169,8 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     const int64_t tokens = tokens_of[home], size = chunk_tokens(tokens);
     const int64_t begin = chunk * size, end = min(begin + size, tokens);
     if (begin >= end) continue;
-    const uint32_t owned = list_rows<Sum, kParts>(comm, args, home, begin, static_cast<int>(end - begin),
-                                                  sources, weights, counts, slots);
+    const uint32_t owned =
+        list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
     if (owned == 0) continue;
     const bool local = !kNodes || comm.is_local(home);
     if constexpr (kNodes)
@@ -192,18 +184,17 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
       std::byte* const to = first_slot + (i * slots_of_token + slots[i]) * row_bytes;
       const int32_t* const rows = sources + i * top_k;
-      const Sum* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
-      const auto row = [&](int j) { return combined_row<kParts>(args, rows[j], row_bytes); };
+      const float* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
+      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
         sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors).store(to, first, vectors);
     }
     __syncwarp();
     if (lane_id() == 0)
-      ptx::store_release_sys(
-          local ? comm.arrival(comm.bases[home], comm.rank, comm.part_number(kParts ? args.part : 0, chunk))
-                : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
-                            comm.pair(home, comm.rank), chunk),
-          epoch);
+      ptx::store_release_sys(local ? comm.arrival(comm.bases[home], comm.rank, chunk)
+                                   : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
+                                               comm.pair(home, comm.rank), chunk),
+                             epoch);
   }
 }
 
@@ -212,7 +203,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
-  if (way != Way::parts || args.part == 0) start_clock(comm);
+  start_clock(comm);
   reduce<dtype, way>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
   if (args.senders > 0) end_sending(comm);
 }
@@ -228,15 +219,13 @@ struct Reduce {
 }  // namespace
 
 cudaError_t launch_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  const DeviceShape& shape = comm.window.shape;
-  return with_dtype<Reduce>(shape.dtype, way_of(shape, args.parts), [&]<auto kernel>() {
+  return with_shape<Reduce>(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
 cudaError_t prepare_reduce(const DeviceShape& shape) {
-  return for_ways(
-      shape, [&](Way way) { return with_dtype<Reduce>(shape.dtype, way, Prepare{sizeof(ReduceMemory)}); });
+  return with_shape<Reduce>(shape, Prepare{sizeof(ReduceMemory)});
 }
 
 }  // namespace moecomm::intranode

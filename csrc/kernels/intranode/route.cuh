@@ -142,25 +142,22 @@ __device__ inline void clear_home_index(const Comm& comm, const SendArguments& a
 }
 
 /// A (token, k) as it is loaded for the second walk.
-template <class Weight>
 struct RoutedId {
   int32_t id = kNoExpert;
-  Weight weight = 0;
+  float weight = 0;
 };
 
 /// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank of the node.
 /// Each rank gets them all, and finds out by itself what concerns it; so do other nodes.
-template <class Weight>
 __device__ inline void push_codes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                   const RouteWalk& walk, const int32_t* home_ids, int32_t* histogram) {
-  using Routed = RoutedId<Weight>;
   const DeviceWindow& w = comm.window;
   const bool by_expert = args.layout == RowLayout::expert;
   const int64_t first = comm.rank * w.shape.max_tokens;
-  const Weight* const weights = reinterpret_cast<const Weight*>(args.weights);
-  walk.for_each([&](int64_t i) { return Routed{home_ids[i], weights != nullptr ? weights[i] : Weight{0}}; },
-                [](const RouteStep&, const Routed& routed) { return routed.id; },
-                [&](const RouteStep& s, const Routed& routed) {
+  const float* const weights = reinterpret_cast<const float*>(args.weights);
+  walk.for_each([&](int64_t i) { return RoutedId{home_ids[i], weights != nullptr ? weights[i] : 0.0f}; },
+                [](const RouteStep&, const RoutedId& routed) { return routed.id; },
+                [&](const RouteStep& s, const RoutedId& routed) {
                   note_home(comm, args, s);
                   const int32_t row = by_expert ? take_number(histogram, s.id) : 0;
                   const int32_t code = s.id < 0 ? -1 : s.id << w.code_bits | row;
@@ -170,7 +167,7 @@ __device__ inline void push_codes(const Comm& comm, const SendArguments& args, u
                     if (!s.active) continue;
                     comm.at<int32_t>(comm.bases[peer], w.codes[epoch & 1])[entry] = code;
                     if (weights != nullptr)
-                      comm.at<Weight>(comm.bases[peer], w.weights[epoch & 1])[entry] = routed.weight;
+                      comm.at<float>(comm.bases[peer], w.weights[epoch & 1])[entry] = routed.weight;
                   }
                   int32_t place = -1;
                   if (!by_expert) {
@@ -186,7 +183,7 @@ __device__ inline void push_codes(const Comm& comm, const SendArguments& args, u
                     codes[own] = code;
                     if (!by_expert) codes[args.tokens * comm.top_k() + own] = place;
                     if (weights != nullptr)
-                      rail.at<Weight>(rail.layout.weights[epoch & 1])[own] = routed.weight;
+                      rail.at<float>(rail.layout.weights[epoch & 1])[own] = routed.weight;
                   }
                   const bool leaves = leaves_node(comm, s);
                   const int32_t node = s.owner / comm.local_ranks;
@@ -310,10 +307,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   __syncthreads();
 
   // 3
-  if (w.shape.dtype == DType::float64)
-    push_codes<double>(comm, args, epoch, walk, home_ids, own);
-  else
-    push_codes<float>(comm, args, epoch, walk, home_ids, own);
+  push_codes(comm, args, epoch, walk, home_ids, own);
 
   // 4
   __syncthreads();
@@ -330,7 +324,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   record.tokens = static_cast<int32_t>(args.tokens);
   record.alignment = static_cast<int32_t>(args.alignment);
   record.layout = args.layout;
-  record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u) | parts_bits(args.parts);
+  record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u);
   const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
   if (bad != ~uint64_t{0}) {
     record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);

@@ -4,7 +4,6 @@
 //   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
 //     each piece stored to the staging section of every owner, at the place of (source, token)
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
-//   - in several parts all chunks come once for each: with the rows that an owner needs first in that part
 // The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
 // whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
 // started before those that read: so the first one ends whatever else is put on the stream after it.
@@ -43,10 +42,10 @@ struct ChunkMeta {
   int32_t* from;  ///< relayed rows: their number among those that came here
 };
 
-/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to in `part`.
+/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to.
 template <Way way>
-__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int32_t part,
-                                   int64_t begin, int64_t end, const ChunkMeta& meta) {
+__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int64_t begin,
+                                   int64_t end, const ChunkMeta& meta) {
   constexpr bool kNodes = way == Way::nodes;
   ChunkOwners chunk;
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
@@ -68,10 +67,6 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
     if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
       target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
-    if constexpr (way == Way::parts) {
-      const int32_t own = part_of(id[i] - target * comm.local_experts, args.parts, comm.local_experts);
-      if (least_with(target, own) != part) target = -1;
-    }
     if constexpr (kNodes) {
       if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
       if (target >= 0 && reach == Reach::others) {
@@ -378,27 +373,25 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
 template <Way way, class Rows>
 __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
                           Reach reach, const ChunkMeta& meta) {
-  constexpr bool kParts = way == Way::parts;
   Announcer announcer(comm, epoch);
   DeviceState& state = comm.state();
   Claims claims(reach == Reach::others ? &state.stage_next
                 : args.later           ? &state.later_next
                                        : &state.send_next);
   const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
-  // Rows for other nodes have places of their own, and so have parts.
+  // Rows for other nodes have places of their own.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
-  const int64_t all = kParts ? chunks * args.parts : args.later || reach == Reach::others ? chunks : at_once;
-  for (int64_t claim = first + claims.take(); claim < all; claim = first + claims.take()) {
-    const int32_t part = kParts ? static_cast<int32_t>(claim / chunks) : 0;
-    const int64_t chunk = claim - part * chunks, begin = chunk * size, end = min(begin + size, args.tokens);
-    const ChunkOwners owners = list_owners<way>(comm, args, reach, part, begin, end, meta);
+  const int64_t all = args.later || reach == Reach::others ? chunks : at_once;
+  for (int64_t chunk = first + claims.take(); chunk < all; chunk = first + claims.take()) {
+    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
+    const ChunkOwners owners = list_owners<way>(comm, args, reach, begin, end, meta);
     if (owners.tokens == 0) continue;
     if (args.later &&
         !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
       break;
     rows.send(begin, owners.tokens, meta, announcer);
     if (reach == Reach::node)
-      announcer.chunk_stored(comm.rank, comm.part_number(part, chunk), owners.peers);
+      announcer.chunk_stored(comm.rank, chunk, owners.peers);
     else
       hand_over(comm, args, epoch, owners.tokens, meta);
   }
@@ -519,7 +512,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
                        block.from[warp_id()]};
   const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);
-  if (way != Way::parts && args.later) {
+  if (args.later) {
     send_later<way, Rows>(comm, args, epoch, senders, block, meta);
     return;
   }
@@ -543,8 +536,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     // Relay indices are known when all have counted.
     if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
   } else if (blockIdx.x == 0) {
-    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-                 kCarriesRows | parts_bits(args.parts));
+    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens, kCarriesRows);
   }
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
@@ -584,8 +576,8 @@ struct Sending {
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, Way way, bool quantise, const Use& use) {
-  return with_way<Sending>(way, [&]<class Each>() {
+cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
+  return with_way<Sending>(shape, [&]<class Each>() {
     return quantise ? with_conversion<Each::template Quantising>(shape, use)
                     : use.template operator()<Each::as_it_is>();
   });
@@ -594,19 +586,15 @@ cudaError_t with_kernel(const DeviceShape& shape, Way way, bool quantise, const 
 }  // namespace
 
 cudaError_t launch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  const DeviceShape& shape = comm.window.shape;
-  return with_kernel(shape, way_of(shape, args.parts), args.quantise, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, args.quantise, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
   const Prepare prepare{block_bytes(bulk)};
-  return for_ways(shape, [&](Way way) {
-    const cudaError_t error = with_kernel(shape, way, false, prepare);
-    return error != cudaSuccess || shape.wire == WireFormat::same ? error
-                                                                  : with_kernel(shape, way, true, prepare);
-  });
+  const cudaError_t error = with_kernel(shape, false, prepare);
+  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_kernel(shape, true, prepare);
 }
 
 }  // namespace moecomm::intranode

@@ -38,20 +38,18 @@ class StripSum {
   using E = Element<dtype>;
 
  public:
-  using Sum = typename E::Sum;
-
   __device__ void add_strip(const Strip<steps>& strip, bool first) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
-      Sum values[E::kVector];
+      float values[E::kVector];
       E::widen(strip.raw[s], values);
       accumulate(s, values, first);
     }
   }
-  __device__ void add_strip(const Strip<steps>& strip, Sum weight, bool first) {
+  __device__ void add_strip(const Strip<steps>& strip, float weight, bool first) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
-      Sum values[E::kVector];
+      float values[E::kVector];
       E::widen(strip.raw[s], values);
 #pragma unroll
       for (int e = 0; e < E::kVector; ++e) values[e] = multiply(values[e], weight);
@@ -67,19 +65,19 @@ class StripSum {
   }
 
  private:
-  __device__ void accumulate(int s, const Sum* values, bool first) {
+  __device__ void accumulate(int s, const float* values, bool first) {
 #pragma unroll
     for (int e = 0; e < E::kVector; ++e) total_[s][e] = first ? values[e] : add(total_[s][e], values[e]);
   }
 
-  Sum total_[steps][E::kVector];
+  float total_[steps][E::kVector];
 };
 
 /// The rounded sum of a strip of rows[0..count), times weights[j] if there are weights; zero without rows.
 /// row(j) is the address of the j-th.
 template <DType dtype, int steps, int batch, class Row>
-__device__ inline Strip<steps> sum_rows(int count, const Row& row,
-                                        const typename Element<dtype>::Sum* weights, int first, int vectors) {
+__device__ inline Strip<steps> sum_rows(int count, const Row& row, const float* weights, int first,
+                                        int vectors) {
   if (count == 0) return {};
   StripSum<dtype, steps> sum;
   for (int base = 0; base < count; base += batch) {
@@ -99,27 +97,13 @@ __device__ inline Strip<steps> sum_rows(int count, const Row& row,
   return sum.rounded();
 }
 
-/// Row number `row` of what a combine takes.
-template <bool kParts>
-__device__ inline const std::byte* combined_row(const CombineArguments& args, int32_t row,
-                                                int64_t row_bytes) {
-  const std::byte* rows = args.rows;
-  if constexpr (kParts) {
-    int part = 0;
-    while (part + 1 < args.parts && row >= args.part_rows.ends[part]) ++part;
-    rows = args.part_rows.rows[part];
-  }
-  return rows + row * row_bytes;
-}
-
 /// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
-template <class Weight>
 __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
                                        int64_t token, int32_t row) {
   const int64_t to = token * comm.top_k() + lane_id();
   const int64_t from = args.layout == RowLayout::expert ? row : int64_t{row} * comm.top_k() + lane_id();
-  reinterpret_cast<Weight*>(section)[to] =
-      row < 0 || args.given_up ? Weight{0} : reinterpret_cast<const Weight*>(args.weight_grads)[from];
+  reinterpret_cast<float*>(section)[to] =
+      row < 0 ? 0.0f : reinterpret_cast<const float*>(args.weight_grads)[from];
 }
 
 }  // namespace moecomm::intranode

@@ -19,7 +19,7 @@ constexpr int kSteps = 2, kBatch = 4;
 
 /// Shared memory of a block: the own rows of each warp's token and their factors.
 struct SumMemory {
-  double weights[kSumWarps][kMaxTopK];
+  float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
   const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
 };
@@ -28,13 +28,13 @@ struct SumMemory {
 /// `own_rows` rows.
 struct TokenSum {
   int32_t slots, own_slot, own_rows;
-  int32_t owner, part;  ///< of each lane: whose sum it waits for, -1: none; and the part in which that comes
+  int32_t owner;  ///< of each lane: whose sum it waits for, -1: none
 };
 
 /// Fills sources with the own rows of a token and weights with their factors.
-template <class Sum, Way way>
+template <Way way>
 __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, int64_t token, int32_t* sources,
-                              Sum* weights) {
+                              float* weights) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
   const int32_t home = plan.at(plan.fields.home)[token];
@@ -43,20 +43,16 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
   int32_t row = kRowElsewhere;
   if (owner == comm.rank)
     row = plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane];
-  const Sum weight =
-      args.weights != nullptr && row >= 0 ? reinterpret_cast<const Sum*>(args.weights)[row] : Sum{1};
+  const float weight =
+      args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
   const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
   const int32_t sender = sends ? owner : -1;
-  int32_t part = 0;
-  if constexpr (way == Way::parts)
-    part =
-        most_with(sender, part_of(id - int64_t{sender} * comm.local_experts, args.parts, comm.local_experts));
   const bool keep = counts_once(args.layout, row);
   __syncwarp();  // of the token before
   compact(weights, weight, keep);
   const int count = compact(sources, row, keep);
   __syncwarp();
-  return {home & 0xffff, home >> 16 & 0xffff, count, first_with(sender) ? sender : -1, part};
+  return {home & 0xffff, home >> 16 & 0xffff, count, first_with(sender) ? sender : -1};
 }
 
 /// Waits for the sums of all owners of a token in `chunk`. All lanes; false if it waits in vain.
@@ -65,7 +61,7 @@ __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const
   if (token.owner >= 0)
     here = device::wait_until(
         comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
-        device::EpochFlag{comm.arrival(comm.own, token.owner, comm.part_number(token.part, chunk)), epoch});
+        device::EpochFlag{comm.arrival(comm.own, token.owner, chunk), epoch});
   __syncwarp();  // what a lane has acquired, all lanes load
   return __all_sync(0xffffffffu, here);
 }
@@ -101,7 +97,6 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
 
 /// Gradients of the weights: those of experts here, those that owners sent, and zero where a token names no
 /// expert. Whole block.
-template <class Weight>
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;
@@ -118,7 +113,7 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
         device::HostWord{{comm.rail.arrival(epoch, other, comm.rail.chunks + i % pieces), epoch}});
   }
   if (!__syncthreads_and(here)) return;
-  const Weight* const section = comm.mine<Weight>(comm.window.weight_grads[epoch & 1]);
+  const float* const section = comm.mine<float>(comm.window.weight_grads[epoch & 1]);
   const int top_k = comm.top_k(), lane = lane_id();
   for (int64_t token = int64_t{blockIdx.x} * kSumWarps + warp_id(); token < args.tokens;
        token += int64_t{gridDim.x} * kSumWarps) {
@@ -127,14 +122,14 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
     const int32_t id = plan.at(plan.fields.home_ids)[i];
     const int32_t owner = expert_owner(id, comm.local_experts);
     if (owner == comm.rank)
-      put_weight_grad<Weight>(
+      put_weight_grad(
           comm, args, args.out_weight_grads, token,
           plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane]);
     else if (owner < 0 || comm.is_local(owner))
-      reinterpret_cast<Weight*>(args.out_weight_grads)[i] = id < 0 ? Weight{0} : __ldcg(section + i);
+      reinterpret_cast<float*>(args.out_weight_grads)[i] = id < 0 ? 0.0f : __ldcg(section + i);
     else
-      reinterpret_cast<Weight*>(args.out_weight_grads)[i] = __ldcg(
-          comm.rail.weights<Weight>(comm.rail.layout.relay_grads[epoch & 1], comm.other_of(owner)) + i);
+      reinterpret_cast<float*>(args.out_weight_grads)[i] =
+          __ldcg(comm.rail.weights(comm.rail.layout.relay_grads[epoch & 1], comm.other_of(owner)) + i);
   }
 }
 
@@ -155,7 +150,7 @@ __device__ void write_nothing(const Comm& comm, const CombineArguments& args) {
 /// address of a slot.
 template <DType dtype, class Slot, class Row>
 __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, const Row& row,
-                                   const typename Element<dtype>::Sum* weights, int first, int vectors) {
+                                   const float* weights, int first, int vectors) {
   if (token.slots == 0) return {};
   Strip<kSteps> own;
   StripSum<dtype, kSteps> sum;
@@ -179,10 +174,9 @@ __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, cons
 
 template <DType dtype, Way way>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
-  constexpr bool kNodes = way == Way::nodes, kParts = way == Way::parts;
-  using Sum = typename Element<dtype>::Sum;
+  constexpr bool kNodes = way == Way::nodes;
   int32_t* const rows = block.sources[warp_id()];
-  Sum* const weights = reinterpret_cast<Sum*>(block.weights[warp_id()]);
+  float* const weights = block.weights[warp_id()];
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
   const int64_t size = chunk_tokens(args.tokens);
@@ -196,13 +190,13 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   for (int64_t claim = claims.take(); claim < args.tokens * parts; claim = claims.take()) {
     const int64_t t = claim / parts;
     const int begin = static_cast<int>(claim % parts) * each, end = min(begin + each, vectors);
-    const TokenSum token = list_rows<Sum, way>(comm, args, t, rows, weights);
+    const TokenSum token = list_rows<way>(comm, args, t, rows, weights);
     const std::byte** const places = block.slots[warp_id()];
     if constexpr (kNodes)
       if (!find_slots(comm, args, epoch, t, places)) return;
     if (!wait_sums(comm, epoch, t / size, token)) return;
-    const Sum* const factors = args.weights != nullptr ? weights : nullptr;
-    const auto row = [&](int j) { return combined_row<kParts>(args, rows[j], row_bytes); };
+    const float* const factors = args.weights != nullptr ? weights : nullptr;
+    const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
     const auto slot = [&](int s) { return kNodes ? places[s] : slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
@@ -216,14 +210,13 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && meet(comm, Operation::combine, epoch) &&
-      !(way == Way::parts && args.given_up)) {
+  if (!already_failed(comm) && meet(comm, Operation::combine, epoch)) {
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {
       if (args.rows != nullptr)
         sum_tokens<dtype, way>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
-      if (args.weight_grads != nullptr) collect_weight_grads<typename Element<dtype>::Sum>(comm, args, epoch);
+      if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
   end_operation(comm, Operation::combine, epoch, args.senders, &comm.state().combine_ns);
@@ -240,15 +233,13 @@ struct SumOf {
 }  // namespace
 
 cudaError_t launch_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  const DeviceShape& shape = comm.window.shape;
-  return with_dtype<SumOf>(shape.dtype, way_of(shape, args.parts), [&]<auto kernel>() {
+  return with_shape<SumOf>(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
 cudaError_t prepare_sum(const DeviceShape& shape) {
-  return for_ways(shape,
-                  [&](Way way) { return with_dtype<SumOf>(shape.dtype, way, Prepare{sizeof(SumMemory)}); });
+  return with_shape<SumOf>(shape, Prepare{sizeof(SumMemory)});
 }
 
 }  // namespace moecomm::intranode

@@ -48,9 +48,8 @@ struct Rail {
     return at<uint64_t>(layout.arrivals[epoch & 1]) + other * arrival_flags + flag;
   }
   /// Part [other] of a section of weights or gradients.
-  template <class Weight>
-  __device__ Weight* weights(int64_t section, int32_t other) const {
-    return at<Weight>(section) + other * layout.shape.max_tokens * layout.shape.top_k;
+  __device__ float* weights(int64_t section, int32_t other) const {
+    return at<float>(section) + other * layout.shape.max_tokens * layout.shape.top_k;
   }
 };
 
@@ -126,13 +125,10 @@ struct Comm {
   }
   /// By which `writer` tells the rank of the window at `base` that number `number` of what it sends is there.
   __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
-    return at<uint64_t>(base, window.arrived) + writer * (kMaxParts * window.max_chunks + 1) + number;
+    return flag(base, window.arrived, writer, number);
   }
-  /// That of a part of a chunk, and that of the gradients of weights.
-  __device__ int64_t part_number(int32_t part, int64_t chunk) const {
-    return part * window.max_chunks + chunk;
-  }
-  __device__ int64_t gradients_number() const { return kMaxParts * window.max_chunks; }
+  /// The number of the gradients of weights; before it come the chunks.
+  __device__ int64_t gradients_number() const { return window.max_chunks; }
 };
 
 /// A plan in device memory.

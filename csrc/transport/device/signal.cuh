@@ -66,7 +66,6 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
          same(Disagreement::alignment, first.alignment, record.alignment) &&
          same(Disagreement::capacity, first.capacity, record.capacity) &&
          same(Disagreement::plan, static_cast<int64_t>(first.plan), static_cast<int64_t>(record.plan)) &&
-         same(Disagreement::parts, first.carries >> kCarriesParts, record.carries >> kCarriesParts) &&
          same(Disagreement::carries, first.carries, record.carries);
 }
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moecomm.errors import InvalidArgument, InvalidRouting
-from moecomm.model.shape import Shape
+from bench.costmodel.shape import Shape
+from moecomm import InvalidArgument, InvalidRouting
 
 Counts = npt.NDArray[np.int64]
 

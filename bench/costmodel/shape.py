@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from moecomm.errors import InvalidArgument
+from moecomm import InvalidArgument
 
 _RECORD_BYTES = 64 + 512
 _SCALE_COLUMNS = 128

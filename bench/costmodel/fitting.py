@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moecomm.errors import InvalidArgument
+from moecomm import InvalidArgument
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from moecomm.errors import InvalidArgument
+from moecomm import InvalidArgument
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moecomm.model.machine import Machine
-from moecomm.model.shape import Shape
-from moecomm.model.traffic import Traffic, expected
+from bench.costmodel.machine import Machine
+from bench.costmodel.shape import Shape
+from bench.costmodel.traffic import Traffic, expected
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`python -m moecomm.model`: predicted times of dispatch and combine over the number of nodes."""
+"""`python -m bench.costmodel`: predicted times of dispatch and combine over the number of nodes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from moecomm.errors import InvalidArgument
-from moecomm.model.machine import MACHINES, Machine
-from moecomm.model.predict import Prediction, predict
-from moecomm.model.shape import MODELS, Experts, Shape
+from bench.costmodel.machine import MACHINES, Machine
+from bench.costmodel.predict import Prediction, predict
+from bench.costmodel.shape import MODELS, Experts, Shape
+from moecomm import InvalidArgument
 
 TITLES = (
     "nodes",
@@ -28,7 +28,7 @@ TITLES = (
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m moecomm.model",
+        prog="python -m bench.costmodel",
         description="Predicted times of dispatch and combine (docs/model.md), a line a number of nodes.",
         epilog=f"Machines: {', '.join(MACHINES)}. Models: {', '.join(MODELS)}. What --set can change: "
         f"{', '.join(field.name for field in fields(Machine))}.",

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""The pictures of docs/model.md: what moecomm.model predicts, over nodes, routing, puts and tokens.
+"""The pictures of docs/model.md: what bench.costmodel predicts, over nodes, routing, puts and tokens.
 
 Nothing is measured here. Writes docs/results/model-*.svg, or elsewhere with --into. The same versions of the
 model and of matplotlib write the same files.
@@ -8,18 +7,14 @@ model and of matplotlib write the same files.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a file: the folder above bench/ is not on the path yet
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.costmodel import MACHINES, MODELS, Machine, Operation, Prediction, Shape, predict
 
-from moecomm.model import MACHINES, MODELS, Machine, Operation, Prediction, Shape, predict
-
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 LOCAL = 8  # ranks of a node
 TOKENS = 4096
 H200 = MACHINES["h200"]
@@ -278,7 +273,9 @@ def draw(folder: Path, names: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draws all pictures, or those that are named."""
-    parser = argparse.ArgumentParser(prog="model_plots.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.costmodel.plots", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="default docs/results")
     parser.add_argument("--only", choices=FIGURES, nargs="+", default=list(FIGURES), help="some of them")
     given = parser.parse_args(arguments)
