@@ -56,6 +56,11 @@ def _parts(x: Any) -> tuple[Any, Any]:
     return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 
 
+def _break_graph(reason: str) -> None:
+    """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
+    torch._dynamo.graph_break(msg=f"moecomm: {reason}")
+
+
 class Communicator:
     """Dispatch and combine for expert parallelism between the ranks of `group`.
 
@@ -324,6 +329,10 @@ class Communicator:
             )
         arguments = (x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
         if capacity is None or async_op:
+            _break_graph(
+                "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
+                "MoEConfig(capacity_factor=..., pad_to_capacity=True))"
+            )
             return self._dispatch_outside_graph(*arguments, async_op)
         return self._dispatch_in_graph(*arguments)
 
@@ -508,6 +517,7 @@ class Communicator:
         if not torch.compiler.is_compiling():
             return self._combine(rows_PH, handle, weights, async_op)
         if async_op or not isinstance(handle.plan, TensorPlan):
+            _break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
             return self._combine_outside_graph(rows_PH, handle, weights, async_op)
         self._check_combine(rows_PH, handle, weights)
         blob, layout, tokens, rows, _ = handle.plan
