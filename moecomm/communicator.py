@@ -102,6 +102,16 @@ class Communicator:
             a rank; nothing was allocated.
         PeerTimeout: a rank of the group did not come.
         Unsupported: a device, wire format or placement of ranks that this version can't serve.
+
+    Attributes:
+        rank: this rank within the group.
+        size: ranks of the group.
+        num_local_experts: L: this rank has the experts [rank * L, (rank + 1) * L).
+        ranks_per_node: ranks that share memory.
+        nodes: nodes of the group; node n has the ranks [n * ranks_per_node, (n + 1) * ranks_per_node).
+        network_lanes: endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node.
+        memory: size and sections of this rank's window.
+        num_sms: SMs that an operation holds while it runs; on the CPU, its threads.
     """
 
     def __init__(
@@ -149,27 +159,19 @@ class Communicator:
         backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
         self._group = GroupReference(group)
         self.rank: int = meeting.rank
-        """This rank within the group."""
         self.size: int = meeting.size
-        """Ranks of the group."""
         self.num_experts, self.hidden, self.top_k, self.max_tokens = num_experts, hidden, top_k, max_tokens
         self.num_local_experts: int = num_experts // meeting.size
-        """L: this rank has the experts [rank * L, (rank + 1) * L)."""
         self.ranks_per_node: int = backend.nodes.ranks_per_node
-        """Ranks that share memory."""
         self.nodes: int = backend.nodes.nodes
-        """Nodes of the group; node n has the ranks [n * ranks_per_node, (n + 1) * ranks_per_node)."""
         self.network_lanes: int = backend.network_lanes
-        """Endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node."""
         self.dtype, self.device, self.wire = dtype, backend.device, wire
         self.memory: MemoryPlan = backend.memory
-        """Size and sections of this rank's window."""
         self.timeout = seconds
         self.most_parts: int = backend.most_parts
         """The most parts that `begin_dispatch` and its like can have: 1 on CUDA where there are several
         nodes, or where the window has not room for all rows of a dispatch at once."""
         self.num_sms: int = backend.num_sms
-        """SMs that an operation holds while it runs; on the CPU, its threads."""
         self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)

@@ -31,31 +31,37 @@ from moecomm.overlap.timeline import Timeline
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """What one GPU computes, and what it takes to keep its links busy. Raises InvalidArgument for a rate of
-    zero."""
+    zero.
+
+    Attributes:
+        products_TFLOPs: grouped products of rows with weights, of experts with very many rows.
+        products_rows: rows of an expert with which they reach half of that.
+        weights_TFLOPs: grouped products of rows with rows, the gradients of weights, of experts with very
+            many rows.
+        weights_rows: rows of an expert with which they reach half of that.
+        memory_GBps: read and written bytes together.
+        sms: SMs of the GPU.
+        dispatch_GBps: bytes of expert rows that one SM of a dispatch brings to their places, where links do
+            not hold it.
+        combine_GBps: bytes of expert rows that one SM of a combine adds up, where links do not hold it.
+        reduce_GBps: bytes of expert rows that one SM adds up for their homes, where a combine has few SMs.
+        home_GBps: bytes of tokens that one SM brings home and adds up there, where a combine has few SMs.
+        part_us: what each part of a transfer after the first costs one SM to find its rows among all.
+        product_us: what each grouped product costs beside its rows: its launch, and its last wave of tiles.
+    """
 
     products_TFLOPs: float
-    """Grouped products of rows with weights, of experts with very many rows."""
     products_rows: float
-    """Rows of an expert with which they reach half of that."""
     weights_TFLOPs: float
-    """Grouped products of rows with rows, the gradients of weights, of experts with very many rows."""
     weights_rows: float
-    """Rows of an expert with which they reach half of that."""
     memory_GBps: float
-    """Read and written bytes together."""
     sms: int
     dispatch_GBps: float
-    """Bytes of expert rows that one SM of a dispatch brings to their places, where links do not hold it."""
     combine_GBps: float
-    """Likewise those that one SM of a combine adds up."""
     reduce_GBps: float
-    """Bytes of expert rows that one SM adds up for their homes, and of tokens ..."""
     home_GBps: float
-    """... that one SM brings home and adds up there, both where a combine has few SMs."""
     part_us: float
-    """What each part of a transfer after the first costs one SM to find its rows among all."""
     product_us: float
-    """What each grouped product costs beside its rows: its launch, and its last wave of tiles."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -83,15 +89,19 @@ H200 = Rates(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer: its exchange, and what its experts compute."""
+    """A layer: its exchange, and what its experts compute.
+
+    Attributes:
+        exchange: who sends how many rows to whom.
+        ffn: F: inner width of an expert.
+        gated: swiglu: the first product is 2F wide.
+        shared_ffn: inner width of the shared experts together.
+    """
 
     exchange: Shape
     ffn: int
-    """F: inner width of an expert."""
     gated: bool = True
-    """swiglu: the first product is 2F wide."""
     shared_ffn: int = 0
-    """Inner width of the shared experts together."""
 
     @property
     def inner(self) -> int:
@@ -111,7 +121,13 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `choose` found best."""
+    """What `choose` found best.
+
+    Attributes:
+        comm_sms: SMs of the communicator's operations.
+        forward: schedule of the layer's forward.
+        backward: schedule of its backward.
+    """
 
     parts: int
     comm_sms: int
