@@ -16,9 +16,10 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.checkpoint import checkpoint
 
 import moecomm
@@ -33,7 +34,7 @@ from moecomm.nn import (
 )
 
 VOCABULARY, SEQUENCE, HEADS = 16, 12, 2
-BATCH, MICROBATCHES, STEPS = 16, 2, 24  # sequences of a microbatch over all ranks; microbatches of a step
+BATCH, MICROBATCHES, STEPS = 16, 2, 16  # sequences of a microbatch over all ranks; microbatches of a step
 
 CONFIG = MoEConfig(
     hidden=32,
@@ -119,12 +120,12 @@ def train(comm: moecomm.Communicator, rank: int, ranks: int) -> None:
     assert last < 0.5 * first, f"the loss went from {first} to {last}"
 
     folder = shared_folder()
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=folder)
+    save(sharded_state(model, optimizer), checkpoint_id=folder)
     torch.manual_seed(1)
     other = Transformer(comm)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)  # the rate is loaded too
     assert evaluate(other, rank, ranks) != last
-    dcp.load(sharded_state(other, other_optimizer), checkpoint_id=folder)
+    load(sharded_state(other, other_optimizer), checkpoint_id=folder)
     assert evaluate(other, rank, ranks) == last
 
     for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
