@@ -1,5 +1,9 @@
 """moecomm: expert-parallel dispatch and combine. `Communicator` is the runtime, `moecomm.nn` the layers on
-it."""
+it.
+
+Attributes:
+    __version__: the version of the installed package.
+"""
 
 import importlib
 

@@ -57,6 +57,11 @@ def _parts(x: Any) -> tuple[Any, Any]:
     return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 
 
+def _break_graph(reason: str) -> None:
+    """Ends a graph of torch.compile here; with fullgraph=True torch raises an error with this reason."""
+    torch._dynamo.graph_break(msg=f"moecomm: {reason}")
+
+
 class Communicator:
     """Dispatch and combine for expert parallelism between the ranks of `group`.
 
@@ -98,6 +103,16 @@ class Communicator:
             a rank; nothing was allocated.
         PeerTimeout: a rank of the group did not come.
         Unsupported: a device, dtype, wire format or placement of ranks that this version can't serve.
+
+    Attributes:
+        rank: this rank within the group.
+        size: ranks of the group.
+        num_local_experts: L: this rank has the experts [rank * L, (rank + 1) * L).
+        ranks_per_node: ranks that share memory.
+        nodes: nodes of the group; node n has the ranks [n * ranks_per_node, (n + 1) * ranks_per_node).
+        network_lanes: endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node.
+        memory: size and sections of this rank's window.
+        num_sms: SMs that an operation holds while it runs; on the CPU, its threads.
     """
 
     def __init__(
@@ -148,24 +163,16 @@ class Communicator:
         backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
         self._group = GroupReference(group)
         self.rank: int = meeting.rank
-        """This rank within the group."""
         self.size: int = meeting.size
-        """Ranks of the group."""
         self.num_experts, self.hidden, self.top_k, self.max_tokens = num_experts, hidden, top_k, max_tokens
         self.num_local_experts: int = num_experts // meeting.size
-        """L: this rank has the experts [rank * L, (rank + 1) * L)."""
         self.ranks_per_node: int = backend.nodes.ranks_per_node
-        """Ranks that share memory."""
         self.nodes: int = backend.nodes.nodes
-        """Nodes of the group; node n has the ranks [n * ranks_per_node, (n + 1) * ranks_per_node)."""
         self.network_lanes: int = backend.network_lanes
-        """Endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node."""
         self.dtype, self.device, self.wire = dtype, backend.device, wire
         self.memory: MemoryPlan = backend.memory
-        """Size and sections of this rank's window."""
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
-        """SMs that an operation holds while it runs; on the CPU, its threads."""
         self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
@@ -327,6 +334,10 @@ class Communicator:
             )
         arguments = (x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
         if capacity is None or async_op:
+            _break_graph(
+                "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
+                "MoEConfig(capacity_factor=..., pad_to_capacity=True))"
+            )
             return self._dispatch_outside_graph(*arguments, async_op)
         return self._dispatch_in_graph(*arguments)
 
@@ -509,6 +520,7 @@ class Communicator:
         if not torch.compiler.is_compiling():
             return self._combine(rows_PH, handle, weights, async_op)
         if async_op or not isinstance(handle.plan, TensorPlan):
+            _break_graph("a combine is in a graph with async_op=False and a dispatch of that graph alone")
             return self._combine_outside_graph(rows_PH, handle, weights, async_op)
         self._check_combine(rows_PH, handle, weights)
         blob, layout, tokens, rows, _ = handle.plan

@@ -34,18 +34,20 @@ class MemoryPlan:
     ids M*K*4, weights M*K*w and two sections of gradients M*K*w; and once, for rows on their way, sixteen
     chunks and, with more than one rank a node, four times min(R,K) chunks. A chunk is a sixteenth of M*H*b,
     but at least 0.5 MiB and at most 4 MiB.
+
+    Attributes:
+        sections: (name, offset, bytes) in the order of the window.
+        total_bytes: address space of the window.
+        committed_bytes: memory taken when the communicator is built: all, but for the CPU's input rows.
+        ranks: ranks of a node.
+        host_bytes: GPUs on several nodes: host memory that is pinned beside the window, for the network.
     """
 
     sections: tuple[tuple[str, int, int], ...]
-    """(name, offset, bytes) in the order of the window."""
     total_bytes: int
-    """Address space of the window."""
     committed_bytes: int
-    """Memory taken when the communicator is built: all, but for the CPU's input rows."""
     ranks: int
-    """Ranks of a node."""
     host_bytes: int = 0
-    """GPUs on several nodes: host memory that is pinned beside the window, for the network."""
 
     def __str__(self) -> str:
         lines = [

@@ -56,15 +56,20 @@ class Handle:
 
     It may be used any number of times, with the communicator that made it, and by all ranks in the same
     order. One that was made while a CUDA graph was captured holds the plan of the graph's last replay.
+
+    Attributes:
+        plan: what its backend needs of the plan; opaque.
+        owner: number of the communicator that made it.
+        layout: "expert" or "rank", as in the dispatch.
+        num_tokens: T: this rank's tokens in the dispatch.
+        num_rows: P: rows of the dispatch's output.
     """
 
     plan: Any
     owner: int
     layout: Layout
     num_tokens: int
-    """T: this rank's tokens in the dispatch."""
     num_rows: int
-    """P: rows of the dispatch's output."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,28 +82,31 @@ class DispatchOutput:
     With a fixed capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
 
     What tells of the plan (`tokens_per_expert`, `offsets`, `overflow`) is made when it is first asked for.
+
+    Attributes:
+        tokens: (P, H) in the communicator's dtype.
+        weights: routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the
+            rank layout; 0 in places that no expert has. None if the dispatch had none.
+        tokens_per_expert: (L,) int32: rows for each local expert, without alignment, and whether or not they
+            fit the capacity.
+        offsets: (L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
+            torch.nn.functional.grouped_mm. Rank layout: (R,) inclusive ends of the sources.
+        overflow: 0-d int32: 0, or the rows that this rank would have needed, if more than the capacity.
+        handle: for `combine`.
+        topk_idx: rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the
+            expert layout.
+        scales: with `dequantize=False`: (P, ceil(H / 128)) float32, one for each 128 columns of `tokens`,
+            which are float8_e4m3fn then; value = tokens * scale. None otherwise.
     """
 
     tokens: torch.Tensor
-    """(P, H) in the communicator's dtype."""
     weights: torch.Tensor | None
-    """Routing weights, float32 (float64 for float64 rows): (P,) in the expert layout, (P, K) in the rank
-    layout; 0 in places that no expert has. None if the dispatch had none."""
     tokens_per_expert: torch.Tensor
-    """(L,) int32: rows for each local expert, without alignment, and whether or not they fit the capacity."""
     offsets: torch.Tensor
-    """(L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
-    torch.nn.functional.grouped_mm. Rank layout: (R,) inclusive ends of the sources."""
     overflow: torch.Tensor
-    """0-d int32: 0, or the rows that this rank would have needed, if more than the capacity."""
     handle: Handle
-    """For `combine`."""
     topk_idx: torch.Tensor | None = None
-    """Rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the expert
-    layout."""
     scales: torch.Tensor | None = None
-    """With `dequantize=False`: (P, ceil(H / 128)) float32, one for each 128 columns of `tokens`, which are
-    float8_e4m3fn then; value = tokens * scale. None otherwise."""
 
     if not TYPE_CHECKING:
 

@@ -5,7 +5,8 @@
     y = layer(x)                                 # x: (T, 512) or (B, S, 512), each rank its own tokens
     y.square().mean().backward()
     sync_gradients(layer)
- After that every rank holds the gradient of the mean over ranks; what it knows of its experts came with the
+
+After that every rank holds the gradient of the mean over ranks; what it knows of its experts came with the
 dispatch.
 """
 

@@ -28,68 +28,83 @@ class MoEConfig:
     uses is `score_function="sigmoid", normalize_topk=True, scaling_factor=2.5, num_groups=8, topk_groups=4,
     bias_update_rate=0.001`; Switch Transformer (arXiv 2101.03961) is `top_k=1, pre_softmax=True,
     aux_loss="batch", aux_loss_coef=0.01, capacity_factor=1.25, drop_policy="position"`.
+
+    Attributes:
+        hidden: width of a token row (H).
+        ffn_hidden: inner width of one expert.
+        num_experts: experts over all ranks (E).
+        top_k: experts a token is sent to (K).
+        activation: "swiglu": silu(x W_gate) * (x W_up), or "gelu": the exact (erf) GELU of x W_in. No biases.
+        num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
+            ffn_hidden.
+        score_function: "softmax" or "sigmoid" of the router's logits.
+        pre_softmax: Softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over
+            these k.
+        normalize_topk: divide the k weights of a token by their sum (softmax after top-k sums to one by
+            itself).
+        scaling_factor: multiplies the weights, after normalisation.
+        num_groups: group-limited routing: experts form this many equal groups, in order of their ids.
+            Megatron-Core calls it moe_router_num_groups, DeepSeek's models n_group.
+        topk_groups: group-limited routing: a token may use experts of this many groups, those whose best
+            top_k // topk_groups experts score highest in sum. Megatron-Core: moe_router_group_topk, DeepSeek:
+            topk_group. Given together with num_groups.
+        limit_nodes: group-limited routing with the nodes of the job as groups: a token may use experts on
+            this many nodes. Becomes num_groups and topk_groups when the number of nodes is known
+            (`for_nodes`, which MoELayer calls). Given instead of them: they make the groups a property of the
+            model, this makes them one of the job.
+        aux_loss: load-balancing loss: over the rank's tokens ("batch") or the mean over its sequences
+            ("sequence").
+        aux_loss_coef: coefficient of the load-balancing loss.
+        z_loss_coef: coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
+        bias_update_rate: above zero: balancing without auxiliary loss; `update_expert_bias` moves each bias
+            by this step.
+        jitter: in training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter].
+        force_balanced: for benchmarks: ignore scores and groups in the choice of experts, give every expert
+            the same load.
+        capacity_factor: None: dropless. Else a rank sends one expert at most ceil(T * K / E *
+            capacity_factor) tokens.
+        drop_policy: who keeps a place in a full expert: tokens of highest weight ("probs") or the first
+            ("position").
+        pad_to_capacity: with capacity_factor: buffers of fixed size, so that shapes are static and the host
+            never waits.
+        dtype: of the experts' weights and of the rows on the wire. The router computes in float32 all the
+            same.
+        expert_precision: None: the experts' products are computed in dtype. "fp8": all six of forward and
+            backward in e4m3 with a scale a row or column (docs/fp8.md), which on CUDA takes a GPU of compute
+            capability 9.0; dtype narrower than float64, hidden and ffn_hidden multiples of 16. Shared experts
+            and router compute as ever.
+        init_std: standard deviation of the normal distribution that all weights start from.
     """
 
     hidden: int
-    """Width of a token row (H)."""
     ffn_hidden: int
-    """Inner width of one expert."""
     num_experts: int
-    """Experts over all ranks (E)."""
     top_k: int
-    """Experts a token is sent to (K)."""
     activation: str = "swiglu"
-    """"swiglu": silu(x W_gate) * (x W_up), or "gelu": the exact (erf) GELU of x W_in. No biases."""
     num_shared_experts: int = 0
-    """Experts that see every token, fused into one of width num_shared_experts * ffn_hidden."""
 
     score_function: str = "softmax"
-    """"softmax" or "sigmoid" of the router's logits."""
     pre_softmax: bool = False
-    """Softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over these k."""
     normalize_topk: bool = False
-    """Divide the k weights of a token by their sum (softmax after top-k sums to one by itself)."""
     scaling_factor: float = 1.0
-    """Multiplies the weights, after normalisation."""
     num_groups: int | None = None
-    """Group-limited routing: experts form this many equal groups, in order of their ids. Megatron-Core calls
-    it moe_router_num_groups, DeepSeek's models n_group."""
     topk_groups: int | None = None
-    """Group-limited routing: a token may use experts of this many groups, those whose best
-    top_k // topk_groups experts score highest in sum. Megatron-Core: moe_router_group_topk, DeepSeek:
-    topk_group. Given together with num_groups."""
     limit_nodes: int | None = None
-    """Group-limited routing with the nodes of the job as groups: a token may use experts on this many nodes.
-    Becomes num_groups and topk_groups when the number of nodes is known (`for_nodes`, which MoELayer calls).
-    Given instead of them: they make the groups a property of the model, this makes them one of the job."""
 
     aux_loss: str = "none"
-    """Load-balancing loss: over the rank's tokens ("batch") or the mean over its sequences ("sequence")."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
-    """Coefficient of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906)."""
     bias_update_rate: float = 0.0
-    """Above zero: balancing without auxiliary loss; `update_expert_bias` moves each bias by this step."""
     jitter: float = 0.0
-    """In training the router's input is multiplied by noise, uniform in [1 - jitter, 1 + jitter]."""
     force_balanced: bool = False
-    """For benchmarks: ignore scores and groups in the choice of experts, give every expert the same load."""
 
     capacity_factor: float | None = None
-    """None: dropless. Else a rank sends one expert at most ceil(T * K / E * capacity_factor) tokens."""
     drop_policy: str = "probs"
-    """Who keeps a place in a full expert: tokens of highest weight ("probs") or the first ("position")."""
     pad_to_capacity: bool = False
-    """With capacity_factor: buffers of fixed size, so that shapes are static and the host never waits."""
 
     dtype: torch.dtype = torch.float32
-    """Of the experts' weights and of the rows on the wire. The router computes in float32 all the same."""
     expert_precision: str | None = None
-    """None: the experts' products are computed in dtype. "fp8": all six of forward and backward in e4m3 with
-    a scale a row or column (docs/fp8.md), which on CUDA takes a GPU of compute capability 9.0; dtype narrower
-    than float64, hidden and ffn_hidden multiples of 16. Shared experts and router compute as ever."""
     init_std: float = 0.02
-    """Standard deviation of the normal distribution that all weights start from."""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn_hidden", "num_experts", "top_k"):

@@ -28,6 +28,14 @@ class GroupedExperts(nn.Module):
 
     With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
     keep their dtype. Raises Unsupported for a GPU that has none of them.
+
+    Attributes:
+        w_in: (L, H, 2F) for swiglu, gate first and up second; (L, H, F) for gelu. Of the config's dtype.
+        w_out: (L, F, H) of the config's dtype.
+        config: the layer's MoEConfig.
+        num_local_experts: L, experts of this rank.
+        first_expert: global id of the first local expert.
+        products: how products are computed, in whatever way a layer runs.
     """
 
     w_in: nn.Parameter
@@ -51,7 +59,6 @@ class GroupedExperts(nn.Module):
         self.config, self.num_local_experts, self.first_expert = config, local, first_expert
         where = torch.get_default_device() if device is None else torch.device(device)
         self.products = make_products(config, where)
-        """How products are computed, in whatever way a layer runs."""
         inner = config.ffn_hidden * (2 if config.activation == "swiglu" else 1)
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
@@ -60,6 +67,8 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Fills the weights with new random numbers of standard deviation config.init_std, which depend on
+        one number of torch's default CPU generator and on each expert's global id."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
             std = self.config.init_std
@@ -140,6 +149,11 @@ class SharedExperts(nn.Module):
     """The experts that see every token, as one dense network of width F' = num_shared_experts * ffn_hidden
     (DeepSeekMoE, arXiv 2401.06066). w_in (H, 2F') or (H, F'), w_out (F', H): the same on all ranks, not
     marked.
+
+    Attributes:
+        w_in: (H, 2F') for swiglu, gate first and up second; (H, F') for gelu. Of the config's dtype.
+        w_out: (F', H) of the config's dtype.
+        config: the layer's MoEConfig.
     """
 
     w_in: nn.Parameter
@@ -155,6 +169,8 @@ class SharedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Fills the weights with new random numbers of standard deviation config.init_std, from torch's
+        default CPU generator."""
         init_shared_weight(self.w_in, self.config.init_std)
         init_shared_weight(self.w_out, self.config.init_std)
 

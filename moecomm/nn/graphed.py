@@ -100,6 +100,12 @@ class GraphedStep:
     rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded. After an
     error the parameters' `grad` is what it was before. Construction raises Unsupported where the model is not
     on a GPU and no recorder is given.
+
+    Attributes:
+        device: where the layers are.
+        replays: how often the graph ran, with those that overflowed.
+        overflows: how many steps ran again without graph.
+        last_needed: what the last of these steps would have needed: rows, capacity, bytes, available.
     """
 
     def __init__(
@@ -130,11 +136,8 @@ class GraphedStep:
             raise InvalidArgument(f"headroom is {headroom}, must be more than 0")
         self.pool, self.headroom, self.warmup, self.report_every = pool, headroom, warmup, report_every
         self.replays = 0
-        """Of the graph, those included that overflowed."""
         self.overflows = 0
-        """Steps that ran again without graph."""
         self.last_needed: Needed | None = None
-        """By the last of them."""
         self._step_fn, self._model, self._layers = step_fn, model, layers
         self._update = _update_function(update, self.device)
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())

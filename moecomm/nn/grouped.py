@@ -59,7 +59,8 @@ def grouped_matmul(
 
     Plain products run torch.nn.functional.grouped_mm, with no padding and no host wait. That has no float64
     and wants A and B to be multiples of 16 bytes; elsewhere each group is one torch.mm, for which the host
-    must know the offsets.
+    must know the offsets. A graph of torch.compile holds grouped_mm for bfloat16, the only dtype that it can
+    be traced in, and the operators moecomm::grouped_mm and moecomm::grouped_mm_wgrad for the rest.
     """
     product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
     return product
@@ -95,6 +96,21 @@ def _row_major(rows_PA: Tensor) -> Tensor:
 
 def rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     """As `grouped_matmul`, with no gradient."""
+    if _is_opaque(rows_PA, weight_LAB.shape[2]):
+        product_PB: Tensor = torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
+        return product_PB
+    return _rows_by_weights(rows_PA, weight_LAB, offsets_L)
+
+
+def rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    """(L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; no gradient."""
+    if _is_opaque(rows_PA, grad_PB.shape[1]):
+        product_LAB: Tensor = torch.ops.moecomm.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
+        return product_LAB
+    return _rows_by_rows(rows_PA, grad_PB, offsets_L)
+
+
+def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     rows_PA = _row_major(rows_PA)
     if _has_grouped_kernel(rows_PA, weight_LAB.shape[2]):
         return functional.grouped_mm(rows_PA, weight_LAB, offs=offsets_L)
@@ -104,8 +120,7 @@ def rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> T
     return product_PB
 
 
-def rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-    """(L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; no gradient."""
+def _rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
     rows_PA, grad_PB = _row_major(rows_PA), _row_major(grad_PB)
     if _has_grouped_kernel(rows_PA, grad_PB.shape[1]):
         return functional.grouped_mm(rows_PA.t(), grad_PB, offs=offsets_L)
@@ -121,6 +136,33 @@ def _has_grouped_kernel(rows_PA: Tensor, width: int) -> bool:
     return rows_PA.dtype != torch.float64 and aligned and rows_PA.shape[0] > 0
 
 
+def _is_opaque(rows_PA: Tensor, width: int) -> bool:
+    """Whether torch.compile is tracing a product that it has to hold as one operator of ours: torch's fake
+    grouped_mm refuses every dtype but bfloat16, and a loop over groups has bounds that no trace knows."""
+    if not torch.compiler.is_compiling():
+        return False
+    return rows_PA.dtype != torch.bfloat16 or not _has_grouped_kernel(rows_PA, width)
+
+
+def _fake_rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    return rows_PA.new_empty(rows_PA.shape[0], weight_LAB.shape[2])
+
+
+def _fake_rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    return rows_PA.new_empty(offsets_L.shape[0], rows_PA.shape[1], grad_PB.shape[1])
+
+
 def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
     ends = offsets_L.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+_library = torch.library.Library("moecomm", "FRAGMENT")
+for _name, _arguments, _run, _fake in (
+    ("grouped_mm", "Tensor rows, Tensor weight, Tensor offsets", _rows_by_weights, _fake_rows_by_weights),
+    ("grouped_mm_wgrad", "Tensor rows, Tensor grad, Tensor offsets", _rows_by_rows, _fake_rows_by_rows),
+):
+    # Where the host reads the offsets, no CUDA graph may hold the operator.
+    _library.define(f"{_name}({_arguments}) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

@@ -20,6 +20,7 @@ from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.overlapped import run_experts
+from moecomm.nn.own_experts import adopt_experts, combine_own_experts
 from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
@@ -64,9 +65,43 @@ class MoELayer(nn.Module):
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
 
-    After a forward: last_losses, the detached losses by name; last_tokens_per_expert, (E,) int64, this rank's
-    choices before drops. Expert weights are made on the communicator's device and do not depend on the number
-    of ranks.
+    experts: this rank's L experts, where they are not to be GroupedExperts: an nn.Module, whose expert l has
+    the global id comm.rank * L + l. A forward calls it once as
+
+        experts(rows_PH, offsets_L) -> rows'_PH
+
+    with rows (P, H) of config.dtype, grouped by expert, and int32 offsets (L,), the inclusive ends of the
+    groups; P may be 0, and groups may be empty. It returns a (P, H) tensor of that dtype with the rows in the
+    same order; the layer multiplies them by the routing weights and sums them at home. With a capacity the
+    rows past offsets[-1] hold zero; what the module returns for them is not used, and its gradient is zero.
+    Autocast is off within the module. A result of another shape or dtype raises InvalidArgument on all ranks.
+
+    All parameters of such a module are marked as expert parameters: they are this rank's alone, and no other
+    part of the model may use them. Its state may hold no buffers. `sharded_state` takes dimension 0 of its
+    parameters for the experts; where it is something else, a checkpoint loads at the same number of ranks
+    only. Autograd does the backward, and overlap=True hides the dispatch under the shared experts, whose
+    ffn_hidden and activation the config has. Without effect then, and so refused, are expert_precision,
+    beside_sms, defer_weights, record, a pool, and another keep than "all" (instead, use
+    torch.utils.checkpoint within the module).
+
+    Attributes:
+        config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
+        comm: the communicator.
+        router: the TopKRouter.
+        experts: the GroupedExperts, or the module given.
+        shared: the SharedExperts; None without any.
+        capacity: rows that a dispatch returns, whatever the routing; None: as many as there are.
+        overlap: False: one stage after another, on one stream. This and the settings down to loss_scale may
+            be changed between forwards.
+        keep: what a forward keeps for its backward.
+        beside_sms: SMs of the gradients' way home beside those of the experts' first weights.
+        defer_weights: True: backwards leave the gradients of the experts' weights to `backward_weights`.
+        record: True: measure when stages run, for `timelines`.
+        pool: with a capacity: where the rows go that a forward keeps, by their real number. Without a
+            capacity tensors have that size already, and the pool is not used. Layers may share one.
+        loss_scale: multiplies the routing's losses before backward; 1.0 at first.
+        last_losses: detached 0-d losses of the last forward, by name.
+        last_tokens_per_expert: (E,) int64, this rank's choices before drops in the last forward.
     """
 
     def __init__(
@@ -80,8 +115,11 @@ class MoELayer(nn.Module):
         overlap: bool = True,
         keep: Keep = "all",
         beside_sms: int | None = None,
+        experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if experts is not None:
+            adopt_experts(experts, config)
         if comm is None:
             comm = _build_communicator(config, group, max_tokens)
         elif group is not None or max_tokens is not None:
@@ -97,27 +135,25 @@ class MoELayer(nn.Module):
         config = config.for_nodes(comm.nodes if nodes is None else nodes)
         self.config, self.comm = config, comm
         self.router = TopKRouter(config, device=comm.device)
-        self.experts = GroupedExperts(
-            config,
-            num_local_experts=comm.num_local_experts,
-            first_expert=comm.rank * comm.num_local_experts,
-            device=comm.device,
-        )
+        self._own_experts = experts is not None
+        self.experts: Any = experts
+        if experts is None:
+            self.experts = GroupedExperts(
+                config,
+                num_local_experts=comm.num_local_experts,
+                first_expert=comm.rank * comm.num_local_experts,
+                device=comm.device,
+            )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
         self.overlap = overlap
-        """False: one stage after another, on one stream. May be set at any time, as the next five."""
         self.keep: Keep = keep
-        """What a forward keeps for its backward."""
         self.beside_sms = beside_sms
-        """SMs of the gradients' way home beside those of the experts' first weights."""
         self.defer_weights = False
-        """True: backwards leave the gradients of the experts' weights to `backward_weights`."""
         self.record = False
-        """True: measure when stages run, for `timelines`."""
         self.pool: ActivationPool | None = None
-        """With a capacity: where the rows go that a forward keeps, by their real number. Without a capacity
-        tensors have that size already, and the pool is not used. Layers may share one."""
+        if self._own_experts:
+            self._refuse_without_effect()
         prepare_activation(comm.device, config.dtype)
         self._split = _find_split(comm)
         self._sms = _sms_to_share(comm) if self._split is None else None
@@ -144,7 +180,9 @@ class MoELayer(nn.Module):
         # To the weights, if they take part: what comes last keeps nothing then, so that a checkpoint need not
         # go so far again.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
-        in_order = not self.overlap or torch.compiler.is_compiling()
+        if self._own_experts:
+            self._refuse_without_effect()
+        in_order = not self.overlap or self._own_experts or torch.compiler.is_compiling()
         if in_order and self.pool is not None and self.capacity is not None:
             raise InvalidArgument(
                 "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
@@ -161,6 +199,8 @@ class MoELayer(nn.Module):
         them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run, and
         they must not be sharded. Without any it does nothing.
         """
+        if self._own_experts:
+            return
         self._deferred.run(self.experts.w_in, self.experts.w_out)
 
     def timelines(self) -> dict[str, Timeline]:
@@ -236,14 +276,45 @@ class MoELayer(nn.Module):
         )
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """The same, one after another and differentiated by autograd."""
-        out = self.comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity)
+        """The same, one after another and differentiated by autograd; own experts run in this way alone, and
+        the shared ones then beside the dispatch."""
+        shared_TH: Tensor | None = None
+        if self._own_experts and self.overlap and self.shared and not torch.compiler.is_compiling():
+            work = self.comm.dispatch(
+                rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity, async_op=True
+            )
+            shared_TH = self.shared(rows_TH)
+            out = work.wait()
+        else:
+            out = self.comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity)
         has_tail = self.capacity is not None
         if has_tail and self._overflow is not None:
             torch.maximum(self._overflow, out.overflow, out=self._overflow)
-        expert_rows_PH = self.experts(out.tokens, out.offsets, out.weights, has_tail=has_tail)
-        y_TH = self.comm.combine(expert_rows_PH, out.handle)
-        return y_TH if self.shared is None else y_TH + self.shared(rows_TH)
+        if self._own_experts:
+            y_TH = combine_own_experts(self.comm, self.experts, out, has_tail)
+        else:
+            expert_rows_PH = self.experts(out.tokens, out.offsets, out.weights, has_tail=has_tail)
+            y_TH = self.comm.combine(expert_rows_PH, out.handle)
+        if self.shared is None:
+            return y_TH
+        return y_TH + (self.shared(rows_TH) if shared_TH is None else shared_TH)
+
+    def _refuse_without_effect(self) -> None:
+        """Raises InvalidArgument for settings that experts of one's own do not follow."""
+        has_pool = self.pool is not None and self.capacity is not None
+        settings = {
+            "keep": (self.keep, "all"),
+            "beside_sms": (self.beside_sms, None),
+            "defer_weights": (self.defer_weights, False),
+            "record": (self.record, False),
+            "pool": (self.pool if has_pool else None, None),
+        }
+        for name, (value, only) in settings.items():
+            if value != only:
+                raise InvalidArgument(
+                    f"{name} is {value!r}, must be {only!r} with experts of one's own, which autograd "
+                    "differentiates"
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A copy (an average of the weights, say) has its own parameters and shares the communicator and the
@@ -255,6 +326,8 @@ class MoELayer(nn.Module):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if twin._own_experts:
+            adopt_experts(twin.experts, twin.config)  # copies of parameters have lost their marks
         return twin
 
     def _flatten(self, x: Tensor, seq_len: int | None) -> tuple[Tensor, int | None]:

@@ -97,6 +97,10 @@ class ActivationPool:
             of two.)
 
     Raises InvalidArgument, OutOfMemory, and Unsupported on CUDA where this build has no CUDA part.
+
+    Attributes:
+        device_bytes: bytes of the pages in the device's memory.
+        spill_bytes: bytes of the pages in pinned host memory.
     """
 
     def __init__(
@@ -119,9 +123,7 @@ class ActivationPool:
                 raise InvalidArgument(f"{name} is {value!r}, must be a number of bytes, at least 0")
         self.page_bytes = page_bytes
         self.device_bytes = bytes // page_bytes * page_bytes
-        """In the device's memory."""
         self.spill_bytes = spill_bytes // page_bytes * page_bytes
-        """In pinned host memory."""
         if self.bytes == 0:
             raise InvalidArgument(f"bytes is {bytes}, must be at least one page of {page_bytes}")
         self._pages = make_pages(

@@ -20,11 +20,13 @@ from moecomm.nn.parameters import init_shared_weight
 class Routing:
     """Where the tokens go.
 
-    topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice.
-    topk_weights_TK: (T, K) float32 (float64 for a float64 config), 0 where dropped; differentiable.
-    scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
-    losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient; differentiable.
-    tokens_per_expert_E: (E,) int64, choices before any drop: the load that balancing must see.
+    Attributes:
+        topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice.
+        topk_weights_TK: (T, K) float32 (float64 for a float64 config), 0 where dropped; differentiable.
+        scores_TE: (T, E) float32 (float64 for float64 tokens): softmax over all experts, or sigmoid.
+        losses: 0-d tensors "aux_loss" and "z_loss", each if configured and times its coefficient;
+            differentiable.
+        tokens_per_expert_E: (E,) int64, choices before any drop: the load that balancing must see.
     """
 
     topk_idx_TK: Tensor
@@ -47,6 +49,13 @@ class TopKRouter(nn.Module):
     since the last `update_expert_bias` (not saved).
 
     A config with limit_nodes has to be made one of groups first: `TopKRouter(config.for_nodes(nodes))`.
+
+    Attributes:
+        weight: (E, H) float32 (float64 for a float64 config).
+        expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate.
+        load_E: (E,) int64 choices counted since the last `update_expert_bias`, not saved; None without
+            bias_update_rate.
+        config: the layer's MoEConfig.
     """
 
     weight: nn.Parameter
@@ -71,6 +80,8 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Fills the weight with new random numbers of standard deviation config.init_std, from torch's
+        default CPU generator."""
         init_shared_weight(self.weight, self.config.init_std)
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:

@@ -85,6 +85,11 @@ class Executor:
             stages that say how many they use.
         settle: in a program of `interleave`, called before a stage that communicates, so that what another
             program has begun is not behind what that stage's stream waits for: `Communicator.settle`.
+
+    Attributes:
+        waits: True: the host waits for the device at the end of each run outside a capture, so that memory
+            which several streams have used is free again at once. A host that runs ahead takes more for each
+            run.
     """
 
     def __init__(
@@ -99,8 +104,6 @@ class Executor:
         self._gpu = CudaDevice(device.index) if device.type == "cuda" else None
         self._streams = {name: stream for name, stream in (streams or {}).items() if stream is not None}
         self.waits = False
-        """True: the host waits for the device at the end of each run outside a capture, so that memory which
-        several streams have used is free again at once. A host that runs ahead takes more for each run."""
 
     def run(
         self,

@@ -34,12 +34,15 @@ more along the kept plan, while the gradients are on their way too, and then the
 
 
 class Split(NamedTuple):
-    """How the SMs of a GPU are shared where rows travel beside products."""
+    """How the SMs of a GPU are shared where rows travel beside products.
+
+    Attributes:
+        sms: all of them.
+        comm: those of an operation of the communicator.
+    """
 
     sms: int
-    """All of them."""
     comm: int
-    """Those of an operation of the communicator."""
 
     @property
     def products(self) -> dict[str, float]:

@@ -19,21 +19,25 @@ SMS = "sms"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One piece of work, such as a transfer or a matrix product."""
+    """One piece of work, such as a transfer or a matrix product.
+
+    Attributes:
+        name: by which other stages and the work name it; unique in a schedule.
+        stream: stages of one stream run one after another, in the order of the schedule.
+        after: names of the stages whose results it needs.
+        uses: what it holds while it runs, of the schedule's resources: {"sms": 24}.
+        communicates: it waits for peers or for links, and is to be hidden behind stages that do not.
+        yields: another program of `interleave` may go on when it has been issued.
+        leaves_sms: it is a product that can leave SMs, and does so for what another program has on its way.
+    """
 
     name: str
     stream: str
-    """Stages of one stream run one after another, in the order of the schedule."""
     after: tuple[str, ...] = ()
-    """Names of the stages whose results it needs."""
     uses: Mapping[str, float] = field(default_factory=dict)
-    """What it holds while it runs, of the schedule's resources: {"sms": 24}."""
     communicates: bool = False
-    """It waits for peers or for links, and is to be hidden behind stages that do not."""
     yields: bool = False
-    """Another program of `interleave` may go on when it has been issued."""
     leaves_sms: bool = False
-    """A product that can leave SMs, and does so for what another program has on its way."""
 
 
 class Schedule:
@@ -46,6 +50,12 @@ class Schedule:
 
     Raises InvalidSchedule, with the names of the stages: for a cycle, an unknown stage, stream or resource,
     a use of more than there is, and two stages of one name.
+
+    Attributes:
+        stages: all of them, in the order of issue.
+        names: those of all stages.
+        awaited: names of the stages that some stage of another stream waits for.
+        is_chain: every stage waits for the one before it, so that one stream would do for all.
     """
 
     def __init__(
@@ -60,7 +70,6 @@ class Schedule:
         listed = tuple(stages)
         self._check(listed)
         self.stages: tuple[Stage, ...] = _in_order(listed)
-        """In the order of issue."""
         self._by_name = {stage.name: stage for stage in self.stages}
         self.names: frozenset[str] = frozenset(self._by_name)
         self.awaited: frozenset[str] = frozenset(
@@ -69,11 +78,9 @@ class Schedule:
             for other in stage.after
             if self._by_name[other].stream != stage.stream
         )
-        """Names of the stages that some stage of another stream waits for."""
         self.is_chain: bool = all(
             a.stream == b.stream or a.name in b.after for a, b in itertools.pairwise(self.stages)
         )
-        """Every stage waits for the one before it, so that one stream would do for all."""
 
     def __getitem__(self, name: str) -> Stage:
         return self._by_name[name]

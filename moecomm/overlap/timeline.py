@@ -11,7 +11,15 @@ from moecomm.errors import Unsupported
 
 
 class Span(NamedTuple):
-    """One stage on its stream, in seconds from the start."""
+    """One stage on its stream, in seconds from the start.
+
+    Attributes:
+        name: the stage's.
+        stream: that it ran on.
+        begin: seconds from the start of the run.
+        end: seconds from the start of the run.
+        communicates: whether it was a transfer, not a computation.
+    """
 
     name: str
     stream: str
@@ -21,7 +29,12 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans by their begin, of one `Executor.run`."""
+    """Spans by their begin, of one `Executor.run`.
+
+    Attributes:
+        spans: all stages, by their begin.
+        streams: names of all streams, also of those with no span.
+    """
 
     def __init__(self, spans: Iterable[Span], *, streams: Iterable[str]) -> None:
         self.spans: tuple[Span, ...] = tuple(sorted(spans, key=lambda span: (span.begin, span.end)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
 import pytest
 
 from tests.examples.conftest import EXAMPLES, run_example
@@ -11,6 +14,7 @@ SAYS = {
     "02_moe_layer.py": ["loss 0.4067 -> 0.1721"],
     "03_gradients_and_checkpointing.py": ["gradients of tokens and scores", "the same bits"],
     "04_fixed_capacity.py": ["CapacityExceeded: a dispatch needed", "every row has its place"],
+    "05_train_a_transformer.py": ["before training: loss 2.978", "loaded: loss", "the same next step"],
 }
 
 
@@ -25,6 +29,18 @@ def test_example(name: str, ranks: int | None) -> None:
     assert done.code == 0, done.out + done.err
     for text in SAYS[name]:
         assert text in done.out
+
+
+def test_the_guide_shows_parts_of_the_example() -> None:
+    def without_indentation(text: str) -> str:
+        return "\n".join(line.strip() for line in textwrap.dedent(text).splitlines())
+
+    guide = (EXAMPLES.parent / "docs" / "guide.md").read_text()
+    program = without_indentation((EXAMPLES / "05_train_a_transformer.py").read_text())
+    shown = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(shown) >= 5
+    for code in shown:
+        assert without_indentation(code) in program, code
 
 
 def test_dispatch_combine_on_three_ranks() -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.oracle import Job, Oracle
+from tests.multirank.test_compile import DTYPES, FIXED, train_layer
 
 TOLERANCE = 3e-2
 """Of Inductor's results, relative to a value and to the largest one: a few roundings to bfloat16."""
@@ -105,3 +106,8 @@ def test_no_graph_break_and_equal_results(
         seed=seed,
     )
     harness.assert_none(pool(size)(_compiled, job, backend))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_trains_in_one_graph(pool: Pools, dtype: torch.dtype, seed: int) -> None:
+    harness.assert_none(pool(1)(train_layer, {**FIXED, "dtype": dtype, "num_shared_experts": 1}, seed))

@@ -1,4 +1,4 @@
-"""torch.compile over several ranks: the same numbers as without, gradients included."""
+"""torch.compile over several ranks: the same numbers as without, gradients included, at every dtype."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecomm.nn import MoEConfig, MoELayer
 from tests.multirank.cases import Case
 from tests.multirank.harness import RankPool
 
@@ -53,3 +54,58 @@ def test_training(pool: Pools, size: int, seed: int) -> None:
         for left, right in zip(eager, compiled, strict=True):
             for want, got in zip(left, right, strict=True):
                 np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def train_layer(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
+    """What differs between a step of a model and of the same model compiled, in bits; without a capacity
+    its graph breaks around the layer's communication."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    config = MoEConfig(**{"hidden": 16, "ffn_hidden": 24, "num_experts": 6, "top_k": 2} | options)
+    layer = MoELayer(config, max_tokens=8)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), layer).to(layer.comm.device)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=config.pad_to_capacity)
+    x_TH, found = torch.randn(8, 16, device=layer.comm.device), []
+    for call in (model, fast):
+        model.zero_grad()
+        x_TH = x_TH.detach().requires_grad_()
+        y_TH = call(x_TH)
+        y_TH.square().sum().backward()
+        gradients = {name: each.grad for name, each in model.named_parameters()}
+        found.append({"y": y_TH.detach(), "x": x_TH.grad, **gradients})
+    layer.comm.close()
+    plain, compiled = found
+    assert all(want is not None and want.any() for want in plain.values())
+    return [f"rank {rank}: {name} differs" for name in plain if not torch.equal(compiled[name], plain[name])]
+
+
+FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_trains_in_one_graph(pool: Pools, dtype: torch.dtype, seed: int) -> None:
+    options = {**FIXED, "dtype": dtype, "num_shared_experts": 1, "aux_loss": "batch", "aux_loss_coef": 0.1}
+    assert pool(1)(train_layer, options, seed) == [[]]
+
+
+def test_a_layer_of_a_width_without_a_grouped_kernel(pool: Pools, seed: int) -> None:
+    options = {**FIXED, "dtype": torch.bfloat16, "ffn_hidden": 13, "activation": "gelu"}
+    assert pool(1)(train_layer, options, seed) == [[]]
+
+
+def test_a_dropless_layer_trains_in_several_graphs(pool: Pools, seed: int) -> None:
+    assert pool(1)(train_layer, {}, seed) == [[]]
+
+
+def whole_graph_without_capacity(rank: int, world_size: int) -> str:
+    torch._dynamo.reset()
+    layer = MoELayer(MoEConfig(hidden=16, ffn_hidden=8, num_experts=2, top_k=2), max_tokens=4)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        torch.compile(layer, backend="eager", fullgraph=True)(torch.zeros(4, 16))
+    layer.comm.close()
+    return str(raised.value)
+
+
+def test_a_graph_without_a_capacity_says_what_to_do(pool: Pools) -> None:
+    assert "pad_to_capacity=True" in pool(1)(whole_graph_without_capacity)[0]

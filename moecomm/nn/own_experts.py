@@ -1,0 +1,57 @@
+"""Experts that the user of a layer brings: an nn.Module in the place of GroupedExperts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moecomm.communicator import Communicator
+from moecomm.errors import InvalidArgument
+from moecomm.nn.config import MoEConfig
+from moecomm.nn.parameters import mark_expert_parameter
+from moecomm.types import DispatchOutput
+
+
+def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
+    """Marks every parameter as one of experts, after checks. Raises InvalidArgument."""
+    if not isinstance(experts, nn.Module):
+        raise InvalidArgument(f"experts is {type(experts).__name__}, must be an nn.Module or None")
+    if config.expert_precision is not None:
+        raise InvalidArgument(
+            f"expert_precision is {config.expert_precision!r}, must be None with experts of one's own, whose "
+            "products it does not change"
+        )
+    parameters = dict(experts.named_parameters(remove_duplicate=False))
+    others = [name for name in experts.state_dict() if name not in parameters]
+    if others:
+        raise InvalidArgument(
+            f"experts has the buffer {others[0]!r} in its state, which a checkpoint would take for the same "
+            "on all ranks: register it with persistent=False, or make it a parameter"
+        )
+    for parameter in parameters.values():
+        mark_expert_parameter(parameter)
+
+
+def combine_own_experts(
+    comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
+) -> Tensor:
+    """(T, H): the sum over a token's experts of weight * the module's row. `has_tail`: rows past the last
+    are unspecified, because there is a capacity."""
+    rows_PH, real_P1 = out.tokens, None
+    if has_tail:
+        # NaN times zero is not zero: where() keeps what the tail holds from the module, and from gradients.
+        real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < out.offsets[-1]).unsqueeze(1)
+        rows_PH = rows_PH.where(real_P1, 0.0)
+    with torch.autocast(rows_PH.device.type, enabled=False):
+        expert_rows_PH = experts(rows_PH, out.offsets)
+    if not isinstance(expert_rows_PH, Tensor):
+        kind = type(expert_rows_PH).__name__
+        raise InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
+    # Wrong ones are refused by combine, on all ranks. With no rows at all the module's result may not depend
+    # on its input, and this rank would be missing in the backward of the others.
+    if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:
+        if real_P1 is not None:
+            expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)
+        elif not rows_PH.shape[0]:
+            expert_rows_PH = torch.cat((expert_rows_PH, rows_PH))
+    return comm.combine(expert_rows_PH, out.handle, weights=out.weights)

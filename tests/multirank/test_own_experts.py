@@ -1,0 +1,257 @@
+"""A MoELayer with experts of the user's own equals all experts applied to all tokens, with gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from moecomm import InvalidArgument
+from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter, sync_gradients
+from tests.multirank.harness import RankPool
+from tests.multirank.moe_cases import poison_tail
+from tests.played import Played
+
+Pools = Callable[[int], RankPool]
+HIDDEN, TOKENS = 16, (6, 0, 9)
+FIXED = {"capacity_factor": 3.0, "pad_to_capacity": True}
+
+
+class Affine(nn.Module):
+    """tanh of a matrix and a bias for each expert: of rows that are zero it makes other ones."""
+
+    def __init__(self, weight_LHH: Tensor, bias_LH: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight_LHH.clone()), nn.Parameter(bias_LH.clone())
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        places_P = torch.arange(rows_PH.shape[0], dtype=torch.int32)
+        expert_P = torch.searchsorted(offsets_L, places_P, right=True).clamp(max=len(self.bias) - 1)
+        product_PH = torch.bmm(rows_PH.unsqueeze(1), self.weight[expert_P]).squeeze(1)
+        return torch.tanh(product_PH + self.bias[expert_P])
+
+
+class NoRowsNoGraph(nn.Module):
+    """Returns a constant where there is nothing to do."""
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        return rows_PH * 2 if int(offsets_L[-1]) else torch.zeros_like(rows_PH)
+
+
+def weights_of(experts: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight_EHH = torch.randn(experts, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * 0.3
+    return weight_EHH.to(dtype), torch.randn(experts, HIDDEN, generator=generator).to(dtype)
+
+
+def build(rank: int, world_size: int, options: dict[str, Any], seed: int, **layer: Any) -> MoELayer:
+    torch.manual_seed(seed)
+    sizes = {"hidden": HIDDEN, "ffn_hidden": 8, "num_experts": 2 * world_size, "top_k": 2, "init_std": 0.4}
+    config = MoEConfig(**{**sizes, "dtype": torch.float64, **options})
+    mine = slice(2 * rank, 2 * rank + 2)
+    weight_EHH, bias_EH = weights_of(config.num_experts, seed, config.dtype)
+    layer.setdefault("experts", Affine(weight_EHH[mine], bias_EH[mine]))
+    return MoELayer(config, max_tokens=max(TOKENS), **layer)
+
+
+def tokens_of(rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + rank + 1)
+    return torch.randn(TOKENS[rank], HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def compare(rank: int, world_size: int, options: dict[str, Any], way: dict[str, Any], seed: int) -> None:
+    layer = build(rank, world_size, options, seed, **way)
+    if layer.capacity is not None:
+        poison_tail(layer.comm)
+    experts = layer.config.num_experts
+    x_TH, parameters = tokens_of(rank, seed).requires_grad_(), dict(layer.named_parameters())
+    assert [name for name, each in parameters.items() if is_expert_parameter(each)] == [
+        "experts.weight",
+        "experts.bias",
+    ]
+    y_TH = layer(x_TH)
+    y_TH.square().sum().backward()
+    assert x_TH.grad is not None
+    found = {"x": x_TH.grad} | {name: each.grad for name, each in parameters.items()}
+
+    weight_EHH, bias_EH = (each.requires_grad_() for each in weights_of(experts, seed))
+    layer.zero_grad()
+    x2_TH = x_TH.detach().requires_grad_()
+    routing = layer.router(x2_TH)
+    every_TEH = torch.tanh(torch.einsum("th,ehg->teg", x2_TH, weight_EHH) + bias_EH)
+    chosen_TKH = every_TEH.gather(1, routing.topk_idx_TK.long().unsqueeze(-1).expand(-1, -1, HIDDEN))
+    want_TH = (routing.topk_weights_TK.unsqueeze(-1) * chosen_TKH).sum(dim=1)
+    if layer.shared is not None:
+        want_TH = want_TH + layer.shared(x2_TH)
+    assert_close(y_TH, want_TH, rtol=1e-10, atol=1e-12)
+    want_TH.square().sum().backward()
+    want = {"x": x2_TH.grad} | {n: p.grad for n, p in parameters.items() if not n.startswith("experts.")}
+    for name, whole in (("experts.weight", weight_EHH), ("experts.bias", bias_EH)):
+        gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        if world_size > 1:
+            dist.all_reduce(gradient)
+        want[name] = gradient[2 * rank : 2 * rank + 2]
+    for name, gradient in want.items():
+        assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("way", [{}, {"overlap": False}], ids=["overlapped", "in order"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_equals_every_expert_on_every_token(
+    pool: Pools, ranks: int, options: dict[str, Any], way: dict[str, Any], seed: int
+) -> None:
+    pool(ranks)(compare, {**options, "num_shared_experts": 1}, way, seed)
+
+
+def without_rows(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Every token goes to rank 0; nothing but the tokens wants a gradient."""
+    layer = build(rank, world_size, options, 0, experts=NoRowsNoGraph())
+    weight_EH = layer.router.weight
+    weight_EH.requires_grad_(False).fill_(-1.0)[:2] = 1.0
+    x_TH = torch.rand(4, HIDDEN, dtype=torch.float64).requires_grad_()
+    layer(x_TH).sum().backward()
+    assert x_TH.grad is not None
+    assert_close(x_TH.grad, torch.full_like(x_TH, 2.0))  # the weights of two equal scores sum to 1
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 9.0, "pad_to_capacity": True}], ids=str)
+def test_a_rank_without_rows_takes_part_in_the_backward(pool: Pools, options: dict[str, Any]) -> None:
+    pool(2)(without_rows, options)
+
+
+class Returns(nn.Module):
+    """Rows as another module would have made them."""
+
+    def __init__(self, change: str | None) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Any:
+        changes = {"dtype": rows_PH.float(), "shape": rows_PH[:, 1:], "none": None}
+        return rows_PH if self.change is None else changes[self.change]
+
+
+def wrong_result(rank: int, world_size: int, options: dict[str, Any], change: str) -> str:
+    layer = build(rank, world_size, options, 0, experts=Returns(change if rank == 1 else None))
+    x_TH = torch.ones(4, HIDDEN, dtype=torch.float64)
+    with pytest.raises(InvalidArgument) as raised:
+        layer(x_TH)
+    layer.experts.change = None
+    assert layer(x_TH).isfinite().all(), "the communicator can be used again"
+    layer.comm.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("change", "says"), [("dtype", "torch.float32"), ("shape", "15)")])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
+def test_a_wrong_result_on_one_rank_is_refused_on_all(
+    pool: Pools, options: dict[str, Any], change: str, says: str
+) -> None:
+    texts = pool(2)(wrong_result, options, change)
+    assert all("rows" in text and says in text for text in texts)
+    assert texts[0].startswith("rank 1: ")
+
+
+def test_a_result_that_is_no_tensor_is_refused() -> None:
+    layer = build(0, 1, {}, 0, experts=Returns("none"))
+    with pytest.raises(InvalidArgument, match="experts returned NoneType, must return"):
+        layer(torch.ones(4, HIDDEN, dtype=torch.float64))
+    layer.comm.close()
+
+
+def test_settings_without_effect_are_refused() -> None:
+    for way in ({"keep": "nothing"}, {"beside_sms": 4}):
+        with pytest.raises(InvalidArgument, match=f"{next(iter(way))} is .* with experts of one's own"):
+            build(0, 1, {}, 0, **way)
+    layer = build(0, 1, FIXED, 0)
+    x_TH = tokens_of(0, 0)
+    for name, value in {
+        "defer_weights": True,
+        "record": True,
+        "pool": ActivationPool("cpu", 1 << 16),
+    }.items():
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        with pytest.raises(InvalidArgument, match=f"{name} is .* with experts of one's own"):
+            layer(x_TH)
+        setattr(layer, name, before)
+    assert layer(x_TH).isfinite().all()
+    layer.backward_weights()  # of which there are none
+    layer.comm.close()
+
+
+def test_modules_that_cannot_be_experts_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"experts is function, must be an nn\.Module"):
+        build(0, 1, {}, 0, experts=weights_of)
+    with pytest.raises(InvalidArgument, match="expert_precision is 'fp8', must be None"):
+        build(0, 1, {"expert_precision": "fp8", "dtype": torch.bfloat16, "ffn_hidden": 16}, 0)
+    counting = Returns(None)
+    counting.register_buffer("calls", torch.zeros(()))
+    with pytest.raises(InvalidArgument, match="experts has the buffer 'calls' in its state"):
+        build(0, 1, {}, 0, experts=counting)
+
+
+def test_a_copy_has_marked_experts_of_its_own(seed: int) -> None:
+    layer = build(0, 1, {}, seed)
+    twin, x_TH = copy.deepcopy(layer), tokens_of(0, seed)
+    assert torch.equal(twin(x_TH), layer(x_TH))
+    assert all(is_expert_parameter(each) for each in twin.experts.parameters())
+    assert twin.experts.weight.data_ptr() != layer.experts.weight.data_ptr()
+    layer.comm.close()
+
+
+def graphed(rank: int, world_size: int, seed: int) -> int:
+    """Steps whose graph is the step itself, with too little room, equal plain ones."""
+    plain = build(rank, world_size, {"num_shared_experts": 1}, seed)
+    model = copy.deepcopy(plain)
+
+    def step(layer: MoELayer) -> Callable[[Tensor], Tensor]:
+        def run(x_TH: Tensor) -> Tensor:
+            loss = layer(x_TH).square().sum()
+            loss.backward()
+            return loss
+
+        return run
+
+    graph = GraphedStep(step(model), model, headroom=0.2, recorder=Played())
+    for number in range(3):
+        x_TH = tokens_of(rank, seed + 10 * number)
+        assert torch.equal(graph(x_TH), step(plain)(x_TH).detach())
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            assert got.grad is not None and want.grad is not None
+            assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-12)
+    sync_gradients(model)
+    plain.comm.close()
+    return graph.overflows
+
+
+def test_a_graphed_step(pool: Pools, seed: int) -> None:
+    overflows = pool(2)(graphed, seed)
+    assert overflows[0] == overflows[1] > 0
+
+
+def compiled(rank: int, world_size: int, seed: int) -> None:
+    torch._dynamo.reset()
+    layer = build(rank, world_size, {**FIXED, "num_shared_experts": 1}, seed)
+    fast, found = torch.compile(layer, backend="aot_eager", fullgraph=True), []
+    for call in (layer, fast):
+        layer.zero_grad()
+        x_TH = tokens_of(rank, seed).requires_grad_()
+        call(x_TH).square().sum().backward()
+        found.append([x_TH.grad, *(each.grad for each in layer.parameters())])
+    for want, got in zip(*found, strict=True):
+        assert_close(got, want, rtol=1e-12, atol=1e-12)
+    layer.comm.close()
+
+
+def test_one_graph_of_torch_compile(pool: Pools, seed: int) -> None:
+    pool(1)(compiled, seed)
