@@ -22,8 +22,8 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent. So
-    do the logits: an output matrix of its own starts at zero, and before a tied one the last norm starts
-    small, since the token that was read would else be expected next, by a logit of sqrt(dim).
+    do the logits: an output matrix of its own starts at zero, and a tied one smaller by sqrt(dim), since the
+    token that was read would else be expected next, by a logit of sqrt(dim).
     """
     std = options.dim**-0.5
     moe = MoEConfig(
@@ -50,13 +50,11 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
     )
     model = Transformer(config, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
     with torch.no_grad():
-        torch.nn.init.normal_(model.embedding.weight, std=std)
+        torch.nn.init.normal_(model.embedding.weight, std=std * std if options.tied else std)
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=std)
-        if model.output is None:
-            model.norm.weight.fill_(std)
-        else:
+        if model.output is not None:
             model.output.weight.zero_()
         for name, parameter in model.named_parameters():
             if name.endswith(("out.weight", "w_out")):
