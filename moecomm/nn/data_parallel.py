@@ -8,6 +8,7 @@ refused while it is built, before it overwrites a weight.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.gradients import AVERAGED_BY_DDP
+from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
 from moecomm.nn.replicas import Ranks, Replicas, expert_owners, find_replicas, layers_of, ranks_of
 from moecomm.types import AnyGroup, as_group
 
@@ -58,9 +59,9 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     for parameter, layer in spread.items():
         if hasattr(parameter, AVERAGED_BY_DDP):
             continue
-        average = _ReplicaAverage(ranks_of(group), layer.comm.size, replicas[layer.comm])
+        average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
         setattr(parameter, AVERAGED_BY_DDP, average)
-        parameter.register_hook(average.scale)
+        parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))
         parameter.register_post_accumulate_grad_hook(average)
     return model
 
@@ -79,14 +80,15 @@ def fully_shard_experts(
 
     mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
     what the layers tell. group: all ranks that hold the model (default: all ranks), a process group or a
-    DeviceMesh of one dimension. options: of torch.distributed.fsdp.fully_shard. Raises InvalidArgument, on
-    all ranks, for a mesh of other ranks.
+    DeviceMesh of one dimension. options: of torch.distributed.fsdp.fully_shard, for experts that have
+    replicas; weights of which a rank has the only copy stay whole on it. Raises InvalidArgument, on all
+    ranks, for a mesh of other ranks.
     """
     replicas = find_replicas(model, as_group(group))
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     for layer in layers_of(model):
         experts, comm = layer.experts, layer.comm
-        held = replicas[comm].ranks if comm.size > 1 else ranks_of(as_group(group))
+        held = replicas[comm].ranks
         if over not in (None, held):
             raise InvalidArgument(
                 f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
@@ -94,11 +96,10 @@ def fully_shard_experts(
             )
         if isinstance(experts, FSDPModule):
             continue
-        own = mesh
-        if own is None:
-            same = replicas[comm].group if comm.size > 1 else as_group(group) or dist.group.WORLD
-            assert same is not None
-            own = DeviceMesh.from_group(same, comm.device.type)
+        own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
+        if len(held) == 1:
+            _leave_whole(experts, comm.size, own)
+            continue
         experts.sharded_over = frozenset(held)
         sharded = fully_shard(experts, mesh=own, **options)
         # Without a factor FSDP divides by the replicas alone, as if each had seen its own tokens only.
@@ -107,26 +108,37 @@ def fully_shard_experts(
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
 
-class _ReplicaAverage:
-    """Makes of an expert's gradient, which has the sum over the tokens of an EP group, the mean over all
-    ranks: each contribution is divided by the ranks of the EP group, and the sum averaged over the replicas
-    after each backward. Averaging once more what is averaged changes nothing, so gradients may accumulate."""
+def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
+    """Keeps fully_shard of what is around from experts without replicas, and divides their gradients. FSDP
+    over a single rank would do so too, but divides twice for some dtypes (seen with torch 2.13)."""
+    fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
+    for parameter in experts.parameters():
+        setattr(parameter, DIVIDED, True)
+        parameter.register_hook(functools.partial(_divide, divisor=ep_size))
 
-    def __init__(self, ranks: Ranks, ep_size: int, replicas: Replicas) -> None:
+
+def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
+    """A hook of a parameter; None is a gradient that the layer leaves for later (`defer_weights`)."""
+    return None if gradient is None else gradient / divisor
+
+
+class _ReplicaAverage:
+    """Averages an expert's gradient over its replicas after each backward. Each contribution was divided by
+    the ranks of the EP group before (`_divide`), over whose tokens it is a sum, so that it becomes the mean
+    over all ranks. Averaging once more what is averaged changes nothing: gradients may accumulate."""
+
+    def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self.ranks = ranks
         """Over which DistributedDataParallel averages."""
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self._ep_size, self._replicas = ep_size, replicas
-
-    def scale(self, gradient: Tensor) -> Tensor:
-        return gradient / self._ep_size
+        self._replicas = replicas
 
     def __call__(self, parameter: Tensor) -> None:
         wrapper = None if self.wrapper is None else self.wrapper()
         count = len(self._replicas.ranks)
-        if count == 1 or (wrapper is not None and not wrapper.require_backward_grad_sync):
+        synchronises = wrapper is None or wrapper.require_backward_grad_sync
+        if count == 1 or parameter.grad is None or not synchronises:
             return
-        assert parameter.grad is not None
         with torch.no_grad():
             dist.all_reduce(parameter.grad, group=self._replicas.group)
             parameter.grad.div_(count)

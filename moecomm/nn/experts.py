@@ -33,9 +33,11 @@ class GroupedExperts(nn.Module):
 
     A state_dict has a record of the experts it holds, "_extra_state": (3,) int64 of first_expert, L and E.
     load_state_dict raises InvalidArgument, before it changes a weight, for a state of other experts. A state
-    without a record, from an earlier version, loads if its shapes fit, with a warning where L < E. Where L < E weights may be sharded by
-    `moecomm.nn.fully_shard_experts` alone: InvalidArgument from fully_shard itself, whose other shards would
-    mix different experts, or have gradients of another scale than the rest of the model.
+    without a record, from an earlier version, loads if its shapes fit, with a warning where L < E.
+
+    Where L < E weights may be sharded by `moecomm.nn.fully_shard_experts` alone. fully_shard itself raises
+    InvalidArgument: its shards would mix different experts, or have gradients of another scale than the rest
+    of the model.
     """
 
     w_in: nn.Parameter

@@ -21,6 +21,8 @@ _BUCKET_BYTES = 64 << 20
 
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
 """What `prepare_ddp` writes on parameters of experts."""
+DIVIDED = "moecomm_divided"
+"""What `fully_shard_experts` writes on those that it leaves whole, whose gradients are final."""
 
 
 @torch.no_grad()
@@ -69,6 +71,8 @@ def sync_gradients(
         if isinstance(parameter, DTensor):
             if parameter not in owners:
                 _require_all_ranks(parameter, ranks)
+            continue
+        if hasattr(parameter, DIVIDED):
             continue
         over = dist.group.WORLD if group is None else group
         if parameter in owners:

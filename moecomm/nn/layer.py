@@ -47,8 +47,10 @@ class MoELayer(nn.Module):
     may be shared by many layers; without it the layer builds one from `group` (default: all ranks) and
     `max_tokens`, the most tokens a rank brings to one call. group: a process group or a DeviceMesh of one
     dimension; instead of it a DeviceMesh of several dimensions may be given as `mesh`, and as `ep_dim` the
-    name of that over which the experts are spread. Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of
-    another dtype (after `layer.half()`) make forward raise InvalidArgument, on all ranks.
+    name of that over which the experts are spread.
+
+    Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of another dtype (after
+    `layer.half()`) make forward raise InvalidArgument, on all ranks.
 
     With config.limit_nodes a token uses experts on at most that many nodes. `nodes` says on how many nodes
     the ranks are, equally many on each and in order; None: those of the communicator. Another number keeps

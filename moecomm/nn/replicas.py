@@ -40,6 +40,9 @@ class Replicas:
     @property
     def group(self) -> Group:
         """The process group of `ranks`, which ask for it together; made the first time."""
+        if self.ranks == ranks_of(None):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
         if self.ranks not in _groups:
             made = dist.new_group(list(self.ranks), use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup)
@@ -95,24 +98,25 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
 
 
 def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
-    """For each communicator of the model whose experts are spread: who holds this rank's.
+    """For each communicator of the model's layers: who holds this rank's experts.
 
     group: all ranks that hold the model (None: all of the job); they call together. The first time for a
     communicator its EP groups are told to all of them; later they are looked up. Raises InvalidArgument, on
     all ranks, where the EP groups do not part the group equally.
     """
-    comms = dict.fromkeys(layer.comm for layer in layers_of(model) if layer.comm.size > 1)
+    comms = dict.fromkeys(layer.comm for layer in layers_of(model))
     ranks = ranks_of(group)
     missing = [comm for comm in comms if ranks not in _known.get(comm, {})]
     if missing:
         told: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(told, [ranks_of(comm.group) for comm in missing], group=group)
+        own = [ranks_of(comm.group) if comm.size > 1 else (dist.get_rank(),) for comm in missing]
+        dist.all_gather_object(told, own, group=group)
         if len({len(each) for each in told}) != 1:
             raise InvalidArgument(
-                f"model has {[len(each) for each in told]} communicators with spread experts on ranks "
-                f"{ranks}: all ranks of the group must hold the same model"
+                f"model has {[len(each) for each in told]} communicators on ranks {ranks}: all ranks of the "
+                "group must hold the same model"
             )
-        found = [match_blocks(own, ranks) for own in zip(*told, strict=True)]
+        found = [match_blocks(each, ranks) for each in zip(*told, strict=True)]
         for comm, blocks in zip(missing, found, strict=True):
             replicas = Replicas(blocks, tuple(block[comm.rank] for block in blocks))
             _known.setdefault(comm, {})[ranks] = replicas
