@@ -59,6 +59,8 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     for parameter, layer in spread.items():
         if hasattr(parameter, AVERAGED_BY_DDP):
             continue
+        if len(replicas[layer.comm].ranks) > 1:
+            _ = replicas[layer.comm].group  # made now, not within a backward
         average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
         setattr(parameter, AVERAGED_BY_DDP, average)
         parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
+from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import is_expert_parameter
 from moecomm.types import Group
@@ -68,14 +69,20 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
     They are known by their layer, as FSDP puts others in their place, which have no mark. Experts that are
     all on every rank are parameters like any.
     """
-    layers = layers_of(model)
-    owners: dict[nn.Parameter, MoELayer | None] = {}
-    for layer in layers:
-        owners |= dict.fromkeys(layer.experts.parameters(), layer)
-    for parameter in model.parameters():
-        if is_expert_parameter(parameter):
-            owners.setdefault(parameter, None)
-    return {each: layer for each, layer in owners.items() if layer is None or layer.comm.size > 1}
+    marked = filter(is_expert_parameter, model.parameters())
+    owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module.comm.size > 1:
+            owners |= dict.fromkeys(module.experts.parameters(), module)
+        elif isinstance(module, MoELayer) or _has_all(module):
+            of_all = module.experts if isinstance(module, MoELayer) else module
+            for parameter in of_all.parameters():
+                owners.pop(parameter, None)
+    return owners
+
+
+def _has_all(module: nn.Module) -> bool:
+    return isinstance(module, GroupedExperts) and module.num_local_experts == module.config.num_experts
 
 
 def ranks_of(group: Group | None) -> Ranks:
