@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +53,8 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             "a parameter is marked as an expert's and in no MoELayer: prepare_ddp cannot tell which ranks "
             "hold it. Use sync_gradients without DistributedDataParallel"
         )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
     ignored = {name for name, parameter in model.named_parameters() if parameter in owners}
     ignored |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] == "load_E"}
     ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))

@@ -301,6 +301,8 @@ def refused_fsdp(rank: int, world_size: int, seed: int) -> None:
         loss_of(model(tokens(rank, 0, seed))).backward()
         found = catch(lambda: sync_gradients(model))
         assert found is not None and "must be so over all ranks (0, 1, 2, 3)" in found.text
+        found = catch(lambda: prepare_ddp(model))
+        assert found is not None and found.text.startswith("model is sharded by fully_shard")
         model.moe.defer_weights = True
         loss_of(model(tokens(rank, 0, seed))).backward()
         found = catch(model.moe.backward_weights)
