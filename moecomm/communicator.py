@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,17 @@ from moecomm.routing import (
     require_integer,
     weight_dtype,
 )
-from moecomm.types import DispatchOutput, Group, GroupReference, Handle, Layout, Work, build
+from moecomm.types import (
+    AnyGroup,
+    DispatchOutput,
+    Group,
+    GroupReference,
+    Handle,
+    Layout,
+    Work,
+    as_group,
+    build,
+)
 from moecomm.version import __version__
 
 Array = Any
@@ -69,8 +79,8 @@ class Communicator:
     L with L = num_experts / ranks. The algorithms, signals and memory are described in docs/.
 
     Args:
-        group: a torch.distributed ProcessGroup; None is the default group, or this process alone if there is
-            none.
+        group: a torch.distributed ProcessGroup, or a DeviceMesh of one dimension; None is the default group,
+            or this process alone if there is none.
         num_experts: E, a multiple of the ranks.
         hidden: H, elements of a row; a row has a multiple of 16 bytes.
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
@@ -117,7 +127,7 @@ class Communicator:
 
     def __init__(
         self,
-        group: Group | None = None,
+        group: AnyGroup | None = None,
         *,
         num_experts: int,
         hidden: int,
@@ -131,6 +141,7 @@ class Communicator:
         timeout: float | timedelta | None = None,
     ) -> None:
         self._backend: Backend | None = None
+        group = as_group(group)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         error: MoecommError | None = None
@@ -734,6 +745,19 @@ class Communicator:
         return backend.run("moecomm empty_input", lambda: backend.empty_input(num_tokens))
 
     # -- state -----------------------------------------------------------------------------------------
+
+    def refuse(self, error: InvalidArgument) -> NoReturn:
+        """Raises `error` here and, in the operation that they call instead, on all other ranks, which learn
+        whose it is. For a layer that finds something wrong on its rank alone: raising without a word would
+        leave the others waiting until their deadline. The communicator stays usable."""
+        backend = self._open()
+
+        def announce() -> NoReturn:
+            backend.ready()
+            backend.fail(error)
+
+        backend.run("moecomm refuse", announce)
+        raise error
 
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and

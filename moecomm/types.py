@@ -14,16 +14,33 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from moecomm.errors import CommunicatorClosed
+from moecomm.errors import CommunicatorClosed, InvalidArgument
 
 Group = dist.ProcessGroup
+AnyGroup = dist.ProcessGroup | DeviceMesh
+"""What names ranks: a process group, or a DeviceMesh of one dimension."""
 Layout = Literal["expert", "rank"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
 PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow")
 """Fields of a DispatchOutput that tell of its plan, and (PlanViews) their values."""
 PlanViews = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
+    """The process group of a one-dimensional DeviceMesh; a process group or None as it is.
+
+    Raises InvalidArgument, on every rank that calls, for a mesh of more dimensions: `mesh["ep"]` takes one.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        named = group.mesh_dim_names
+        way = f"one of its dimensions {named}, mesh[{named[-1]!r}] for example" if named else "one with names"
+        raise InvalidArgument(f"{name} is a DeviceMesh of {group.ndim} dimensions, must have one: pass {way}")
+    return group.get_group()
 
 
 class GroupReference:

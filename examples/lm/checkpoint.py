@@ -50,7 +50,7 @@ def save(
 ) -> Path:
     """Writes `folder/step-...`, all ranks together, then removes all but the newest two."""
     path = folder / f"step-{run.step:08d}"
-    save_state(_state(model, optimizer, run, ranks), checkpoint_id=path)
+    save_state(_state(model, optimizer, run), checkpoint_id=path)
     if ranks.first:
         for old in _finished(folder)[:-KEPT]:
             shutil.rmtree(old)
@@ -58,12 +58,10 @@ def save(
     return path
 
 
-def load(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
-) -> Path:
+def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> Path:
     """Fills model, optimizer and run from the newest checkpoint; all ranks call it, any number of them."""
     path = newest(folder)
-    load_state(_state(model, optimizer, run, ranks), checkpoint_id=path)
+    load_state(_state(model, optimizer, run), checkpoint_id=path)
     return path
 
 
@@ -87,7 +85,5 @@ def _finished(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step-*/.metadata"))
 
 
-def _state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
-) -> dict[str, Any]:
-    return {**sharded_state(model, optimizer, ranks.ep_mesh), "run": run}
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> dict[str, Any]:
+    return {**sharded_state(model, optimizer), "run": run}

@@ -85,16 +85,8 @@ class Ranks:
 
     @property
     def ep_mesh(self) -> DeviceMesh:
-        return self.mesh["ep"]
-
-    @property
-    def ep_group(self) -> dist.ProcessGroup:
         """The ranks that share out the experts: a token of any of them may go to any other."""
-        return self.mesh.get_group("ep")
-
-    @property
-    def same_experts_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("dp")
+        return self.mesh["ep"]
 
 
 def join(ep: int, device: str) -> Ranks:

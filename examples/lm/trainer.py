@@ -46,7 +46,7 @@ class Trainer:
         self.local_batch = options.batch // ranks.world
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.comm = moecomm.Communicator(
-            ranks.ep_group,
+            ranks.ep_mesh,
             num_experts=options.experts,
             hidden=options.dim,
             top_k=options.top_k,
@@ -59,7 +59,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         if options.resume:
-            checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state, ranks)
+            checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state)
             if self.run_state.step > options.steps:
                 raise UsageError(
                     f"--resume: the run in {self.out} is at step {self.run_state.step} already, beyond "
@@ -139,8 +139,8 @@ class Trainer:
             load_AE = last_load(self.model)
         else:
             loss, load_AE = self._in_microbatches(tokens_BS)
-        sync_gradients(self.model, expert_group=self.ranks.same_experts_group)
-        norm = clip_grad_norm(self.model, options.clip, self.ranks.ep_group)
+        sync_gradients(self.model)
+        norm = clip_grad_norm(self.model, options.clip)
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

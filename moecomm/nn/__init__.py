@@ -15,6 +15,7 @@ from __future__ import annotations
 from moecomm.nn.balance import update_expert_bias
 from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
+from moecomm.nn.data_parallel import fully_shard_experts, prepare_ddp
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import clip_grad_norm, sync_gradients
 from moecomm.nn.graphed import GraphedStep
@@ -36,10 +37,12 @@ __all__ = [
     "TopKRouter",
     "attach_loss",
     "clip_grad_norm",
+    "fully_shard_experts",
     "is_expert_parameter",
     "keep_plans",
     "load_balancing_loss",
     "mark_expert_parameter",
+    "prepare_ddp",
     "set_loss_scale",
     "sharded_state",
     "sync_gradients",

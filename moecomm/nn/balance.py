@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from moecomm.nn.router import TopKRouter
+from moecomm.types import AnyGroup, as_group
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def update_expert_bias(model: nn.Module, group: AnyGroup | None = None) -> None:
     """Call once after each optimizer step: raises the bias of underloaded experts, lowers the others'.
 
     bias_e += bias_update_rate * sign(mean load - load_e) with the load counted over `group` (default: all
@@ -25,7 +26,7 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
         return
     flat = torch.cat(loads)
     if dist.is_initialized():
-        dist.all_reduce(flat, group=group)
+        dist.all_reduce(flat, group=as_group(group))
     for router, load_E in zip(routers, torch.split(flat, [load.numel() for load in loads]), strict=True):
         assert router.expert_bias_E is not None
         assert router.load_E is not None

@@ -10,65 +10,90 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moecomm.nn.parameters import is_expert_parameter
+from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.gradients import ep_group_of
+from moecomm.nn.replicas import expert_owners, replicas_of_shards
+from moecomm.types import AnyGroup, Group, as_group
 
 
 def sharded_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    ep_group: dist.ProcessGroup | DeviceMesh | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ep_group: AnyGroup | None = None
 ) -> dict[str, Any]:
     """What `torch.distributed.checkpoint.save` and `.load` take: {"model": ..., "optimizer": ...,
     "param_groups": ...}.
 
     Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by expert (dimension
-    0) over ep_group, the ranks that share out the experts (default: all ranks; a 1-d mesh is taken too). So a
-    checkpoint holds (E, ...) tensors and loads at any EP size. All others are plain tensors, the same on
-    every rank.
+    0) over the ranks of their layer's communicator, and where `fully_shard_experts` has sharded them further
+    over those that hold the same experts. So a checkpoint holds (E, ...) tensors and loads at any EP size,
+    sharded or not. All others are what they are in `state_dict()`: plain tensors, the same on every rank, or
+    shards of FSDP2. Records of which experts a rank's state_dict holds are left out. Pass the model that was
+    built, not a wrapper (`ddp.module`), so that names stay the same.
+
+    ep_group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension. For
+    MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
+    parameters marked outside of MoELayers the default is all ranks.
 
     Every tensor shares storage with the live one: `load` writes into model and optimizer in place.
     "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded;
     add keys of your own beside these, but keep these at the top level of what you pass to `load`. An
     optimizer that has not stepped is given its state tensors first, all zero, and behaves as before.
     """
-    mesh = _ep_mesh(model, ep_group)
-    experts = {name for name, parameter in model.named_parameters() if is_expert_parameter(parameter)}
-    tensors = model.state_dict()
-    state: dict[str, Any] = {"model": {n: _shard(t, mesh) if n in experts else t for n, t in tensors.items()}}
+    all_tensors = model.state_dict()  # first: it makes FSDP put its shards in place
+    places = _find_places(model, as_group(ep_group, "ep_group"))
+    records = {f"{n}._extra_state" for n, m in model.named_modules() if isinstance(m, GroupedExperts)}
+    records |= {"_extra_state"} if isinstance(model, GroupedExperts) else set()
+    tensors = {name: value for name, value in all_tensors.items() if name not in records}
+    parameters = dict(model.named_parameters())
+    shards = {n: _shard(t, places.get(parameters.get(n))) for n, t in tensors.items()}
+    state: dict[str, Any] = {"model": shards}
     if optimizer is not None:
         _ensure_state(optimizer)
-        state["optimizer"] = _optimizer_tensors(model, optimizer, mesh)
+        state["optimizer"] = {
+            name: {
+                key: _shard(value, places.get(parameter) if value.shape == parameter.shape else None)
+                for key, value in optimizer.state[parameter].items()
+                if isinstance(value, Tensor)
+            }
+            for name, parameter in parameters.items()
+            if parameter in optimizer.state
+        }
         state["param_groups"] = _ParamGroups(optimizer)
     return state
 
 
-def _ep_mesh(model: nn.Module, ep_group: dist.ProcessGroup | DeviceMesh | None) -> DeviceMesh | None:
-    if isinstance(ep_group, DeviceMesh) or not dist.is_initialized():
-        return ep_group if isinstance(ep_group, DeviceMesh) else None
-    device_type = next((p.device.type for p in model.parameters()), "cpu")
-    group = dist.group.WORLD if ep_group is None else ep_group
-    assert group is not None
-    return DeviceMesh.from_group(group, device_type)
+def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, DeviceMesh]:
+    """Over which mesh each expert parameter is a shard: its EP group, and for one that is sharded already
+    those that hold the same experts as a second dimension."""
+    if not dist.is_initialized():
+        return {}
+    owners = expert_owners(model)
+    meshes: dict[tuple[Any, Any], DeviceMesh] = {}
+    places: dict[Any, DeviceMesh] = {}
+    for parameter, layer in owners.items():
+        kind, over = parameter.device.type, getattr(parameter, "device_mesh", None)
+        key = (None if layer is None else layer.comm, over)
+        if key not in meshes:
+            if layer is not None and over is not None:
+                meshes[key] = replicas_of_shards(layer.comm, over).mesh(layer.comm, kind)
+            else:
+                group = ep_group_of(layer, ep_group)
+                assert group is not None
+                meshes[key] = DeviceMesh.from_group(group, kind)
+        places[parameter] = meshes[key]
+    return places
 
 
-def _shard(local: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    return local if mesh is None else DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False)
-
-
-def _optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None
-) -> dict[str, dict[str, Any]]:
-    tensors: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter not in optimizer.state:
-            continue
-        sharded = is_expert_parameter(parameter)
-        tensors[name] = {
-            key: _shard(value, mesh) if sharded and value.shape == parameter.shape else value
-            for key, value in optimizer.state[parameter].items()
-            if isinstance(value, Tensor)
-        }
-    return tensors
+def _shard(tensor: Any, mesh: DeviceMesh | None) -> Any:
+    """This rank's experts as a shard of all; without a mesh it is left as it is."""
+    if mesh is None:
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
+    shape = torch.Size((tensor.shape[0] * mesh.size(0), *tensor.shape[1:]))
+    placements = [Shard(0), *tensor.placements]
+    stride = torch.empty(shape, device="meta").stride()
+    local = tensor.to_local().detach()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @torch.no_grad()

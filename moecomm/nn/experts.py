@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecomm.activation import weighted_activation
 from moecomm.errors import InvalidArgument
@@ -29,6 +31,14 @@ class GroupedExperts(nn.Module):
     With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
     keep their dtype. Raises Unsupported for a GPU that has none of them.
 
+    A state_dict has a record of the experts it holds, "_extra_state": (3,) int64 of first_expert, L and E.
+    load_state_dict raises InvalidArgument, before it changes a weight, for a state of other experts. A state
+    without a record, from an earlier version, loads if its shapes fit, with a warning where L < E.
+
+    Where L < E weights may be sharded by `moecomm.nn.fully_shard_experts` alone. fully_shard itself raises
+    InvalidArgument: its shards would mix different experts, or have gradients of another scale than the rest
+    of the model.
+
     Attributes:
         w_in: (L, H, 2F) for swiglu, gate first and up second; (L, H, F) for gelu. Of the config's dtype.
         w_out: (L, F, H) of the config's dtype.
@@ -40,6 +50,8 @@ class GroupedExperts(nn.Module):
 
     w_in: nn.Parameter
     w_out: nn.Parameter
+    sharded_over: frozenset[int] = frozenset()
+    """Ranks (of the default group) over which `fully_shard_experts` shards the weights."""
 
     def __init__(
         self,
@@ -137,6 +149,47 @@ class GroupedExperts(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # Copying or unpickling a module makes new Parameter objects, which have lost their attributes.
         self._mark_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
+        if isinstance(value, DTensor) and self.num_local_experts < self.config.num_experts:
+            ranks = {int(rank) for rank in value.device_mesh.mesh.flatten()}
+            if ranks != self.sharded_over:
+                raise InvalidArgument(
+                    f"{name} is sharded over ranks {sorted(ranks)} by fully_shard: of the "
+                    f"{self.config.num_experts} experts this rank holds {self.num_local_experts}, and others "
+                    "hold others. Call moecomm.nn.fully_shard_experts(model) first, then fully_shard for the "
+                    "rest of the model"
+                )
+        super().__setattr__(name, value)
+
+    def get_extra_state(self) -> Tensor:
+        """The record of the experts that a state_dict holds: (3,) int64 of first_expert, L and E."""
+        held = [self.first_expert, self.num_local_experts, self.config.num_experts]
+        return torch.tensor(held, dtype=torch.int64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing: `_load_from_state_dict` has compared the record, before any weight."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        own = self.get_extra_state()
+        name = f"{prefix}_extra_state"
+        if name not in state_dict and self.num_local_experts < self.config.num_experts:
+            warnings.warn(
+                f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
+                f"is taken to hold {self.num_local_experts} experts from {self.first_expert} on",
+                stacklevel=2,
+            )
+        held = state_dict.setdefault(name, own)
+        if held.tolist() != own.tolist():
+            first, count, of = held.tolist()
+            raise InvalidArgument(
+                f"the state holds experts {first}..{first + count - 1} of {of}, this module experts "
+                f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1} of "
+                f"{self.config.num_experts}: each rank's state_dict is of its own experts. Save and load "
+                "with torch.distributed.checkpoint and moecomm.nn.sharded_state, which has all of them"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1

@@ -1,77 +1,183 @@
-"""Gradients over ranks: averaging, and the norm, when expert parameters are sharded and all others
+"""Gradients over ranks: averaging, and the norm, when expert parameters are spread and all others
 replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from moecomm.nn.parameters import is_expert_parameter
+from moecomm.errors import InvalidArgument
+from moecomm.nn.layer import MoELayer
+from moecomm.nn.replicas import Ranks, expert_owners, find_replicas, ranks_of
+from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
+
+AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
+"""What `prepare_ddp` writes on parameters of experts."""
+DIVIDED = "moecomm_divided"
+"""What `fully_shard_experts` writes on those that it leaves whole, whose gradients are final."""
 
 
 @torch.no_grad()
 def sync_gradients(
-    model: nn.Module,
-    group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
+    model: nn.Module, group: AnyGroup | None = None, expert_group: AnyGroup | None = None
 ) -> None:
     """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
-    losses.
+    losses. Every rank of `group` calls it, once a step.
 
-    group: all ranks that hold tokens of this step (default: all). Dense gradients are summed over it and
-    divided by its size. An expert's gradient already holds what the tokens of its communicator's ranks
-    contributed, because dispatch brought them there; it is summed over expert_group, the ranks that hold the
-    same experts (default: no other rank does), and divided by the size of `group` as well.
+    group: all ranks that hold the model and bring tokens to a step (default: all ranks); a process group or a
+    DeviceMesh of one dimension, here and below. Dense gradients are summed over it and divided by its size.
+    An expert's gradient already holds what the tokens of its communicator's ranks contributed, because
+    dispatch brought them there; it is summed over the ranks that hold the same expert, and divided by the
+    size of `group` as well. Which ranks those are the layers' communicators tell: ranks exchange their groups
+    at the first call.
 
-    A parameter without a gradient counts as zero, so that ranks without tokens take part. Call it on every
-    rank, once a step. With unequal token counts, scale each rank's loss so that the mean over ranks is the
-    loss you mean.
+    expert_group: the ranks that hold the same experts. For MoELayers it need not be given, and is compared
+    with what the layers tell. For parameters of one's own that `mark_expert_parameter` marked outside of
+    MoELayers the default is that no other rank holds the same.
+
+    A parameter without a gradient counts as zero, so that ranks without tokens take part. With unequal token
+    counts, scale each rank's loss so that the mean over ranks is the loss you mean. Replicas end with equal
+    bits. Gradients that FSDP2 has averaged already, of `fully_shard_experts` and of `fully_shard` over all of
+    `group`, stay as they are.
+
+    Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
+    `group`, another expert_group, parameters that fully_shard has sharded over some of `group`, or a model
+    under DistributedDataParallel, which has synchronised its gradients in the backward.
     """
     if not dist.is_initialized():
         return
-    size = dist.get_world_size(group)
-    dense, experts = _split(model)
-    if size > 1:
-        _all_reduce([_gradient(p) for p in dense], group)
-    expert_gradients = [_gradient(p) for p in experts]
-    if expert_group is not None and dist.get_world_size(expert_group) > 1:
-        _all_reduce(expert_gradients, expert_group)
-    for gradient in [*(_gradient(p) for p in dense), *expert_gradients]:
-        gradient.div_(size)
+    group, expert_group = as_group(group), as_group(expert_group, "expert_group")
+    owners = expert_owners(model)
+    _refuse_ddp(model, owners)
+    replicas = find_replicas(model, group)
+    size, ranks = dist.get_world_size(group), ranks_of(group)
+    given = None if expert_group is None else ranks_of(expert_group)
+    for found in replicas.values():
+        if given not in (None, found.ranks):
+            raise InvalidArgument(
+                f"expert_group has ranks {given}, must have {found.ranks}, which hold the same experts; "
+                "leave it out, the layers know"
+            )
+    sums: dict[Group | None, list[Tensor]] = {}
+    for parameter in _trained(model):
+        if isinstance(parameter, DTensor):
+            if parameter not in owners:
+                _require_all_ranks(parameter, ranks)
+            continue
+        if hasattr(parameter, DIVIDED):
+            continue
+        over = dist.group.WORLD if group is None else group
+        if parameter in owners:
+            layer, over = owners[parameter], expert_group
+            if expert_group is None and layer is not None and len(replicas[layer.comm].ranks) > 1:
+                over = replicas[layer.comm].group
+        sums.setdefault(over, []).append(_gradient(parameter))
+    for over, gradients in sums.items():
+        if over is not None and dist.get_world_size(over) > 1:
+            _all_reduce(gradients, over)
+        for gradient in gradients:
+            gradient.div_(size)
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: dist.ProcessGroup | None = None) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: AnyGroup | None = None) -> Tensor:
     """Scales all gradients so that their global 2-norm is at most max_norm; returns the norm before, 0-d
     float32.
 
-    Call it after `sync_gradients`. ep_group: the ranks that share out the experts (default: all ranks); each
-    shard is counted once and a replicated parameter once. float64 gradients give a float64 norm. All ranks
-    get the same number, and a norm that is not finite makes the gradients so too, as
-    torch.nn.utils.clip_grad_norm_ does.
+    Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
+    DistributedDataParallel). Each expert is counted once, whichever rank holds it, and a replicated parameter
+    once; shards of FSDP2 are added up. float64 gradients give a float64 norm. All ranks get the same number,
+    and a norm that is not finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
+
+    ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
+    MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'
+    own. For parameters marked outside of MoELayers the default is all ranks.
     """
-    dense, experts = _split(model)
-    expert_square = _sum_of_squares(experts)
-    if dist.is_initialized():
-        dist.all_reduce(expert_square, group=ep_group)
-    norm = (_sum_of_squares(dense) + expert_square).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in [*dense, *experts]:
+    ep_group = as_group(ep_group, "ep_group")
+    owners, trained = expert_owners(model), _trained(model)
+    squares: dict[tuple[Group, ...], Tensor] = {}
+    for parameter in trained:
+        groups = _shard_groups(parameter)
+        if parameter in owners and dist.is_initialized():
+            over = ep_group_of(owners[parameter], ep_group)
+            assert over is not None
+            groups = (*groups, over)
+        square = squares.setdefault(groups, _zero(trained))
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
-    wide = any(p.dtype == torch.float64 for p in [*dense, *experts])
-    return norm if wide else norm.float()
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            square += torch.linalg.vector_norm(_local(parameter.grad), dtype=dtype).double().square()
+    for groups, square in squares.items():
+        for over in groups:
+            dist.all_reduce(square, group=over)
+    norm = sum(squares.values(), start=_zero(trained)).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in trained:
+        if parameter.grad is not None:
+            local = _local(parameter.grad)
+            local.mul_(scale.to(local.device, local.dtype))
+    return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
 
 
-def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [p for p in trained if not is_expert_parameter(p)], [p for p in trained if is_expert_parameter(p)]
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
+    """The ranks that share out the experts of a layer; None: those of a parameter without one."""
+    if layer is None:
+        return dist.group.WORLD if given is None else given
+    own = layer.comm.group
+    if given is not None and ranks_of(given) != ranks_of(own):
+        raise InvalidArgument(
+            f"ep_group has ranks {ranks_of(given)}, must have {ranks_of(own)}, those of the layer's "
+            "communicator; leave it out, the layers know"
+        )
+    return own
+
+
+def _refuse_ddp(model: nn.Module, owners: dict[nn.Parameter, MoELayer | None]) -> None:
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if wrapped or any(hasattr(parameter, AVERAGED_BY_DDP) for parameter in owners):
+        raise InvalidArgument(
+            "model is under DistributedDataParallel, whose backward averages gradients: sync_gradients would "
+            "divide them once more. Leave the call out"
+        )
+
+
+def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:
+    over = tuple(sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten()))
+    if over != tuple(sorted(ranks)):
+        raise InvalidArgument(
+            f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so over "
+            f"all ranks {ranks} of the group: its gradient is averaged there alone. Call fully_shard(model) "
+            "for all of them, after fully_shard_experts(model)"
+        )
+
+
+def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:
+    """Over which the squares of a parameter's shards are summed; none for one that is whole on a rank."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    placements = enumerate(parameter.placements)
+    return tuple(parameter.device_mesh.get_group(number) for number, place in placements if place.is_shard())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _zero(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """float64, so that the order in which shards are added does not show in the norm."""
+    device = _local(parameters[0]).device if parameters else torch.device("cpu")
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -80,26 +186,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """float64, so that the order in which shards are added does not show in the norm."""
-    parameters = list(parameters)
-    device = parameters[0].device if parameters else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            total += (
-                torch.linalg.vector_norm(parameter.grad, dtype=_at_least_float32(parameter.dtype))
-                .double()
-                .square()
-            )
-    return total
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup | None) -> None:
+def _all_reduce(gradients: list[Tensor], group: Group) -> None:
     """Sums in place over the group, in buckets: many small all-reduces cost a round trip each."""
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])

@@ -18,7 +18,7 @@ from moecomm.nn.layer import MoELayer
 from moecomm.nn.pool import ActivationPool, lost_rows
 from moecomm.nn.recorder import CudaRecorder, Recorder
 from moecomm.nn.verdict import Verdict
-from moecomm.types import Group
+from moecomm.types import AnyGroup, Group, as_group
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class GraphedStep:
         pool: ActivationPool | None = None,
         headroom: float = 1.25,
         update: torch.optim.Optimizer | Callable[[], object] | None = None,
-        group: Group | None = None,
+        group: AnyGroup | None = None,
         warmup: int = 2,
         report_every: int = 100,
         recorder: Recorder | None = None,
@@ -195,9 +195,9 @@ class GraphedStep:
 
     # -- before the first replay -----------------------------------------------------------------------
 
-    def _group(self, group: Group | None) -> Group | None:
+    def _group(self, group: AnyGroup | None) -> Group | None:
         if group is not None:
-            return group
+            return as_group(group)
         groups = {id(comm.group): comm.group for comm in self._comms}
         if len(groups) > 1:
             raise InvalidArgument(

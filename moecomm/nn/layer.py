@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moecomm.activation import prepare as prepare_activation
 from moecomm.backends.device import CudaDevice
@@ -26,15 +27,20 @@ from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.overlap import Executor, Keep, Split, Timeline, sms_beside_products
 from moecomm.routing import require_integer
+from moecomm.types import AnyGroup
 
 
 class MoELayer(nn.Module):
     """y = shared(x) + sum over the chosen experts of weight * expert(x), with the experts spread over ranks.
 
     Every rank of the communicator calls forward together, each with its own tokens, which may be none. `comm`
-    may be shared by many layers; without it the layer builds one from `group` and `max_tokens`, the most
-    tokens a rank brings to one call. Rows travel and experts compute in config.dtype; the output has x's
-    dtype.
+    may be shared by many layers; without it the layer builds one from `group` (default: all ranks) and
+    `max_tokens`, the most tokens a rank brings to one call. group: a process group or a DeviceMesh of one
+    dimension; instead of it a DeviceMesh of several dimensions may be given as `mesh`, and as `ep_dim` the
+    name of that over which the experts are spread.
+
+    Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of another dtype (after
+    `layer.half()`) make forward raise InvalidArgument, on all ranks.
 
     With config.limit_nodes a token uses experts on at most that many nodes. `nodes` says on how many nodes
     the ranks are, equally many on each and in order; None: those of the communicator. Another number keeps
@@ -109,7 +115,9 @@ class MoELayer(nn.Module):
         config: MoEConfig,
         comm: Communicator | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: AnyGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        ep_dim: str | None = None,
         max_tokens: int | None = None,
         nodes: int | None = None,
         overlap: bool = True,
@@ -120,10 +128,13 @@ class MoELayer(nn.Module):
         super().__init__()
         if experts is not None:
             adopt_experts(experts, config)
+        group = _expert_group(group, mesh, ep_dim)
         if comm is None:
             comm = _build_communicator(config, group, max_tokens)
         elif group is not None or max_tokens is not None:
-            raise InvalidArgument("group and max_tokens are given by comm, must be None when comm is passed")
+            raise InvalidArgument(
+                "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
+            )
         for name in ("num_experts", "hidden", "top_k", "dtype"):
             ours, theirs = getattr(config, name), getattr(comm, name)
             if ours != theirs:
@@ -172,6 +183,7 @@ class MoELayer(nn.Module):
         input. A bad x raises the communicator's error on all ranks; a seq_len that does not divide T raises
         InvalidArgument on this rank.
         """
+        self._check_weights()
         x_TH, seq_len = self._flatten(x, seq_len)
         routing = self.router(x_TH, seq_len)
         rows_TH = x_TH.to(self.config.dtype)
@@ -330,6 +342,23 @@ class MoELayer(nn.Module):
             adopt_experts(twin.experts, twin.config)  # copies of parameters have lost their marks
         return twin
 
+    def _check_weights(self) -> None:
+        """That the weights have the dtype in which rows travel. Of those that FSDP shards there is nothing to
+        see before their module's own call, in which they may have another one."""
+        for name, module in (
+            ("experts", None if self._own_experts else self.experts),
+            ("shared", self.shared),
+        ):
+            weight = getattr(module, "w_in", None)
+            if weight is None or weight.dtype is self.config.dtype or isinstance(weight, DTensor):
+                continue
+            self.comm.refuse(
+                InvalidArgument(
+                    f"{name}.w_in is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
+                    f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
+                )
+            )
+
     def _flatten(self, x: Tensor, seq_len: int | None) -> tuple[Tensor, int | None]:
         if x.dim() not in (2, 3) or x.shape[-1] != self.config.hidden:
             # Raising here would leave the other ranks waiting; the communicator refuses x on all of them.
@@ -387,9 +416,25 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
             module.loss_scale = scale
 
 
-def _build_communicator(
-    config: MoEConfig, group: dist.ProcessGroup | None, max_tokens: int | None
-) -> Communicator:
+def _expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
+    """`group`, or dimension `ep_dim` of `mesh`."""
+    if mesh is None:
+        if ep_dim is not None:
+            raise InvalidArgument(f"ep_dim is {ep_dim!r}, must be None without a mesh")
+        return group
+    if group is not None:
+        raise InvalidArgument("group and mesh are both given, one of them must be None")
+    if ep_dim is None and mesh.ndim == 1:
+        return mesh
+    if ep_dim not in (mesh.mesh_dim_names or ()):
+        raise InvalidArgument(
+            f"ep_dim is {ep_dim!r}, must be the dimension of the mesh over which the experts are spread, one "
+            f"of {mesh.mesh_dim_names}"
+        )
+    return mesh[ep_dim]
+
+
+def _build_communicator(config: MoEConfig, group: AnyGroup | None, max_tokens: int | None) -> Communicator:
     if max_tokens is None:
         raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
     return Communicator(

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
+from moecomm.errors import InvalidArgument
 from moecomm.nn.grouped import Products
 from moecomm.nn.pool import ActivationPool
 from moecomm.overlap import Executor, Keep, Recorded, Split, Timeline
@@ -33,7 +35,15 @@ class Deferred:
     pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
 
     def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
-        """Computes them all and adds them to the parameters' `grad`."""
+        """Computes them all and adds them to the parameters' `grad`. Raises InvalidArgument where those have
+        hooks, which would not run, or are sharded."""
+        for parameter in (w_in, w_out) if self.pending else ():
+            hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            if hooked or isinstance(parameter, DTensor):
+                raise InvalidArgument(
+                    "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
+                    "fully_shard, or with hooks, which would not see the gradients: set it to False"
+                )
         while self.pending:
             for parameter, gradient in zip((w_in, w_out), self.pending.pop(0)(), strict=True):
                 if gradient is None:

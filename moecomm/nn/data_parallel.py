@@ -1,0 +1,184 @@
+"""DistributedDataParallel and FSDP2 around models whose experts are spread over ranks.
+
+Both take it that all ranks hold the same parameters. The ranks of an EP group do not: `prepare_ddp` and
+`fully_shard_experts` make what holds for the rest of the model hold for the experts among their replicas,
+with gradients of the mean over all ranks. DistributedDataParallel around a model that is not prepared is
+refused while it is built, before it overwrites a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
+from moecomm.nn.replicas import Ranks, Replicas, expert_owners, find_replicas, layers_of, ranks_of
+from moecomm.types import AnyGroup, as_group
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
+    """Makes `DistributedDataParallel(model)` right for a model with MoELayers, and returns the model.
+
+        model = DistributedDataParallel(prepare_ddp(model))
+
+    After a backward every gradient is that of the mean of all ranks' losses, as after `sync_gradients`, which
+    is not to be called then. DistributedDataParallel leaves the experts and the routers' load counts alone;
+    an expert's gradient is averaged, in the backward, over the ranks that hold the same expert (not under
+    `no_sync()`, as all others). Replicas keep equal bits.
+
+    model: the very module that is wrapped, once it is complete; a copy of it has to be prepared anew. All
+    ranks call together. group: the ranks over which DistributedDataParallel averages (its process_group;
+    default: all ranks), a process group or a DeviceMesh of one dimension; it must have all ranks of each
+    layer's communicator. Raises InvalidArgument, on all ranks, for another group, and for a model that is
+    sharded by fully_shard.
+    """
+    group = as_group(group)
+    owners, replicas = expert_owners(model), find_replicas(model, group)
+    spread = {parameter: layer for parameter, layer in owners.items() if layer is not None}
+    if len(spread) < len(owners):
+        raise InvalidArgument(
+            "a parameter is marked as an expert's and in no MoELayer: prepare_ddp cannot tell which ranks "
+            "hold it. Use sync_gradients without DistributedDataParallel"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
+    ignored = {name for name, parameter in model.named_parameters() if parameter in owners}
+    ignored |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] == "load_E"}
+    ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    for parameter, layer in spread.items():
+        if hasattr(parameter, AVERAGED_BY_DDP):
+            continue
+        if len(replicas[layer.comm].ranks) > 1:
+            _ = replicas[layer.comm].group  # made now, not within a backward
+        average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
+        setattr(parameter, AVERAGED_BY_DDP, average)
+        parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))
+        parameter.register_post_accumulate_grad_hook(average)
+    return model
+
+
+def fully_shard_experts(
+    model: nn.Module, mesh: DeviceMesh | None = None, *, group: AnyGroup | None = None, **options: Any
+) -> None:
+    """Shards the experts of all MoELayers of a model by FSDP2, each over the ranks that hold the same ones.
+
+        fully_shard_experts(model)
+        fully_shard(model)              # all other parameters, over all ranks
+
+    Call it before fully_shard of the rest, on every rank of `group`. Gradients of both are then those of the
+    mean of all ranks' losses; `clip_grad_norm` and `sharded_state` know them, and `sync_gradients` is not
+    needed.
+
+    mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
+    what the layers tell. group: all ranks that hold the model (default: all ranks), a process group or a
+    DeviceMesh of one dimension. options: of torch.distributed.fsdp.fully_shard, for experts that have
+    replicas; weights of which a rank has the only copy stay whole on it. Raises InvalidArgument, on all
+    ranks, for a mesh of other ranks.
+    """
+    replicas = find_replicas(model, as_group(group))
+    over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
+    for layer in layers_of(model):
+        experts, comm = layer.experts, layer.comm
+        held = replicas[comm].ranks
+        if over not in (None, held):
+            raise InvalidArgument(
+                f"mesh has ranks {over}, must have {held}, which hold the same experts; leave it out, the "
+                "layers know"
+            )
+        if isinstance(experts, FSDPModule):
+            continue
+        own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
+        if len(held) == 1:
+            _leave_whole(experts, comm.size, own)
+            continue
+        experts.sharded_over = frozenset(held)
+        sharded = fully_shard(experts, mesh=own, **options)
+        # Without a factor FSDP divides by the replicas alone, as if each had seen its own tokens only.
+        sharded.set_gradient_divide_factor(float(len(held) * comm.size))
+        if comm.device.type == "cpu":
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
+    """Keeps fully_shard of what is around from experts without replicas, and divides their gradients. FSDP
+    over a single rank would do so too, but divides twice for some dtypes (seen with torch 2.13)."""
+    fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
+    for parameter in experts.parameters():
+        setattr(parameter, DIVIDED, True)
+        parameter.register_hook(functools.partial(_divide, divisor=ep_size))
+
+
+def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
+    """A hook of a parameter; None is a gradient that the layer leaves for later (`defer_weights`)."""
+    return None if gradient is None else gradient / divisor
+
+
+class _ReplicaAverage:
+    """Averages an expert's gradient over its replicas after each backward. Each contribution was divided by
+    the ranks of the EP group before (`_divide`), over whose tokens it is a sum, so that it becomes the mean
+    over all ranks. Averaging once more what is averaged changes nothing: gradients may accumulate."""
+
+    def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
+        self.ranks = ranks
+        """Over which DistributedDataParallel averages."""
+        self.wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self._replicas = replicas
+
+    def __call__(self, parameter: Tensor) -> None:
+        wrapper = None if self.wrapper is None else self.wrapper()
+        count = len(self._replicas.ranks)
+        synchronises = wrapper is None or wrapper.require_backward_grad_sync
+        if count == 1 or parameter.grad is None or not synchronises:
+            return
+        with torch.no_grad():
+            dist.all_reduce(parameter.grad, group=self._replicas.group)
+            parameter.grad.div_(count)
+
+
+def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
+    """Called by torch for each module that becomes a part of another one. DistributedDataParallel takes its
+    model so before it compares and broadcasts weights."""
+    if name != "module" or not isinstance(wrapper, DistributedDataParallel) or model is None:
+        return
+    owners, ranks = expert_owners(model), ranks_of(wrapper.process_group)
+    ignored: set[str] = wrapper.parameters_to_ignore
+    if len(ranks) == 1:
+        return
+    for path, parameter in model.named_parameters():
+        if parameter not in owners:
+            continue
+        average = getattr(parameter, AVERAGED_BY_DDP, None)
+        if path not in ignored or average is None:
+            raise InvalidArgument(
+                f"{path} holds other experts on other ranks, and DistributedDataParallel would overwrite "
+                "them with rank 0's: wrap moecomm.nn.prepare_ddp(model) instead. Nothing was changed"
+            )
+        if average.ranks != ranks:
+            raise InvalidArgument(
+                f"DistributedDataParallel averages over ranks {ranks}, and the model was prepared for "
+                f"{average.ranks}: pass prepare_ddp the same group"
+            )
+        average.wrapper = weakref.ref(wrapper)
+    for path, _ in model.named_buffers():
+        if path.rpartition(".")[2] == "load_E" and path not in ignored:
+            raise InvalidArgument(
+                f"{path} counts this rank's own tokens, and DistributedDataParallel would overwrite it with "
+                "rank 0's: wrap moecomm.nn.prepare_ddp(model) instead of the model. Nothing was changed"
+            )
+
+
+register_module_module_registration_hook(_check_wrapped)

@@ -1,0 +1,140 @@
+"""Which ranks hold the same experts: found out from the layers of a model, by all ranks together.
+
+With the experts of a layer spread over the ranks of its communicator (its EP group), the ranks of a job are
+several EP groups, and rank number p of each holds the same experts, its replicas. Example: 4 ranks, EP groups
+(0, 1) and (2, 3). Ranks 0 and 2 hold the first half of the experts, 1 and 3 the second: blocks ((0, 1),
+(2, 3)), replicas of rank 0 are (0, 2).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moecomm.communicator import Communicator
+from moecomm.errors import InvalidArgument
+from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.layer import MoELayer
+from moecomm.nn.parameters import is_expert_parameter
+from moecomm.types import Group
+
+Ranks = tuple[int, ...]
+"""Numbers of ranks in the default group."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold this rank's experts of one communicator."""
+
+    blocks: tuple[Ranks, ...]
+    """The EP groups, in the order of their first ranks."""
+    ranks: Ranks
+    """This rank's replicas, itself included."""
+
+    @property
+    def group(self) -> Group:
+        """The process group of `ranks`, which ask for it together; made the first time."""
+        if self.ranks == ranks_of(None):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if self.ranks not in _groups:
+            made = dist.new_group(list(self.ranks), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            _groups[self.ranks] = made
+        return _groups[self.ranks]
+
+    def mesh(self, comm: Communicator, device_type: str) -> DeviceMesh:
+        """(R, replicas): the experts in R parts, and within them what FSDP shards over the replicas."""
+        assert comm.group is not None
+        ranks = torch.tensor(self.blocks, dtype=torch.int).t().contiguous()
+        names = ("experts", "replicas")
+        return DeviceMesh.from_group([comm.group, self.group], device_type, ranks, mesh_dim_names=names)
+
+
+def layers_of(model: nn.Module) -> list[MoELayer]:
+    """The MoELayers of a model, each once, in order."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
+    """The parameters of which other ranks hold others, with their layer (None: marked by the caller alone).
+
+    They are known by their layer, as FSDP puts others in their place, which have no mark. Experts that are
+    all on every rank are parameters like any.
+    """
+    marked = filter(is_expert_parameter, model.parameters())
+    owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module.comm.size > 1:
+            owners |= dict.fromkeys(module.experts.parameters(), module)
+        elif isinstance(module, MoELayer) or _has_all(module):
+            of_all = module.experts if isinstance(module, MoELayer) else module
+            for parameter in of_all.parameters():
+                owners.pop(parameter, None)
+    return owners
+
+
+def _has_all(module: nn.Module) -> bool:
+    return isinstance(module, GroupedExperts) and module.num_local_experts == module.config.num_experts
+
+
+def ranks_of(group: Group | None) -> Ranks:
+    """Of a group; None is the default group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
+    """The EP groups of `ranks`, of which own[i] is that of ranks[i]. Raises InvalidArgument where they do not
+    part them equally."""
+    blocks = tuple(sorted(set(own)))
+    whole = sorted(rank for block in blocks for rank in block) == sorted(ranks)
+    if not whole or len({len(block) for block in blocks}) != 1:
+        raise InvalidArgument(
+            f"the EP groups of a layer are {blocks} on the ranks {ranks} of the group, must part these ranks "
+            "into equally large groups: each expert is to be held once in each. Pass the group of all ranks "
+            "that hold this model"
+        )
+    return blocks
+
+
+def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
+    """For each communicator of the model's layers: who holds this rank's experts.
+
+    group: all ranks that hold the model (None: all of the job); they call together. The first time for a
+    communicator its EP groups are told to all of them; later they are looked up. Raises InvalidArgument, on
+    all ranks, where the EP groups do not part the group equally.
+    """
+    comms = dict.fromkeys(layer.comm for layer in layers_of(model))
+    ranks = ranks_of(group)
+    missing = [comm for comm in comms if ranks not in _known.get(comm, {})]
+    if missing:
+        told: list[Any] = [None] * len(ranks)
+        own = [ranks_of(comm.group) if comm.size > 1 else (dist.get_rank(),) for comm in missing]
+        dist.all_gather_object(told, own, group=group)
+        if len({len(each) for each in told}) != 1:
+            raise InvalidArgument(
+                f"model has {[len(each) for each in told]} communicators on ranks {ranks}: all ranks of the "
+                "group must hold the same model"
+            )
+        found = [match_blocks(each, ranks) for each in zip(*told, strict=True)]
+        for comm, blocks in zip(missing, found, strict=True):
+            replicas = Replicas(blocks, tuple(block[comm.rank] for block in blocks))
+            _known.setdefault(comm, {})[ranks] = replicas
+    return {comm: _known[comm][ranks] for comm in comms}
+
+
+def replicas_of_shards(comm: Communicator, mesh: DeviceMesh) -> Replicas:
+    """Those of the ranks of `mesh`, over which `fully_shard_experts` has sharded the experts."""
+    over = {int(rank) for rank in mesh.mesh.flatten()}
+    return next(found for found in _known[comm].values() if set(found.ranks) == over)
+
+
+_known: weakref.WeakKeyDictionary[Communicator, dict[Ranks, Replicas]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakValueDictionary[Ranks, Group] = weakref.WeakValueDictionary()

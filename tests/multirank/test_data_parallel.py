@@ -1,0 +1,487 @@
+"""Data parallel x expert parallel: the recipes of docs/training.md, word for word, against one process that
+sees all ranks' tokens; and what of them is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.testing import assert_close
+
+from moecomm import Communicator
+from moecomm.errors import InvalidArgument
+from moecomm.nn import (
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    fully_shard_experts,
+    prepare_ddp,
+    sharded_state,
+    sync_gradients,
+    update_expert_bias,
+)
+from moecomm.nn.replicas import match_blocks
+from tests.multirank.catching import catch
+from tests.multirank.harness import RankPool
+from tests.multirank.moe_cases import SIZES, groups_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
+STEPS, MAX_NORM = 3, 0.5
+TOKENS = [5, 0, 7, 4]
+RECIPES = ["By hand", "DistributedDataParallel", "FSDP2"]
+
+
+class Model(nn.Module):
+    def __init__(self, moe: MoELayer) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16, dtype=torch.float64)
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(self.first(x))
+        return y
+
+
+def recipe(title: str) -> list[str]:
+    """The code blocks of a part of the page."""
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found, f"docs/training.md has no part {title!r}"
+    return [
+        textwrap.dedent(code) for code in re.findall(r"(?:^    .*\n|^\n(?=    ))+", found[1], re.MULTILINE)
+    ]
+
+
+def tokens(rank: int, step: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 10 * step + rank)
+    return torch.randn(TOKENS[rank], 16, generator=generator, dtype=torch.float64)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y.square() + y).sum()
+
+
+def names(rank: int, world_size: int, ep: int, seed: int) -> dict[str, Any]:
+    """What the page's recipes take as given."""
+    torch.manual_seed(seed)
+    given = {name: value for name, value in globals().items() if not name.startswith("_")}
+    return given | {
+        "device_type": "cpu",
+        "dp": world_size // ep,
+        "ep": ep,
+        "config": CONFIG,
+        "max_tokens": max(TOKENS),
+        "max_norm": MAX_NORM,
+        "lr": 0.01,
+        "batches": [tokens(rank, step, seed) for step in range(STEPS)],
+    }
+
+
+def one_process(rank: int, world_size: int, steps: int, seed: int) -> tuple[Model, torch.optim.Optimizer]:
+    """The model after `steps` steps on all ranks' tokens, with all experts and the last step's gradients."""
+    torch.manual_seed(seed)
+    model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, 1)[0], max_tokens=max(TOKENS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for other in range(world_size):
+            (loss_of(model(tokens(other, step, seed))) / world_size).backward()
+        if step == steps - 1:
+            for parameter in model.parameters():
+                parameter.raw_grad = parameter.grad.clone()  # type: ignore[union-attr, attr-defined]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        router = model.moe.router
+        assert router.load_E is not None and router.expert_bias_E is not None
+        load_E = router.load_E
+        router.expert_bias_E += CONFIG.bias_update_rate * (load_E.sum() - load_E * load_E.numel()).sign()
+        load_E.zero_()
+    return model, optimizer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data") -> None:
+    """Weights (or another attribute of parameters) are those of one process, its experts this rank's."""
+    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    first, count = layer.experts.first_expert, layer.experts.num_local_experts
+    want = dict(wanted.named_parameters())
+    for name, parameter in model.named_parameters():
+        attribute = parameter.detach() if of == "data" else parameter.grad
+        expected = want[name].detach() if of == "data" else want[name].raw_grad  # type: ignore[attr-defined]
+        if ".experts." in name:
+            expected = expected[first : first + count]
+        assert_close(
+            whole(attribute), expected, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def assert_replicas_equal(model: nn.Module, rank: int, ep: int) -> None:
+    """All parameters of replicas, and dense ones of all ranks, have the same bits."""
+    own = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    for other, theirs in enumerate(told):
+        for name, tensor in own.items():
+            if ".experts." not in name or other % ep == rank % ep:
+                assert torch.equal(theirs[name], tensor), name
+
+
+def run_recipe(rank: int, world_size: int, title: str, ep: int, seed: int) -> None:
+    given = names(rank, world_size, ep, seed)
+    exec(recipe(title)[0], given)
+    model = given["model"]
+    with model.moe.comm:
+        wanted, _ = one_process(rank, world_size, STEPS, seed)
+        assert_same(model, wanted)
+        assert_replicas_equal(model, rank, ep)
+        ours, theirs = model.moe.router.expert_bias_E, wanted.moe.router.expert_bias_E
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs) and bool(ours.any())
+        wanted.moe.comm.close()
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("title", RECIPES)
+def test_recipe_is_one_process(title: str, ep: int, pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(run_recipe, title, ep, seed)
+
+
+def build(rank: int, world_size: int, ep: int, seed: int) -> tuple[Model, DeviceMesh]:
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
+    return Model(MoELayer(CONFIG, mesh=mesh, ep_dim="ep", max_tokens=max(TOKENS))), mesh
+
+
+def gradients(rank: int, world_size: int, how: str, seed: int) -> None:
+    """Gradients before clipping, the norm, and what sync_gradients does after them."""
+    model, mesh = build(rank, world_size, 2, seed)
+    wanted, _ = one_process(rank, world_size, 1, seed)
+    torch.manual_seed(seed)
+    with model.moe.comm, wanted.moe.comm:
+        fresh, _ = one_process(rank, world_size, 0, seed)
+        fresh.moe.comm.close()
+        runs: nn.Module = model
+        if how == "ddp":
+            runs = DistributedDataParallel(prepare_ddp(model))
+        elif how.startswith("fsdp"):
+            fully_shard_experts(model, mesh["dp"] if how == "fsdp of a mesh" else None)
+            if how == "fsdp of blocks":
+                fully_shard(model.moe)
+            fully_shard(model)
+        loss_of(runs(tokens(rank, 0, seed))).backward()
+        if how == "ddp":
+            refused = catch(lambda: sync_gradients(runs)), catch(lambda: sync_gradients(model))
+            assert all(each and "under DistributedDataParallel" in each.text for each in refused)
+        else:
+            sync_gradients(model)
+        assert_same(model, wanted, "grad")
+        want = torch.cat([p.raw_grad.flatten() for p in wanted.parameters()]).norm()  # type: ignore[attr-defined]
+        assert_close(clip_grad_norm(model, MAX_NORM), want, rtol=1e-12, atol=0)
+        clipped = clip_grad_norm(model, MAX_NORM)
+        assert_close(clipped, torch.tensor(MAX_NORM, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("how", ["by hand", "ddp", "fsdp", "fsdp of a mesh", "fsdp of blocks"])
+def test_gradients_and_norm_are_those_of_one_process(
+    how: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(4)(gradients, how, seed)
+
+
+def accumulate(rank: int, world_size: int, seed: int) -> None:
+    """Two backwards without synchronisation and one with it are the sum of all; loads are counted in all."""
+    model, _ = build(rank, world_size, 2, seed)
+    plain = copy.deepcopy(model)
+    with model.moe.comm:
+        ddp = DistributedDataParallel(prepare_ddp(model))
+        batches = [tokens(rank, step, seed) for step in range(4)]
+        with ddp.no_sync():
+            for x in batches[:2]:
+                loss_of(ddp(x)).backward()
+        for x in batches[2:]:  # the second adds to what is averaged already
+            loss_of(ddp(x)).backward()
+        for x in batches:
+            loss_of(plain(x)).backward()
+        sync_gradients(plain)
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+        assert model.moe.router.load_E is not None and plain.moe.router.load_E is not None
+        assert torch.equal(model.moe.router.load_E, plain.moe.router.load_E)
+        assert int(model.moe.router.load_E.sum()) == CONFIG.top_k * 4 * TOKENS[rank]
+
+
+def test_ddp_accumulates(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(accumulate, seed)
+
+
+def refused_ddp(rank: int, world_size: int, seed: int) -> None:
+    model, mesh = build(rank, world_size, 2, seed)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    half = mesh.get_group("dp")
+    with model.moe.comm:
+        found = {
+            "over all ranks": catch(lambda: DistributedDataParallel(model)),
+            "over the replicas": catch(lambda: DistributedDataParallel(model, process_group=half)),
+            "over an EP group": catch(lambda: DistributedDataParallel(model, device_mesh=mesh["ep"])),
+            "of a list": catch(lambda: DistributedDataParallel(nn.ModuleList(model.children()))),
+        }
+        prepare_ddp(model.moe)
+        found["of what is around"] = catch(lambda: DistributedDataParallel(model))
+        prepare_ddp(model)
+        found["of a copy"] = catch(lambda: DistributedDataParallel(copy.deepcopy(model)))
+        for how, each in found.items():
+            assert each is not None, how
+            assert each.name == "InvalidArgument", (how, each)
+            assert "prepare_ddp" in each.text, (how, each)
+        other = catch(lambda: DistributedDataParallel(model, process_group=half))
+        assert other is not None and "was prepared for (0, 1, 2, 3)" in other.text
+        after = model.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        late = catch(lambda: sync_gradients(model))
+        assert late is not None and "under DistributedDataParallel" in late.text
+        model.moe.defer_weights = True
+        ddp = DistributedDataParallel(model)
+        loss_of(ddp(torch.ones(2, 16, dtype=torch.float64))).backward()
+        deferred = catch(model.moe.backward_weights)
+        assert deferred is not None and deferred.text.startswith("defer_weights is True")
+
+
+def test_ddp_of_what_is_not_prepared_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(refused_ddp, seed)
+
+
+def refused_load_counts(rank: int, world_size: int, seed: int) -> None:
+    """With all experts on each rank they may be copied; what a rank counts may not."""
+    model, _ = build(rank, world_size, 1, seed)
+    with model.moe.comm:
+        found = catch(lambda: DistributedDataParallel(model))
+        assert found is not None and "load_E counts this rank's own tokens" in found.text
+        DistributedDataParallel(prepare_ddp(model))
+
+
+def test_ddp_leaves_load_counts_alone(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(2)(refused_load_counts, seed)
+
+
+def refused_fsdp(rank: int, world_size: int, seed: int) -> None:
+    for how in ("over all ranks", "over the replicas", "of the layer"):
+        model, mesh = build(rank, world_size, 2, seed)
+        shard: dict[str, Callable[[], object]] = {
+            "over all ranks": lambda m=model: fully_shard(m),
+            "over the replicas": lambda m=model, d=mesh: fully_shard(m.moe.experts, mesh=d["dp"]),
+            "of the layer": lambda m=model, d=mesh: fully_shard(m.moe, mesh=d["dp"]),
+        }
+        with model.moe.comm:
+            found = catch(shard[how])
+            assert found is not None and found.name == "InvalidArgument", (how, found)
+            assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
+    model, mesh = build(rank, world_size, 2, seed)
+    with model.moe.comm:
+        found = catch(lambda: fully_shard_experts(model, mesh["ep"]))
+        assert found is not None and "which hold the same experts" in found.text
+        fully_shard_experts(model)
+        fully_shard(model, mesh=mesh["dp"])
+        loss_of(model(tokens(rank, 0, seed))).backward()
+        found = catch(lambda: sync_gradients(model))
+        assert found is not None and "must be so over all ranks (0, 1, 2, 3)" in found.text
+        found = catch(lambda: prepare_ddp(model))
+        assert found is not None and found.text.startswith("model is sharded by fully_shard")
+        model.moe.defer_weights = True
+        loss_of(model(tokens(rank, 0, seed))).backward()
+        found = catch(model.moe.backward_weights)
+        assert found is not None and found.text.startswith("defer_weights is True")
+
+
+def test_fsdp_of_spread_experts_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(refused_fsdp, seed)
+
+
+def refused_groups(rank: int, world_size: int, seed: int) -> None:
+    model, mesh = build(rank, world_size, 2, seed)
+    columns, other = groups_of(rank, world_size, 2)[1], groups_of(rank, world_size, 2)[0]
+    with model.moe.comm:
+        loss_of(model(tokens(rank, 0, seed))).backward()
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = [
+            catch(lambda: sync_gradients(model, group=mesh["dp"])),
+            catch(lambda: sync_gradients(model, expert_group=other)),
+            catch(lambda: sync_gradients(model, group=mesh)),
+            catch(lambda: clip_grad_norm(model, 1.0, dist.group.WORLD)),
+            catch(lambda: sharded_state(model, ep_group=columns)),
+            catch(lambda: update_expert_bias(model, mesh)),
+        ]
+        texts = ["the EP groups of a layer are", "expert_group has ranks", "group is a DeviceMesh of 2 dim"]
+        texts += ["ep_group has ranks", "ep_group has ranks", "group is a DeviceMesh of 2 dimensions"]
+        for each, text in zip(found, texts, strict=True):
+            assert each is not None and each.name == "InvalidArgument", (text, each)
+            assert each.text.startswith(text), each
+        for name, parameter in model.named_parameters():
+            assert name not in before or torch.equal(parameter.grad, before[name])  # type: ignore[arg-type]
+        # The right ones, as meshes and as groups, are taken.
+        sync_gradients(model, expert_group=mesh["dp"])
+        assert clip_grad_norm(model, 1e9, mesh["ep"]) == clip_grad_norm(model, 1e9)
+        sharded_state(model, ep_group=mesh["ep"])
+        update_expert_bias(model, DeviceMesh("cpu", list(range(world_size))))
+
+
+def test_groups_that_cannot_be_right_are_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(refused_groups, seed)
+
+
+def mixed_sizes(rank: int, world_size: int, seed: int) -> None:
+    """Ranks 0 and 1 share out the experts, and 2 has them all."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    torch.manual_seed(seed)
+    model = Model(MoELayer(CONFIG, group=groups[rank == 2], max_tokens=8))
+    with model.moe.comm:
+        found = catch(lambda: sync_gradients(model))
+        assert found is not None and found.name == "InvalidArgument", found
+        assert found.text.startswith("the EP groups of a layer are ((0, 1), (2,)) on the ranks (0, 1, 2)")
+
+
+def test_ep_groups_of_several_sizes_are_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(3)(mixed_sizes, seed)
+
+
+def test_blocks_of_ranks() -> None:
+    """The example of moecomm.nn.replicas, and ranks laid out the other way."""
+    assert match_blocks([(0, 1), (0, 1), (2, 3), (2, 3)], (0, 1, 2, 3)) == ((0, 1), (2, 3))
+    assert match_blocks([(0, 2), (1, 3), (0, 2), (1, 3)], (0, 1, 2, 3)) == ((0, 2), (1, 3))
+    assert match_blocks([(4, 6), (4, 6)], (4, 6)) == ((4, 6),)
+    for own, ranks in [
+        ([(0, 1), (0, 1)], (0, 2)),
+        ([(0, 1), (0, 1), (2,)], (0, 1, 2)),
+        ([(0, 1), (1, 2), (1, 2)], (0, 1, 2)),
+        ([(0, 1)], (0,)),
+    ]:
+        with pytest.raises(InvalidArgument, match="must part these ranks"):
+            match_blocks(own, ranks)
+
+
+def meshes(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    sizes: dict[str, Any] = {"num_experts": 12, "hidden": 16, "top_k": 3, "max_tokens": 8}
+    with Communicator(mesh["ep"], **sizes) as comm:
+        assert comm.group is mesh.get_group("ep") and comm.size == 2
+    config = MoEConfig(**SIZES)
+    for options in ({"group": mesh["dp"]}, {"mesh": mesh, "ep_dim": "dp"}, {"mesh": mesh["dp"]}):
+        layer = MoELayer(config, max_tokens=8, **options)  # type: ignore[arg-type]
+        with layer.comm:
+            assert layer.comm.group is mesh.get_group("dp")
+            assert layer.experts.first_expert == 6 * (rank // 2)
+    unnamed = init_device_mesh("cpu", (2, 2))
+    refused = {
+        "group is a DeviceMesh of 2 dimensions, must have one: pass one of its": lambda: Communicator(
+            mesh, **sizes
+        ),
+        "group is a DeviceMesh of 2 dimensions, must have one: pass one with": lambda: Communicator(
+            unnamed, **sizes
+        ),
+        "ep_dim is None, must be the dimension": lambda: MoELayer(config, mesh=mesh, max_tokens=8),
+        "ep_dim is 'tp', must be the dimension": lambda: MoELayer(
+            config, mesh=mesh, ep_dim="tp", max_tokens=8
+        ),
+        "ep_dim is 'ep', must be None": lambda: MoELayer(config, ep_dim="ep", max_tokens=8),
+        "group and mesh are both": lambda: MoELayer(config, group=mesh["ep"], mesh=mesh, max_tokens=8),
+    }
+    for text, call in refused.items():
+        found = catch(call)
+        assert found is not None and found.name == "InvalidArgument", (text, found)
+        assert found.text.startswith(text), found
+
+
+def test_a_mesh_of_one_dimension_is_a_group(pool: Callable[[int], RankPool]) -> None:
+    pool(4)(meshes)
+
+
+def checkpoints(rank: int, world_size: int, save: str, load: str, folder: str, seed: int) -> None:
+    """Saved after a recipe's steps, loaded into another kind of model: the model of one process goes on."""
+    given = names(rank, world_size, 2, seed)
+    exec(recipe(save)[0], given)
+    write, read = recipe("Checkpoints")
+    exec(write, given | {"folder": folder, "steps": STEPS})
+    given["model"].moe.comm.close()
+    wanted, _ = one_process(rank, world_size, STEPS, seed)
+    title, ep = load.rsplit(" ", 1)
+    fresh = names(rank, world_size, int(ep), seed + 1) | {"batches": [], "lr": 123.0}
+    exec(recipe(title)[0], fresh)
+    model, optimizer = fresh["model"], fresh["optimizer"]
+    with model.moe.comm, wanted.moe.comm:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        exec(read, fresh | {"folder": folder})
+        assert_same(model, wanted)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        # Another step, which needs the moments of the optimizer as they were.
+        runs = fresh.get("ddp", model)
+        optimizer.zero_grad()
+        loss_of(runs(tokens(rank, STEPS, seed))).backward()
+        if title == "By hand":
+            sync_gradients(model)
+        clip_grad_norm(model, MAX_NORM)
+        optimizer.step()
+        longer, _ = one_process(rank, world_size, STEPS + 1, seed)
+        longer.moe.comm.close()
+        assert_same(model, longer)
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        ("FSDP2", "FSDP2 2"),
+        ("FSDP2", "By hand 4"),
+        ("FSDP2", "FSDP2 1"),
+        ("DistributedDataParallel", "FSDP2 2"),
+        ("By hand", "DistributedDataParallel 2"),
+    ],
+)
+def test_checkpoint_goes_on_in_another_recipe(
+    save: str, load: str, pool: Callable[[int], RankPool], tmp_path: Path, seed: int
+) -> None:
+    pool(4)(checkpoints, save, load, str(tmp_path / "saved"), seed)
+
+
+def averaged(rank: int, world_size: int, folder: str, seed: int) -> None:
+    """An average of weights computes, is saved with all experts, and loads at another EP size."""
+    model, _ = build(rank, world_size, 2, seed)
+    twin = copy.deepcopy(model)
+    average = AveragedModel(model)
+    with model.moe.comm:
+        average.update_parameters(model)
+        with torch.no_grad():
+            for parameter, first in zip(model.parameters(), twin.parameters(), strict=True):
+                parameter.mul_(3)
+                first.mul_(2)
+        average.update_parameters(model)
+        x = tokens(rank, 0, seed)
+        assert_close(average(x), twin(x), rtol=1e-9, atol=1e-9)
+        torch.distributed.checkpoint.save(sharded_state(average.module), checkpoint_id=folder)
+        want = {name: tensor.clone() for name, tensor in twin.named_parameters()}
+    whole_model, _ = one_process(rank, world_size, 0, seed + 1)
+    with whole_model.moe.comm:
+        torch.distributed.checkpoint.load(sharded_state(whole_model), checkpoint_id=folder)
+        for name, tensor in whole_model.named_parameters():
+            mine = slice(6 * (rank % 2), 6 * (rank % 2) + 6) if ".experts." in name else slice(None)
+            assert_close(tensor[mine], want[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_average_of_weights(pool: Callable[[int], RankPool], tmp_path: Path, seed: int) -> None:
+    pool(4)(averaged, str(tmp_path / "average"), seed)

@@ -1,0 +1,188 @@
+"""docs/traps.md: what is right for dense models and wrong for experts spread over ranks is refused, or has a
+way that is right."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.testing import assert_close
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn import (
+    GroupedExperts,
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    sharded_state,
+    sync_gradients,
+)
+from tests.multirank.catching import Caught, catch
+from tests.multirank.harness import RankPool
+from tests.multirank.moe_cases import SIZES, groups_of
+
+CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
+
+
+def build(seed: int, group: Any = None, **options: Any) -> MoELayer:
+    torch.manual_seed(seed)
+    return MoELayer(CONFIG, group=group, max_tokens=8, **options)
+
+
+def of_rank_0(value: Any) -> Any:
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def wrong_states(rank: int, world_size: int, seed: int) -> list[Caught | None]:
+    """What rank 0 saved, loaded on every rank: as it is, strict or not, without its record, from another
+    number of ranks."""
+    layer, other = build(seed), build(seed + 1)
+    alone = build(seed, groups_of(rank, world_size, 1)[0])
+    experts = {name: tensor.clone() for name, tensor in other.experts.named_parameters()}
+    with layer.comm, other.comm, alone.comm:
+        saved = of_rank_0(layer.state_dict())
+        assert saved["experts._extra_state"].tolist() == [0, 12 // world_size, 12]
+        found = [catch(lambda: other.load_state_dict(saved))]
+        found.append(catch(lambda: other.load_state_dict(saved, strict=False)))
+        found.append(catch(lambda: other.load_state_dict(alone.state_dict())))
+        found.append(catch(lambda: alone.load_state_dict(layer.state_dict())))
+        if rank > 0:
+            for name, tensor in other.experts.named_parameters():
+                assert torch.equal(tensor, experts[name]), "the error came after weights were changed"
+        other.load_state_dict(layer.state_dict())  # its own
+        assert torch.equal(other.experts.w_in, layer.experts.w_in)
+    return found
+
+
+def test_a_state_of_other_experts_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    zero, one = pool(2)(wrong_states, seed)
+    assert zero[:2] == [None, None]
+    text = "the state holds experts 0..5 of 12, this module experts 6..11 of 12"
+    for found, start in [
+        (one[0], text),
+        (one[1], text),
+        (zero[2], "the state holds experts 0..11 of 12, this module experts 0..5 of 12"),
+        (zero[3], "the state holds experts 0..5 of 12, this module experts 0..11 of 12"),
+    ]:
+        assert found is not None and found.name == "InvalidArgument"
+        assert found.text.startswith(start) and "moecomm.nn.sharded_state" in found.text
+
+
+def test_a_state_without_a_record_loads_where_shapes_fit() -> None:
+    config = MoEConfig(**SIZES)
+    whole, part = GroupedExperts(config), GroupedExperts(config, num_local_experts=4, first_expert=4)
+    for experts in (whole, part):
+        old = {name: torch.ones_like(tensor) for name, tensor in experts.named_parameters()}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            experts.load_state_dict(old, strict=True)
+        assert bool((experts.w_in == 1).all())
+        texts = [str(each.message) for each in seen]
+        assert [re.sub(r".*: it", "it", text) for text in texts] == (
+            [] if experts is whole else ["it is taken to hold 4 experts from 4 on"]
+        )
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            experts.load_state_dict({name: torch.ones(1) for name in old})
+
+
+def test_the_record_goes_along() -> None:
+    """A copy has it, and torch.save and load keep it, with tensors alone."""
+    experts = GroupedExperts(MoEConfig(**SIZES), num_local_experts=4, first_expert=8)
+    copied = copy.deepcopy(experts)
+    assert copied.get_extra_state().tolist() == [8, 4, 12]
+    assert all(isinstance(value, torch.Tensor) for value in experts.state_dict().values())
+    copied.load_state_dict(experts.state_dict())
+    with pytest.raises(
+        InvalidArgument, match=r"holds experts 8\.\.11 of 12, this module experts 0\.\.3 of 12"
+    ):
+        GroupedExperts(MoEConfig(**SIZES), num_local_experts=4).load_state_dict(experts.state_dict())
+
+
+def converted(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[Caught | None]:
+    layer = build(seed, **options)
+    x = torch.ones(4, 16, dtype=torch.float64)
+    with layer.comm:
+        found = []
+        if rank == 1:
+            layer.experts.half()
+        found.append(catch(lambda: layer(x)))
+        layer.half()
+        found.append(catch(lambda: layer(x)))
+        layer.double()
+        layer.shared.float()
+        found.append(catch(lambda: layer(x)))
+        layer.double()
+        assert bool(layer(x).isfinite().all())
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
+def test_weights_of_another_dtype_are_refused_on_all_ranks(
+    options: dict[str, Any], pool: Callable[[int], RankPool], seed: int
+) -> None:
+    text = "experts.w_in is torch.float16, must be the config's dtype torch.float64"
+    for rank, found in enumerate(pool(2)(converted, options, seed)):
+        assert all(each is not None and each.name == "InvalidArgument" for each in found)
+        one, both, shared = found
+        assert one.text.startswith(text if rank == 1 else f"rank 1: {text}")
+        assert text in both.text
+        assert "shared.w_in is torch.float32, must be" in shared.text
+
+
+def norms(rank: int, world_size: int, seed: int) -> tuple[float, float]:
+    """What torch finds, and what is right."""
+    layer = build(seed)
+    with layer.comm:
+        generator = torch.Generator().manual_seed(seed + rank)
+        x = torch.randn(5, 16, generator=generator, dtype=torch.float64)
+        layer(x).square().sum().backward()
+        sync_gradients(layer)
+        own = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters() if p.grad is not None])
+        parts = [None] * world_size
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        dist.all_gather_object(parts, grads)
+        whole = [torch.cat([p[n].flatten() for p in parts]) for n in grads if n.startswith("experts.")]
+        dense = [grad.flatten() for name, grad in grads.items() if not name.startswith("experts.")]
+        want = torch.cat([*whole, *dense]).norm()
+        assert_close(clip_grad_norm(layer, 1e-3), want, rtol=1e-12, atol=0)
+        return float(own), float(want)
+
+
+def test_the_norm_of_one_rank_is_not_that_of_the_model(pool: Callable[[int], RankPool], seed: int) -> None:
+    (own_0, want_0), (own_1, want_1) = pool(2)(norms, seed)
+    assert want_0 == want_1
+    assert len({own_0, own_1, want_0}) == 3
+
+
+def optimizers(rank: int, world_size: int, folder: str, seed: int) -> None:
+    """sharded_state brings each rank the moments of its own experts, where rank 0's state would fit too."""
+    layer, fresh = build(seed), build(seed)
+    with layer.comm, fresh.comm:
+        made = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (layer, fresh)]
+        layer(torch.ones(4, 16, dtype=torch.float64)).square().sum().backward()
+        sync_gradients(layer)
+        made[0].step()
+        dcp.save(sharded_state(layer, made[0]), checkpoint_id=folder)
+        dcp.load(sharded_state(fresh, made[1]), checkpoint_id=folder)
+        moments = [
+            each.state[model.experts.w_in]["exp_avg"]
+            for each, model in zip(made, (layer, fresh), strict=True)
+        ]
+        assert torch.equal(*moments) and bool(moments[0].any())
+        assert not torch.equal(of_rank_0(moments[0]), moments[0]) or rank == 0
+
+
+def test_the_state_of_an_optimizer_is_of_its_own_experts(
+    pool: Callable[[int], RankPool], tmp_path: Path, seed: int
+) -> None:
+    pool(2)(optimizers, str(tmp_path / "saved"), seed)
