@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .case import Case, poison
-from .paths import Path
-from .verify import Received
+from ..harness import verify
+from ..harness.case import Case, poison
+from ..harness.path import CALL, Path, Verdict
+from ..harness.verify import Received
 
 
 class _Buffers:
@@ -216,78 +217,72 @@ def _name(case: Case, tuned: bool = False) -> str:
     return f"{backend}-tuned" if tuned else backend
 
 
-def permuted_dispatch_path(case: Case, *, tuned: bool) -> Path:
+def dispatch_path(case: Case, *, tuned: bool) -> Path:
     """Dispatch over torch.distributed. The expert layout carries no weights: this baseline applies them at
     home, in combine.
     """
-    path = PermutedExchange(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
-    layout = case.layout_for(case.rank, 1)
+    path = PermutedExchange(experts=case.point.experts, layout=case.options.layout, tuned=tuned)
+    rows = case.rows_of(case.rank, 1)
 
     def call() -> Dispatched:
-        return path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK)
+        return path.dispatch(case.x_TH, case.topk_idx_TK, case.weights_TK)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
         poison(*path.buffers.all())
         out = call()
         case.maybe_corrupt(out.tokens)
-        wrong = case.wrong_dispatch(
-            Received(
-                tokens=out.tokens,
-                counts=out.exchange.counts_L,
-                weights=out.weights,
-                topk_idx=out.topk_idx,
-            ),
-            layout,
+        received = Received(
+            tokens=out.tokens, counts=out.exchange.counts_L, weights=out.weights, topk_idx=out.topk_idx
         )
+        wrong = verify.wrong_dispatch(received, rows, case.key, case.point.topk)
         poison(out.tokens)
-        return wrong
+        return Verdict(wrong)
 
-    return Path(name=_name(case, tuned), call=call, check=check, before=case.fresh_ids, blocks=True)
+    return Path(name=_name(case, tuned), calls={CALL: call}, check=check, before=case.fresh_ids, blocks=True)
 
 
-def permuted_combine_path(case: Case, *, tuned: bool) -> Path:
+def combine_path(case: Case, *, tuned: bool) -> Path:
     """Combine over torch.distributed of rows in the layout that its own dispatch made."""
-    path = PermutedExchange(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
-    layout = case.layout_for(case.rank, 1)
-    exchange = path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK).exchange
-    rows_PH = torch.empty(layout.num_rows, case.options.hidden, dtype=case.torch_dtype, device=case.device)
+    path = PermutedExchange(experts=case.point.experts, layout=case.options.layout, tuned=tuned)
+    rows = case.rows_of(case.rank, 1)
+    exchange = path.dispatch(case.x_TH, case.topk_idx_TK, case.weights_TK).exchange
+    rows_PH = torch.empty(rows.num_rows, case.point.hidden, dtype=case.dtype, device=case.device)
 
     def call() -> torch.Tensor:
-        return path.combine(rows_PH, exchange, case.topk_weights_TK)
+        return path.combine(rows_PH, exchange, case.weights_TK)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
-        rows_PH.copy_(case.answers(layout, layout.num_rows))
+        by_rank = case.rank if case.options.layout == "rank" else None
+        rows_PH.copy_(verify.answers(rows, case.key, rows.num_rows, case.device, by_rank))
         poison(*path.buffers.all())
         y_TH = call()
         case.maybe_corrupt(y_TH)
-        wrong = case.wrong_combine(y_TH)
+        wrong = verify.wrong_combine(y_TH, case)
         poison(y_TH)
-        return wrong
+        return Verdict(wrong)
 
     check(0)  # gives rows_PH its values also when checks are off
-    return Path(name=_name(case, tuned), call=call, check=check, blocks=tuned)
+    return Path(name=_name(case, tuned), calls={CALL: call}, check=check, blocks=tuned)
 
 
 def bare_alltoall_path(case: Case) -> Path:
     """The bare exchange: equal contiguous blocks, no permutes, no counts, result buffer reused."""
-    layout = case.layout_for(case.rank, 1)
+    rows = case.rows_of(case.rank, 1)
     send_splits = [int((case.ids_TK == rank).sum()) for rank in range(case.options.ranks)]
     receive_splits = [int((ids_TK == case.rank).sum()) for ids_TK in case.ids_R]
-    arrived = torch.empty(
-        sum(receive_splits), case.options.hidden, dtype=case.torch_dtype, device=case.device
-    )
+    arrived = torch.empty(sum(receive_splits), case.point.hidden, dtype=case.dtype, device=case.device)
 
     def call() -> torch.Tensor:
         dist.all_to_all_single(arrived, case.x_TH, receive_splits, send_splits)
         return arrived
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
         poison(arrived)
         call()
         case.maybe_corrupt(arrived)
-        return case.wrong_dispatch(Received(tokens=arrived), layout)
+        return Verdict(verify.wrong_dispatch(Received(tokens=arrived), rows, case.key, case.point.topk))
 
-    return Path(name=_name(case), call=call, check=check)
+    return Path(name=_name(case), calls={CALL: call}, check=check)
