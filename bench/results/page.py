@@ -351,7 +351,7 @@ def _gpus(records: Records) -> list[str]:
     return [
         "## GPUs",
         _facts(records),
-        "Times are as called, with an empty L2. The ceiling is `sm-push`; *nccl* moves rows in their own type.",
+        "Times are as called, with an empty L2. The ceiling is `sm-push`; *nccl* moves rows as they are.",
         table_of(_GPU, single),
         "Every path of the runs beside all baselines (memcpy reads and writes *algbw* on one GPU):"
         if paths
@@ -409,7 +409,7 @@ def _grouped(records: Records) -> dict[tuple[str, int, str], dict[str, Record]]:
 def _node_parts(records: Records) -> list[str]:
     found = [
         "## Between nodes",
-        "Nodes are emulated on one host, over libfabric: `2x1` are two nodes of one rank each. Shares are of\nthe ceilings fabric, fabric-cold and fabric-one.",
+        "Nodes are emulated on one host, over libfabric: `2x1` are two nodes of one rank each.",
     ]
     machines: dict[str, dict[str, Record]] = {}
     for name, content in records.items():
@@ -438,7 +438,7 @@ def _cpus(records: Records) -> list[str]:
         "## CPU",
         f"{_facts(records)}\n{threads}",
         table_of(_CPU, groups_of(records)),
-        "Times are with cold caches. The ceiling is *memcpy*: for combine it copies the rows that are summed, so a\nshare may come out above 100 %.",
+        "The ceiling is *memcpy*, a yardstick: shares above 100 % occur.",
         _missing(records),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,8 +19,6 @@ import moecomm
 from moecomm import _C
 from moecomm.backends import why_no_cuda
 from moecomm.memory import device_shape
-from moecomm.model import MACHINES, Shape
-from moecomm.overlap import H200, LayerShape, choose, planned
 from tests import reference
 from tests.fabric import needs_fabric
 
@@ -406,30 +403,6 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
         shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None)
         assert round(_C.device_plan_fields(shape)["total"][1] * 4 / mib, 1) == plan
         assert staged == (4096 if ranks <= 8 else 4096 * 8 // int(ranks) // 8 * 8)
-
-
-def test_overlap_page_has_the_planned_times() -> None:
-    """Those of the model, and near those that were measured."""
-    exchange = Shape(nodes=1, ranks_per_node=4, tokens=4096, hidden=7168, top_k=8, experts=256)
-    shape = LayerShape(exchange, ffn=2048)
-    rows = [list(map(int, row)) for row in table_rows(part("overlap.md", "What is worth it"))[1:]]
-    assert len(rows) >= 10
-    recorded = {}
-    for name, sms in (("parts", 99), ("parts-24", 24), ("parts-40", 40)):
-        record = json.loads((ROOT / "docs/results" / f"cuda-layers-deepseek-v3-{name}.json").read_text())
-        for row in record["rows"]:
-            if row["way"].startswith("overlapped"):
-                parts = int(row["way"].split()[1]) if "," in row["way"] else 1
-                recorded[sms, parts] = round(row["step_s"] * 1e6)
-    assert {(sms, parts): measured for sms, parts, measured, _ in rows} == recorded
-    for sms, parts, measured, said in rows:
-        schedules = planned(shape, MACHINES["h200"], H200, parts, sms)
-        time = sum(schedule.plan().seconds for schedule in schedules) * 1e6
-        assert said == round(time)
-        assert time == pytest.approx(measured, rel=0.1)
-    best = min(rows, key=lambda row: row[2])
-    choice = choose(shape, MACHINES["h200"], H200)
-    assert [choice.comm_sms, choice.parts] == best[:2]
 
 
 def test_memory_page_has_the_times_of_its_formula() -> None:
