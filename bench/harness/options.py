@@ -122,7 +122,6 @@ class Options:
     ranks_per_node: int | None  # None: found by the hosts
     fabric_provider: str | None  # None: chosen
     fabric_interface: str | None
-    fabric_lanes: int | None  # None: chosen
     layout: Literal["expert", "rank"]
     alignment: int
     capacity: int | str | None  # rows, "auto" or None
@@ -130,7 +129,6 @@ class Options:
     dequantize: bool
     kept_handle: str | None  # None | plain | weighted
     graph: bool
-    input: str  # tensor | window
     ids: str  # fresh | same
     baselines: tuple[str, ...]
     baselines_only: bool
@@ -238,8 +236,6 @@ _FLAGS: tuple[tuple[str, Sequence[str], dict[str, Any], str], ...] = (
     ("--kept-handle", ["dispatch"], {"nargs": "?", "const": "plain", "choices": KEPT_HANDLES},
      "the dispatch along an earlier handle, combine's backward; weighted: with the weights' gradients"),
     ("--graph", OPERATIONS, {"action": "store_true", "default": False}, "replay a CUDA graph (--capacity)"),
-    ("--input", OPERATIONS, {"choices": ("tensor", "window"), "default": "tensor"},
-     "rows come from an ordinary tensor, or lie in the window already (Communicator.empty_input)"),
     ("--ids", OPERATIONS, {"choices": ("fresh", "same"), "default": "fresh"},
      "timed dispatches get new ids, as in training, or the same again, as when recomputing"),
     ("--baselines", OPERATIONS, {"nargs": "?", "const": "all", "default": "", "metavar": "LIST"},
@@ -257,7 +253,6 @@ _FLAGS: tuple[tuple[str, Sequence[str], dict[str, Any], str], ...] = (
     ("--overlap-num-sms", [LAYER], _number(), "SMs of what travels beside products; 0: nothing (own choice)"),
     ("--ranks-per-node", OPERATIONS, _number(), "ranks that share memory; fewer than all: emulated nodes"),
     ("--fabric-provider", OPERATIONS, {"metavar": "NAME"}, "libfabric provider: tcp, shm, ... (best found)"),
-    ("--fabric-lanes", OPERATIONS, _number(), "endpoints of a rank to other nodes (moecomm's own choice)"),
     ("--host-calls", PROGRAMS, _number(20), "calls to time the CPU with (GPUs)"),
     ("--seed", PROGRAMS, _number(20240817), "seed of data and routing"),
     ("--threads", PROGRAMS, _number(), "compute threads a rank, for every path (cores // ranks, at least 1)"),
@@ -610,7 +605,6 @@ def _checked(program: str, given: argparse.Namespace, command: str) -> Options:
         ranks_per_node=ranks_per_node,
         fabric_provider=given.fabric_provider or _between("MOECOMM_FABRIC_PROVIDER", nodes),
         fabric_interface=_between("MOECOMM_FABRIC_INTERFACE", nodes),
-        fabric_lanes=given.fabric_lanes,
         layout=given.layout,
         alignment=_at_least(given.alignment, 1, "--alignment"),
         capacity=_capacity(given.capacity),
@@ -618,7 +612,6 @@ def _checked(program: str, given: argparse.Namespace, command: str) -> Options:
         dequantize=not given.no_dequantize,
         kept_handle=given.kept_handle,
         graph=given.graph,
-        input=given.input,
         ids=given.ids,
         baselines=_baselines(program, device, nodes, given.baselines) if is_operation else (),
         baselines_only=given.baselines_only,
@@ -678,14 +671,6 @@ def _check_together(options: Options) -> None:
         (
             options.nodes == 1 and options.fabric_provider is not None,
             "--fabric-provider is for several nodes (--ranks-per-node)",
-        ),
-        (
-            options.nodes == 1 and options.fabric_lanes is not None,
-            "--fabric-lanes is for several nodes (--ranks-per-node)",
-        ),
-        (
-            options.fabric_lanes is not None and options.fabric_lanes < 1,
-            "--fabric-lanes has to be at least 1",
         ),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
         (

@@ -107,7 +107,7 @@ def header(options: Options, flush_bytes: int) -> str:
     else:
         lines.append(
             f"# layout {options.layout}  alignment {options.alignment}"
-            f"  capacity {options.capacity or 'exact'}  input {options.input}  ids {options.ids}"
+            f"  capacity {options.capacity or 'exact'}  ids {options.ids}"
             f"  wire {options.wire or 'as it is'}"
             f"{'' if options.dequantize else ', handed on'}"
             f"{f'  kept handle {options.kept_handle}' if options.kept_handle else ''}"

@@ -23,10 +23,9 @@ _WARMUP_BEFORE_CAPTURE = 2
 
 def communicator(options: Options, point: Point) -> moecomm.Communicator:
     """A Communicator over the default group that serves every point of a setup."""
-    lanes = None if options.fabric_lanes is None else str(options.fabric_lanes)
-    wanted = {"MOECOMM_FABRIC_PROVIDER": options.fabric_provider, "MOECOMM_FABRIC_LANES": lanes}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: value for name, value in wanted.items() if value is not None})
+    name, before = "MOECOMM_FABRIC_PROVIDER", os.environ.get("MOECOMM_FABRIC_PROVIDER")
+    if options.fabric_provider is not None:
+        os.environ[name] = options.fabric_provider
     try:
         return moecomm.Communicator(
             num_experts=point.experts,
@@ -41,10 +40,9 @@ def communicator(options: Options, point: Point) -> moecomm.Communicator:
             timeout=timedelta(seconds=options.timeout),
         )
     finally:  # other runs may follow in this process
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 class Captured:
@@ -74,27 +72,13 @@ class _Own:
 
     def __init__(self, comm: moecomm.Communicator, case: Case) -> None:
         self.comm, self.case = comm, case
-        self._in_window: torch.Tensor | None = None
+        self.load = case.load
         self.load(0)
-
-    @property
-    def x_TH(self) -> torch.Tensor:
-        """The rows to dispatch: the case's own tensor, or a copy of it that lies in the window."""
-        return self.case.x_TH if self._in_window is None else self._in_window
-
-    def load(self, round: int) -> None:
-        """Loads another round of data."""
-        self.case.load(round)
-        if self.case.options.input == "window":
-            # Peers may still read what was dispatched last. Taking the memory anew waits for them.
-            self._in_window = None
-            self._in_window = self.comm.empty_input(self.case.point.tokens)
-            self._in_window.copy_(self.case.x_TH)
 
     def dispatch(self) -> moecomm.DispatchOutput:
         case, options = self.case, self.case.options
         return self.comm.dispatch(
-            self.x_TH,
+            case.x_TH,
             case.topk_idx_TK,
             case.weights_TK,
             layout=options.layout,
@@ -233,7 +217,7 @@ def _kept_handle(own: _Own) -> Path:
     with torch.enable_grad():
         rows_PH = torch.zeros_like(made.tokens.detach(), requires_grad=True)
         y_TH = own.comm.combine(rows_PH, made.handle)
-    call = own.captured(lambda: torch.autograd.grad(y_TH, rows_PH, own.x_TH, retain_graph=True)[0])
+    call = own.captured(lambda: torch.autograd.grad(y_TH, rows_PH, own.case.x_TH, retain_graph=True)[0])
 
     def check(round: int) -> int:
         own.load(round)
@@ -261,7 +245,9 @@ def _weighted_kept_handle(own: _Own) -> Path:
     weights_P = made.weights.detach().requires_grad_()
     with torch.enable_grad():
         y_TH = own.comm.combine(rows_PH, made.handle, weights=weights_P)
-    call = own.captured(lambda: torch.autograd.grad(y_TH, (rows_PH, weights_P), own.x_TH, retain_graph=True))
+    call = own.captured(
+        lambda: torch.autograd.grad(y_TH, (rows_PH, weights_P), own.case.x_TH, retain_graph=True)
+    )
 
     def check(round: int) -> int:
         own.load(round)
