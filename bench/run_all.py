@@ -25,7 +25,8 @@ if not __package__:  # started as a file: the folder above bench/ is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.harness import launch, native, plan, record
-from bench.harness.options import Options, find_device, parse
+from bench.harness.command_line import find_device, parse
+from bench.harness.options import Options
 from bench.harness.plan import NATIVE, PROVIDERS, Run
 from bench.results import page
 

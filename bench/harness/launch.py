@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
-from .options import Options, parse
+from .command_line import parse
+from .options import Options
 
 RankMain = Callable[[Options, int, int], int]
 _GRACE_AFTER_FAILURE = 3.0  # seconds the other ranks get to report what they saw

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness import native, options, plan, program, record
+from bench.harness import command_line, native, options, plan, program, record
 from bench.paths import layer_variants
 from tests.fabric import needs_fabric
 
@@ -78,7 +78,7 @@ def run(pool: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def start(name: str, *flags: str, ranks: int = 2, spoil: bool = False) -> Ran:
         target = tmp_path / "out.json"
         shape = LAYER if name == options.LAYER else OPERATION
-        given = options.parse(name, [*shape, "-g", str(ranks), *flags, "-J", str(target)])
+        given = command_line.parse(name, [*shape, "-g", str(ranks), *flags, "-J", str(target)])
         results = pool(ranks)(_on_rank, given, spoil)
         assert len({status for status, _ in results}) == 1 and not any(said for _, said in results[1:])
         return *results[0], record.read(target)

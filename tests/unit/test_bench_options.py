@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import run_all
-from bench.harness import options, plan
+from bench.harness import command_line, options, plan
 
 pytestmark = pytest.mark.usefixtures("bench_on_cpu")
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.usefixtures("bench_on_cpu")
     [("2048", 2048), ("16K", 1), ("32M", 2048), ("32MiB", 2048), ("1G", 65536), ("0.5m", 32)],
 )
 def test_a_bare_size_is_tokens_and_a_suffix_makes_it_bytes(text: str, tokens: int) -> None:
-    assert options.parse_size(text, row_bytes=16384) == tokens
+    assert command_line.parse_size(text, row_bytes=16384) == tokens
 
 
 def test_sweeps_add_or_multiply_and_include_the_last_size() -> None:
-    assert options.sweep(8, 64) == (8, 16, 32, 64)
-    assert options.sweep(8, 65, factor=4.0) == (8, 32)
-    assert options.sweep(5, 20, step=5) == (5, 10, 15, 20)
-    assert options.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
+    assert command_line.sweep(8, 64) == (8, 16, 32, 64)
+    assert command_line.sweep(8, 65, factor=4.0) == (8, 32)
+    assert command_line.sweep(5, 20, step=5) == (5, 10, 15, 20)
+    assert command_line.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
 
 
 def test_flags_arrive() -> None:
@@ -30,7 +30,7 @@ def test_flags_arrive() -> None:
         "-g 4 -b 64 -e 256 -f 2 -n 3 -w 1 -c 2 -d half,bf16 --hidden 512 --experts 16,8 --topk 2 "
         "--layout rank --capacity 99 --routing zipf --zipf 1.5 --baselines memcpy,gloo --seed 7 --flush 0"
     )
-    given = options.parse("dispatch", flags.split())
+    given = command_line.parse("dispatch", flags.split())
     assert (given.sizes, given.dtypes) == ((64, 128, 256), ("float16", "bfloat16"))
     assert (given.ranks, given.iters, given.warmup, given.checks, given.capacity) == (4, 3, 1, 2, 99)
     assert (
@@ -46,14 +46,14 @@ def test_flags_arrive() -> None:
         for tokens in (64, 128, 256)
     ]
     assert len({point.setup for point in points}) == 4 and points[0].row_bytes == 1024
-    assert options.parse("combine", ["--baselines"]).baselines == ("memcpy", "gloo", "gloo-tuned")
-    assert options.parse("dispatch", ["--kept-handle"]).kept_handle == "plain"
-    (shape,) = options.parse("alltoall", ["-g", "3"]).shapes
+    assert command_line.parse("combine", ["--baselines"]).baselines == ("memcpy", "gloo", "gloo-tuned")
+    assert command_line.parse("dispatch", ["--kept-handle"]).kept_handle == "plain"
+    (shape,) = command_line.parse("alltoall", ["-g", "3"]).shapes
     assert (shape.hidden, shape.experts, shape.topk) == (4096, 3, 1)
 
 
 def test_flags_of_layers_arrive() -> None:
-    given = options.parse(
+    given = command_line.parse(
         "moe_layer", ["--presets", "gpt-oss-120b,qwen3-30b", "--scale", "16", "--topk", "2"]
     )
     assert [(each.hidden, each.ffn, each.experts, each.topk) for each in given.shapes] == [
@@ -62,7 +62,7 @@ def test_flags_of_layers_arrive() -> None:
     assert (given.sizes, given.dtypes, given.graph_tokens) == ((4096,), ("bfloat16",), 512)
     assert given.variants == options.VARIANTS
     assert [(point.tokens, point.graphs) for point in given.points()][:2] == [(4096, False), (512, True)]
-    keep = options.parse("moe_layer", ["--keep", "all,rows", "--variants", "serial,overlapped"])
+    keep = command_line.parse("moe_layer", ["--keep", "all,rows", "--variants", "serial,overlapped"])
     assert keep.variants == ("serial", "overlapped", "overlapped, keep rows")
 
 
@@ -114,7 +114,7 @@ def test_a_bad_flag_is_one_line_and_status_2(
     flags: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        options.parse("dispatch", flags.split())
+        command_line.parse("dispatch", flags.split())
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
@@ -141,7 +141,7 @@ def test_other_programs_refuse_what_is_not_theirs(
     program: str, flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        options.parse(program, flags.split())
+        command_line.parse(program, flags.split())
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"{program}_perf.py: error: ")
 
@@ -151,28 +151,28 @@ def test_under_torchrun_its_world_counts(
 ) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    given = options.parse("dispatch", [])
+    given = command_line.parse("dispatch", [])
     assert (given.ranks, given.nodes) == (8, 2)
     with pytest.raises(SystemExit):
-        options.parse("dispatch", ["-g", "2"])
+        command_line.parse("dispatch", ["-g", "2"])
     assert capsys.readouterr().err == ""  # rank 0 says it for all
 
 
 def test_several_nodes_have_a_ceiling_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["-g", "4", "--ranks-per-node", "2", "--limit-nodes", "1", "--baselines"]
-    given = options.parse("combine", [*flags, "all", "--fabric-provider", "shm"])
+    given = command_line.parse("combine", [*flags, "all", "--fabric-provider", "shm"])
     assert (given.nodes, given.fabric_provider, given.limit_nodes) == (2, "shm", 1)
     assert given.baselines == ("fabric", "fabric-cold", "memcpy", "gloo", "gloo-tuned")
     for name, value in (("RANKS_PER_NODE", "2"), ("FABRIC_PROVIDER", "tcp"), ("FABRIC_INTERFACE", "lo")):
         monkeypatch.setenv(f"MOECOMM_{name}", value)
-    given = options.parse("dispatch", ["-g", "6", "--experts", "12"])
+    given = command_line.parse("dispatch", ["-g", "6", "--experts", "12"])
     assert (given.nodes, given.fabric_provider, given.fabric_interface) == (3, "tcp", "lo")
 
 
 @pytest.mark.parametrize("program", options.PROGRAMS)
 def test_help_defines_the_columns(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        options.parse(program, ["--help"])
+        command_line.parse(program, ["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("algbw", "busbw", "#wrong", "tokens per rank", "-J", "ratio"))
@@ -195,10 +195,10 @@ def test_a_plan_names_each_run_once_with_flags_that_parse(runs: list[plan.Run]) 
     for name, run in names.items():
         if run.program in plan.NATIVE:
             continue
-        given = options.parse(run.program, run.flags)
+        given = command_line.parse(run.program, run.flags)
         assert given.iters == 3
         if name.endswith("-limit"):  # held against a run that differs in nothing else
-            plain = options.parse(run.program, names[name.removesuffix("-limit")].flags)
+            plain = command_line.parse(run.program, names[name.removesuffix("-limit")].flags)
             assert given.limit_nodes and plain.limit_nodes is None
             assert (given.sizes, given.shapes, given.ranks) == (plain.sizes, plain.shapes, plain.ranks)
         if "-on-" in name:
@@ -206,9 +206,9 @@ def test_a_plan_names_each_run_once_with_flags_that_parse(runs: list[plan.Run]) 
 
 
 def test_the_reference_cases_have_all_baselines() -> None:
-    cpu = options.parse("dispatch", plan.operations_cpu(2, 3, 1)[0].flags)
+    cpu = command_line.parse("dispatch", plan.operations_cpu(2, 3, 1)[0].flags)
     assert (cpu.shapes[0].hidden, cpu.shapes[0].experts, cpu.sizes) == (4096, 32, (2048,))
-    cuda = options.parse("dispatch", plan.operations_cuda(4, 3, 1)[0].flags)
+    cuda = command_line.parse("dispatch", plan.operations_cuda(4, 3, 1)[0].flags)
     assert (cuda.shapes[0].hidden, cuda.shapes[0].experts, cuda.sizes) == (7168, 256, (4096,))
     assert {"sm-push", "copy-engine", "memcpy", "nccl", "nccl-tuned"} <= set(cuda.baselines)
     assert "torch-symm" not in cuda.baselines

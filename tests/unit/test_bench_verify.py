@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.harness import case, inputs, options, verify
+from bench.harness import case, command_line, inputs, options, verify
 from bench.harness.inputs import DataKey
 from bench.harness.verify import Received
 from bench.paths import between_nodes, ceilings, push_kernel
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("bench_on_cpu")
 
 
 def one_case(flags: str, rank: int = 0, program: str = "dispatch") -> case.Case:
-    given = options.parse(program, flags.split())
+    given = command_line.parse(program, flags.split())
     (point,) = given.points()
     return case.Case(given, point, rank)
 
@@ -273,7 +273,7 @@ def layer_case(dtype: str, seed: int, experts: int = 8, tokens: int = 23) -> cas
     flags = (
         f"-g 1 -d {dtype} --seed {seed % 2**31} --hidden 32 --ffn 16 --experts {experts} --topk 3 -b {tokens}"
     )
-    given = options.parse("moe_layer", [*flags.split(), "--presets", "qwen3-30b", "--graph-tokens", "0"])
+    given = command_line.parse("moe_layer", [*flags.split(), "--presets", "qwen3-30b", "--graph-tokens", "0"])
     (point,) = given.points()
     return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
 
