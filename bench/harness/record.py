@@ -16,7 +16,7 @@ from typing import Any
 
 from . import machine
 from .options import Options, Point
-from .path import NotRun, Path, Yardstick
+from .path import FORWARD, NotRun, Path, Yardstick
 from .timing import Timing
 
 SCHEMA = 2
@@ -62,18 +62,25 @@ def comparisons(rows: Iterable[Row]) -> list[dict[str, Row]]:
     return list(found.values())
 
 
+def wrong_values(rows: Iterable[Row]) -> int | None:
+    """Wrong values of all paths; None where nothing was checked. A layer is checked by its step, which has
+    its forward in it.
+    """
+    checked = [row["wrong"] for row in rows if row["wrong"] is not None and row["phase"] != FORWARD]
+    return sum(checked) if checked else None
+
+
 def document(
     options: Options, rows: Sequence[Row], missing: Sequence[Row] = (), stats: Mapping[str, Any] | None = None
 ) -> Record:
     """The whole record as plain values. `stats` are rank 0's Communicator.stats() at the end, by setup."""
-    checked = [row["wrong"] for row in rows if row["wrong"] is not None]
     return {
         **heading(f"{options.program}_perf", options.command, options.commit, options.device),
         "seed": options.seed,
         "ranks": options.ranks,
         "threads": options.threads,
         "options": {**asdict(options), "json": None},  # not the place of this record
-        "wrong": sum(checked) if checked else None,
+        "wrong": wrong_values(rows),
         "stats": dict(stats or {}),
         "missing": list(missing),
         "rows": list(rows),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from . import machine
 from .options import MOECOMM, OVERLAPPED, SERIAL, Options, Point
-from .record import Row, comparisons
+from .record import Row, comparisons, wrong_values
 from .verify import BOUNDS
 
 CEILINGS = ("fabric", "sm-push", "memcpy")  # the first of these that ran is what shares are of
@@ -191,9 +191,8 @@ def comparison(rows: Sequence[Row]) -> str:
 
 def footer(rows: Sequence[Row], missing: Sequence[Row]) -> str:
     """Verdict of the checks, and of operations the mean bus bandwidth of moecomm over the sizes."""
-    checked = [row["wrong"] for row in rows if row["wrong"] is not None]
-    wrong = sum(checked)
-    verdict = "not checked" if not checked else f"{wrong} {'OK' if wrong == 0 else 'FAILED'}"
+    wrong = wrong_values(rows)
+    verdict = "not checked" if wrong is None else f"{wrong} {'OK' if wrong == 0 else 'FAILED'}"
     failed = sum(each["failed"] for each in missing)
     lines = [f"# wrong values: {verdict}" + (f"; {failed} paths failed" if failed else "")]
     busbw = [row["busbw_GBps"] for row in rows if row["path"] == MOECOMM]
