@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
-"""Times the raw exchange, verified first. See --help.
+"""Times moecomm's dispatch as a plain exchange, top-1 and balanced, next to all_to_all_single, and ceilings.
 
-moecomm's dispatch with balanced top-1 routing and one expert a rank is an all-to-all of equal blocks; next to
-it gloo's all_to_all_single of the same rows and a memcpy of as many bytes.
-"""
+--help lists the flags."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 if not __package__:  # started as a file: the folder above bench/ is not on the path yet
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.harness.entry import main
+from bench.harness.launch import main
 
 if __name__ == "__main__":
     raise SystemExit(main("alltoall"))

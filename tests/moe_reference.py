@@ -1,6 +1,6 @@
 """A mixture-of-experts layer as plain loops over tokens and experts, to compare moecomm.nn with.
 
-Shares no code with the product. Slow and simple; runs in the dtype of its inputs (float64 in the tests)
+Shares no code with moecomm. Slow and simple; runs in the dtype of its inputs (float64 in the tests)
 under autograd. `options` is a dict with the names of MoEConfig's fields. One rank's tokens at a time: ranks
 influence each other in no way, because capacity and losses are per rank.
 """
@@ -80,15 +80,18 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum()
 
 
-def feed_forward(row: Tensor, w_in: Tensor, w_out: Tensor, activation: str) -> Tensor:
-    inner = (row[:, None] * w_in).sum(dim=0)
+def feed_forward(rows: Tensor, w_in: Tensor, w_out: Tensor, activation: str) -> Tensor:
+    """One expert on a row (H,) or rows (N, H). w_in is (H, F), or (H, 2F) with the gate first; w_out (F, H).
+
+    The benchmarks (bench/harness/verify.py) use it and its gradients by autograd.
+    """
+    inner = rows @ w_in
     if activation == "swiglu":
-        half = len(inner) // 2
-        gate, up = inner[:half], inner[half:]
+        gate, up = inner.chunk(2, dim=-1)
         inner = gate / (1 + torch.exp(-gate)) * up
     else:
         inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
-    return (inner[:, None] * w_out).sum(dim=0)
+    return inner @ w_out
 
 
 def scores_of(logits: list[Tensor], function: str) -> list[Tensor]:

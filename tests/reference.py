@@ -1,4 +1,7 @@
-"""What dispatch and combine mean, in plain loops over numpy arrays. Shares nothing with the product.
+"""What dispatch and combine mean, in plain loops over numpy arrays. Shares nothing with moecomm.
+
+The tests compare whole results with it, the benchmarks (bench/harness/verify.py) take from it where every row
+has to be.
 
 Every function sees the whole job at once: a list per source rank of tokens `x_TH`, ids `topk_idx_TK` and
 weights `topk_weights_TK`. A row's values are held in float32 (float64 for "float64"); `rounded` says which of
@@ -108,10 +111,44 @@ def fp8_error_bound(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @dataclass
-class Dispatched:
-    """What one rank receives. `origin` has one entry a row: the assignments (source, token, k) that it
-    answers for, none for an alignment row. Rows past `offsets[-1]` are not listed at all.
+class Layout:
+    """Where the rows of one rank's result come from. `origin` has one entry a row: the assignments (source,
+    token, k) that it answers for, none for an alignment row. `offsets` are the ends of the groups.
     """
+
+    origin: list[list[tuple[int, int, int]]]
+    tokens_per_expert: list[int]
+    offsets: list[int]
+
+
+def layout_of(
+    ids: Sequence[np.ndarray], *, rank: int, num_experts: int, layout: str = "expert", alignment: int = 1
+) -> Layout:
+    """The rows that `rank` receives: by its experts, or in the rank layout by source rank."""
+    local = num_experts // len(ids)
+    first = rank * local
+    per_expert: list[list[list[tuple[int, int, int]]]] = [[] for _ in range(local)]
+    per_source: list[list[list[tuple[int, int, int]]]] = [[] for _ in ids]
+    for src, ids_TK in enumerate(ids):
+        for t, ids_K in enumerate(ids_TK.tolist()):
+            owned = [(src, t, k) for k, e in enumerate(ids_K) if first <= e < first + local]
+            for assignment in owned:
+                per_expert[ids_K[assignment[2]] - first].append([assignment])
+            if owned:
+                per_source[src].append(owned)
+    origin: list[list[tuple[int, int, int]]] = []
+    ends = []
+    for group in per_expert if layout == "expert" else per_source:
+        origin += group
+        while len(origin) % alignment:
+            origin.append([])
+        ends.append(len(origin))
+    return Layout(origin, [len(group) for group in per_expert], ends)
+
+
+@dataclass
+class Dispatched:
+    """What one rank receives; `origin` as in Layout. Rows past `offsets[-1]` are not listed at all."""
 
     tokens: np.ndarray
     weights: np.ndarray | None
@@ -134,34 +171,9 @@ def dispatch(
     capacity: int | None = None,
 ) -> Dispatched:
     """The rows that `rank` receives; with a capacity, up to the clamped `offsets[-1]` only."""
-    size = len(x)
-    local = num_experts // size
-    mine = range(rank * local, (rank + 1) * local)
-    per_expert = [
-        [
-            (src, t, k)
-            for src in range(size)
-            for t in range(len(ids[src]))
-            for k in _where(ids[src][t], expert)
-        ]
-        for expert in mine
-    ]
-    if layout == "expert":
-        groups = [[[assignment] for assignment in group] for group in per_expert]
-    else:
-        groups = []
-        for src in range(size):
-            owned = [
-                [(src, t, k) for k, e in enumerate(ids[src][t]) if e in mine] for t in range(len(ids[src]))
-            ]
-            groups.append([row for row in owned if row])
-    origin: list[list[tuple[int, int, int]]] = []
-    ends = []
-    for group in groups:
-        origin += group
-        while len(origin) % alignment:
-            origin.append([])
-        ends.append(len(origin))
+    placed = layout_of(ids, rank=rank, num_experts=num_experts, layout=layout, alignment=alignment)
+    origin, ends = placed.origin, placed.offsets
+    local = num_experts // len(x)
     needed = len(origin)
     overflow = 0
     if capacity is not None and needed > capacity:
@@ -184,7 +196,7 @@ def dispatch(
         tokens=tokens,
         weights=None if weights is None else out_weights,
         topk_idx=local_ids if layout == "rank" else None,
-        tokens_per_expert=np.array([len(group) for group in per_expert], np.int32),
+        tokens_per_expert=np.array(placed.tokens_per_expert, np.int32),
         offsets=np.array(ends, np.int32),
         overflow=overflow,
         origin=origin,
@@ -294,7 +306,3 @@ def combine_backward(
         grad_rows.append(grad)
         grad_weights.append(grad_w)
     return grad_rows, (None if weights is None else grad_weights)
-
-
-def _where(ids_K: np.ndarray, expert: int) -> list[int]:
-    return [k for k, e in enumerate(ids_K) if e == expert]

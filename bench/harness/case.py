@@ -1,27 +1,36 @@
-"""One size of a benchmark as one rank sees it: everybody's ids, its own rows and weights, and the bytes at
-stake.
-"""
+"""One comparison as one rank sees it: everybody's ids, its own inputs, and the work behind the times."""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from . import data, verify
-from .data import DataKey
-from .options import DTYPES, Options
-from .routing import topk_ids
-from .traffic import pairs, traffic
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moecomm.nn import mark_expert_parameter
+
+from . import inputs, verify
+from .inputs import DataKey, Ids
+from .options import COMPUTE, Options, Point
+from .path import STEP, Path, Yardstick
+from .timing import Timing
+
+DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
+_GRADIENTS = 1  # added to the seed: gradients of the result are rows of another stream
+_PASSES = 3  # a backward makes two products for each of the forward: of the rows, and of the weights
 
 
 def device_of(options: Options) -> torch.device:
     """The device that this rank's tensors are on."""
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    )
+    on_gpu = options.device == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def poison(*tensors: torch.Tensor | None) -> None:
+def poison(*tensors: Tensor | None) -> None:
     """Overwrites tensors with all-ones bits, so that a result that is not written anew cannot pass a check.
 
     Results of an earlier call are poisoned before they are released: memory that an allocator hands out again
@@ -32,123 +41,232 @@ def poison(*tensors: torch.Tensor | None) -> None:
             tensor.detach().view(torch.uint8).fill_(0xFF)
 
 
-class Case:
-    """Inputs and expectations of one size on one rank. `load` fills in another round of data, same ids."""
+def corrupt(tensor: Tensor) -> None:
+    """Flips a high bit of the first value."""
+    if tensor.numel():
+        tensor.detach().view(-1).view(torch.uint8)[tensor.element_size() - 1] ^= 0x40
 
-    def __init__(self, options: Options, rank: int, tokens: int, dtype: str) -> None:
-        self.options, self.rank, self.tokens, self.dtype = options, rank, tokens, dtype
+
+# -- what has to travel: functions of the ids alone ----------------------------------------------------------
+
+
+def pairs(ids_R: Sequence[Ids], experts: int, ranks_per_group: int = 1) -> npt.NDArray[np.int64]:
+    """(R, G): tokens of a rank that want an expert of a group of ranks (a node), each counted once.
+
+    Example: 2 ranks, experts 0, 1 | 2, 3, token of rank 0 with ids [0, 2], token of rank 1 with ids [0, 1]:
+    [[1, 1], [1, 0]].
+    """
+    per_group = experts // len(ids_R) * ranks_per_group
+    groups = range(len(ids_R) // ranks_per_group)
+    # -1 // per_group is -1: no group.
+    found = [[(ids_TK // per_group == group).any(axis=1).sum() for group in groups] for ids_TK in ids_R]
+    return np.array(found, dtype=np.int64)
+
+
+def rows_per_rank(ids_R: Sequence[Ids], experts: int) -> list[int]:
+    """(token, expert) pairs at each rank's experts.
+
+    Example: 2 ranks, 4 experts, ids [[0, 2]] and [[0, 1]]: rank 0 has experts 0 and 1, so [3, 1].
+    """
+    ids = np.concatenate([ids_TK.ravel() for ids_TK in ids_R])
+    owners = ids[ids >= 0] // (experts // len(ids_R))
+    found: list[int] = np.bincount(owners, minlength=len(ids_R)).tolist()
+    return found
+
+
+class Case:
+    """Inputs of one operation on one rank, and the work in it. `load` fills in another round of data."""
+
+    def __init__(self, options: Options, point: Point, rank: int) -> None:
+        self.options, self.point, self.rank = options, point, rank
         self.device = device_of(options)
-        self.torch_dtype: torch.dtype = getattr(torch, dtype)
-        self.ids_R = [topk_ids(options, tokens, source) for source in range(options.ranks)]
+        self.dtype: torch.dtype = getattr(torch, point.dtype)
+        self.ids_R = [inputs.topk_ids(options, point, source) for source in range(options.ranks)]
         self.ids_TK = self.ids_R[rank]
         self.topk_idx_TK = torch.from_numpy(self.ids_TK.copy()).to(self.device)
-        self._shuffles = np.random.default_rng([options.seed, 5, tokens, rank])
-        self.row_bytes = options.hidden * DTYPES[dtype]
-        self.wire_row_bytes = self._wire_row_bytes()
-        handed_on = options.wire is not None and not options.dequantize
-        self.traffic = traffic(
-            self.ids_R,
-            options.experts,
-            self.wire_row_bytes if handed_on else self.row_bytes,
-            options.layout,
-            self.wire_row_bytes,
-        )
-        self.layout = self.layout_for(rank, options.alignment)
+        self._shuffles = np.random.default_rng([options.seed, inputs.SHUFFLES, point.tokens, rank])
+        self.rows = self.rows_of(rank, options.alignment)
         self.capacity = self._capacity()
-        self.x_TH = torch.empty(tokens, options.hidden, dtype=self.torch_dtype, device=self.device)
-        weight_dtype = torch.float64 if dtype == "float64" else torch.float32
-        self.topk_weights_TK = torch.empty(tokens, options.topk, dtype=weight_dtype, device=self.device)
-        self.key = DataKey(options.seed, 0, tokens, options.hidden, dtype)
+        self.x_TH = torch.empty(point.tokens, point.hidden, dtype=self.dtype, device=self.device)
+        self.weights_TK = torch.empty(
+            point.tokens, point.topk, dtype=inputs.wide(self.dtype), device=self.device
+        )
+        self.key = DataKey(options.seed, 0, point.tokens, point.hidden, point.dtype)
         self.load(0)
 
-    def _wire_row_bytes(self) -> int:
-        # Combine and the backward travel in the rows' own type.
-        if self.options.wire is None or self.options.operation == "combine" or self.options.kept_handle:
-            return self.row_bytes
-        return self.options.hidden + 4 * -(-self.options.hidden // data.SCALE_BLOCK)
+    def rows_of(self, rank: int, alignment: int) -> verify.Rows:
+        """Where the rows of `rank`'s result come from."""
+        return verify.rows_of(self.ids_R, rank, self.point.experts, self.options.layout, alignment)
+
+    def _capacity(self) -> int | None:
+        if self.options.capacity != "auto":
+            assert not isinstance(self.options.capacity, str)
+            return self.options.capacity
+        alignment = self.options.alignment
+        return max(1, *(self.rows_of(rank, alignment).num_rows for rank in range(self.options.ranks)))
+
+    @property
+    def wire_row_bytes(self) -> int:
+        """Bytes of a row on its way. Combine and the backward travel in the rows' own type."""
+        options = self.options
+        if options.wire is None or options.program == "combine" or options.kept_handle:
+            return self.point.row_bytes
+        return self.point.hidden + 4 * -(-self.point.hidden // inputs.SCALE_BLOCK)
+
+    @property
+    def useful_R(self) -> list[int]:
+        """Bytes of each rank's result rows: one per (token, expert), or (token, rank) in the rank layout."""
+        options = self.options
+        handed_on = options.wire is not None and not options.dequantize
+        row_bytes = self.wire_row_bytes if handed_on else self.point.row_bytes
+        if options.layout == "rank":
+            rows: list[int] = pairs(self.ids_R, self.point.experts).sum(axis=0).tolist()
+        else:
+            rows = rows_per_rank(self.ids_R, self.point.experts)
+        return [count * row_bytes for count in rows]
 
     def rows_between(self) -> list[list[int]]:
         """[from][to]: rows that travel between two ranks, each (token, other rank) once; 0 within a rank."""
-        found = pairs(self.ids_R, self.options.experts)
+        found = pairs(self.ids_R, self.point.experts)
         np.fill_diagonal(found, 0)
-        way = found.T if self.options.operation == "combine" else found
-        rows: list[list[int]] = way.tolist()
+        rows: list[list[int]] = (found.T if self.options.program == "combine" else found).tolist()
         return rows
 
-    def layout_for(self, rank: int, alignment: int) -> verify.Layout:
-        """Where the rows of `rank`'s result come from."""
-        if self.options.layout == "rank":
-            return verify.rank_layout(self.ids_R, rank, self.options.experts)
-        return verify.expert_layout(self.ids_R, rank, self.options.experts, alignment)
-
-    def _capacity(self) -> int | None:
-        if self.options.capacity == "auto":
-            rows = [
-                self.layout_for(rank, self.options.alignment).num_rows for rank in range(self.options.ranks)
-            ]
-            return max(1, *rows)
-        assert not isinstance(self.options.capacity, str)
-        return self.options.capacity
-
+    @torch.no_grad()
     def load(self, round: int) -> None:
-        """Fills `x_TH` and `topk_weights_TK` with the data of `round`, and puts the ids back as they were."""
+        """Fills rows and weights with the data of `round`, and puts the ids back as they were."""
         self.topk_idx_TK.copy_(torch.from_numpy(self.ids_TK))
-        self.key = DataKey(self.options.seed, round, self.tokens, self.options.hidden, self.dtype)
-        self.x_TH.copy_(data.rows(self.key, self.rank, self.device))
-        self.topk_weights_TK.copy_(data.weights(self.key, self.rank, self.options.topk, self.device))
+        self.key = replace(self.key, round=round)
+        self.x_TH.copy_(inputs.rows(self.key, self.rank, self.device))
+        self.weights_TK.copy_(inputs.weights(self.key, self.rank, self.point.topk, self.device))
 
     def fresh_ids(self) -> None:
-        """Other ids with the same traffic: tokens rolled, each token's slots shuffled.
+        """Puts other ids with the same traffic: tokens rolled, each token's slots shuffled.
 
-        A training step never sees its ids twice, and a product may keep what it worked out for ids it has
-        seen. With --ids same they stay.
+        A training step never sees its ids twice, and moecomm keeps the plan of ids that it has seen. With
+        --ids same they stay.
         """
         if self.options.ids == "same":
             return
-        rolled = np.roll(self.ids_TK, int(self._shuffles.integers(max(self.tokens, 1))), axis=0)
+        rolled = np.roll(self.ids_TK, int(self._shuffles.integers(max(self.point.tokens, 1))), axis=0)
         self.topk_idx_TK.copy_(torch.from_numpy(self._shuffles.permuted(rolled, axis=1)))
 
-    def answers(self, layout: verify.Layout, rows: int) -> torch.Tensor:
-        """(rows, H) expert (or rank) outputs of this round's data at this rank, for combine; padding is
-        NaN.
-        """
-        by_rank = self.rank if self.options.layout == "rank" else None
-        return verify.answers(layout, self.key, rows, self.device, by_rank)
+    def maybe_corrupt(self, result: Tensor) -> None:
+        """With --inject-error, corrupts one value of the result on every rank that has one."""
+        if self.options.inject_error:
+            corrupt(result)
 
-    def wrong_dispatch(
-        self,
-        got: verify.Received,
-        layout: verify.Layout,
-        capacity: int | None = None,
-        wire: str | None = None,
-    ) -> int:
-        """Checks a dispatch result against `layout` and this round's data."""
-        return verify.wrong_dispatch(got, layout, self.key, self.options.topk, capacity, wire)
+    def figures(
+        self, path: Path | Yardstick, phase: str, timings: Mapping[tuple[str, str], Timing]
+    ) -> dict[str, Any]:
+        """The bytes behind a time and the bandwidths they make."""
+        useful, remote = sum(self.useful_R), sum(map(sum, self.rows_between())) * self.wire_row_bytes
+        per_rank = self.options.ranks * timings[path.name, phase].median * 1e9
+        is_remote = not isinstance(path, Path) or path.remote
+        return {
+            "size_bytes": self.point.tokens * self.point.row_bytes,
+            "useful_bytes": useful,
+            "remote_bytes": remote,
+            "algbw_GBps": useful / per_rank,
+            "busbw_GBps": remote / per_rank if is_remote else None,
+        }
 
-    def wrong_backward(
-        self, grad_PH: torch.Tensor, grad_weights_P: torch.Tensor, rows_PH: torch.Tensor, made: DataKey
-    ) -> int:
-        """Checks the backward of a weighted combine of `rows_PH`, with the weights of `made`, when the
-        gradient of its result are this round's rows.
-        """
-        return verify.wrong_backward(
-            grad_PH, grad_weights_P, rows_PH, self.layout, self.key, made, self.options.topk
+
+class Experts:
+    """This rank's experts: (L, H, 2F) and (L, F, H), the same for every variant and point of a layer."""
+
+    def __init__(self, options: Options, point: Point, rank: int) -> None:
+        assert point.ffn is not None
+        local, device = point.experts // options.ranks, device_of(options)
+        dtype: torch.dtype = getattr(torch, point.dtype)
+        w_in = torch.empty(local, point.hidden, 2 * point.ffn, dtype=dtype, device=device)
+        w_out = torch.empty(local, point.ffn, point.hidden, dtype=dtype, device=device)
+        for place in range(local):
+            number = rank * local + place
+            made = inputs.expert(options.seed, number, point.hidden, point.ffn, dtype, device)
+            w_in[place], w_out[place] = made
+        self.w_in, self.w_out = torch.nn.Parameter(w_in), torch.nn.Parameter(w_out)
+        for each in (self.w_in, self.w_out):
+            mark_expert_parameter(each)  # as those that a layer makes
+
+
+class LayerCase(Case):
+    """Inputs and expectations of a layer: also the gradients of its result, and rows as experts get them."""
+
+    def __init__(self, options: Options, point: Point, rank: int, experts: Experts) -> None:
+        rows = verify.rows_of(
+            [inputs.topk_ids(options, point, source) for source in range(options.ranks)], rank, point.experts
         )
+        device, dtype = device_of(options), experts.w_in.dtype
+        self.experts, self.local = experts, point.experts // options.ranks
 
-    def wrong_combine(self, got_TH: torch.Tensor) -> int:
-        """Checks a combined result against this round's data."""
-        return verify.wrong_combine(
-            got_TH,
-            self.ids_TK,
-            self.key,
-            self.rank,
-            experts=self.options.experts,
-            ranks=self.options.ranks,
-            layout=self.options.layout,
-            node_sums=1 < self.options.nodes < self.options.ranks,
-        )
+        def empty(count: int) -> Tensor:
+            return torch.empty(count, point.hidden, dtype=dtype, device=device)
 
-    def maybe_corrupt(self, result: torch.Tensor) -> None:
-        """With --inject-error, flips a high bit of the result's first value on every rank that has one."""
-        if self.options.inject_error and result.numel():
-            result.detach().view(-1).view(torch.uint8)[result.element_size() - 1] ^= 0x40
+        self.dy_TH = empty(point.tokens)
+        # Inputs as they arrive at this rank's experts, for what is timed without communication.
+        self.rows_PH, self.dy_PH = empty(rows.num_rows).requires_grad_(), empty(rows.num_rows)
+        self.weights_P = torch.empty(rows.num_rows, dtype=inputs.wide(dtype), device=device).requires_grad_()
+        self.weighted_dy_PH = empty(rows.num_rows)
+        self.offsets_L = torch.from_numpy(rows.offsets_G).to(device, torch.int32)
+        self._wanted: tuple[int, dict[str, Tensor]] | None = None
+        super().__init__(options, point, rank)
+        self.x_TH.requires_grad_()
+        self.weights_TK.requires_grad_()
+        self.rows_R = rows_per_rank(self.ids_R, point.experts)
+        self.fixed_rows = max(1, int(max(self.rows_R) * options.headroom))
+
+    @torch.no_grad()
+    def load(self, round: int) -> None:
+        """Fills all inputs with the data of `round`, and puts the ids back as they were."""
+        super().load(round)
+        gradient_key = replace(self.key, seed=self.key.seed + _GRADIENTS)
+        for source in range(self.options.ranks):
+            x_TH = inputs.rows(self.key, source, self.device)
+            dy_TH = inputs.rows(gradient_key, source, self.device)
+            weights_TK = inputs.weights(self.key, source, self.point.topk, self.device)
+            if source == self.rank:
+                self.dy_TH.copy_(dy_TH)
+            row_N, token_N, slot_N = self.rows.from_source(source, self.device)
+            self.rows_PH[row_N] = x_TH[token_N]
+            self.dy_PH[row_N] = dy_TH[token_N]
+            self.weights_P[row_N] = weights_TK[token_N, slot_N].to(self.weights_P.dtype)
+        self.weighted_dy_PH.copy_(self.dy_PH * self.weights_P[:, None])
+
+    def wanted(self, round: int) -> dict[str, Tensor]:
+        """Everything that a variant may return for the data of `round`, which is loaded."""
+        if self._wanted is None or self._wanted[0] != round:
+            self._wanted = (round, verify.expected_of_layer(self))
+        return self._wanted[1]
+
+    def forget_wanted(self) -> None:
+        """Gives the memory of `wanted` back, before times and memory are measured."""
+        self._wanted = None
+
+    def figures(
+        self, path: Path | Yardstick, phase: str, timings: Mapping[tuple[str, str], Timing]
+    ) -> dict[str, Any]:
+        """The flops of both products behind a time, 6 x H x F a row forward, and the rates they make.
+
+        Example: hidden 4, ffn 2, one row: 2 x 4 x 4 + 2 x 2 x 4 = 48.
+        """
+        seconds = timings[path.name, phase].median
+        rows, inner, columns = self.options.dense
+        dense_tflops = 2.0 * rows * inner * columns / timings[DENSE, STEP].median / 1e12
+        compute = timings.get((COMPUTE, phase))
+        passes = _PASSES if phase == STEP else 1
+        assert self.point.ffn is not None
+        work = 6.0 * passes * self.point.hidden * self.point.ffn * sum(self.rows_R) / self.options.ranks
+        flops = work if isinstance(path, Path) and path.computes else None
+        if path.name == DENSE:
+            flops = 2.0 * rows * inner * columns
+        tflops = None if flops is None else flops / seconds / 1e12
+        return {
+            "rows": sum(self.rows_R),
+            "most_rows": max(self.rows_R),
+            "flops": flops,
+            "tflops": tflops,
+            "dense_tflops": dense_tflops,
+            "share": None if tflops is None else tflops / dense_tflops,
+            "ratio": None if compute is None or path.name == DENSE else seconds / compute.median,
+        }

@@ -20,28 +20,12 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn
 
+from .command_line import parse
+from .options import Options
 
-class Launched(Protocol):
-    """What this file wants to know of a program's options."""
-
-    @property
-    def operation(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def timeout(self) -> float: ...
-    @property
-    def baselines(self) -> tuple[str, ...]: ...
-
-
-Given = TypeVar("Given", bound=Launched)
-RankMain = Callable[[Given, int, int], int]
+RankMain = Callable[[Options, int, int], int]
 _GRACE_AFTER_FAILURE = 3.0  # seconds the other ranks get to report what they saw
 _GRACE_AFTER_TERM = 3.0
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +37,7 @@ _WITHOUT_MULTICAST = {
 }
 
 
-def run(rank_main: RankMain[Given], options: Given) -> int:
+def run(rank_main: RankMain, options: Options) -> int:
     """Runs `rank_main(options, rank, ranks)` on every rank and returns the exit status of the program.
 
     0: all ranks returned 0. 1: a rank failed or found wrong values. 130: interrupted.
@@ -63,7 +47,7 @@ def run(rank_main: RankMain[Given], options: Given) -> int:
     return _spawn(rank_main, options)
 
 
-def _join(rank_main: RankMain[Given], options: Given) -> int:
+def _join(rank_main: RankMain, options: Options) -> int:
     import torch.distributed as dist
 
     backend = _prepare(options, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
@@ -71,7 +55,7 @@ def _join(rank_main: RankMain[Given], options: Given) -> int:
     return _rank(rank_main, options, dist.get_rank(), dist.get_world_size())
 
 
-def _rank(rank_main: RankMain[Given], options: Given, rank: int, ranks: int) -> int:
+def _rank(rank_main: RankMain, options: Options, rank: int, ranks: int) -> int:
     import torch.distributed as dist
 
     try:
@@ -81,7 +65,7 @@ def _rank(rank_main: RankMain[Given], options: Given, rank: int, ranks: int) -> 
             text = f"{type(problem).__name__}: {problem}"
         else:
             text = traceback.format_exc().rstrip()
-        print(f"{options.operation}_perf.py: rank {rank}: {text}", file=sys.stderr, flush=True)
+        print(f"{options.program}_perf.py: rank {rank}: {text}", file=sys.stderr, flush=True)
         if options.device == "cuda":
             os._exit(1)  # taking NCCL down would wait for ranks that no longer answer
         return 1
@@ -91,7 +75,7 @@ def _rank(rank_main: RankMain[Given], options: Given, rank: int, ranks: int) -> 
         dist.destroy_process_group()
 
 
-def _prepare(options: Launched, local_rank: int) -> str:
+def _prepare(options: Options, local_rank: int) -> str:
     """Sets threads and device of this process; returns the backends of its process group."""
     import torch
 
@@ -112,7 +96,7 @@ def _prepare(options: Launched, local_rank: int) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _child(rank_main: RankMain[Given], options: Given, rank: int, parent: int, line: Connection) -> None:
+def _child(rank_main: RankMain, options: Options, rank: int, parent: int, line: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the ranks in order
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -132,7 +116,7 @@ def _child(rank_main: RankMain[Given], options: Given, rank: int, parent: int, l
     raise SystemExit(_rank(rank_main, options, rank, options.ranks))
 
 
-def _spawn(rank_main: RankMain[Given], options: Given) -> int:
+def _spawn(rank_main: RankMain, options: Options) -> int:
     """Starts the ranks. Does without torch, so that they load it at once instead of after their parent."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -154,7 +138,7 @@ def _spawn(rank_main: RankMain[Given], options: Given) -> int:
         _pass_port_on(lines)
         return _wait(ranks, options)
     except KeyboardInterrupt:
-        name = f"{options.operation}_perf.py"
+        name = f"{options.program}_perf.py"
         print(f"\n{name}: interrupted, ending {len(ranks)} ranks", file=sys.stderr, flush=True)
         return 130
     finally:
@@ -177,7 +161,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _wait(ranks: list[BaseProcess], options: Launched) -> int:
+def _wait(ranks: list[BaseProcess], options: Options) -> int:
     """Waits until all ranks are done, or one has failed and the others have had their grace."""
     running: dict[object, tuple[int, BaseProcess]] = {p.sentinel: (rank, p) for rank, p in enumerate(ranks)}
     failed = False
@@ -195,7 +179,7 @@ def _wait(ranks: list[BaseProcess], options: Launched) -> int:
                 continue
             if code is not None and code < 0 and not failed:
                 name = signal.Signals(-code).name
-                print(f"{options.operation}_perf.py: rank {rank} died of {name}", file=sys.stderr, flush=True)
+                print(f"{options.program}_perf.py: rank {rank} died of {name}", file=sys.stderr, flush=True)
             failed = True
             deadline = deadline or time.monotonic() + _GRACE_AFTER_FAILURE
     return int(failed)
@@ -217,3 +201,31 @@ def _end(ranks: Iterable[BaseProcess]) -> None:
                 process.join()
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def main(program: str) -> int:
+    """The exit status of a program. A bad flag is answered before torch is loaded."""
+    return run(rank_main, parse(program))
+
+
+def rank_main(options: Options, rank: int, ranks: int) -> int:
+    """One rank of a program."""
+    from .program import benchmark
+
+    return benchmark(options, rank)
+
+
+def ranks_main(plan: tuple[Options, ...], deadline_s: float, first: Options, rank: int, ranks: int) -> int:
+    """One rank of several runs in turn, which saves starting for each; none begins after the deadline."""
+    from .timing import sum_over_ranks
+
+    begun = time.monotonic()
+    status = 0
+    for options in plan:
+        late = rank == 0 and time.monotonic() - begun > deadline_s
+        if sum_over_ranks(int(late)):
+            break
+        if rank == 0:
+            print(f"\n$ {options.command}", flush=True)
+        status |= rank_main(options, rank, ranks)
+    return status

@@ -140,22 +140,3 @@ def _git(*words: str) -> str:
     return subprocess.run(
         ["git", *words], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=20
     ).stdout.strip()
-
-
-def heading(operation: str) -> tuple[str, str]:
-    """The first lines of what a program prints: itself and its versions, and the machine."""
-    host, made = describe(), versions()
-    return (
-        f"# {operation}_perf  moecomm {made['moecomm']}  torch {made['torch']}  numpy {made['numpy']}"
-        f"  python {made['python']}",
-        f"# {host.cpu}, {host.architecture}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB memory",
-    )
-
-
-def heading_of_gpus() -> str:
-    """Such a line of the GPUs."""
-    gpus = describe_gpus()
-    return (
-        f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links or '?'}, "
-        f"driver {gpus.driver}"
-    )

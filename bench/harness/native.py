@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import machine
+from . import record
 
 _MOST_S = 300.0
 _LIBFABRIC = ("fabric_raw",)
@@ -59,19 +58,9 @@ def lines(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
         raise RuntimeError(f"{name}: {problem}") from None
 
 
-def document(name: str, flags: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """The record of a run, as far as it can be that of record.document(). Raises RuntimeError as lines()."""
+def document(name: str, flags: Sequence[str], commit: str | None) -> record.Record:
+    """The record of a run, whose rows are what the program says. Raises RuntimeError as lines()."""
     said = lines(name, flags)
     for line in said:
         line.pop("address", None)  # of this host: nobody else's concern
-    found, dirty = (commit, None) if commit else machine.git_commit()
-    return {
-        "schema": 1,
-        "program": name,
-        "command": " ".join((name, *flags)),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "git": {"commit": found, "dirty": dirty},
-        "hardware": asdict(machine.describe()),
-        "versions": machine.versions(),
-        "lines": said,
-    }
+    return {**record.heading(name, shlex.join((name, *flags)), commit, "cpu"), "wrong": None, "rows": said}

@@ -1,142 +1,213 @@
-"""What run_all.py runs on one node, on CPUs and on GPUs."""
+"""What run_all.py runs: operations, layers, and operations between nodes, on CPU ranks and on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-_SWEEP_ITERS, _SWEEP_WARMUP = 10, 3  # most iterations of a point of a sweep on GPUs
+PROVIDERS = ("tcp", "shm")
+NATIVE = ("fabric_raw", "proxy_rate")
+_BOTH = ("dispatch", "combine")
+_TARGET_LAYERS = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "gpt-oss-120b", "mixtral-8x22b")
+_CLOSELY = ("deepseek-v3", "qwen3-30b")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the plan: a program and its flags."""
+    """One run of the plan: a program, in Python or C++, and its flags."""
 
     name: str
     program: str
     flags: tuple[str, ...]
-    about: str
     quick: bool = False  # part of --quick
     alone: bool = False  # in ranks of its own
 
 
-def cpu_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
+def _run(name: str, program: str, flags: str, quick: bool = False, alone: bool = False) -> Run:
+    return Run(name, program, tuple(flags.split()), quick, alone)
+
+
+def operations_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
     """The reference case, then a small sweep around it."""
-    steady = ("--device", "cpu", "-g", str(ranks), "-n", str(iters), "-w", str(warmup), "--baselines")
-    reference = ("-b", "2048", "--hidden", "4096", "-d", "float32", "--experts", "32", "--topk", "4")
-    bfloat16 = ("-b", "2048", "--hidden", "2048", "-d", "bfloat16", "--experts", "64", "--topk", "8")
-    small = ("-b", "32", "-e", "512", "-f", "4", "--hidden", "4096", "--experts", "32", "--topk", "4")
-    zipf = ("-b", "1024", "--hidden", "2048", "--routing", "zipf")
-    runs = []
-    for operation in ("dispatch", "combine"):
-        flags = (*reference, *steady)
-        runs.append(Run(f"{operation}-reference", operation, flags, "the reference case", quick=True))
-    for operation in ("dispatch", "combine"):
-        runs += [
-            Run(f"{operation}-small", operation, (*small, *steady), "fewer tokens"),
-            Run(f"{operation}-bfloat16", operation, (*bfloat16, *steady), "bfloat16, top-8 of 64"),
-            Run(f"{operation}-zipf", operation, (*zipf, *steady), "skewed routing"),
-        ]
-    runs.append(Run("alltoall", "alltoall", ("-b", "256", "-e", "4096", "-f", "4", *steady), "raw exchange"))
-    return runs
+    steady = f"--device cpu -g {ranks} -n {iters} -w {warmup} --baselines"
+    cases = (
+        ("reference", "-b 2048 --hidden 4096 -d float32 --experts 32 --topk 4"),
+        ("small", "-b 32 -e 512 -f 4 --hidden 4096 --experts 32 --topk 4"),
+        ("bfloat16", "-b 2048 --hidden 2048 -d bfloat16 --experts 64 --topk 8"),
+        ("zipf", "-b 1024 --hidden 2048 --routing zipf"),
+    )
+    runs = [
+        _run(f"{operation}-{name}", operation, f"{flags} {steady}", quick=name == "reference")
+        for name, flags in cases
+        for operation in _BOTH
+    ]
+    return [*runs, _run("alltoall", "alltoall", f"-b 256 -e 4096 -f 4 {steady}")]
 
 
-def cuda_plan(ranks: int, iters: int, warmup: int) -> list[Run]:
+def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     """4096 tokens, hidden 7168, top-8 of 256 in every form, then what is around it, by importance."""
-    shape = ("--hidden", "7168", "-d", "bfloat16")
-    total = _shared_experts(256, ranks)
-    usual_experts = ("--experts", total, "--topk", "8")
-    point = ("-b", "4096", *shape, *usual_experts)
-    few = ("-b", "512", *shape, *usual_experts)
-    tokens = ("-b", "1", "-e", "32768", "-f", "8", *shape, *usual_experts)
-    all_experts = ",".join(_shared_experts(each, ranks) for each in (32, 256, 896))
-    experts = ("-b", "4096", *shape, "--experts", all_experts, "--topk", "8")
-    topk = ("-b", "4096", *shape, "--experts", total, "--topk", "1,2,4,8,16")
-    zipf = (*point, "--routing", "zipf", "--zipf", "0.5,1,1.5")
-    one_hot = (*point, "--routing", "one-hot")
-    sms = ("--num-sms", "8,24,48,132")
-    fp8, handed_on = ("--wire", "fp8"), ("--wire", "fp8", "--no-dequantize")
-    fixed, graph = ("--capacity", "auto"), ("--capacity", "auto", "--graph")
-    everything, links = ("--baselines",), ("--baselines", "sm-push")
-    usual, beside_nccl = ("--baselines", "sm-push,nccl"), ("--baselines", "sm-push,nccl,nccl-tuned")
+    shape = "--hidden 7168 -d bfloat16"
+    experts = _shared(256, ranks)
+    few, point = (f"-b {tokens} {shape} --experts {experts} --topk 8" for tokens in (512, 4096))
+    links, beside_nccl = "--baselines sm-push", "--baselines sm-push,nccl"
+    fixed = f"{point} --capacity auto"
     # torch's all_to_all_vdev_2d takes at most 16 experts a rank.
-    few_experts = ("-b", "4096", *shape, "--experts", str(16 * ranks), "--topk", "8")
-    symmetric = (*few_experts, "--baselines", "sm-push,torch-symm")
+    symmetric = f"-b 4096 {shape} --experts {16 * ranks} --topk 8 --baselines sm-push,torch-symm"
+    many = ",".join(str(_shared(count, ranks)) for count in (32, 256, 896))
+    sweeps = {
+        "sms": f"{point} --num-sms 8,24,48,132 {links}",
+        "experts": f"-b 4096 {shape} --experts {many} --topk 8 {beside_nccl}",
+        "tokens": f"-b 1 -e 32768 -f 8 {shape} --experts {experts} --topk 8 {beside_nccl}",
+        "topk": f"-b 4096 {shape} --experts {experts} --topk 1,2,4,8,16 {beside_nccl}",
+        "skew": f"{point} --routing zipf --zipf 0.5,1,1.5 {beside_nccl}",
+    }
 
-    def run(
-        name: str,
-        flags: Sequence[str],
-        about: str,
-        *,
-        gpus: int = ranks,
-        most_iters: int = iters,
-        most_warmup: int = warmup,
-        **more: bool,
-    ) -> Run:
+    def run(name: str, flags: str, *, gpus: int = ranks, most: int = iters, quick: bool = False) -> Run:
         operation = name.split("-")[0]
+        steady = f"--device cuda -g {gpus} -n {min(iters, most)} -w {min(warmup, most)} --timeout 60"
         program = "dispatch" if operation == "backward" else operation
-        times = ("-n", str(min(iters, most_iters)), "-w", str(min(warmup, most_warmup)))
-        steady = ("--device", "cuda", "-g", str(gpus), *times, "--timeout", "60")
-        return Run(f"cuda-{name}", program, (*flags, *steady), about, **more)
-
-    sweep = partial(run, most_iters=_SWEEP_ITERS, most_warmup=_SWEEP_WARMUP)
+        return _run(f"cuda-{name}", program, f"{flags} {steady}", quick, alone="symm" in name)
 
     def on_gpus(gpus: int) -> list[Run]:
-        """What the model of how time grows is held against: a call that is nearly all fixed cost, and one
-        that is nearly all transfer."""
-        experts = _shared_experts(256, gpus)
-        flags = ("-b", "8", "-e", "4096", "-f", "512", *shape, "--experts", experts, "--topk", "8", *fixed)
-        about = f"on {gpus} GPUs" if experts == "256" else f"on {gpus} GPUs, which cannot share 256 experts"
-        return [
-            run(f"{operation}-on-{gpus}", (*flags, *links), about, gpus=gpus)
-            for operation in ("dispatch", "combine")
-        ]
+        """Those that the formula of how time grows is held against: nearly all fixed cost, or nearly none."""
+        flags = f"-b 8 -e 4096 -f 512 {shape} --experts {_shared(256, gpus)} --topk 8 --capacity auto {links}"
+        return [run(f"{operation}-on-{gpus}", flags, gpus=gpus) for operation in _BOTH]
 
     return [
-        run("dispatch", (*point, *everything), "dispatch to expert-major, exact sizes", quick=True),
-        run("dispatch-fp8", (*point, *fp8, *usual), "rows travel in fp8, arrive in bf16", quick=True),
-        run("dispatch-fp8-on", (*point, *handed_on, *usual), "fp8 rows and scales handed on", quick=True),
-        run("combine", (*point, *everything), "combine from expert-major with weights", quick=True),
-        run("backward", (*point, "--kept-handle", "plain", *links), "along a kept handle", quick=True),
-        run(
-            "backward-weighted",
-            (*point, "--kept-handle", "weighted", *links),
-            "along a kept handle, times weights and with their gradients",
-            quick=True,
-        ),
-        run(
-            "dispatch-fixed",
-            (*point, *fixed, *links),
-            "fixed capacity: the host waits for nothing",
-            quick=True,
-        ),
-        run("dispatch-512", (*few, *beside_nccl), "fewer tokens"),
-        run("combine-512", (*few, *beside_nccl), "fewer tokens"),
-        sweep("dispatch-sms", (*point, *sms, *links), "sweep over SMs"),
-        sweep("combine-sms", (*point, *sms, *links), "sweep over SMs"),
-        sweep("dispatch-experts", (*experts, *usual), "sweep over experts"),
-        sweep("combine-experts", (*experts, *usual), "sweep over experts"),
+        run("dispatch", f"{point} --baselines", quick=True),
+        run("dispatch-fp8", f"{point} --wire fp8 {beside_nccl}", quick=True),
+        run("dispatch-fp8-on", f"{point} --wire fp8 --no-dequantize {beside_nccl}", quick=True),
+        run("combine", f"{point} --baselines", quick=True),
+        run("backward", f"{point} --kept-handle plain {links}", quick=True),
+        run("backward-weighted", f"{point} --kept-handle weighted {links}", quick=True),
+        run("dispatch-fixed", f"{fixed} {links}", quick=True),
+        *(run(f"{operation}-512", f"{few} {beside_nccl},nccl-tuned") for operation in _BOTH),
         *(each for gpus in dict.fromkeys((ranks, 2, 3, 4)) if 1 < gpus <= ranks for each in on_gpus(gpus)),
-        run("dispatch-graph", (*point, *graph, *links), "fixed capacity, replayed from a graph"),
-        run("dispatch-fp8-graph", (*point, *fp8, *graph, *links), "fp8, replayed from a graph"),
-        run("combine-graph", (*point, *graph, *links), "combine, replayed from a graph"),
-        sweep("dispatch-graph-tokens", (*tokens, *graph, *links), "sweep over tokens in a graph"),
-        sweep("combine-graph-tokens", (*tokens, *graph, *links), "sweep over tokens in a graph"),
-        sweep("dispatch-tokens", (*tokens, *usual), "sweep over tokens"),
-        sweep("combine-tokens", (*tokens, *usual), "sweep over tokens"),
-        sweep("dispatch-topk", (*topk, *usual), "sweep over top-k"),
-        sweep("combine-topk", (*topk, *usual), "sweep over top-k"),
-        sweep("dispatch-skew", (*zipf, *usual), "sweep over skew"),
-        sweep("combine-skew", (*zipf, *usual), "sweep over skew"),
-        run("dispatch-one-hot", (*one_hot, *usual), "everything to one rank"),
-        sweep("dispatch-fp8-sms", (*point, *fp8, *sms, *links), "sweep over SMs"),
-        run("alltoall", ("-b", "4096", *shape, *everything), "raw exchange"),
-        run("dispatch-symm", symmetric, "beside torch's symmetric memory", alone=True),
-        run("combine-symm", symmetric, "beside torch's symmetric memory", alone=True),
+        run("dispatch-graph", f"{fixed} --graph {links}"),
+        run("dispatch-fp8-graph", f"{fixed} --wire fp8 --graph {links}"),
+        run("combine-graph", f"{fixed} --graph {links}"),
+        *(
+            run(f"{operation}-{name}", flags, most=10)
+            for name, flags in sweeps.items()
+            for operation in _BOTH
+        ),
+        run("dispatch-fp8-sms", f"{point} --wire fp8 --num-sms 8,24,48,132 {links}", most=10),
+        run("dispatch-one-hot", f"{point} --routing one-hot {beside_nccl}"),
+        run("alltoall", f"-b 4096 {shape} --baselines"),
+        *(run(f"{operation}-symm", symmetric) for operation in _BOTH),
     ]
 
 
-def _shared_experts(experts: int, ranks: int) -> str:
+def _shared(experts: int, ranks: int) -> int:
     """The most experts up to `experts` that the ranks can share evenly: 255 of 256 for three."""
-    return str(experts // ranks * ranks)
+    return experts // ranks * ranks
+
+
+def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
+    """4096 tokens a rank of every layer, by importance, with 512 tokens in graphs; then products in fp8,
+    skewed routing, and what is kept for the backward.
+    """
+    steady = f"--device cuda -g {ranks} -n {iters} -w {warmup} --timeout 60"
+    runs = [
+        _run(f"cuda-layers-{name}", "moe_layer", f"--presets {name} {steady}", quick=name in _TARGET_LAYERS)
+        for name in (*_TARGET_LAYERS, "kimi-k2")
+    ]
+    around: dict[str, tuple[str, ...]] = {
+        "fp8": ("--variants", "compute only,overlapped,fp8 compute only,fp8 overlapped,fp8 weights anew"),
+        "skew": ("--routing", "zipf", "--zipf", "0.5,1"),
+        "keep": ("--keep", "all,rows,nothing", "--variants", "compute only,serial,overlapped,baseline"),
+    }
+    return runs + [
+        Run(f"cuda-layers-{name}-{kind}", "moe_layer",
+            ("--presets", name, *flags, "--graph-tokens", "0", *steady.split()))
+        for kind, flags in around.items()
+        for name in _CLOSELY
+    ]  # fmt: skip
+
+
+def layers_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
+    """The layers a sixteenth as wide: that everything runs, and how the variants compare where nothing can
+    run under anything else.
+    """
+    steady = f"--scale 16 -b 256 --device cpu -g {ranks} -n {iters} -w {warmup} --timeout 60"
+    runs = [
+        _run(f"layers-{name}", "moe_layer", f"--presets {name} --graph-tokens 32 {steady}", quick=True)
+        for name in ("qwen3-30b", "mixtral-8x22b")
+    ]
+    around = {"skew": "--routing zipf", "keep": "--keep all,rows,nothing"}
+    return runs + [
+        _run(
+            f"layers-qwen3-30b-{kind}", "moe_layer", f"--presets qwen3-30b --graph-tokens 0 {flags} {steady}"
+        )
+        for kind, flags in around.items()
+    ]
+
+
+def _between(
+    nodes: int,
+    local: int,
+    provider: str,
+    flags: str,
+    kind: str = "",
+    *,
+    quick: bool = False,
+    gpus: bool = False,
+) -> list[Run]:
+    """Dispatch and combine on `nodes` nodes of `local` ranks."""
+    where = f"-g {nodes * local} --ranks-per-node {local} --fabric-provider {provider}"
+    prefix = "cuda-nodes" if gpus else "nodes"
+    return [
+        _run(f"{prefix}-{operation}-{nodes}x{local}-{provider}{kind}", operation, f"{flags} {where}", quick)
+        for operation in _BOTH
+    ]
+
+
+def nodes_cpu(providers: Sequence[str], iters: int, warmup: int) -> list[Run]:
+    """CPU ranks: 1024 tokens of 2048 on two nodes in every form first, then more bytes, then more ranks, then
+    providers and proxy by themselves. What is not about the provider is run with the first one.
+    """
+    shape = "--hidden 2048 -d bfloat16 --experts 64 --topk 8"
+    point, fewer, sweep = (f"-b {sizes} {shape}" for sizes in ("1024", "512", "16 -e 4096 -f 4"))
+    large = "-b 4096 --hidden 7168 -d bfloat16 --experts 256 --topk 8 --baselines fabric,gloo-rows"
+    usual, alone = "--baselines fabric,fabric-cold,memcpy,gloo,gloo-tuned,gloo-rows", "--baselines fabric"
+    steady = f"--device cpu -n {iters} -w {warmup}"
+    first = providers[0]
+    runs: list[Run] = []
+    for each in providers:
+        runs += _between(2, 1, each, f"{point} {usual} {steady}", quick=True)
+        runs += _between(2, 1, each, f"{point} --limit-nodes 1 {alone} {steady}", "-limit")
+        flags = f"-b 2048 --hidden 2048 -d bfloat16 --baselines fabric,gloo {steady}"
+        where = f"-g 2 --ranks-per-node 1 --fabric-provider {each}"
+        runs.append(_run(f"nodes-alltoall-2x1-{each}", "alltoall", f"{flags} {where}"))
+    runs += _between(2, 1, first, f"{sweep} {alone} {steady}", "-tokens")
+    runs += _between(2, 1, first, f"{large} --device cpu -n {min(iters, 7)} -w {min(warmup, 2)}", "-large")
+    for each in providers:
+        for nodes, local in ((2, 2), (4, 1)):
+            runs += _between(nodes, local, each, f"{fewer} {usual} {steady}")
+    runs += _between(4, 1, first, f"{fewer} --limit-nodes 2 {alone} {steady}", "-limit")
+    return runs + _natives(providers)
+
+
+def nodes_cuda(gpus: int, providers: Sequence[str], iters: int, warmup: int) -> list[Run]:
+    """GPUs as two nodes: 4096 tokens of 7168, top-8, then what is around it, then providers and proxy."""
+    if gpus < 2 or gpus % 2:
+        raise ValueError(f"two nodes need an even number of GPUs, not {gpus}: use -g")
+    shape = f"--hidden 7168 -d bfloat16 --experts {_shared(256, gpus)} --topk 8"
+    beside = "--baselines fabric,fabric-cold,fabric-one,memcpy,nccl,nccl-tuned,nccl-rows"
+    steady = f"--device cuda -n {iters} -w {warmup} --timeout 60"
+    local, first = gpus // 2, providers[0]
+    runs: list[Run] = []
+    for each in providers:
+        flags = f"-b 4096 {shape} {beside} {steady}"
+        runs += _between(2, local, each, flags, quick=each == first, gpus=True)
+    limited = f"-b 4096 {shape} --limit-nodes 1 --baselines fabric {steady}"
+    runs += _between(2, local, first, limited, "-limit", gpus=True)
+    sweep = f"-b 8 -e 4096 -f 8 {shape} --baselines fabric {steady}"
+    return runs + _between(2, local, first, sweep, "-tokens", gpus=True) + _natives(providers)
+
+
+def _natives(providers: Sequence[str]) -> list[Run]:
+    """The providers over message sizes, and the proxy."""
+    sizes = "--both --sizes 64,4096,65536,524288,1048576,4194304"
+    raw = [_run(f"nodes-raw-{each}", "fabric_raw", f"--provider {each} {sizes}") for each in providers]
+    return [*raw, _run("nodes-proxy", "proxy_rate", "", quick=True)]

@@ -1,185 +1,225 @@
-"""The body shared by the programs: for every variant, type and size, verify all paths, time them in turn,
-print, record.
-"""
+"""The body of all programs: for every point make all paths, verify them, time them in turn, print, record."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import itertools
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 import moecomm
 
-from . import machine, record, report, wire
-from .case import Case, device_of
-from .contest import checked, make_baselines, product_path
-from .options import Options
-from .paths import NotMeasured, NotRun, Path, Yardstick
-from .product import communicator
-from .record import Missing, Row
+from ..paths import between_nodes, layer_variants, moecomm_path, registry
+from . import machine, record, report
+from .case import Case, Experts, LayerCase, device_of
+from .options import Options, Point
+from .path import CALL, NotMeasured, NotRun, Path, Verdict, Yardstick, attempt
 from .timing import Clock, CpuClock, CudaClock, Timing, measure, slowest, sum_over_ranks
 
 _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
+_LAYER_LEAD_CYCLES = 10_000_000  # about 5 ms: longer than a step of a layer takes to issue
+
+Entry = Path | Yardstick | NotRun
 
 
-def benchmark(options: Options, rank: int, ranks: int) -> int:
-    """Runs the whole sweep on one rank and returns 0, or 1 when any value was wrong."""
-    if options.nodes > 1:
-        # NCCL takes emulated nodes for hosts, and the ways that it has between those.
-        os.environ.setdefault("NCCL_HOSTID", f"moecomm-bench-{rank // (ranks // options.nodes)}")
-    flush_bytes = options.flush_bytes
-    if flush_bytes is None:
+def benchmark(options: Options, rank: int) -> int:
+    """Runs everything on one rank and returns 0, or 1 when a value was wrong or a path of moecomm failed."""
+    return _Benchmark(options, rank).run()
+
+
+class _Benchmark:
+    def __init__(self, options: Options, rank: int) -> None:
+        self.options, self.rank = options, rank
+        if options.nodes > 1:
+            # NCCL takes emulated nodes for hosts, and the transports that it has between those.
+            node = rank // (options.ranks // options.nodes)
+            os.environ.setdefault("NCCL_HOSTID", f"moecomm-bench-{node}")
         on_cpu = options.device == "cpu"
-        flush_bytes = machine.describe().last_level_cache_bytes if on_cpu else _GPU_FLUSH_BYTES
-    device = device_of(options)
-    clock: Clock = CpuClock(flush_bytes) if device.type == "cpu" else CudaClock(flush_bytes, device)
-    rows: list[Row] = []
-    missing: list[Missing] = []
-    stats: dict[str, Any] = {}
-    say = _printer(rank)
-    say(report.header(options, flush_bytes))
-    with torch.no_grad():
-        for variant in options.each():
-            if len(options.variants) > 1:
-                say(f"# {variant.label()}")
-            for dtype in options.dtypes:
-                with (
-                    contextlib.nullcontext()
-                    if options.baselines_only
-                    else communicator(variant, dtype) as comm
-                ):
-                    if comm is not None:
-                        comm.reset_stats()
-                    for tokens in options.sizes:
-                        _release(options)
-                        for row in _one_size(comm, Case(variant, rank, tokens, dtype), clock):
-                            say(report.table_row(row, options))
-                            (rows if isinstance(row, Row) else missing).append(row)  # type: ignore[arg-type]
-                    if comm is not None:
-                        name = dtype if len(options.variants) == 1 else f"{dtype} {variant.label()}"
-                        stats[name] = {**comm.stats(), "network_lanes": comm.network_lanes}
-                        if options.device == "cuda" or comm.nodes > 1:
-                            say(f"# {comm!r}")
-    say(report.footer(rows))
-    say(report.comparison(rows))
-    if rank == 0:
-        _write_files(options, rows, stats, missing)
-    return int(any(row.wrong for row in rows))
-
-
-def _release(options: Options) -> None:
-    """What earlier sizes held goes back to the device: the largest ones need most of it."""
-    if options.device == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _one_size(comm: moecomm.Communicator | None, case: Case, clock: Clock) -> list[Row | Missing]:
-    """The rows of one size, in the order of the paths."""
-    options = case.options
-    own = None if comm is None else product_path(comm, case)
-    lanes = 1 if comm is None else comm.network_lanes
-    baselines = make_baselines(case, clock, lanes)
-    entries: list[Path | Yardstick | NotRun] = [*([] if own is None else [own]), *baselines]
-    wrong: dict[str, int | None] = {}
-    for place, path in enumerate(entries):
-        if not isinstance(path, Path):
-            continue
-        if path is own:
-            local = sum(path.check(round) for round in range(1, options.checks + 1))
-        else:
-            local, problem = checked(path, options.checks)
-            if problem:
-                entries[place] = NotRun(path.name, problem)
-                continue
-        wrong[path.name] = sum_over_ranks(local) if options.checks else None
-    between = None if comm is None or own is None else wire.count(comm, own, case)
-    paths = [path for path in entries if isinstance(path, Path)]
-    samples: dict[str, list[float]] = {}
-    _sample(entries, samples)
-    timings = measure(
-        {path.name: path for path in paths}, iters=options.iters, warmup=options.warmup, clock=clock
-    )
-    _sample(entries, samples)
-    timings |= {name: Timing(tuple(slowest(taken))) for name, taken in samples.items()}
-    host = {path.name: _host(path, options, clock) for path in paths}
-    return [
-        _missing(path, case)
-        if isinstance(path, NotRun)
-        else record.make_row(
-            path=path,
-            options=options,
-            dtype=case.dtype,
-            tokens=case.tokens,
-            row_bytes=case.row_bytes,
-            moved=case.traffic,
-            timing=timings[path.name],
-            host_s=host.get(path.name),
-            wrong=wrong.get(path.name),
-            between=between if path is own else None,
+        flush_bytes = options.flush_bytes
+        if flush_bytes is None:
+            flush_bytes = machine.describe().last_level_cache_bytes if on_cpu else _GPU_FLUSH_BYTES
+        self.flush_bytes = flush_bytes
+        lead = {"lead_cycles": _LAYER_LEAD_CYCLES} if options.is_layer else {}
+        self.clock: Clock = (
+            CpuClock(flush_bytes) if on_cpu else CudaClock(flush_bytes, device_of(options), **lead)
         )
-        for path in entries
-    ]
+        self.rows: list[record.Row] = []
+        self.missing: list[record.Row] = []
+        self.stats: dict[str, Any] = {}
+
+    def run(self) -> int:
+        self.say(report.header(self.options, self.flush_bytes))
+        for _, points in itertools.groupby(self.options.points(), key=lambda point: point.setup):
+            with ExitStack() as held:
+                self._setup(list(points), held)
+        self._write()
+        self.say(report.footer(self.rows, self.missing))
+        self.say(report.comparison(self.rows))
+        if self.rank == 0 and self.options.plot is not None:
+            from ..results import plot  # matplotlib only when a picture is asked for
+
+            plot.draw(self.options.plot, record.document(self.options, self.rows))
+            self.say(f"# plot: {self.options.plot}")
+        return int(any(row["wrong"] for row in self.rows) or any(each["failed"] for each in self.missing))
+
+    def say(self, text: str) -> None:
+        if self.rank == 0 and text:
+            print(text, flush=True)
+
+    def _write(self) -> None:
+        if self.rank == 0 and self.options.json is not None:
+            document = record.document(self.options, self.rows, self.missing, self.stats)
+            record.write(self.options.json, document)
+
+    def _miss(self, path: NotRun, point: Point) -> None:
+        self.missing.append(record.make_missing(path, point))
+        self.say(report.table_row(self.missing[-1], self.options))
+
+    def _setup(self, points: list[Point], held: ExitStack) -> None:
+        """All points that one communicator serves, and of layers one set of weights."""
+        options, first = self.options, points[0]
+        experts: Experts | None = None
+        if options.is_layer:
+            if first.experts % options.ranks:
+                reason = f"{first.experts} experts cannot be shared evenly by {options.ranks} ranks"
+                self._miss(NotRun("all", reason), first)
+                return
+            self._release()
+            experts, problem = attempt(lambda: Experts(options, first, self.rank))
+            if experts is None:
+                self._miss(NotRun("all", problem, failed=True), first)
+                return
+        comm: moecomm.Communicator | None = None
+        if not options.baselines_only:
+            comm = held.enter_context(moecomm_path.communicator(options, first))
+            comm.reset_stats()
+        shown: tuple[object, ...] = ()
+        for point in points:
+            self._release()
+            title = (point.routing, point.zipf, *((point.tokens, point.graphs) if options.is_layer else ()))
+            if title != shown:
+                self.say(report.titles(point, options))
+                shown = title
+            if experts is None:
+                with torch.no_grad():
+                    self._point(comm, Case(options, point, self.rank))
+            else:
+                self._point(comm, LayerCase(options, point, self.rank, experts))
+        if comm is not None:
+            words = [
+                each for each in (first.preset, first.dtype, f"top-{first.topk} of {first.experts}") if each
+            ]
+            sms = [] if first.num_sms is None else [f"{first.num_sms} SMs"]
+            self.stats[" ".join([*words, *sms])] = {**comm.stats(), "network_lanes": comm.network_lanes}
+            if options.device == "cuda" or comm.nodes > 1:
+                self.say(f"# {comm!r}")
+
+    def _release(self) -> None:
+        """What earlier points held goes back to the device: the largest ones need most of it."""
+        if self.options.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _point(self, comm: moecomm.Communicator | None, case: Case) -> None:
+        options = self.options
+        entries: list[Entry]
+        if isinstance(case, LayerCase):
+            assert comm is not None
+            entries = layer_variants.make_variants(comm, case, self.clock)
+        else:
+            entries = registry.make_paths(comm, case, self.clock)
+        checked = self._verified(entries)
+        if isinstance(case, LayerCase):
+            case.forget_wanted()
+            case.load(0)
+            self._release()
+        paths = [entry for entry in entries if isinstance(entry, Path)]
+        sent: Mapping[str, Any] = {}
+        if comm is not None and comm.nodes > 1 and paths and paths[0].own:
+            sent = between_nodes.count(comm, paths[0], case)
+        samples: dict[tuple[str, str], list[float]] = {}
+        _sample(entries, samples)
+        timings = measure(paths, iters=options.iters, warmup=options.warmup, clock=self.clock)
+        _sample(entries, samples)
+        timings |= {key: Timing(tuple(slowest(taken))) for key, taken in samples.items()}
+        for entry in entries:
+            if isinstance(entry, NotRun):
+                self._miss(entry, case.point)
+                continue
+            more = entry.more() if isinstance(entry, Path) else {}
+            for phase in entry.calls if isinstance(entry, Path) else (CALL,):
+                found = case.figures(entry, phase, timings)
+                if isinstance(entry, Path):
+                    found["host_s"] = self._host(entry, phase)
+                if sent and isinstance(entry, Path) and entry.own:
+                    found |= between_nodes.figures(sent, options.ranks, timings[entry.name, phase])
+                wrong, worst = checked.get(entry.name, (None, None))
+                if worst is not None:
+                    found["worst"] = worst
+                row = record.make_row(
+                    entry,
+                    phase,
+                    case.point,
+                    timings[entry.name, phase],
+                    wrong,
+                    **found,
+                    **more.get(phase, {}),
+                )
+                self.rows.append(row)
+                self.say(report.table_row(row, options))
+
+    def _verified(self, entries: list[Entry]) -> dict[str, tuple[int, float | None]]:
+        """(wrong values, largest deviation) of every path, over all ranks; a path that cannot run is replaced
+        by why.
+        """
+        found: dict[str, tuple[int, float | None]] = {}
+        # Round by round, so that what a round's data call for is computed once. Round 0 is the data the paths
+        # were made with.
+        for round in range(1, max(1, self.options.checks) + 1):
+            for place, path in enumerate(entries):
+                if not isinstance(path, Path):
+                    continue
+                check = partial(path.check, round) if self.options.checks else partial(_run_once, path)
+                verdict, problem = attempt(check)
+                if verdict is None:
+                    entries[place] = NotRun(path.name, problem, failed=path.own)
+                    found.pop(path.name, None)
+                    continue
+                wrong, worst = found.get(path.name, (0, None))
+                if verdict.worst is not None:
+                    worst = max(worst or 0.0, slowest([verdict.worst])[0])
+                found[path.name] = (wrong + sum_over_ranks(verdict.wrong), worst)
+        return found if self.options.checks else {}
+
+    def _host(self, path: Path, phase: str) -> float | None:
+        if self.options.host_calls == 0 or self.options.device == "cpu":
+            return None
+        took = self.clock.host(path, path.calls[phase], self.options.host_calls)
+        return None if took is None else slowest([took])[0]
 
 
-def _sample(entries: list[Path | Yardstick | NotRun], samples: dict[str, list[float]]) -> None:
+def _run_once(path: Path) -> Verdict:
+    """Every call of a path that is not checked: whether it can run."""
+    for call in path.calls.values():
+        call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return Verdict(0)
+
+
+def _sample(entries: list[Entry], samples: dict[tuple[str, str], list[float]]) -> None:
     """One sample of every yardstick, before and after what is held against it, as a machine's speed drifts;
     one that can't be measured is left out.
     """
     for place, entry in enumerate(entries):
         if isinstance(entry, Yardstick):
             try:
-                samples.setdefault(entry.name, []).append(entry.sample())
+                samples.setdefault((entry.name, CALL), []).append(entry.sample())
             except NotMeasured as problem:
-                samples.pop(entry.name, None)
+                samples.pop((entry.name, CALL), None)
                 entries[place] = NotRun(entry.name, str(problem))
-
-
-def _host(path: Path, options: Options, clock: Clock) -> float | None:
-    if options.host_calls == 0 or options.device == "cpu":
-        return None
-    took = clock.host(path, options.host_calls)
-    return None if took is None else slowest([took])[0]
-
-
-def _missing(path: NotRun, case: Case) -> Missing:
-    return Missing(
-        path=path.name,
-        dtype=case.dtype,
-        tokens=case.tokens,
-        experts=case.options.experts,
-        topk=case.options.topk,
-        num_sms=case.options.num_sms,
-        reason=path.reason,
-    )
-
-
-def _printer(rank: int) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if rank == 0 and text:
-            print(text, flush=True)
-
-    return say
-
-
-def _write_files(
-    options: Options, rows: Sequence[Row], stats: dict[str, Any], missing: Sequence[Missing]
-) -> None:
-    if options.json is not None:
-        record.write(options.json, record.document(options, rows, stats, missing))
-    if options.plot is not None:
-        from . import plot  # matplotlib only when a picture is asked for
-
-        plot.draw(
-            options.plot,
-            rows,
-            title=f"{options.operation}: {options.ranks} ranks, hidden {options.hidden}, "
-            f"top-{options.topk} of {options.experts} experts",
-            remote=options.device == "cuda",
-        )
-        print(f"# plot: {options.plot}", file=sys.stdout, flush=True)

@@ -1,152 +1,201 @@
-"""The printed tables: header lines, one aligned row per path and size, and the comparison at the end."""
+"""The printed tables of all programs: header, one aligned line per row, comparisons, the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from . import machine
-from .options import Options
-from .record import Missing, Row
+from .options import MOECOMM, OVERLAPPED, SERIAL, Options, Point
+from .record import Row, comparisons, wrong_values
+from .verify import BOUNDS
 
-_Cell = TypeVar("_Cell")
 CEILINGS = ("fabric", "sm-push", "memcpy")  # the first of these that ran is what shares are of
-_TITLES = ("size", "count", "type", "path", "time", "min", "algbw", "busbw", "#wrong")
-_UNITS = ("(B)", "(tokens)", "", "", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
-_WIDTHS = (12, 10, 9, 11, 12, 12, 8, 8, 8)
-_WIRE_TITLES, _WIRE_WIDTHS = ("wire", "sent", "puts"), (8, 8, 8)
-_WIRE_UNITS = ("(GB/s)", "(/least)", "(a rank)")
-_GPU_TITLES, _GPU_UNITS, _GPU_WIDTHS = ("SMs", "host"), ("", "(us)"), (5, 9)
 
 
-def _columns(
-    common: Sequence[_Cell], wire: Sequence[_Cell], gpu: Sequence[_Cell], options: Options
-) -> tuple[_Cell, ...]:
-    """The columns of a CPU's table, and before the last those of several nodes and of GPUs."""
-    more = (*(wire if options.nodes > 1 else ()), *(gpu if options.device == "cuda" else ()))
-    return (*common[:-1], *more, common[-1])
+class Column(NamedTuple):
+    """A column: two lines of title, a width, and what stands in it."""
+
+    title: str
+    unit: str
+    width: int
+    cell: Callable[[Row], str]
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], lead: str = " ") -> str:
-    return lead + "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+def number(value: float | None, scale: float = 1.0, digits: int = 1, suffix: str = "") -> str:
+    """A scaled number, "-" for None."""
+    return "-" if value is None else f"{value * scale:.{digits}f}{suffix}"
 
 
-def header(options: Options, flush_bytes: int, calibrations: Sequence[str] = ()) -> str:
-    """What is run and on what, as comment lines, then the column titles."""
-    routing = {"zipf": f"zipf({options.zipf:g})", "trace": f"trace {options.trace}"}.get(
-        options.routing, options.routing
-    )
-    lines = [
-        *machine.heading(options.operation),
-        f"# ranks {options.ranks}  threads/rank {options.threads}  hidden {options.hidden}"
-        f"  experts {options.experts}  topk {options.topk}  routing {routing}  ids {options.ids}",
-        f"# layout {options.layout}  alignment {options.alignment}  capacity {options.capacity or 'exact'}"
-        f"  input {options.input}  tokens/rank {options.sizes[0]} .. {options.sizes[-1]}",
-        f"# iters {options.iters}  warmup {options.warmup}  check {options.checks}  seed {options.seed}"
-        f"  flushed {flush_bytes / 2**20:.0f} MiB/rank",
+def wrong_words(row: Mapping[str, Any]) -> str:
+    """The column #wrong."""
+    return "N/A" if row["wrong"] is None else str(row["wrong"])
+
+
+def skew_words(row: Mapping[str, Any]) -> str:
+    """A routing in words: "zipf 1"."""
+    return str(row["routing"]) if row["zipf"] is None else f"{row['routing']} {row['zipf']:g}"
+
+
+def _value(name: str, scale: float = 1.0, digits: int = 1, suffix: str = "") -> Callable[[Row], str]:
+    return lambda row: number(row.get(name), scale, digits, suffix)
+
+
+def columns(options: Options) -> list[Column]:
+    """The columns that a program has with these options."""
+    times = [
+        Column("time", "(us)", 12, _value("time_s", 1e6)),
+        Column("min", "(us)", 12, _value("min_s", 1e6)),
     ]
-    if options.device == "cuda":
+    host = Column("host", "(us)", 9, _value("host_s", 1e6))
+    on_gpu = options.device == "cuda"
+    if options.is_layer:
+        found = [
+            Column("path", "", 24, lambda row: row["path"]),
+            Column("phase", "", 8, lambda row: row["phase"]),
+            *times,
+            Column("ratio", "", 8, _value("ratio", digits=3)),
+            Column("TFLOP/s", "", 9, lambda row: "-" if row["tflops"] is None else f"{row['tflops']:.4g}"),
+            Column("of dense", "", 9, _value("share", 100, 1, "%")),
+            Column("exposed", "", 8, _value("exposed_share", 100, 1, "%")),
+            *([Column("memory", "(GB)", 8, _value("memory_bytes", 1e-9, 2)), host] if on_gpu else []),
+            Column("error", "", 8, lambda row: "-" if row.get("worst") is None else f"{row['worst']:.2g}"),
+        ]
+    else:
+        found = [
+            Column("size", "(B)", 12, lambda row: str(row["size_bytes"])),
+            Column("count", "(tokens)", 10, lambda row: str(row["tokens"])),
+            Column("type", "", 9, lambda row: row["dtype"]),
+            Column("path", "", 11, lambda row: row["path"]),
+            *times,
+            Column("algbw", "(GB/s)", 8, _value("algbw_GBps", digits=2)),
+            Column("busbw", "(GB/s)", 8, _value("busbw_GBps", digits=2)),
+        ]
+        if options.nodes > 1:
+            found += [
+                Column("wire", "(GB/s)", 8, _value("wire_GBps", digits=2)),
+                Column("sent", "(/least)", 8, lambda row: sent_over_least(row)),
+                Column("puts", "(a rank)", 8, _value("sent_puts", 1 / options.ranks)),
+            ]
+        if on_gpu:
+            found += [Column("SMs", "", 5, lambda row: number(row["sms"], digits=0)), host]
+    return [*found, Column("#wrong", "", 8, wrong_words)]
+
+
+def sent_over_least(row: Mapping[str, Any]) -> str:
+    """All bytes sent to other nodes over those that the routing needs."""
+    return f"{row['sent_bytes'] / row['least_bytes']:.3f}" if row.get("least_bytes") else "-"
+
+
+def _line(cells: Sequence[str], found: Sequence[Column], lead: str = " ") -> str:
+    return lead + "".join(f" {cell:>{each.width}}" for cell, each in zip(cells, found, strict=True))
+
+
+def header(options: Options, flush_bytes: int) -> str:
+    """What is run and on what, as comment lines."""
+    versions, host = machine.versions(options.device), machine.describe()
+    made = "  ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"# {options.program}_perf  {made}",
+        f"# {host.cpu}, {host.architecture}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB memory",
+        f"# ranks {options.ranks}  threads/rank {options.threads}  tokens/rank {options.sizes[0]} .."
+        f" {options.sizes[-1]}  iters {options.iters}  warmup {options.warmup}  check {options.checks}"
+        f"  seed {options.seed}  flushed {flush_bytes / 2**20:.0f} MiB/rank",
+    ]
+    if options.is_layer:
+        lines.append(f"# dense {' x '.join(map(str, options.dense))}  bound {BOUNDS[options.dtypes[0]]:.3g}")
+    else:
         lines.append(
-            f"{machine.heading_of_gpus()}"
-            f"  wire {options.wire or 'as it is'}{'' if options.dequantize else ', handed on'}"
+            f"# layout {options.layout}  alignment {options.alignment}"
+            f"  capacity {options.capacity or 'exact'}  ids {options.ids}"
+            f"  wire {options.wire or 'as it is'}"
+            f"{'' if options.dequantize else ', handed on'}"
             f"{f'  kept handle {options.kept_handle}' if options.kept_handle else ''}"
             f"{'  graph' if options.graph else ''}"
         )
-    if options.baselines and (options.alignment != 1 or options.capacity is not None):
-        lines.append("# the baselines run with alignment 1 and exact sizes")
-    lines += list(calibrations)
+        if options.baselines and (options.alignment != 1 or options.capacity is not None):
+            lines.append("# the baselines run with alignment 1 and exact sizes")
+    if options.device == "cuda":
+        gpus = machine.describe_gpus()
+        lines.append(
+            f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links}, driver {gpus.driver}"
+        )
     if options.nodes > 1:
         limit = f"  at most {options.limit_nodes} a token" if options.limit_nodes else ""
-        lines.append(
-            f"# nodes {options.nodes} of {options.ranks_per_node} ranks{limit}"
-            f"  provider {options.fabric_provider or 'chosen'}"
-        )
-    widths = _columns(_WIDTHS, _WIRE_WIDTHS, _GPU_WIDTHS, options)
-    lines += ["#", _line(_columns(_TITLES, _WIRE_TITLES, _GPU_TITLES, options), widths, "#")]
-    lines += [_line(_columns(_UNITS, _WIRE_UNITS, _GPU_UNITS, options), widths, "#")]
+        provider = options.fabric_provider or "chosen"
+        lines.append(f"# nodes {options.nodes} of {options.ranks_per_node} ranks{limit}  provider {provider}")
     return "\n".join(lines)
 
 
-def table_row(row: Row | Missing, options: Options) -> str:
-    """One aligned line of the main table; for a baseline that did not run, a comment with the reason."""
-    if isinstance(row, Missing):
-        return f"# {row.tokens} {row.dtype} {row.path}: n/a: {row.reason}"
-    cells = (
-        str(row.size_bytes),
-        str(row.tokens),
-        row.dtype,
-        row.path,
-        f"{row.time_s * 1e6:.1f}",
-        f"{row.min_s * 1e6:.1f}",
-        f"{row.algbw_GBps:.2f}",
-        "-" if row.busbw_GBps is None else f"{row.busbw_GBps:.2f}",
-        "N/A" if row.wrong is None else str(row.wrong),
+def titles(point: Point, options: Options) -> str:
+    """What a group of rows has in common, and the titles of their columns."""
+    found = columns(options)
+    name = f"{point.preset}  " if point.preset else ""
+    ffn = "" if point.ffn is None else f"  ffn {point.ffn}"
+    sms = "" if point.num_sms is None else f"  SMs {point.num_sms}"
+    where = f"  tokens {point.tokens}" if options.is_layer else ""
+    return "\n".join(
+        [
+            f"#\n# {name}hidden {point.hidden}{ffn}  experts {point.experts}  topk {point.topk}"
+            f"  {skew_words(vars(point))}{sms}{where}",
+            _line([each.title for each in found], found, "#"),
+            _line([each.unit for each in found], found, "#"),
+        ]
     )
-    gpu = (
-        "-" if row.sms is None else str(row.sms),
-        "-" if row.host_s is None else f"{row.host_s * 1e6:.1f}",
-    )
-    wire = (
-        "-" if row.wire_GBps is None else f"{row.wire_GBps:.2f}",
-        "-" if not row.least_bytes or row.sent_bytes is None else f"{row.sent_bytes / row.least_bytes:.3f}",
-        "-" if row.sent_puts is None else f"{row.sent_puts / options.ranks:.1f}",
-    )
-    return _line(_columns(cells, wire, gpu, options), _columns(_WIDTHS, _WIRE_WIDTHS, _GPU_WIDTHS, options))
 
 
-def ceiling_of(paths: Sequence[str]) -> str | None:
+def table_row(row: Row, options: Options) -> str:
+    """One aligned line; for a path that did not run, a comment with the reason."""
+    if "reason" in row:
+        name = "" if row["preset"] is None else f"{row['preset']} "
+        failed = "FAILED" if row["failed"] else "n/a"
+        return f"# {name}{row['tokens']} {row['dtype']} {row['path']}: {failed}: {row['reason']}"
+    found = columns(options)
+    return _line([each.cell(row) for each in found], found)
+
+
+def ceiling_of(paths: Sequence[str] | Mapping[str, Any]) -> str | None:
     """The ceiling among the paths that ran."""
     return next((name for name in CEILINGS if name in paths), None)
 
 
 def comparison(rows: Sequence[Row]) -> str:
-    """moecomm next to each baseline of the same run: times, how many times faster, share of the ceiling.
-
-    Empty when no baseline ran; "n/a" where one ran at other sizes only.
+    """A comment line for each comparison: how many times faster moecomm is than each other path of the same
+    run, and its share of the ceiling.
     """
-    names = list(dict.fromkeys(row.path for row in rows))
-    ceiling = ceiling_of(names)
-    baselines = [name for name in names if name not in ("moecomm", ceiling)]
-    if not baselines and ceiling is None:
-        return ""
-    several = len({row.place[:4] for row in rows}) > 1
-    titles, units = ["count", "type", "moecomm"], ["(tokens)", "", "(us)"]
-    if several:
-        titles, units = ["experts", "topk", "skew", "SMs", *titles], ["", "", "", "", *units]
-    for name in baselines:
-        titles += [name, "faster"]
-        units += ["(us)", "(times)"]
-    if ceiling is not None:
-        titles += [ceiling, "ceiling"]
-        units += ["(us)", "(share)"]
-    widths = [max(10, len(title) + 1) for title in titles]
-    lines = ["# comparison, same run: median time of one call"]
-    if ceiling is not None:
-        lines[0] += f"; 'ceiling' is {ceiling}'s time / moecomm's"
-    lines += [_line(titles, widths, "#"), _line(units, widths, "#")]
-    found = {(row.place, row.path): row for row in rows}
-    for own in (row for row in rows if row.path == "moecomm"):
-        cells = [str(own.tokens), own.dtype, f"{own.time_s * 1e6:.1f}"]
-        if several:
-            skew = "-" if own.zipf is None else f"{own.zipf:g}"
-            sms = "auto" if own.num_sms is None else str(own.num_sms)
-            cells = [str(own.experts), str(own.topk), skew, sms, *cells]
-        for name in (*baselines, *([] if ceiling is None else [ceiling])):
-            other = found.get((own.place, name))
-            if other is None:
-                cells += ["n/a", "-"]
-            elif name == ceiling:
-                cells += [f"{other.time_s * 1e6:.1f}", f"{100 * other.time_s / own.time_s:.0f}%"]
-            else:
-                cells += [f"{other.time_s * 1e6:.1f}", f"{other.time_s / own.time_s:.2f}x"]
-        lines.append(_line(cells, widths))
+    lines = []
+    for paths in comparisons(rows):
+        own = paths.get(MOECOMM) or paths.get(OVERLAPPED)
+        if own is None or len(paths) == 1:
+            continue
+        ceiling = None if own.get("preset") else ceiling_of(paths)
+        faster = [
+            f"{name} {row['time_s'] / own['time_s']:.2f}x"
+            for name, row in paths.items()
+            if row is not own and name != ceiling and "dense" not in name
+        ]
+        where = (
+            f"{own['preset']} {own['phase']}"
+            if own.get("preset")
+            else f"top-{own['topk']} of {own['experts']}"
+        )
+        sms = "" if own["num_sms"] is None else f", {own['num_sms']} SMs"
+        line = f"# {own['tokens']} {own['dtype']} {where}{sms}: {own['path']} {own['time_s'] * 1e6:.1f} us"
+        if ceiling is not None:
+            line += f", {100 * paths[ceiling]['time_s'] / own['time_s']:.0f}% of the ceiling {ceiling}"
+        lines.append(line + (f"; times / this: {', '.join(faster)}" if faster else ""))
+        if own.get("same_bits") is False:
+            lines.append(f"# other bits than {SERIAL} in y, dw_in or dw_out: {own['path']}")
+    return "\n".join(["# comparison, same run:", *lines]) if lines else ""
+
+
+def footer(rows: Sequence[Row], missing: Sequence[Row]) -> str:
+    """Verdict of the checks, and of operations the mean bus bandwidth of moecomm over the sizes."""
+    wrong = wrong_values(rows)
+    verdict = "not checked" if wrong is None else f"{wrong} {'OK' if wrong == 0 else 'FAILED'}"
+    failed = sum(each["failed"] for each in missing)
+    lines = [f"# wrong values: {verdict}" + (f"; {failed} paths failed" if failed else "")]
+    busbw = [row["busbw_GBps"] for row in rows if row["path"] == MOECOMM]
+    if busbw:
+        lines.append(f"# mean busbw of moecomm: {sum(busbw) / len(busbw):.3f} GB/s")
     return "\n".join(lines)
-
-
-def footer(rows: Sequence[Row]) -> str:
-    """Verdict of the checks and the mean bus bandwidth of moecomm over the sizes."""
-    checked = [row for row in rows if row.wrong is not None]
-    wrong = sum(row.wrong or 0 for row in checked)
-    verdict = "not checked" if not checked else f"{wrong} {'OK' if wrong == 0 else 'FAILED'}"
-    busbw = [row.busbw_GBps or 0.0 for row in rows if row.path == "moecomm"]
-    return f"# wrong values: {verdict}\n# mean busbw of moecomm: {sum(busbw) / max(len(busbw), 1):.3f} GB/s"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .paths import Path
+from .path import CALL, Path, Verdict
 
 _TRIAL_ITERS = 3
 _SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
@@ -44,10 +44,9 @@ class Clock(Protocol):
         """Seconds of one call on this rank: caches emptied first, all ranks started together."""
         ...
 
-    def host(self, path: Path, calls: int) -> float | None:
-        """Seconds that the CPU is busy with one call, waits for the GPU left out: the median of `calls`.
-
-        None where there is no such thing.
+    def host(self, path: Path, call: Callable[[], object], times: int) -> float | None:
+        """Median seconds that the CPU is busy with `call` of `path`, waits for the GPU left out; None where
+        there is no such thing.
         """
         ...
 
@@ -73,7 +72,7 @@ class CpuClock:
         del result
         return seconds
 
-    def host(self, path: Path, calls: int) -> float | None:
+    def host(self, path: Path, call: Callable[[], object], times: int) -> float | None:
         return None
 
 
@@ -83,7 +82,7 @@ class CudaClock:
 
     All are queued before the call, so launches are hidden as they are in a training step, as far as the
     call does not itself wait for the GPU. What the host takes is `host`'s to say. `lead_cycles`: how long the
-    GPU sleeps; longer than the host takes to issue a call.
+    GPU sleeps, which is longer than the host takes to issue a call.
     """
 
     def __init__(self, flush_bytes: int, device: torch.device, lead_cycles: int = _LEAD_CYCLES) -> None:
@@ -106,7 +105,7 @@ class CudaClock:
         del result
         return float(self._start.elapsed_time(self._stop)) * 1e-3
 
-    def host(self, path: Path, calls: int) -> float | None:
+    def host(self, path: Path, call: Callable[[], object], times: int) -> float | None:
         if path.blocks and path.waited is None:
             return None
         took = []
@@ -115,10 +114,10 @@ class CudaClock:
         if not path.blocks:
             torch.cuda._sleep(_SLEEP_CYCLES)  # no call can find its work done, nor wait for room
         with _no_collection():
-            for _ in range(calls):
+            for _ in range(times):
                 waited = path.waited() if path.blocks and path.waited is not None else 0.0
                 start = time.perf_counter()
-                result = path.call()
+                result = call()
                 seconds = time.perf_counter() - start
                 if path.blocks and path.waited is not None:
                     seconds -= path.waited() - waited
@@ -140,31 +139,34 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(paths: Mapping[str, Path], *, iters: int, warmup: int, clock: Clock) -> dict[str, Timing]:
-    """Times each of `paths` on all ranks of the default group; every rank has to pass the same names in one
-    order.
+def measure(paths: Sequence[Path], *, iters: int, warmup: int, clock: Clock) -> dict[tuple[str, str], Timing]:
+    """Times by path and phase, of all ranks of the default group; every rank passes the same paths.
 
-    The paths alternate within an iteration, so that a slow spell of the machine hits all of them. A result is
+    The calls alternate within an iteration, so that a slow spell of the machine hits all of them. A result is
     released after the clock has stopped.
     """
-    took = {name: np.zeros(iters) for name in paths}
+    took = {(path.name, phase): np.zeros(iters) for path in paths for phase in path.calls}
     for iteration in range(-warmup, iters):
-        for name, path in paths.items():
-            if path.before is not None:
-                path.before()
-            seconds = clock.time(path.call)
-            if iteration >= 0:
-                took[name][iteration] = seconds
-    return {name: Timing(tuple(slowest(list(local)))) for name, local in took.items()}
+        for path in paths:
+            for phase, call in path.calls.items():
+                if path.before is not None:
+                    path.before()
+                seconds = clock.time(call)
+                if iteration >= 0:
+                    took[path.name, phase][iteration] = seconds
+    return {key: Timing(tuple(slowest(list(local)))) for key, local in took.items()}
 
 
-def fastest(ways: Mapping[str, Callable[[], object]], clock: Clock) -> str:
-    """The name of the fastest of several ways to do one thing, by a short trial; the same on all ranks."""
-    if len(ways) == 1:
-        return next(iter(ways))
-    paths = {name: Path(name=name, call=way, check=lambda round: 0) for name, way in ways.items()}
+def fastest(choices: Mapping[str, Callable[[], object]], clock: Clock) -> str:
+    """The name of the fastest of several calls that do one thing, by a short trial; the same on all ranks."""
+    if len(choices) == 1:
+        return next(iter(choices))
+    paths = [
+        Path(name=name, calls={CALL: each}, check=lambda round: Verdict(0)) for name, each in choices.items()
+    ]
     trial = measure(paths, iters=_TRIAL_ITERS, warmup=1, clock=clock)
-    return min(trial, key=lambda name: trial[name].median)  # medians are over all ranks: all choose alike
+    # Medians are over all ranks: all choose alike.
+    return min(choices, key=lambda name: trial[name, CALL].median)
 
 
 def slowest(local_I: Sequence[float]) -> list[float]:

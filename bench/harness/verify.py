@@ -1,23 +1,30 @@
-"""The independent check: where every row has to be and what every sum has to be.
+"""The independent check: where every row has to be, what every sum and every product has to be.
 
-Shares nothing with the product: it sorts (expert, source rank, token) triples in numpy and regenerates every
-rank's rows from the seed, so no rank has to trust what another one sent. Rows are compared where they lie, on
-the CPU or a GPU.
+The tests' reference (tests/reference.py) says where rows have to be, tests/moe_reference.py what an expert
+makes of them, differentiated by autograd; both share nothing with moecomm. Every rank makes all
+ranks' inputs again from the seed, so no rank has to trust what another one sent. Values are compared where
+they lie, on the CPU or a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from . import data
-from .data import DataKey
-from .routing import Ids
+from tests import moe_reference, reference
+
+from . import inputs
+from .inputs import DataKey, Ids
+from .path import Verdict
+
+if TYPE_CHECKING:
+    from .case import Case, LayerCase
 
 _BLOCK_ROWS = 2048  # rows compared at a time, to bound the memory a check takes
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -26,22 +33,19 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where the rows of one rank's result come from. N counts real rows, in result order; padding is not
-    among them.
+class Rows:
+    """Where the N real rows of one rank's result come from, in result order; padding is not among them.
 
-    For the expert layout `slot_N` is the position in the token's top-k ids and `expert_N` the global expert;
-    for the rank layout both are -1, `ids_NK` holds local expert ids or -1, and `group_G` counts rows per
-    source rank.
+    `slot_N` is the position in the token's top-k ids and `expert_N` the global expert, in the rank layout
+    those of the first of the row's assignments; there `ids_NK` holds local expert ids or -1.
     """
 
+    row_N: IntArray  # row of the result
     source_N: IntArray
     token_N: IntArray
     slot_N: IntArray
     expert_N: IntArray
-    row_N: IntArray  # row of the result
     ids_NK: IntArray | None
-    group_G: IntArray  # real rows per local expert (or per source rank)
     expert_rows_L: IntArray  # (token, expert) pairs per local expert, in either layout
     offsets_G: IntArray  # inclusive ends of the groups in the result
 
@@ -50,78 +54,45 @@ class Layout:
         """Rows of an exactly sized result, padding counted."""
         return int(self.offsets_G[-1]) if self.offsets_G.size else 0
 
+    def from_source(self, source: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(row, token, slot) of the rows that come from one rank."""
+        here_N = self.source_N == source
+        row, token, slot = (_on(device, each[here_N]) for each in (self.row_N, self.token_N, self.slot_N))
+        return row, token, slot
+
+
+def rows_of(
+    ids_R: Sequence[Ids], rank: int, experts: int, layout: str = "expert", alignment: int = 1
+) -> Rows:
+    """The rows of `rank` as the reference has them."""
+    placed = reference.layout_of(ids_R, rank=rank, num_experts=experts, layout=layout, alignment=alignment)
+    real = [(row, *answers[0]) for row, answers in enumerate(placed.origin) if answers]
+    row_N, source_N, token_N, slot_N = np.array(real, dtype=np.int64).reshape(-1, 4).T
+    ids_NK = np.stack(ids_R)[source_N, token_N].astype(np.int64)
+    local = experts // len(ids_R)
+    return Rows(
+        row_N=row_N,
+        source_N=source_N,
+        token_N=token_N,
+        slot_N=slot_N,
+        expert_N=np.take_along_axis(ids_NK, slot_N[:, None], axis=1)[:, 0],
+        ids_NK=np.where(ids_NK // local == rank, ids_NK % local, -1) if layout == "rank" else None,
+        expert_rows_L=np.array(placed.tokens_per_expert, dtype=np.int64),
+        offsets_G=np.array(placed.offsets, dtype=np.int64),
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
     """A dispatch result; what a path does not return is None and is not checked."""
 
-    tokens: torch.Tensor
-    scales: torch.Tensor | None = None  # of rows handed on in fp8
-    counts: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    topk_idx: torch.Tensor | None = None
+    tokens: Tensor
+    scales: Tensor | None = None  # of rows handed on in fp8
+    counts: Tensor | None = None
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+    topk_idx: Tensor | None = None
     overflow: int = 0
-
-
-def expert_layout(ids_R: Sequence[Ids], rank: int, experts: int, alignment: int = 1) -> Layout:
-    """Rows ordered by local expert, then source rank, then token; every expert's group padded to `alignment`
-    rows.
-
-    Example: 2 ranks, experts 0, 1 | 2, 3, ids_R = [[[0, 2], [1, 0]], [[0, 3]]]. Rank 0 gets, for expert 0,
-    tokens 0 and 1 of rank 0 and token 0 of rank 1, then for expert 1 token 1 of rank 0; with alignment 2 at
-    rows 0, 1, 2 | 4.
-    """
-    local = experts // len(ids_R)
-    parts = []
-    for source, ids_TK in enumerate(ids_R):
-        token, slot = np.nonzero(ids_TK // local == rank)  # -1 // local is -1: no rank
-        parts.append(np.stack([ids_TK[token, slot], np.full_like(token, source), token, slot]))
-    expert, source_N, token_N, slot_N = np.concatenate(parts, axis=1).astype(np.int64)
-    order = np.lexsort((token_N, source_N, expert))
-    expert, source_N, token_N, slot_N = expert[order], source_N[order], token_N[order], slot_N[order]
-    group = np.bincount(expert - rank * local, minlength=local)
-    padded = -(-group // alignment) * alignment
-    ends = np.cumsum(padded)
-    within = np.arange(expert.size) - np.repeat(np.cumsum(group) - group, group)
-    return Layout(
-        source_N=source_N,
-        token_N=token_N,
-        slot_N=slot_N,
-        expert_N=expert,
-        row_N=np.repeat(ends - padded, group) + within,
-        ids_NK=None,
-        group_G=group,
-        expert_rows_L=group,
-        offsets_G=ends,
-    )
-
-
-def rank_layout(ids_R: Sequence[Ids], rank: int, experts: int) -> Layout:
-    """One row per (token, this rank) for tokens that want any of its experts, ordered by source rank, then
-    token.
-    """
-    local = experts // len(ids_R)
-    owned_R = [ids_TK // local == rank for ids_TK in ids_R]
-    token_R = [np.nonzero(owned.any(axis=1))[0] for owned in owned_R]
-    group = np.array([token.size for token in token_R], dtype=np.int64)
-    ids = [
-        np.where(owned, ids_TK - rank * local, -1)[token]
-        for owned, ids_TK, token in zip(owned_R, ids_R, token_R, strict=True)
-    ]
-    local_ids = np.concatenate(ids).astype(np.int64)
-    none = np.full(int(group.sum()), -1, dtype=np.int64)
-    return Layout(
-        source_N=np.repeat(np.arange(len(ids_R)), group),
-        token_N=np.concatenate(token_R),
-        slot_N=none,
-        expert_N=none,
-        row_N=np.arange(none.size),
-        ids_NK=local_ids,
-        group_G=group,
-        expert_rows_L=np.bincount(local_ids[local_ids >= 0], minlength=local),
-        offsets_G=np.cumsum(group),
-    )
 
 
 class _Count:
@@ -130,11 +101,11 @@ class _Count:
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, wrong: torch.Tensor) -> None:
+    def add(self, wrong: Tensor) -> None:
         self._sum += torch.count_nonzero(wrong)
 
-    def differing(self, got: torch.Tensor, want: npt.NDArray[Any] | torch.Tensor) -> None:
-        """Entries that differ, bit for bit; all of `want` when the shapes do."""
+    def differing(self, got: Tensor, want: npt.NDArray[Any] | Tensor) -> None:
+        """Adds entries that differ, bit for bit; all of `want` when the shapes do."""
         wanted = torch.as_tensor(want, device=got.device)
         if got.shape != wanted.shape:
             self._sum += max(wanted.numel(), 1)
@@ -148,64 +119,76 @@ class _Count:
         return int(self._sum)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     # Comparing bits, not values: a NaN of a poisoned buffer has to count as wrong, and -0.0 is not 0.0.
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(words[tensor.element_size()])
 
 
+def _on(device: torch.device, index: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(index)).to(device)
+
+
+def _blocks(index: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    return [index[at : at + _BLOCK_ROWS] for at in range(0, index.size, _BLOCK_ROWS)]
+
+
 def wrong_dispatch(
-    got: Received,
-    layout: Layout,
-    key: DataKey,
-    topk: int,
-    capacity: int | None = None,
-    wire: str | None = None,
+    got: Received, rows: Rows, key: DataKey, topk: int, capacity: int | None = None, wire: str | None = None
 ) -> int:
-    """Values of a dispatch result that differ, bit for bit, from what `layout` and the sources' data call
-    for.
+    """Values of a dispatch result that differ, bit for bit, from what `rows` and the sources' data call for.
 
     Rows, padding rows (zero), counts, offsets, weights and local ids are all looked at. Rows past the last
     offset of a result of fixed capacity are unspecified and are not. With `wire` fp8 the rows are those
     that quantising on the way leaves.
     """
-    rows = layout.num_rows if capacity is None else capacity
-    if got.tokens.shape != (rows, key.hidden):
-        return max(layout.num_rows * key.hidden, 1)
+    if got.tokens.shape != (rows.num_rows if capacity is None else capacity, key.hidden):
+        return max(rows.num_rows * key.hidden, 1)
     device = got.tokens.device
     wrong = _Count(device)
     if got.counts is not None:
-        wrong.differing(got.counts, layout.expert_rows_L)
+        wrong.differing(got.counts, rows.expert_rows_L)
     if got.offsets is not None:
-        wrong.differing(got.offsets, layout.offsets_G)
-    if got.topk_idx is not None and layout.ids_NK is not None:
-        wrong.differing(got.topk_idx[_on(device, layout.row_N)], layout.ids_NK)
-    for source in np.unique(layout.source_N):
-        x_TH = data.rows(key, int(source), device)
-        w_TK = data.weights(key, int(source), topk, device) if got.weights is not None else None
-        for block in _blocks(np.nonzero(layout.source_N == source)[0]):
-            row, token = _on(device, layout.row_N[block]), _on(device, layout.token_N[block])
+        wrong.differing(got.offsets, rows.offsets_G)
+    if got.topk_idx is not None and rows.ids_NK is not None:
+        wrong.differing(got.topk_idx[_on(device, rows.row_N)], rows.ids_NK)
+    for source in np.unique(rows.source_N):
+        x_TH = inputs.rows(key, int(source), device)
+        w_TK = inputs.weights(key, int(source), topk, device) if got.weights is not None else None
+        for block in _blocks(np.nonzero(rows.source_N == source)[0]):
+            row, token = _on(device, rows.row_N[block]), _on(device, rows.token_N[block])
             _compare_rows(wrong, got, row, x_TH[token], wire)
             if got.weights is None or w_TK is None:
                 continue
             want = w_TK[token].to(got.weights.dtype)
-            if layout.ids_NK is None:
-                want = want.gather(1, _on(device, layout.slot_N[block])[:, None])[:, 0]
+            if rows.ids_NK is None:
+                want = want.gather(1, _on(device, rows.slot_N[block])[:, None])[:, 0]
             else:
-                want = torch.where(_on(device, layout.ids_NK[block]) >= 0, want, 0)
+                want = torch.where(_on(device, rows.ids_NK[block]) >= 0, want, 0)
             wrong.differing(got.weights[row], want)
-    padding = np.ones(layout.num_rows, dtype=bool)
-    padding[layout.row_N] = False
-    for block in _blocks(np.nonzero(padding)[0]):
+    padding = np.setdiff1d(np.arange(rows.num_rows), rows.row_N)
+    for block in _blocks(padding):
         wrong.add(_bits(got.tokens)[_on(device, block)])
     return wrong.total + int(got.overflow != 0)
 
 
+def _compare_rows(wrong: _Count, got: Received, row: Tensor, x_NH: Tensor, wire: str | None) -> None:
+    if wire is None:
+        wrong.differing(got.tokens[row], x_NH)
+        return
+    values, scales = inputs.quantised(x_NH)
+    if got.scales is None:
+        wrong.differing(got.tokens[row], inputs.dequantised(values, scales, x_NH.dtype))
+    else:
+        wrong.differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
+        wrong.differing(got.scales[row], scales)
+
+
 def wrong_backward(
-    grad_PH: torch.Tensor,
-    grad_weights_P: torch.Tensor,
-    rows_PH: torch.Tensor,
-    layout: Layout,
+    grad_PH: Tensor,
+    grad_weights_P: Tensor,
+    rows_PH: Tensor,
+    rows: Rows,
     given: DataKey,
     made: DataKey,
     topk: int,
@@ -216,16 +199,16 @@ def wrong_backward(
     that of its weight <row, dy>, within what rounding a sum can explain. The weights are those of `made`.
     """
     if grad_PH.shape != rows_PH.shape or grad_weights_P.shape != rows_PH.shape[:1]:
-        return max(layout.num_rows * given.hidden, 1)
-    device, wide = grad_PH.device, data.wide(given.torch_dtype)
+        return max(rows.num_rows * given.hidden, 1)
+    device, wide = grad_PH.device, inputs.wide(given.torch_dtype)
     allowed = given.hidden * (_ROUNDOFF["float64"] if wide == torch.float64 else _ROUNDOFF["float32"])
     wrong = _Count(device)
-    for source in np.unique(layout.source_N):
-        dy_TH = data.rows(given, int(source), device)
-        w_TK = data.weights(made, int(source), topk, device).to(wide)
-        for block in _blocks(np.nonzero(layout.source_N == source)[0]):
-            row, token = _on(device, layout.row_N[block]), _on(device, layout.token_N[block])
-            weight = w_TK[token, _on(device, layout.slot_N[block])]
+    for source in np.unique(rows.source_N):
+        dy_TH = inputs.rows(given, int(source), device)
+        w_TK = inputs.weights(made, int(source), topk, device).to(wide)
+        for block in _blocks(np.nonzero(rows.source_N == source)[0]):
+            row, token = _on(device, rows.row_N[block]), _on(device, rows.token_N[block])
+            weight = w_TK[token, _on(device, rows.slot_N[block])]
             dy_NH = dy_TH[token].to(wide)
             wrong.differing(grad_PH[row], (weight[:, None] * dy_NH).to(grad_PH.dtype))
             terms = rows_PH[row].to(torch.float64) * dy_NH
@@ -234,100 +217,177 @@ def wrong_backward(
     return wrong.total
 
 
-def _compare_rows(
-    wrong: _Count, got: Received, row: torch.Tensor, x_NH: torch.Tensor, wire: str | None
-) -> None:
-    if wire is None:
-        wrong.differing(got.tokens[row], x_NH)
-        return
-    values, scales = data.quantised(x_NH)
-    if got.scales is None:
-        wrong.differing(got.tokens[row], data.dequantised(values, scales, x_NH.dtype))
-    else:
-        wrong.differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
-        wrong.differing(got.scales[row], scales)
-
-
-def _on(device: torch.device, index: npt.NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(index)).to(device)
-
-
-def _blocks(index: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    return [index[at : at + _BLOCK_ROWS] for at in range(0, index.size, _BLOCK_ROWS)]
-
-
-def answers(
-    layout: Layout, key: DataKey, rows: int, device: torch.device, by_rank: int | None = None
-) -> torch.Tensor:
-    """The (rows, H) rows that the owner hands to combine: `data.answer` of each row by its expert, or by
+def answers(rows: Rows, key: DataKey, count: int, device: torch.device, by_rank: int | None = None) -> Tensor:
+    """The (count, H) rows that the owner hands to combine: `inputs.answer` of each row by its expert, or by
     `by_rank`.
 
     Padding, and rows past the real ones, are NaN: a combine that reads them is caught.
     """
-    out = torch.full((rows, key.hidden), float("nan"), dtype=key.torch_dtype, device=device)
-    for source in np.unique(layout.source_N):
-        x_TH = data.rows(key, int(source), device)
-        for block in _blocks(np.nonzero(layout.source_N == source)[0]):
-            who = layout.expert_N[block] if by_rank is None else np.full(block.size, by_rank)
-            token = _on(device, layout.token_N[block])
-            out[_on(device, layout.row_N[block])] = data.answer(x_TH[token], _on(device, who))
+    out = torch.full((count, key.hidden), float("nan"), dtype=key.torch_dtype, device=device)
+    for source in np.unique(rows.source_N):
+        x_TH = inputs.rows(key, int(source), device)
+        for block in _blocks(np.nonzero(rows.source_N == source)[0]):
+            who = rows.expert_N[block] if by_rank is None else np.full(block.size, by_rank)
+            token = _on(device, rows.token_N[block])
+            out[_on(device, rows.row_N[block])] = inputs.answer(x_TH[token], _on(device, who))
     return out
 
 
-def wrong_combine(
-    got_TH: torch.Tensor,
-    ids_TK: Ids,
-    key: DataKey,
-    rank: int,
-    *,
-    experts: int,
-    ranks: int,
-    layout: str,
-    node_sums: bool = False,
-) -> int:
+def wrong_combine(got_TH: Tensor, case: Case) -> int:
     """Values of a combined (T, H) result that are further from the float64 sum than rounding can explain.
 
     expert layout: sum over k of weight * answer of expert k. rank layout: sum over owner ranks of the rank's
     answer. Rounding that is allowed, relative to the sum of magnitudes: twice to the row type (partial row,
-    result), with `node_sums` (ranks of a node are added up before they travel) once more, and once for each
-    product and sum of the accumulation.
+    result), once more where ranks of a node are added up before they travel, and once for each product and
+    sum of the accumulation.
     """
-    tokens, topk = ids_TK.shape
+    key, (tokens, topk) = case.key, case.ids_TK.shape
     if got_TH.shape != (tokens, key.hidden):
         return max(tokens * key.hidden, 1)
-    device = got_TH.device
-    x_TH, w_TK = data.rows(key, rank, device), data.weights(key, rank, topk, device)
-    who_TK, scale_TK = (
-        _on(device, part) for part in _terms(ids_TK, w_TK.cpu().numpy(), experts // ranks, layout)
-    )
+    device, nodes, ranks = got_TH.device, case.options.nodes, case.options.ranks
+    x_TH, w_TK = inputs.rows(key, case.rank, device), inputs.weights(key, case.rank, topk, device)
+    who = case.ids_TK.astype(np.int64)
+    if case.options.layout == "rank":  # each owner answers once, without a weight
+        who = np.sort(who // (case.point.experts // ranks), axis=1)
+        who[:, 1:][who[:, 1:] == who[:, :-1]] = -1
+        w_TK = torch.ones_like(w_TK)
+    who_TK = _on(device, who)
     unit = _ROUNDOFF[key.dtype]
     accumulate = unit if key.dtype == "float64" else _ROUNDOFF["float32"]
-    allowed = (3.0 if node_sums else 2.0) * unit + (2 * topk + 4) * accumulate
+    allowed = (3.0 if 1 < nodes < ranks else 2.0) * unit + (2 * topk + 4) * accumulate
     wrong = _Count(device)
     for at in range(0, tokens, _BLOCK_ROWS):
         block = slice(at, at + _BLOCK_ROWS)
         want = torch.zeros(x_TH[block].shape, dtype=torch.float64, device=device)
         size = torch.zeros_like(want)
         for k in range(topk):
-            used = who_TK[block, k] >= 0
-            term = data.answer(x_TH[block], who_TK[block, k].clamp_min(0)).to(torch.float64)
-            term *= torch.where(used, scale_TK[block, k], 0.0)[:, None]
+            term = inputs.answer(x_TH[block], who_TK[block, k].clamp_min(0)).to(torch.float64)
+            term *= torch.where(who_TK[block, k] >= 0, w_TK[block, k].to(torch.float64), 0.0)[:, None]
             want += term
             size += term.abs_()
         error = (got_TH[block].to(torch.float64) - want).abs_()
-        # Negated, so that NaN counts as wrong.
-        wrong.add(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))
+        wrong.add(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))  # negated: NaN is wrong
     return wrong.total
 
 
-def _terms(
-    ids_TK: Ids, w_TK: npt.NDArray[np.float32], local: int, layout: str
-) -> tuple[IntArray, npt.NDArray[Any]]:
-    """Who answers in each slot (-1: nobody) and with what factor: experts with weights, or each owner rank
-    once.
+# -- layers --------------------------------------------------------------------------------------------------
+
+Y, DX, DWEIGHTS, DW_IN, DW_OUT = "y", "dx", "dweights", "dw_in", "dw_out"
+ROWS_OUT, DROWS, DROW_WEIGHTS = "rows out", "drows", "drow weights"
+PLAIN_ROWS_OUT = "rows out without weights"
+MOVED, MOVED_DY = "rows moved", "gradients moved"
+MOVED_Y, MOVED_DX, MOVED_DWEIGHTS = "sum of rows", "sum of gradients", "weights moved"
+_EXACT = (MOVED, MOVED_DY)
+# A row of a few values may be small by chance throughout: all have one scale. So may a row of an expert with
+# a single token: in its gradients the expert counts, too.
+_ONE_SCALE = (DWEIGHTS, DROW_WEIGHTS, MOVED_DWEIGHTS)
+_EXPERT_SCALE = (DW_IN, DW_OUT)
+# Largest deviation of a value, as a part of its magnitude plus the root mean square of its row (for gradients
+# of experts: plus that of the expert). A value is behind up to five roundings; float32 is held against
+# float64, and sums thousands of products.
+BOUNDS = {"bfloat16": 2.0**-4, "float16": 2.0**-7, "float32": 2.0**-14, "float64": 2.0**-40}
+# Products in e4m3 have independent errors of at most a sixteenth of each operand's values: of each product
+# 2^-4 sqrt(2/3) = 0.051 in the mean, of the four that a gradient may be behind twice that, and half as much
+# again for activations that stretch it. Single values of many lie up to seven times as far off.
+FP8 = "fp8"
+_FP8_BOUND, _FP8_MEAN = 1.0, 0.2
+_BLOCK = 1 << 26  # values compared at a time
+
+
+class _Expert(NamedTuple):
+    """What an expert makes of its rows: outputs with and without the rows' weights, and gradients."""
+
+    out: Tensor
+    plain_out: Tensor
+    grads: tuple[Tensor, ...]  # of rows and weights, and if wanted of w_in and w_out
+
+
+def _expert(
+    x: Tensor, weight: Tensor, dy: Tensor, matrices: Sequence[Tensor], *, with_grads: bool
+) -> _Expert:
+    """One expert, forward and backward."""
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in (x, weight, *matrices)]
+        plain = moe_reference.feed_forward(leaves[0], leaves[2], leaves[3], "swiglu")
+        out = leaves[1][:, None] * plain
+        grads = torch.autograd.grad(out, leaves if with_grads else leaves[:2], dy)
+    return _Expert(out.detach(), plain.detach(), grads)
+
+
+@torch.no_grad()
+def expected_of_layer(case: LayerCase) -> dict[str, Tensor]:
+    """Everything that a variant may return for the case's data, by name: one expert at a time, in float32
+    (float32 and float64: in float64).
     """
-    if layout == "expert":
-        return ids_TK.astype(np.int64), w_TK.astype(np.float64)
-    owner = np.sort(ids_TK.astype(np.int64) // local, axis=1)
-    owner[:, 1:][owner[:, 1:] == owner[:, :-1]] = -1
-    return owner, np.ones(owner.shape)
+    wide = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else torch.float64
+    point = case.point
+    assert point.ffn is not None
+    x_TH, dy_TH, weights_TK, rows_PH, dy_PH, weights_P = (
+        each.detach().to(wide)
+        for each in (case.x_TH, case.dy_TH, case.weights_TK, case.rows_PH, case.dy_PH, case.weights_P)
+    )
+    want = {Y: torch.zeros_like(x_TH), DX: torch.zeros_like(x_TH), DWEIGHTS: torch.zeros_like(weights_TK)}
+    want |= {name: torch.zeros_like(rows_PH) for name in (ROWS_OUT, PLAIN_ROWS_OUT, DROWS)}
+    want[DROW_WEIGHTS] = torch.zeros_like(weights_P)
+    want[DW_IN] = x_TH.new_zeros(case.local, point.hidden, 2 * point.ffn)
+    want[DW_OUT] = x_TH.new_zeros(case.local, point.ffn, point.hidden)
+    ends = [0, *case.rows.offsets_G.tolist()]
+    for number in range(point.experts):
+        token, slot = (_on(case.device, each) for each in np.nonzero(case.ids_TK == number))
+        place = number - case.rank * case.local
+        here = slice(ends[place], ends[place + 1]) if 0 <= place < case.local else slice(0, 0)
+        if not token.numel() and here.start == here.stop:
+            continue
+        made = inputs.expert(case.options.seed, number, point.hidden, point.ffn, case.dtype, case.device)
+        matrices = [each.to(wide) for each in made]
+        if token.numel():
+            home = _expert(x_TH[token], weights_TK[token, slot], dy_TH[token], matrices, with_grads=False)
+            want[Y].index_add_(0, token, home.out)
+            want[DX].index_add_(0, token, home.grads[0])
+            want[DWEIGHTS][token, slot] = home.grads[1]
+        if here.start < here.stop:
+            own = _expert(rows_PH[here], weights_P[here], dy_PH[here], matrices, with_grads=True)
+            want[ROWS_OUT][here], want[PLAIN_ROWS_OUT][here] = own.out, own.plain_out
+            want[DROWS][here], want[DROW_WEIGHTS][here] = own.grads[:2]
+            want[DW_IN][place], want[DW_OUT][place] = own.grads[2:]
+    # Of communication alone every expert hands back what it got.
+    want |= {MOVED: rows_PH, MOVED_DY: dy_PH, MOVED_DWEIGHTS: weights_TK}
+    return want | {MOVED_Y: x_TH * point.topk, MOVED_DX: dy_TH * point.topk}
+
+
+@torch.no_grad()
+def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str) -> Verdict:
+    """Holds what a variant has returned against what it should.
+
+    A value may be off by BOUNDS[dtype] times its magnitude plus the root mean square of its row (of all
+    values for gradients of routing weights; for those of an expert plus that of the expert), copied rows by
+    nothing; where all of these are zero it has to be. Where dtype is FP8, that of products, all values of a
+    result count as wrong if they are off by too much in the mean.
+    """
+    wrong, worst = 0, 0.0
+    for name, value in got.items():
+        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else BOUNDS[dtype]
+        if value.shape != wanted[name].shape:
+            return Verdict(max(value.numel(), wanted[name].numel()), float("inf"))
+        if not value.numel():
+            continue
+        # As (groups, rows, columns): a mean square is of a row, and where there is one scale all are one row.
+        columns = value.numel() if name in _ONE_SCALE else value.shape[-1]
+        rows = value.shape[1] if name in _EXPERT_SCALE else 1
+        groups, others = (each.reshape(-1, rows, columns) for each in (value, wanted[name]))
+        squares_off = squares = 0.0
+        block = max(1, _BLOCK // (rows * columns))
+        for some, want in zip(groups.split(block), others.split(block), strict=True):
+            row_squares = want.square().mean(2, keepdim=True)
+            scale = want.abs() + row_squares.sqrt()
+            if name in _EXPERT_SCALE:
+                scale += row_squares.mean(1, keepdim=True).sqrt()
+            off = (some.to(want.dtype) - want).abs()
+            wrong += int((~(off <= bound * scale)).sum())  # so that NaN is wrong
+            share = torch.where(off == 0, 0.0, off / scale).max()
+            worst = max(worst, float(torch.nan_to_num(share, nan=float("inf"))))
+            squares_off += float(off.square().sum(dtype=torch.float64))
+            squares += float(want.square().sum(dtype=torch.float64))
+        if dtype == FP8 and not squares_off <= _FP8_MEAN**2 * squares:
+            wrong += value.numel()
+    return Verdict(wrong, worst)

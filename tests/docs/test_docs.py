@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 import moecomm
-from bench.harness.layer_presets import PRESETS
+from bench.harness.options import PRESETS
 from moecomm import _C
 from moecomm.backends import why_no_cuda
 from moecomm.memory import device_shape
@@ -406,18 +405,6 @@ def test_memory_page_has_the_windows_of_more_ranks() -> None:
         shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None)
         assert round(_C.device_plan_fields(shape)["total"][1] * 4 / mib, 1) == plan
         assert staged == (4096 if ranks <= 8 else 4096 * 8 // int(ranks) // 8 * 8)
-
-
-def test_performance_page_has_the_times_in_parts() -> None:
-    """As they were recorded, in the one form that is left and in those that were removed."""
-    rows = [list(map(int, row)) for row in table_rows(part("performance.md", "Rows in parts"))[1:]]
-    names = {99: "parts", 40: "parts-40", 24: "parts-24"}
-    assert [row[0] for row in rows] == list(names)
-    for sms, *said in rows:
-        record = json.loads((ROOT / f"docs/results/cuda-layers-deepseek-v3-{names[sms]}.json").read_text())
-        took = {row["way"]: round(row["step_s"] * 1e6) for row in record["rows"]}
-        assert said == [took["overlapped"], took["overlapped, 2 parts"], took["overlapped, 4 parts"]]
-        assert said[0] == min(said)
 
 
 def test_performance_page_has_the_sms_of_the_rule() -> None:

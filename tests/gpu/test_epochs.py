@@ -38,8 +38,7 @@ def _across(rank: int, world_size: int, job: Job, start: int) -> list[str]:
         problems = oracle.play(comm, job, rank)
         known = Oracle(job, rank, comm.device)
         for _ in range(3):
-            out = known.dispatch(comm)
-            comm.begin_redispatch(known.own.x_TH, out.handle)
+            comm.begin_dispatch(known.own.x_TH, known.own.ids_TK, known.own.weights_TK)
             known.check_dispatch(known.dispatch(comm))
         problems += known.problems
         capacity = 2 * max(known.needed)
@@ -75,15 +74,14 @@ def _slow_peer(rank: int, world_size: int, job: Job) -> list[str]:
     problems = []
     with harness.communicator(**job.communicator) as comm:
         first, second = (Oracle(replace(job, seed=job.seed + step), rank, comm.device) for step in range(2))
-        handle = first.dispatch(comm).handle
         for slow in range(world_size):
-            begun = comm.begin_dispatch(first.own.x_TH, first.own.ids_TK, first.own.weights_TK, parts=1)
+            receive = comm.begin_dispatch(first.own.x_TH, first.own.ids_TK, first.own.weights_TK)
             if rank == slow:
                 torch.cuda._sleep(SLEEP)
-            begun.receive()
-            comm.begin_redispatch(second.own.x_TH, handle)
+            received = receive()
+            comm.begin_dispatch(second.own.x_TH, second.own.ids_TK, second.own.weights_TK)
             out = second.dispatch(comm)
-            first.check_dispatch(begun.output)
+            first.check_dispatch(received)
             second.check_dispatch(out)
             second.check_combine("combine", comm.combine(second.answer(out.tokens), out.handle))
         harness.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.harness import options
+from bench.harness import command_line
 
 
 @pytest.fixture
@@ -13,4 +13,4 @@ def bench_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     machine with GPUs, too."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(options, "find_device", lambda given: "cpu" if given == "auto" else given)
+    monkeypatch.setattr(command_line, "find_device", lambda given: "cpu" if given == "auto" else given)

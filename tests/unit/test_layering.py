@@ -252,9 +252,10 @@ def test_native_code_never_ends_the_process() -> None:
         assert not found, f"{path} calls {found.group(0) if found else ''}"
 
 
-def test_the_reference_shares_nothing() -> None:
-    found = {name.split(".")[0] for name in _imports(ROOT / "tests" / "reference.py", everywhere=True)}
-    assert found <= {"__future__", "collections", "dataclasses", "numpy"}, found
+@pytest.mark.parametrize("name", ["reference", "moe_reference"])
+def test_the_references_share_nothing(name: str) -> None:
+    found = {each.split(".")[0] for each in _imports(ROOT / "tests" / f"{name}.py", everywhere=True)}
+    assert found <= {"__future__", "collections", "dataclasses", "math", "typing", "numpy", "torch"}, found
 
 
 def test_native_code_uses_no_streams() -> None:

@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from .case import Case, poison
-from .paths import Path
-from .verify import Received
+from ..harness import verify
+from ..harness.case import Case, poison
+from ..harness.path import CALL, Path, Verdict
+from ..harness.verify import Received
 
 NAME = "torch-symm"
 
 
 class _Exchange:
-    """Buffers of one case and the two ways through them."""
+    """Buffers of one case, dispatch and combine through them."""
 
     def __init__(self, case: Case) -> None:
         options = case.options
@@ -30,10 +31,10 @@ class _Exchange:
             raise RuntimeError("this torch has no NVSHMEM")
         self._case = case
         self._world: Any = dist.group.WORLD
-        pairs, experts, hidden = case.tokens * options.topk, options.experts, options.hidden
-        arriving = max(case.layout_for(rank, 1).num_rows for rank in range(options.ranks))
-        self.home_SH = self._empty((pairs, hidden), case.torch_dtype)
-        self.owner_PH = self._empty((arriving, hidden), case.torch_dtype)
+        pairs, experts, hidden = case.point.tokens * case.point.topk, case.point.experts, case.point.hidden
+        arriving = max(case.rows_of(rank, 1).num_rows for rank in range(options.ranks))
+        self.home_SH = self._empty((pairs, hidden), case.dtype)
+        self.owner_PH = self._empty((arriving, hidden), case.dtype)
         self.splits_E = self._empty((experts,), torch.int64)
         self.there = self._empty((2, experts), torch.int64)
         self.back = self._empty((2, experts), torch.int64)
@@ -50,7 +51,7 @@ class _Exchange:
         flat = case.topk_idx_TK.reshape(-1).long()
         self._order = torch.argsort(flat, stable=True)
         self.splits_E.zero_().scatter_add_(0, flat, self._ones)
-        torch.index_select(case.x_TH, 0, self._order // case.options.topk, out=self.home_SH)
+        torch.index_select(case.x_TH, 0, self._order // case.point.topk, out=self.home_SH)
         torch.ops.symm_mem.all_to_all_vdev_2d(
             self.home_SH, self.owner_PH, self.splits_E, self.there, self._world.group_name
         )
@@ -63,49 +64,49 @@ class _Exchange:
         )
         inverse = torch.empty_like(self._order)
         inverse[self._order] = torch.arange(inverse.numel(), device=case.device)
-        rows_TKH = self.home_SH.index_select(0, inverse).view(case.tokens, case.options.topk, -1)
-        weights = case.topk_weights_TK.to(rows_TKH.dtype)[:, None, :]
+        rows_TKH = self.home_SH.index_select(0, inverse).view(case.point.tokens, case.point.topk, -1)
+        weights = case.weights_TK.to(rows_TKH.dtype)[:, None, :]
         return torch.bmm(weights, rows_TKH)[:, 0]
 
 
-def vdev_dispatch_path(case: Case) -> Path:
+def dispatch_path(case: Case) -> Path:
     """Dispatch to expert-major."""
     exchange = _Exchange(case)
-    layout = case.layout_for(case.rank, 1)
+    rows = case.rows_of(case.rank, 1)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
         poison(exchange.owner_PH)
-        _meet()
-        rows_PH = exchange.dispatch()[: layout.num_rows]
-        _meet()
+        _synchronize()
+        rows_PH = exchange.dispatch()[: rows.num_rows]
+        _synchronize()
         case.maybe_corrupt(rows_PH)
-        return case.wrong_dispatch(Received(tokens=rows_PH), layout)
+        return Verdict(verify.wrong_dispatch(Received(tokens=rows_PH), rows, case.key, case.point.topk))
 
-    return Path(name=NAME, call=exchange.dispatch, check=check, before=case.fresh_ids)
+    return Path(name=NAME, calls={CALL: exchange.dispatch}, check=check, before=case.fresh_ids)
 
 
-def vdev_combine_path(case: Case) -> Path:
+def combine_path(case: Case) -> Path:
     """Combine of rows in the layout that its own dispatch made."""
     exchange = _Exchange(case)
-    layout = case.layout_for(case.rank, 1)
+    rows = case.rows_of(case.rank, 1)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
         exchange.dispatch()
-        _meet()
-        exchange.owner_PH[: layout.num_rows] = case.answers(layout, layout.num_rows)
+        _synchronize()
+        exchange.owner_PH[: rows.num_rows] = verify.answers(rows, case.key, rows.num_rows, case.device)
         poison(exchange.home_SH)
-        _meet()
+        _synchronize()
         y_TH = exchange.combine()
-        _meet()
+        _synchronize()
         case.maybe_corrupt(y_TH)
-        return case.wrong_combine(y_TH)
+        return Verdict(verify.wrong_combine(y_TH, case))
 
     check(0)  # gives the rows their values also when checks are off
-    return Path(name=NAME, call=exchange.combine, check=check)
+    return Path(name=NAME, calls={CALL: exchange.combine}, check=check)
 
 
-def _meet() -> None:
+def _synchronize() -> None:
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1))

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .case import Case, poison
-from .paths import Path
-from .verify import Received
+from ..harness import verify
+from ..harness.case import Case, poison
+from ..harness.path import CALL, Path, Verdict
+from ..harness.verify import Received
 
 
 class _Buffers:
@@ -52,55 +53,39 @@ class Exchange:
     """The plan of one dispatch, kept for its combine. S rows sent, P rows received."""
 
     token_S: torch.Tensor  # home token of each row sent
-    pair_S: torch.Tensor | None  # its place in the flattened top-k ids (expert layout)
+    pair_S: torch.Tensor  # its place in the flattened top-k ids
     send_splits: list[int]
     receive_splits: list[int]
-    chunks_RL: list[int] | None  # rows per (source rank, local expert) (expert layout)
-    counts_L: torch.Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatched:
-    """What arrived: (P, H) rows, and in the rank layout (P, K) local expert ids and weights."""
-
-    tokens: torch.Tensor
-    exchange: Exchange
-    topk_idx: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
+    chunks_RL: list[int]  # rows per (source rank, local expert)
+    counts_L: torch.Tensor
 
 
 class PermutedExchange:
     """Dispatch and combine over the default process group."""
 
-    def __init__(self, *, experts: int, layout: str, tuned: bool) -> None:
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self.experts, self.local = experts, experts // dist.get_world_size()
-        self.layout = layout
+    def __init__(self, case: Case, *, tuned: bool) -> None:
+        if case.options.layout != "expert":
+            raise ValueError("a plain framework has no rank layout")
+        self.ranks = dist.get_world_size()
+        self.experts, self.local = case.point.experts, case.point.experts // self.ranks
         self.tuned = tuned
         self.buffers = _Buffers(keep=tuned)
 
-    def dispatch(
-        self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> Dispatched:
-        """Rows of all ranks that this rank's experts want."""
-        if self.layout == "rank":
-            return self._dispatch_rank(x_TH, topk_idx_TK, topk_weights_TK)
-        return self._dispatch_expert(x_TH, topk_idx_TK)
-
     def combine(self, rows_PH: torch.Tensor, exchange: Exchange, weights_TK: torch.Tensor) -> torch.Tensor:
-        """(T, H): each token's rows summed, in the expert layout times its weights."""
+        """(T, H): each token's rows summed, times its weights."""
         chunks = exchange.chunks_RL
-        if chunks is not None and self.local > 1:
+        if self.local > 1:
             back = self._reorder("unpermuted", rows_PH, self._transposed(chunks), self.local, self.ranks)
         else:
             back = rows_PH
         home_SH = self.buffers.rows("home", sum(exchange.send_splits), rows_PH)
         dist.all_to_all_single(home_SH, back, exchange.send_splits, exchange.receive_splits)
-        weight_S = None if exchange.pair_S is None else weights_TK.reshape(-1)[exchange.pair_S]
+        weight_S = weights_TK.reshape(-1)[exchange.pair_S]
         add = self._sum_fused if self.tuned else self._sum_index_add
         return add(home_SH, exchange.token_S, weight_S, weights_TK.shape[0])
 
-    def _dispatch_expert(self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor) -> Dispatched:
+    def dispatch(self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor) -> tuple[torch.Tensor, Exchange]:
+        """Rows of all ranks that this rank's experts want, in expert-major order."""
         flat = topk_idx_TK.reshape(-1)
         counts_E = torch.bincount(flat.clamp_min(-1) + 1, minlength=self.experts + 1)
         pair_S = torch.argsort(flat, stable=True)[int(counts_E[0]) :]  # -1 entries sort first and stay home
@@ -121,46 +106,7 @@ class PermutedExchange:
         arrived = self._exchange_rows(x_TH, exchange)
         if self.local > 1:
             arrived = self._reorder("permuted", arrived, chunks, self.ranks, self.local)
-        return Dispatched(tokens=arrived, exchange=exchange)
-
-    def _dispatch_rank(
-        self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> Dispatched:
-        owner_TK = torch.where(topk_idx_TK < 0, self.ranks, topk_idx_TK // self.local).long()
-        wants_TR = torch.zeros(x_TH.shape[0], self.ranks + 1, dtype=torch.bool, device=x_TH.device)
-        wants_TR.scatter_(1, owner_TK, True)
-        rank_S, token_S = wants_TR[:, : self.ranks].T.nonzero(as_tuple=True)
-        counts_R = torch.bincount(rank_S, minlength=self.ranks)
-        received_R = torch.empty_like(counts_R)
-        dist.all_to_all_single(received_R, counts_R)
-        exchange = Exchange(
-            token_S=token_S,
-            pair_S=None,
-            send_splits=counts_R.tolist(),
-            receive_splits=received_R.tolist(),
-            chunks_RL=None,
-            counts_L=None,
-        )
-        # The receiver has to apply the weights in this layout. They travel with the ids, as 32-bit words.
-        details = torch.cat(
-            [
-                topk_idx_TK.to(torch.int32).index_select(0, token_S),
-                topk_weights_TK.index_select(0, token_S).view(torch.int32),
-            ],
-            dim=1,
-        )
-        received = self.buffers.rows("details", sum(exchange.receive_splits), details)
-        dist.all_to_all_single(received, details, exchange.receive_splits, exchange.send_splits)
-        topk = topk_idx_TK.shape[1]
-        local_PK = received[:, :topk] - self.rank * self.local
-        mine_PK = (local_PK >= 0) & (local_PK < self.local)
-        weights_PK = received[:, topk:].contiguous().view(topk_weights_TK.dtype)
-        return Dispatched(
-            tokens=self._exchange_rows(x_TH, exchange),
-            exchange=exchange,
-            topk_idx=torch.where(mine_PK, local_PK, -1),
-            weights=torch.where(mine_PK, weights_PK, 0),
-        )
+        return arrived, exchange
 
     def _exchange_rows(self, x_TH: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         send_SH = self.buffers.rows("send", exchange.token_S.numel(), x_TH)
@@ -186,12 +132,10 @@ class PermutedExchange:
         return out
 
     def _sum_index_add(
-        self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor | None, tokens: int
+        self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor, tokens: int
     ) -> torch.Tensor:
         wide = torch.float64 if rows_SH.dtype == torch.float64 else torch.float32
-        if weight_S is None:
-            scaled = rows_SH.to(wide)
-        elif rows_SH.dtype == wide:
+        if rows_SH.dtype == wide:
             scaled = rows_SH.mul_(weight_S[:, None])  # in place: the buffer is this call's own
         else:
             scaled = rows_SH * weight_S[:, None]
@@ -199,13 +143,13 @@ class PermutedExchange:
         return total.index_add_(0, token_S, scaled).to(rows_SH.dtype)
 
     def _sum_fused(
-        self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor | None, tokens: int
+        self, rows_SH: torch.Tensor, token_S: torch.Tensor, weight_S: torch.Tensor, tokens: int
     ) -> torch.Tensor:
         if rows_SH.shape[0] == 0:
             return rows_SH.new_zeros(tokens, rows_SH.shape[1])
         order = torch.argsort(token_S, stable=True)
         per_token = torch.bincount(token_S, minlength=tokens)
-        scale = None if weight_S is None else weight_S[order].to(rows_SH.dtype)
+        scale = weight_S[order].to(rows_SH.dtype)
         return functional.embedding_bag(
             order, rows_SH, per_token.cumsum(0) - per_token, mode="sum", per_sample_weights=scale
         )
@@ -216,78 +160,67 @@ def _name(case: Case, tuned: bool = False) -> str:
     return f"{backend}-tuned" if tuned else backend
 
 
-def permuted_dispatch_path(case: Case, *, tuned: bool) -> Path:
-    """Dispatch over torch.distributed. The expert layout carries no weights: this baseline applies them at
-    home, in combine.
-    """
-    path = PermutedExchange(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
-    layout = case.layout_for(case.rank, 1)
+def dispatch_path(case: Case, *, tuned: bool) -> Path:
+    """Dispatch over torch.distributed. No weights travel: they are applied at home, in combine."""
+    path = PermutedExchange(case, tuned=tuned)
+    rows = case.rows_of(case.rank, 1)
 
-    def call() -> Dispatched:
-        return path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK)
+    def call() -> tuple[torch.Tensor, Exchange]:
+        return path.dispatch(case.x_TH, case.topk_idx_TK)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
         poison(*path.buffers.all())
-        out = call()
-        case.maybe_corrupt(out.tokens)
-        wrong = case.wrong_dispatch(
-            Received(
-                tokens=out.tokens,
-                counts=out.exchange.counts_L,
-                weights=out.weights,
-                topk_idx=out.topk_idx,
-            ),
-            layout,
-        )
-        poison(out.tokens)
-        return wrong
+        rows_PH, exchange = call()
+        case.maybe_corrupt(rows_PH)
+        received = Received(tokens=rows_PH, counts=exchange.counts_L)
+        wrong = verify.wrong_dispatch(received, rows, case.key, case.point.topk)
+        poison(rows_PH)
+        return Verdict(wrong)
 
-    return Path(name=_name(case, tuned), call=call, check=check, before=case.fresh_ids, blocks=True)
+    return Path(name=_name(case, tuned), calls={CALL: call}, check=check, before=case.fresh_ids, blocks=True)
 
 
-def permuted_combine_path(case: Case, *, tuned: bool) -> Path:
+def combine_path(case: Case, *, tuned: bool) -> Path:
     """Combine over torch.distributed of rows in the layout that its own dispatch made."""
-    path = PermutedExchange(experts=case.options.experts, layout=case.options.layout, tuned=tuned)
-    layout = case.layout_for(case.rank, 1)
-    exchange = path.dispatch(case.x_TH, case.topk_idx_TK, case.topk_weights_TK).exchange
-    rows_PH = torch.empty(layout.num_rows, case.options.hidden, dtype=case.torch_dtype, device=case.device)
+    path = PermutedExchange(case, tuned=tuned)
+    rows = case.rows_of(case.rank, 1)
+    _, exchange = path.dispatch(case.x_TH, case.topk_idx_TK)
+    rows_PH = torch.empty(rows.num_rows, case.point.hidden, dtype=case.dtype, device=case.device)
 
     def call() -> torch.Tensor:
-        return path.combine(rows_PH, exchange, case.topk_weights_TK)
+        return path.combine(rows_PH, exchange, case.weights_TK)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
-        rows_PH.copy_(case.answers(layout, layout.num_rows))
+        rows_PH.copy_(verify.answers(rows, case.key, rows.num_rows, case.device))
         poison(*path.buffers.all())
         y_TH = call()
         case.maybe_corrupt(y_TH)
-        wrong = case.wrong_combine(y_TH)
+        wrong = verify.wrong_combine(y_TH, case)
         poison(y_TH)
-        return wrong
+        return Verdict(wrong)
 
     check(0)  # gives rows_PH its values also when checks are off
-    return Path(name=_name(case, tuned), call=call, check=check, blocks=tuned)
+    return Path(name=_name(case, tuned), calls={CALL: call}, check=check, blocks=tuned)
 
 
 def bare_alltoall_path(case: Case) -> Path:
     """The bare exchange: equal contiguous blocks, no permutes, no counts, result buffer reused."""
-    layout = case.layout_for(case.rank, 1)
+    rows = case.rows_of(case.rank, 1)
     send_splits = [int((case.ids_TK == rank).sum()) for rank in range(case.options.ranks)]
     receive_splits = [int((ids_TK == case.rank).sum()) for ids_TK in case.ids_R]
-    arrived = torch.empty(
-        sum(receive_splits), case.options.hidden, dtype=case.torch_dtype, device=case.device
-    )
+    arrived = torch.empty(sum(receive_splits), case.point.hidden, dtype=case.dtype, device=case.device)
 
     def call() -> torch.Tensor:
         dist.all_to_all_single(arrived, case.x_TH, receive_splits, send_splits)
         return arrived
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         case.load(round)
         poison(arrived)
         call()
         case.maybe_corrupt(arrived)
-        return case.wrong_dispatch(Received(tokens=arrived), layout)
+        return Verdict(verify.wrong_dispatch(Received(tokens=arrived), rows, case.key, case.point.topk))
 
-    return Path(name=_name(case), call=call, check=check)
+    return Path(name=_name(case), calls={CALL: call}, check=check)

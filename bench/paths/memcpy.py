@@ -12,13 +12,13 @@ import ctypes
 import numpy as np
 import torch
 
-from .case import Case
-from .paths import Path
-from .timing import Clock, fastest
+from ..harness.case import Case
+from ..harness.path import CALL, Path, Verdict
+from ..harness.timing import Clock, fastest
 
 
 class Memcpy:
-    """Two buffers of `num_bytes` and the ways to copy one to the other."""
+    """Two buffers of `num_bytes` and the calls that copy one to the other."""
 
     def __init__(self, num_bytes: int, seed: int, device: torch.device) -> None:
         self._source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -53,21 +53,21 @@ class Memcpy:
         self._target[-1:] ^= 1
 
 
-def memcpy_path(case: Case, clock: Clock) -> Path:
+def make_path(case: Case, clock: Clock) -> Path:
     """A copy of this rank's useful bytes on its own device. On the CPU it is the faster of torch's copy_ and
     libc's memmove, chosen by a short trial on all ranks.
     """
-    copier = Memcpy(case.traffic.useful_R[case.rank], case.options.seed, case.device)
-    ways = {"torch.Tensor.copy_": copier.torch_copy}
+    copier = Memcpy(case.useful_R[case.rank], case.options.seed, case.device)
+    copies = {"torch.Tensor.copy_": copier.torch_copy}
     if case.device.type == "cpu":
-        ways["memmove"] = copier.libc_memmove
-    note = fastest(ways, clock)
+        copies["memmove"] = copier.libc_memmove
+    note = fastest(copies, clock)
 
-    def check(round: int) -> int:
+    def check(round: int) -> Verdict:
         copier.fill(round)
-        ways[note]()
+        copies[note]()
         if case.options.inject_error:
             copier.corrupt()
-        return copier.wrong()
+        return Verdict(copier.wrong())
 
-    return Path(name="memcpy", call=ways[note], check=check, remote=False, note=note)
+    return Path(name="memcpy", calls={CALL: copies[note]}, check=check, remote=False, note=note)

@@ -3,7 +3,7 @@
 fabric_raw (bench/fabric_raw.cpp) sends puts as large as moecomm's between two processes of this host, both
 ways at once as ranks do it, and nothing else; as many such pairs at a time as there are pairs of ranks, times
 the lanes that moecomm uses. The ranks sleep meanwhile, so it has all cores. The ceiling's time is that of the
-least bytes of rows that a rank has to send (wire.least), at the rate of one direction.
+least bytes of rows that a rank has to send (between_nodes.least), at the rate of one direction.
 
 There are three: "fabric", whose buffers stay in the CPU's caches; "fabric-cold", whose buffers are so many
 that none does, as the rows of a large call and of one that is timed with flushed caches; and "fabric-one",
@@ -20,9 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import native, wire
-from .case import Case
-from .paths import NotMeasured, NotRun, Yardstick
+from ..harness import native
+from ..harness.case import Case
+from ..harness.path import NotMeasured, NotRun, Yardstick
+from . import between_nodes
 
 _SECONDS, _REPEATS = 0.15, 5
 _MOST_S = 60.0  # for one measurement
@@ -82,12 +83,12 @@ def described(records: list[dict[str, Any]], pairs: int, lanes: int) -> str:
     )
 
 
-def raw_fabric(name: str, case: Case, lanes: int) -> Yardstick | NotRun:
+def yardstick(name: str, case: Case, lanes: int) -> Yardstick | NotRun:
     """The yardstick of one size, "fabric" or one of its kin; rank 0 measures for all. `lanes`: moecomm's."""
     options = case.options
     if os.environ.get("LOCAL_WORLD_SIZE", str(options.ranks)) != str(options.ranks):
         return NotRun(name, "the ranks are on several hosts, fabric_raw measures within one")
-    least_bytes, _ = wire.least(case)
+    least_bytes, _ = between_nodes.least(case)
     if least_bytes == 0:
         return NotRun(name, "no row goes to another node")
     binary = native.program("fabric_raw")
@@ -96,7 +97,7 @@ def raw_fabric(name: str, case: Case, lanes: int) -> Yardstick | NotRun:
     pairs = max(1, options.ranks // 2)
     lanes = 1 if name == "fabric-one" else lanes
     asked = options.fabric_provider, options.fabric_interface
-    line = command(binary, wire.put_bytes(case), *asked, cold=name == "fabric-cold")
+    line = command(binary, between_nodes.put_bytes(case), *asked, cold=name == "fabric-cold")
     seen: list[dict[str, Any]] = []
 
     def sample() -> float:

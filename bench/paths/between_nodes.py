@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 import moecomm
 
-from .case import Case
-from .paths import Path
-from .timing import sum_over_ranks
-from .traffic import node_rows
+from ..harness.case import Case, pairs
+from ..harness.path import Path
+from ..harness.timing import Timing, sum_over_ranks
 
 _SETTLE_S, _MOST_SETTLING_S = 5e-3, 2.0
 _PUTS_OF_A_NODE, _LEAST_PUT, _MOST_PUT = 16, 1 << 19, {"cpu": 1 << 22, "cuda": 1 << 20}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Between:
-    """Of one call, summed over ranks. Least: one row for each (token, other node that needs it), in puts as
-    full as moecomm's own.
-    """
-
-    sent_bytes: int
-    sent_row_bytes: int
-    sent_puts: int
-    least_bytes: int
-    least_puts: int
-
-
 def rows_of_put(case: Case) -> int:
     """Rows of a full put as moecomm.MemoryPlan has it: a sixteenth of what the window holds, in bounds. As
-    many of a wire format as of plain rows."""
-    most = max(case.options.sizes)
-    wanted = min(max(most * case.row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT[case.options.device])
-    return min(max(1, -(-wanted // case.row_bytes)), most)
+    many of a wire format as of plain rows.
+    """
+    most, row_bytes = case.options.most_tokens, case.point.row_bytes
+    wanted = min(max(most * row_bytes // _PUTS_OF_A_NODE, _LEAST_PUT), _MOST_PUT[case.options.device])
+    return min(max(1, -(-wanted // row_bytes)), most)
 
 
 def put_bytes(case: Case) -> int:
@@ -50,28 +38,36 @@ def least(case: Case) -> tuple[int, int]:
     A combine sends as many sums backwards.
     """
     per_node = case.options.ranks // case.options.nodes
-    rows_RN = node_rows(case.ids_R, case.options.experts, per_node)
+    rows_RN = pairs(case.ids_R, case.point.experts, per_node)
+    for rank in range(case.options.ranks):
+        rows_RN[rank, rank // per_node] = 0  # its own node
     return int(rows_RN.sum()) * case.wire_row_bytes, int((-(-rows_RN // rows_of_put(case))).sum())
 
 
-def count(comm: moecomm.Communicator, path: Path, case: Case) -> Between | None:
-    """Makes one call on all ranks and counts; None where all ranks share memory."""
-    if comm.nodes == 1:
-        return None
+def count(comm: moecomm.Communicator, path: Path, case: Case) -> dict[str, int]:
+    """Makes one call on all ranks and counts what all of them send. Least: one row for each (token, other
+    node that needs it), in puts as full as moecomm's own.
+    """
     if path.before is not None:
         path.before()
     before = _settled(comm)
-    path.call()
+    for call in path.calls.values():
+        call()
     after = _settled(comm)
     sent = {name: sum_over_ranks(after[name] - before[name]) for name in after}
     least_bytes, least_puts = least(case)
-    return Between(
-        sent_bytes=sent["network_bytes"],
-        sent_row_bytes=sent["network_row_bytes"],
-        sent_puts=sent["network_puts"],
-        least_bytes=least_bytes,
-        least_puts=least_puts,
-    )
+    return {
+        "sent_bytes": sent["network_bytes"],
+        "sent_row_bytes": sent["network_row_bytes"],
+        "sent_puts": sent["network_puts"],
+        "least_bytes": least_bytes,
+        "least_puts": least_puts,
+    }
+
+
+def figures(sent: Mapping[str, Any], ranks: int, timing: Timing) -> dict[str, Any]:
+    """What `count` found, and the rate that it makes, mean over ranks."""
+    return {**sent, "wire_GBps": sent["sent_row_bytes"] / ranks / timing.median / 1e9}
 
 
 def _settled(comm: moecomm.Communicator) -> dict[str, int]:

@@ -7,19 +7,40 @@ engines, by a kernel of bulk copies (push.cu), or by a bare all_to_all_single.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 
-from .bulk import push_kernel, ring
-from .case import Case, poison
-from .data import payload
-from .paths import Path
-from .peers import PeerMemory, peer_memory
-from .timing import Clock, fastest, sum_over_ranks
+from ..harness.case import Case, poison
+from ..harness.inputs import payload
+from ..harness.path import CALL, Path, Verdict
+from ..harness.timing import Clock, fastest, sum_over_ranks
+from .push_kernel import push_kernel, ring
 
 SM_COUNTS = (9, 16, 24, 32, 64, 96, 132)  # tried for the push kernel, and all that the GPU has
 LINE = 128  # bytes of a line of memory
+
+
+class PeerMemory:
+    """The same number of bytes on each rank that all ranks of the host can write to, from torch's symmetric
+    memory; building it is a collective call.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        world: Any = dist.group.WORLD
+        self._handle: Any = symmetric.rendezvous(self.own, world)
+        self.pointers: list[int] = [int(pointer) for pointer in self._handle.buffer_ptrs]
+        self.ranks: list[torch.Tensor] = [
+            self.own if rank == dist.get_rank() else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(dist.get_world_size())
+        ]
+
+
+_held: list[PeerMemory] = []  # one for the whole run: it is made again only to grow
 
 
 class Blocks:
@@ -55,15 +76,15 @@ class Blocks:
 
     def checker(
         self, call: Callable[[], object], arrived: torch.Tensor, spread: bool
-    ) -> Callable[[int], int]:
+    ) -> Callable[[int], Verdict]:
         """The path's check. What arrives lies in segments (`spread`), or without gaps."""
 
-        def check(round: int) -> int:
+        def check(round: int) -> Verdict:
             self.fill(round)
             poison(arrived)
-            _meet(self.device)  # the peers' buffers are poisoned, too
+            _synchronize(self.device)  # the peers' buffers are poisoned, too
             call()
-            _meet(self.device)
+            _synchronize(self.device)
             if self._inject_error and any(self.receive_splits):
                 first = next(n for n, size in enumerate(self.receive_splits) if size)
                 arrived[self._place(first, spread)] ^= 1
@@ -72,7 +93,7 @@ class Blocks:
                 at = self._place(source, spread)
                 want = payload(self._seed, round, source, self.rank, size, self.device)
                 wrong += int(torch.count_nonzero(arrived[at : at + size] != want))
-            return wrong
+            return Verdict(wrong)
 
         return check
 
@@ -80,7 +101,7 @@ class Blocks:
         return source * self.segment if spread else sum(self.receive_splits[:source])
 
 
-def _meet(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """All ranks' work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -88,7 +109,11 @@ def _meet(device: torch.device) -> None:
 
 
 def _memory(blocks: Blocks) -> PeerMemory:
-    return peer_memory(blocks.ranks * blocks.segment, blocks.device)
+    num_bytes = blocks.ranks * blocks.segment
+    if not _held or _held[0].num_bytes < num_bytes:
+        _held.clear()
+        _held.append(PeerMemory(num_bytes, blocks.device))
+    return _held[0]
 
 
 def copy_engine_path(case: Case) -> Path:
@@ -115,7 +140,9 @@ def copy_engine_path(case: Case) -> Path:
         for stream, _, _ in copies:
             current.wait_stream(stream)
 
-    return Path(name="copy-engine", call=call, check=blocks.checker(call, memory.own, spread=True), sms=0)
+    return Path(
+        name="copy-engine", calls={CALL: call}, check=blocks.checker(call, memory.own, spread=True), sms=0
+    )
 
 
 def push_pieces(blocks: Blocks) -> tuple[int, list[tuple[int, int]]]:
@@ -156,16 +183,18 @@ def sm_push_path(case: Case, clock: Clock) -> Path:
         return lambda: kernel.push(from_N, to_N, piece, sms)
 
     there = torch.cuda.get_device_properties(blocks.device).multi_processor_count
-    ways = {str(sms): on(sms) for sms in sorted({*SM_COUNTS, there}) if sms <= there}
-    best = int(fastest(ways, clock))
+    trials = {str(sms): on(sms) for sms in sorted({*SM_COUNTS, there}) if sms <= there}
+    best = int(fastest(trials, clock))
     checked = blocks.checker(on(best), memory.own, spread=True)
 
-    def check(round: int) -> int:
-        wrong = checked(round)
+    def check(round: int) -> Verdict:
+        verdict = checked(round)
         kernel.require_done()
-        return wrong
+        return verdict
 
-    return Path(name="sm-push", call=on(best), check=check, sms=best, note=f"best of {', '.join(ways)} SMs")
+    return Path(
+        name="sm-push", calls={CALL: on(best)}, check=check, sms=best, note=f"best of {', '.join(trials)} SMs"
+    )
 
 
 def bare_rows_path(case: Case) -> Path:
@@ -177,4 +206,4 @@ def bare_rows_path(case: Case) -> Path:
         dist.all_to_all_single(arrived, blocks.sent, blocks.receive_splits, blocks.send_splits)
 
     backend = "nccl" if blocks.device.type == "cuda" else "gloo"
-    return Path(name=f"{backend}-rows", call=call, check=blocks.checker(call, arrived, spread=False))
+    return Path(name=f"{backend}-rows", calls={CALL: call}, check=blocks.checker(call, arrived, spread=False))

@@ -1,0 +1,1 @@
+"""What is timed: moecomm, the baselines, the ceilings, and the variants of a layer."""

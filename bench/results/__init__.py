@@ -1,0 +1,1 @@
+"""The results page and pictures, made from records."""

@@ -1,0 +1,483 @@
+"""docs/results.md from the records in docs/results/: tables of GPUs, layers, nodes and CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..harness import options as named
+from ..harness import record
+from ..harness.options import BETWEEN_NODES, MOECOMM, OVERLAPPED
+from ..harness.path import FORWARD, STEP
+from ..harness.record import Record, Row
+from ..harness.report import number, sent_over_least, skew_words
+from . import growth
+
+Records = Mapping[str, Record]
+
+
+class Group(NamedTuple):
+    """One comparison of one record: its rows by path."""
+
+    name: str
+    record: Record
+    paths: Mapping[str, Row]
+
+    @property
+    def own(self) -> Row:
+        """moecomm's row."""
+        return self.paths.get(MOECOMM) or self.paths[OVERLAPPED]
+
+    def ms(self, path: str) -> str:
+        """Milliseconds of a path."""
+        return number(self.paths[path]["time_s"], 1e3, 3) if path in self.paths else "-"
+
+    def faster(self, other: str, path: str | None = None) -> str:
+        """How many times faster moecomm, or a path, is than another."""
+        own = self.own if path is None else self.paths.get(path)
+        return f"{self.paths[other]['time_s'] / own['time_s']:.2f}x" if own and other in self.paths else "-"
+
+    def share(self, ceiling: str, digits: int = 0) -> str:
+        """Time of a ceiling / time of moecomm."""
+        if ceiling not in self.paths:
+            return "-"
+        return f"{100 * self.paths[ceiling]['time_s'] / self.own['time_s']:.{digits}f}%"
+
+    def of(self, path: str, key: str, scale: float = 1.0, digits: int = 3) -> str:
+        """A number of a path's row."""
+        return number(self.paths[path].get(key), scale, digits) if path in self.paths else "-"
+
+
+Cells = Sequence[tuple[str, Callable[[Group], str]]]
+"""Columns: a title, and what stands in it."""
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, so that a terminal shows it well too."""
+    widths = [max(len(row[column]) for row in (titles, *lines)) for column in range(len(titles))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|".join("-" * (width + 1) + (":" if column else "-") for column, width in enumerate(widths))
+    return "\n".join([line(titles), f"|{rule}|", *(line(row) for row in lines)])
+
+
+def table_of(cells: Cells, groups: Iterable[Group]) -> str:
+    """The table of some columns, a line a comparison; "" without any."""
+    lines = [[cell(group) for _, cell in cells] for group in groups]
+    return table([title for title, _ in cells], lines) if lines else ""
+
+
+def groups_of(records: Records) -> list[Group]:
+    """The comparisons that moecomm took part in."""
+    found = [
+        Group(name, content, paths)
+        for name, content in records.items()
+        if not is_native(content)
+        for paths in record.comparisons(content["rows"])
+    ]
+    return [each for each in found if MOECOMM in each.paths or OVERLAPPED in each.paths]
+
+
+def is_native(content: Record) -> bool:
+    """Whether a record is of a program in C++."""
+    return content["program"] in ("fabric_raw", "proxy_rate")
+
+
+def section_of(content: Record) -> str:
+    """The part of the page that a record belongs to."""
+    if (
+        is_native(content)
+        or (content["options"].get("ranks_per_node") or content["ranks"]) < content["ranks"]
+    ):
+        return "nodes"
+    if content["program"] == "moe_layer_perf":
+        return "layers"
+    return "cuda" if content["gpus"] else "cpu"
+
+
+def _wrong(group: Group) -> str:
+    return str(sum(row["wrong"] or 0 for row in group.paths.values()))
+
+
+def _case(group: Group) -> str:
+    """What was run, in a few words: "bfloat16, top-8 of 256, fp8, fixed"."""
+    options, row = group.record["options"], group.own
+    words = [row["dtype"], f"top-{row['topk']} of {row['experts']}"]
+    if row["routing"] not in ("uniform", "balanced"):
+        words.append(skew_words(row))
+    if options["wire"]:
+        words.append(options["wire"] if options["dequantize"] else f"{options['wire']} handed on")
+    if options["graph"] or options["capacity"] is not None:
+        words.append("graph" if options["graph"] else "fixed")
+    if options["kept_handle"]:
+        words.append("kept handle" + (" weighted" if options["kept_handle"] == "weighted" else ""))
+    if row["num_sms"] is not None:
+        words.append(f"{row['num_sms']} SMs")
+    gpus, limit = group.record["gpus"], options.get("limit_nodes")
+    if gpus and group.record["ranks"] != len(gpus["names"]):
+        words.append(f"{group.record['ranks']} GPUs")
+    if limit is not None:
+        words.append(f"at most {limit} of {group.record['ranks'] // options['ranks_per_node']} nodes")
+    return ", ".join(words)
+
+
+_CPU: Cells = (
+    ("run", lambda g: g.name),
+    ("tokens/rank", lambda g: str(g.own["tokens"])),
+    ("type", lambda g: g.own["dtype"]),
+    ("moecomm ms", lambda g: number(g.own["time_s"], 1e3, 2)),
+    ("algbw GB/s", lambda g: number(g.own["algbw_GBps"], 1, 2)),
+    ("faster than gloo", lambda g: g.faster("gloo")),
+    ("than gloo-tuned", lambda g: g.faster("gloo-tuned")),
+    ("memcpy ms", lambda g: g.of("memcpy", "time_s", 1e3, 2)),
+    ("of ceiling", lambda g: g.share("memcpy")),
+    ("#wrong", _wrong),
+)
+_GPU: Cells = (
+    ("run", lambda g: g.name),
+    ("tokens/GPU", lambda g: str(g.own["tokens"])),
+    ("case", _case),
+    ("us", lambda g: number(g.own["time_s"], 1e6)),
+    ("remote GB/s", lambda g: number(g.own["busbw_GBps"])),
+    ("of ceiling", lambda g: g.share("sm-push", 1)),
+    ("ceiling GB/s", lambda g: g.of("sm-push", "busbw_GBps", 1, 1)),
+    ("SMs", lambda g: number(g.own["num_sms"] if g.own["sms"] is None else g.own["sms"], digits=0)),
+    ("host us", lambda g: number(g.own.get("host_s"), 1e6)),
+    ("faster than nccl", lambda g: g.faster("nccl")),
+    ("than nccl-tuned", lambda g: g.faster("nccl-tuned")),
+    ("than torch-symm", lambda g: g.faster("torch-symm")),
+    ("#wrong", _wrong),
+)
+
+
+def _layer(group: Group) -> str:
+    row = group.own
+    return f"{row['preset']} ({row['hidden']}, {row['ffn']}, {row['experts']}, {row['topk']})"
+
+
+_PLACE: Cells = (("layer", _layer), ("tokens/rank", lambda g: str(g.own["tokens"])))
+_LAYERS: Cells = (
+    *_PLACE,
+    ("routing", lambda g: skew_words(g.own)),
+    ("phase", lambda g: g.own["phase"]),
+    ("compute only ms", lambda g: g.ms(named.COMPUTE)),
+    ("overlapped ms", lambda g: g.ms(OVERLAPPED)),
+    ("ratio", lambda g: g.of(OVERLAPPED, "ratio")),
+    ("serial", lambda g: g.of(named.SERIAL, "ratio")),
+    ("interleaved", lambda g: g.of(named.INTERLEAVED, "ratio") if g.own["phase"] == STEP else "-"),
+    ("communication only ms", lambda g: g.ms(named.COMM)),
+    ("exposed %", lambda g: g.of(OVERLAPPED, "exposed_share", 100, 1)),
+    ("TFLOP/s", lambda g: f"{g.own['tflops']:.4g}"),
+    ("of dense %", lambda g: g.of(OVERLAPPED, "share", 100, 1)),
+    ("faster than baseline", lambda g: g.faster(named.BASELINE)),
+    ("than tuned", lambda g: g.faster(named.TUNED)),
+    ("compute only faster than plain", lambda g: g.faster(named.PLAIN, named.COMPUTE)),
+    ("memory GB", lambda g: g.of(OVERLAPPED, "memory_bytes", 1e-9, 2)),
+    ("#wrong", _wrong),
+)
+_GRAPHS: Cells = (
+    *_PLACE,
+    *((f"{name} ms", lambda g, name=name: g.ms(name)) for name in named.GRAPH_VARIANTS[1:]),
+    ("graph than eager", lambda g: g.faster(OVERLAPPED, named.GRAPH)),
+    ("than fixed", lambda g: g.faster(named.FIXED, named.GRAPH)),
+    ("graphed step than eager", lambda g: g.faster(OVERLAPPED, named.GRAPHED)),
+)
+_FP8: Cells = (
+    *_PLACE,
+    ("overlapped ms", lambda g: g.ms(OVERLAPPED)),
+    ("in fp8 ms", lambda g: g.ms(named.FP8_OVERLAPPED)),
+    ("faster", lambda g: g.faster(OVERLAPPED, named.FP8_OVERLAPPED)),
+    ("weights anew", lambda g: g.faster(OVERLAPPED, named.FP8_ANEW)),
+    ("compute only", lambda g: g.faster(named.COMPUTE, named.FP8_COMPUTE)),
+    ("memory GB", lambda g: g.of(named.FP8_OVERLAPPED, "memory_bytes", 1e-9, 2)),
+)
+_KEEP_TITLES = ("layer", "tokens/rank", "kept", "step ms", "ratio", "memory GB", "kept GB")
+
+
+def _keep_lines(groups: Iterable[Group]) -> list[list[str]]:
+    """Time and memory by what a forward keeps, and of the others that ran beside it."""
+    words = {named.keep_name(keep): keep for keep in named.KEEPS} | {
+        name: name for name in (named.SERIAL, named.BASELINE)
+    }
+    return [
+        [
+            _layer(group),
+            str(group.own["tokens"]),
+            words[name],
+            group.ms(name),
+            group.of(name, "ratio"),
+            group.of(name, "memory_bytes", 1e-09, 2),
+            group.of(name, "kept_bytes", 1e-09),
+        ]
+        for group in groups
+        for name in group.paths
+        if name in words and group.own["phase"] == STEP and named.keep_name("rows") in group.paths
+    ]
+
+
+def _ceiling(name: str) -> Cells:
+    """Rate of a rank's least bytes at a ceiling between nodes, and the share of it."""
+
+    def rate(group: Group) -> str:
+        if name not in group.paths:
+            return "-"
+        to_send = group.own["least_bytes"] / group.record["ranks"]
+        return number(to_send / group.paths[name]["time_s"], 1e-9, 2)
+
+    return (f"{name} GB/s", rate), (f"of {name}", lambda group: group.share(name))
+
+
+def _nodes(backend: str) -> Cells:
+    return (
+        ("run", lambda g: g.name),
+        ("tokens/rank", lambda g: str(g.own["tokens"])),
+        ("case", lambda g: f"{g.own['hidden']}, {_case(g)}"),
+        ("ms", lambda g: number(g.own["time_s"], 1e3, 2)),
+        ("lanes", lambda g: str(max(each.get("network_lanes", 1) for each in g.record["stats"].values()))),
+        ("wire GB/s", lambda g: number(g.own["wire_GBps"], 1, 2)),
+        *(cell for name in BETWEEN_NODES for cell in _ceiling(name)),
+        ("memcpy ms", lambda g: g.of("memcpy", "time_s", 1e3, 2)),
+        ("sent / least", lambda g: sent_over_least(g.own)),
+        ("puts / least", lambda g: number(g.own["sent_puts"] / g.own["least_puts"], 1, 2)),
+        *(
+            (f"than {backend}{kind}", lambda g, kind=kind: g.faster(f"{backend}{kind}"))
+            for kind in ("", "-tuned", "-rows")
+        ),
+        ("#wrong", _wrong),
+    )
+
+
+def _limit_table(groups: Sequence[Group]) -> str:
+    """Each run with a limit on nodes beside the one that differs in nothing else."""
+    plain = {(group.name, group.own["tokens"]): group.own for group in groups}
+    lines = []
+    for group in groups:
+        own, other = group.own, plain.get((group.name.removesuffix("-limit"), group.own["tokens"]))
+        if group.record["options"].get("limit_nodes") is None or other is None or other is own:
+            continue
+        line = [group.name]
+        for key, scale, digits in (("sent_bytes", 1e-6, 2), ("sent_puts", 1, 0), ("time_s", 1e3, 2)):
+            line += [number(own[key], scale, digits), number(other[key], scale, digits)]
+        line += [
+            f"{1 - own['sent_bytes'] / other['sent_bytes']:.0%}",
+            f"{other['time_s'] / own['time_s']:.2f}x",
+        ]
+        lines.append(line)
+    titles = ("run", "MB sent", "without", "puts", "without", "ms", "without", "bytes saved", "faster")
+    return table(titles, lines) if lines else ""
+
+
+def _native_table(program: str, records: Records, columns: Sequence[tuple[str, str, float, int]]) -> str:
+    """What a program in C++ said: columns by title, key, scale and digits, after its first words."""
+    rows = [row for content in records.values() if content["program"] == program for row in content["rows"]]
+    lines = [
+        [str(row.get("kind") or f"{row['provider']} (libfabric {row['version']})")]
+        + [number(row[key], scale, digits) for _, key, scale, digits in columns]
+        for row in rows
+    ]
+    return table(["what", *(title for title, *_ in columns)], lines) if lines else ""
+
+
+_RAW = (
+    ("bytes a put", "bytes", 1, 0),
+    ("in flight", "in_flight", 1, 0),
+    ("GB/s", "gb_per_s", 1, 3),
+    ("least", "gb_per_s_min", 1, 3),
+    ("most", "gb_per_s_max", 1, 3),
+    ("puts/s", "messages_per_s", 1, 0),
+)
+_PROXY = (("producers", "producers", 1, 0), ("commands a put", "commands_a_put", 1, 0),
+          ("M commands/s", "commands_per_s", 1e-6, 2), ("least", "commands_per_s_min", 1e-6, 2),
+          ("most", "commands_per_s_max", 1e-6, 2), ("M puts/s", "puts_per_s", 1e-6, 3))  # fmt: skip
+
+
+# -- the sections --------------------------------------------------------------------------------------------
+
+
+def _facts(records: Records) -> str:
+    """Machine, software, commits and times of some records."""
+    runs = list(records.values())
+    first = next((each for each in runs if each["gpus"]), runs[0])
+    hardware, gpus = first["hardware"], first["gpus"]
+    machine = f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
+    machine += f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory"
+    if gpus:
+        model = f"{gpus['names'][0]} ({gpus['sms']} SMs, {gpus['memory_bytes'] / 2**30:.0f} GiB)"
+        links = f"links {gpus['links'] or 'unknown'}, driver {gpus['driver'] or 'unknown'}"
+        machine = f"{len(gpus['names'])} x {model}, {links}; {machine}"
+    made = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    # Runs may be renewed one by one: every commit and the span of times is said.
+    commits = dict.fromkeys(f"`{str(each['git']['commit'])[:7]}`" for each in runs)
+    times = sorted(each["time"] for each in runs)
+    return (
+        f"- machine: {machine}\n- software: {made}\n"
+        f"- commit {', '.join(commits)}, {' to '.join(dict.fromkeys((times[0], times[-1])))}"
+    )
+
+
+def _missing(records: Records) -> str:
+    found = dict.fromkeys(
+        f"- {name}: {each['path']}{' failed' if each['failed'] else ' n/a'}: {each['reason']}"
+        for name, content in records.items()
+        for each in content.get("missing", ())
+    )
+    return "Not run:\n\n" + "\n".join(found) if found else ""
+
+
+def _gpus(records: Records) -> list[str]:
+    grown = {name: content for name, content in records.items() if growth.is_one(name)}
+    groups = groups_of({name: content for name, content in records.items() if name not in grown})
+    points = [each.name for each in groups]
+    single = [group for group in groups if points.count(group.name) == 1]
+    paths = [
+        [
+            group.name,
+            row["path"],
+            number(row["time_s"], 1000000.0),
+            number(row["busbw_GBps"]),
+            number(row["algbw_GBps"]),
+            row["note"] or "-",
+        ]
+        for group in single
+        if len(group.paths) > 3
+        for row in group.paths.values()
+    ]
+    constants, formula = growth.tables(grown)
+    return [
+        "## GPUs",
+        _facts(records),
+        "Times are as called, with an empty L2. The ceiling is `sm-push`; *nccl* moves rows as they are.",
+        table_of(_GPU, single),
+        "Every path of the runs beside all baselines (memcpy reads and writes *algbw* on one GPU):"
+        if paths
+        else "",
+        table(("run", "path", "us", "remote GB/s", "algbw GB/s", "how"), paths) if paths else "",
+        "### Sweeps",
+        table_of(_GPU, [group for group in groups if group not in single]),
+        "### Several numbers of GPUs",
+        table_of(_GPU, groups_of(grown)),
+        "The [formula](memory.md#how-time-grows), with its two constants from the run on most GPUs:\n\n"
+        + "\n".join(constants)
+        if constants
+        else "",
+        table(growth.TITLES, formula) if formula else "",
+        _missing(records),
+    ]
+
+
+def _layer_parts(records: Records) -> list[str]:
+    found = [
+        "## Layers",
+        "A layer is (hidden, ffn, experts, top-k). The router is in no time.",
+    ]
+    for (device, ranks, _), of_one in _grouped(records).items():
+        first = next(iter(of_one.values()))
+        dense = sorted(row["dense_tflops"] for each in of_one.values() for row in each["rows"])
+        groups = groups_of(of_one)
+        eager = [group for group in groups if not group.own["graphs"]]
+        graphs = [group for group in groups if group.own["graphs"] and group.own["phase"] == STEP]
+        fp8 = [group for group in eager if named.FP8_OVERLAPPED in group.paths and group.own["phase"] == STEP]
+        keep, steps = _keep_lines(eager), [group for group in eager if group not in fp8]
+        steps.sort(key=lambda group: group.own["phase"] == FORWARD)
+        shape = " x ".join(map(str, first["options"]["dense"]))
+        found += [
+            f"### Layers on {ranks} {'GPUs' if device == 'cuda' else 'CPU ranks'}",
+            f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
+            table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
+            *(["Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)] if graphs else []),
+            *(["By what a forward keeps for its backward:", table(_KEEP_TITLES, keep)] if keep else []),
+            *(["Products in fp8, times as fast as without:", table_of(_FP8, fp8)] if fp8 else []),
+        ]
+    return [*found, _missing(records)]
+
+
+def _grouped(records: Records) -> dict[tuple[str, int, str], dict[str, Record]]:
+    """Records by device, ranks and label, GPUs and most ranks first; by their names without the label."""
+    found: dict[tuple[str, int, str], dict[str, Record]] = {}
+    for name, content in records.items():
+        run, _, label = name.partition(".")
+        key = ("cuda" if content["gpus"] else "cpu", content["ranks"], label)
+        found.setdefault(key, {})[run] = content
+    return dict(sorted(found.items(), key=lambda each: (each[0][0] == "cpu", -each[0][1], each[0][2])))
+
+
+def _node_parts(records: Records) -> list[str]:
+    found = [
+        "## Between nodes",
+        "Nodes are emulated on one host, over libfabric: `2x1` are two nodes of one rank each.",
+    ]
+    machines: dict[str, dict[str, Record]] = {}
+    for name, content in records.items():
+        run, _, label = name.partition(".")
+        machines.setdefault(f"{sorted(content['hardware'].items())} {label}", {})[run] = content
+    for place, of_one in enumerate(machines.values()):
+        groups = groups_of(of_one)
+        backend = "nccl" if any(each["gpus"] for each in of_one.values()) else "gloo"
+        limited = _limit_table(groups)
+        raw, proxy = _native_table("fabric_raw", of_one, _RAW), _native_table("proxy_rate", of_one, _PROXY)
+        found += [
+            f"### Machine {place + 1}",
+            _facts(of_one),
+            table_of(_nodes(backend), groups),
+            *(["Group-limited routing beside the same without, over all ranks:", limited] if limited else []),
+            *(["A provider by itself, both ways at once, of one direction:", raw] if raw else []),
+            *(["The proxy before a network that does nothing, by kind of command:", proxy] if proxy else []),
+        ]
+    return [*found, _missing(records)]
+
+
+def _cpus(records: Records) -> list[str]:
+    first = next(iter(records.values()))
+    threads = f"- {first['ranks']} ranks of {first['threads']} compute thread each for every path"
+    return [
+        "## CPU",
+        f"{_facts(records)}\n{threads}",
+        table_of(_CPU, groups_of(records)),
+        "The ceiling is *memcpy*, a yardstick: shares above 100 % occur.",
+        _missing(records),
+    ]
+
+
+_SECTIONS: Mapping[str, Callable[[Records], list[str]]] = {
+    "cuda": _gpus,
+    "layers": _layer_parts,
+    "nodes": _node_parts,
+    "cpu": _cpus,
+}
+_HEAD = """# Measured results
+
+Made by `python bench/run_all.py --page` from the records in [results/](results/), which have every sample,
+the command, commit and versions of each run. Paths and columns are defined in
+[bench/README.md](../bench/README.md). Times are medians over iterations of the slowest rank; paths of one
+line took turns in one run, each verified first."""
+
+
+def tables(records: Records) -> dict[str, str]:
+    """The sections of some records, by name."""
+    found: dict[str, str] = {}
+    for section, make in _SECTIONS.items():
+        of_one = {name: content for name, content in records.items() if section_of(content) == section}
+        if of_one:
+            found[section] = "\n\n".join(text for text in make(of_one) if text)
+    return found
+
+
+def page(records: Records) -> str:
+    """The whole page."""
+    return "\n\n".join([_HEAD, *tables(records).values()]) + "\n"
+
+
+def read_all(folder: Path) -> dict[str, Record]:
+    """All records of a folder by name, in the order in which they were made."""
+    found = {path.stem: record.read(path) for path in folder.glob("*.json")}
+    return dict(sorted(found.items(), key=lambda each: (each[1]["time"], each[0])))
+
+
+def summary(records: Mapping[str, Any]) -> str:
+    """The tables of some records for the terminal."""
+    return "\n\n".join(tables(records).values())

@@ -1,0 +1,351 @@
+"""What the benchmarks work with, without ranks: routings, bytes, and checks that do catch mistakes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.harness import case, command_line, inputs, options, verify
+from bench.harness.inputs import DataKey
+from bench.harness.verify import Received
+from bench.paths import between_nodes, ceilings, push_kernel
+from moecomm.memory import plan_memory, window_shape
+from tests import reference
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("bench_on_cpu")
+
+
+def one_case(flags: str, rank: int = 0, program: str = "dispatch") -> case.Case:
+    given = command_line.parse(program, flags.split())
+    (point,) = given.points()
+    return case.Case(given, point, rank)
+
+
+# -- inputs --------------------------------------------------------------------------------------------------
+
+
+def test_generated_ids_are_distinct_and_repeat_for_a_seed(seed: int) -> None:
+    made = [inputs.balanced(500, 4, 12), inputs.one_hot(500, 4, 12)]
+    for make in (inputs.uniform, inputs.zipf):
+        made += [make(500, 4, 12, seed, 1), make(500, 4, 12, seed, 1), make(500, 4, 12, seed, 2)]
+        assert np.array_equal(made[-3], made[-2]) and not np.array_equal(made[-2], made[-1])
+    for ids_TK in made:
+        assert (
+            ids_TK.shape == (500, 4) and ids_TK.dtype == np.int32 and 0 <= ids_TK.min() <= ids_TK.max() < 12
+        )
+        ordered = np.sort(ids_TK, axis=1)
+        assert (ordered[:, 1:] != ordered[:, :-1]).all()
+    assert inputs.balanced(4, 2, 4).tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+
+    def share_of_most_popular(ids_TK: inputs.Ids) -> float:
+        return float(np.bincount(ids_TK.ravel(), minlength=16).max()) / ids_TK.size
+
+    assert share_of_most_popular(inputs.zipf(4000, 1, 16, seed, 0)) > 0.2  # 1 / H_16 = 0.296 expected
+    assert share_of_most_popular(inputs.uniform(4000, 1, 16, seed, 0)) < 0.1  # 1 / 16 expected
+
+
+def test_a_limit_on_nodes_leaves_the_best_ones(seed: int) -> None:
+    scores_TE = np.array([[9.0, 0.0, 5.0, 6.0, 8.0, 1.0], [1.0, 2.0, 9.0, 0.0, 3.0, 8.5]])
+    # Three nodes of two experts. Two ids from one node: the sum of both scores decides; from two nodes: the
+    # best score of each does.
+    limited = [inputs._top_k(scores_TE, 2, inputs.Limit(3, most)).tolist() for most in (1, 2, 3)]
+    assert limited == [[[3, 2], [5, 4]], [[0, 4], [2, 5]], [[0, 4], [2, 5]]]
+    ids_TK = inputs.uniform(500, 4, 16, seed, 1, limit=inputs.Limit(4, 2))
+    assert max(len(set(row)) for row in (ids_TK // 4).tolist()) == 2
+
+
+def test_traces_are_read_and_wrap_round(tmp_path: Path) -> None:
+    ids = np.array([[0, 1], [2, -1], [3, 0]], dtype=np.int64)
+    np.save(tmp_path / "flat.npy", ids)
+    flat = inputs.load_trace(str(tmp_path / "flat.npy"), 4)
+    assert inputs.trace_ids(flat, 2, 1).tolist() == [[3, 0], [0, 1]]
+    np.savez(tmp_path / "ranks.npz", topk_idx=np.stack([ids, ids[::-1]]), other=np.zeros(3))
+    own = inputs.load_trace(str(tmp_path / "ranks.npz"), 4)
+    assert inputs.trace_ids(own, 4, 1).tolist() == [[3, 0], [2, -1], [0, 1], [3, 0]]
+    found = one_case(f"--experts 4 -b 3 --hidden 8 --routing trace {tmp_path / 'flat.npy'}")
+    assert found.point.topk == 2 and found.ids_TK.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (np.zeros((2, 2), dtype=np.float32), "integers"),
+        (np.array([[0, 9]]), "outside"),
+        (np.array([[1, 1]]), "twice"),
+        (np.zeros(3, dtype=np.int32), "integers"),
+    ],
+)
+def test_bad_traces_are_refused(tmp_path: Path, content: np.ndarray, says: str) -> None:
+    np.save(tmp_path / "bad.npy", content)
+    with pytest.raises(ValueError, match=says):
+        inputs.load_trace(str(tmp_path / "bad.npy"), 4)
+
+
+@pytest.mark.parametrize("dtype", list(options.DTYPES))
+def test_rows_are_never_zero_and_differ_by_rank_and_round(dtype: str, seed: int) -> None:
+    first = inputs.rows(DataKey(seed, 0, 20, 32, dtype), 0, CPU)
+    assert (first.double().abs() >= 0.25).all()
+    assert torch.equal(first, inputs.rows(DataKey(seed, 0, 20, 32, dtype), 0, CPU))
+    for round, rank in ((0, 1), (1, 0)):
+        other = inputs.rows(DataKey(seed, round, 20, 32, dtype), rank, CPU)
+        assert int((first == other).sum()) < first.numel() // 4
+
+
+def test_fresh_ids_have_the_same_traffic() -> None:
+    found = one_case("-g 2 -b 23 --hidden 8 --experts 8 --topk 3")
+    before = found.topk_idx_TK.clone()
+    found.fresh_ids()
+    assert not torch.equal(before, found.topk_idx_TK)
+    assert torch.equal(before.flatten().sort().values, found.topk_idx_TK.flatten().sort().values)
+
+
+def test_quantised_rows_are_those_of_the_reference(seed: int) -> None:
+    """Bit for bit, on rows of several magnitudes, a zero block, and columns that fill no block."""
+    x_NH = inputs.rows(DataKey(seed, 0, 9, 200, "bfloat16"), 0, CPU) * torch.logspace(-30, 8, 9)[:, None]
+    x_NH[4] = 0
+    values, scales = inputs.quantised(x_NH)
+    want_values, want_scales = reference.quantised(x_NH.float().numpy())
+    assert np.array_equal(values.float().numpy(), want_values) and np.array_equal(scales.numpy(), want_scales)
+    back = inputs.dequantised(values, scales, torch.bfloat16).float().numpy()
+    assert np.array_equal(back, reference.dequantised(want_values, want_scales, "bfloat16"))
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_travel_are_counted_once_for_each_rank_or_node(seed: int) -> None:
+    ids_R = [np.array([[0, 2]], dtype=np.int32), np.array([[0, 1]], dtype=np.int32)]
+    assert case.pairs(ids_R, 4).tolist() == [[1, 1], [1, 0]]
+    assert case.rows_per_rank(ids_R, 4) == [3, 1]
+    ids_R = [np.array([ids], dtype=np.int32) for ids in ([1, 2], [2, 3], [0, 1], [-1, 3])]
+    assert case.pairs(ids_R, 4, ranks_per_group=2).tolist() == [[1, 1], [0, 1], [1, 0], [0, 1]]
+    assert case.rows_per_rank(ids_R, 4) == [1, 2, 2, 2]
+
+
+def test_bytes_of_fp8_are_values_and_scales_and_combine_travels_in_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(case, "device_of", lambda options: CPU)
+    flags = "--device cuda -g 2 -b 4 --hidden 272 -d bfloat16 --experts 4 --topk 2 --wire fp8"
+    dispatch, combine = one_case(flags), one_case(flags, 1, "combine")
+    assert (dispatch.point.row_bytes, dispatch.wire_row_bytes, combine.wire_row_bytes) == (
+        544,
+        272 + 3 * 4,
+        544,
+    )
+    assert (np.array(dispatch.rows_between()) == np.array(combine.rows_between()).T).all()
+    assert sum(dispatch.useful_R) == 2 * 4 * 2 * 544
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (1024, 2048), (4096, 7168), (3, 1 << 22)])
+def test_full_puts_are_as_large_as_moecomms(tokens: int, hidden: int) -> None:
+    found = one_case(f"-g 2 --ranks-per-node 1 --hidden {hidden} -b 1 -d bfloat16 --topk 4")
+    object.__setattr__(found.options, "sizes", (tokens,))
+    shape = window_shape(
+        ranks=2, top_k=4, hidden=hidden, max_tokens=tokens, dtype=torch.bfloat16, ranks_per_node=1
+    )
+    (staging,) = [size for name, _, size in plan_memory(shape, 1).sections if name == "staging"]
+    assert staging == -(-16 * between_nodes.put_bytes(found) // 4096) * 4096
+
+
+def test_the_least_between_nodes_is_rows_and_full_puts() -> None:
+    flags = "-g 4 --ranks-per-node 2 --experts 4 --topk 4 --routing one-hot --hidden 65536 -b 5"
+    # Rows of 256 KiB, two a put: every rank's five tokens to one other node.
+    assert between_nodes.least(one_case(flags, 1)) == (4 * 5 * (1 << 18), 4 * 3)
+
+
+# -- the push kernel -----------------------------------------------------------------------------------------
+
+
+def test_shared_memory_is_divided_into_lanes_and_slots() -> None:
+    assert push_kernel.ring(14336, 227 << 10) == push_kernel.Ring(3, 5, 15 * (14336 + 8))
+    for row_bytes, says in ((100_000, "shared memory"), (284, "16")):
+        with pytest.raises(ValueError, match=says):
+            push_kernel.ring(row_bytes, 227 << 10)
+
+
+def test_pushed_pieces_take_turns_over_the_peers() -> None:
+    blocks = ceilings.Blocks(one_case("-g 3 -b 3 --experts 3 --topk 2 --hidden 16"))
+    blocks.row_bytes = 160
+    blocks.send_splits = [0, 320, 480]
+    assert ceilings.push_pieces(blocks) == (256, [(1, 0), (2, 0), (1, 64), (2, 224)])
+    blocks.send_splits = [0, 160, 480]  # a block of one row is no whole piece
+    assert ceilings.push_pieces(blocks) == (160, [(1, 0), (2, 0), (2, 160), (2, 320)])
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles for a GPU, and there is no nvcc")
+def test_the_push_kernel_compiles() -> None:
+    assert push_kernel.compile_with_nvcc("sm_90").startswith(b"\x7fELF")
+
+
+# -- the checks ----------------------------------------------------------------------------------------------
+
+IDS_R = [np.array([[0, 2], [1, 0]], dtype=np.int32), np.array([[0, 3], [-1, 2]], dtype=np.int32)]
+
+
+def test_rows_are_those_of_the_reference() -> None:
+    rows = verify.rows_of(IDS_R, 0, 4, alignment=2)
+    assert (rows.source_N.tolist(), rows.token_N.tolist()) == ([0, 0, 1, 0], [0, 1, 0, 1])
+    assert (rows.slot_N.tolist(), rows.row_N.tolist()) == ([0, 1, 0, 0], [0, 1, 2, 4])
+    assert (rows.expert_rows_L.tolist(), rows.offsets_G.tolist()) == ([3, 1], [4, 6])
+    rows = verify.rows_of(IDS_R, 1, 4, "rank")
+    assert (rows.source_N.tolist(), rows.token_N.tolist()) == ([0, 1, 1], [0, 0, 1])
+    assert rows.ids_NK is not None and rows.ids_NK.tolist() == [[-1, 0], [-1, 1], [-1, 0]]
+    assert rows.offsets_G.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_mistake_of_a_dispatch_is_counted(dtype: str, seed: int) -> None:
+    """Against rows that the reference's own dispatch has put there."""
+    ids_R = [inputs.uniform(40, 3, 8, seed, rank) for rank in range(2)]
+    key = DataKey(seed, 1, 40, 16, dtype)
+    rows = verify.rows_of(ids_R, 0, 8, alignment=64)  # some 30 rows an expert: there is padding
+    x_R = [inputs.rows(key, rank, CPU).float().numpy() for rank in range(2)]
+    w_R = [inputs.weights(key, rank, 3, CPU).numpy() for rank in range(2)]
+    want = reference.dispatch(x_R, ids_R, w_R, rank=0, num_experts=8, alignment=64)
+    got = Received(
+        tokens=torch.from_numpy(want.tokens).to(key.torch_dtype),
+        counts=torch.from_numpy(want.tokens_per_expert),
+        offsets=torch.from_numpy(want.offsets),
+        weights=torch.from_numpy(want.weights),
+    )
+
+    def wrong(received: Received = got, capacity: int | None = None) -> int:
+        return verify.wrong_dispatch(received, rows, key, 3, capacity)
+
+    assert wrong() == 0
+    row = int(rows.row_N[5])
+    kept = got.tokens[row].clone()
+    got.tokens[row] = got.tokens[int(rows.row_N[-1])]  # a wrong row
+    assert wrong() > 8
+    got.tokens[row] = kept
+    got.tokens.view(torch.uint8)[row, 0] ^= 1  # one bit
+    assert wrong() == 1
+    got.tokens.view(torch.uint8)[row] = 0xFF  # poison: a row that was never written
+    assert wrong() == 16
+    got.tokens[row] = kept
+    got.tokens[int(rows.row_N[-1]) + 1, 3] = 1  # padding
+    assert wrong() == 1
+    got.tokens[int(rows.row_N[-1]) + 1, 3] = 0
+    for changed in (got.weights, got.counts, got.offsets):
+        changed[0] += 1
+    assert wrong() == 3
+    assert wrong(Received(tokens=got.tokens[:-1])) == rows.num_rows * 16
+    longer = torch.full((rows.num_rows + 9, 16), float("nan"), dtype=key.torch_dtype)
+    longer[: rows.num_rows] = got.tokens
+    assert wrong(Received(tokens=longer), rows.num_rows + 9) == 0
+    assert wrong(Received(tokens=longer, overflow=7), rows.num_rows + 9) == 1
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_each_mistake_of_a_combine_is_counted(layout: str) -> None:
+    """Against sums that the reference's own combine has made of the answers."""
+    flags = f"-g 2 -b 20 --hidden 16 --experts 8 --topk 3 -d bfloat16 --layout {layout}"
+    cases = [one_case(flags, rank, "combine") for rank in range(2)]
+    x_R, w_R = ([each.float().numpy() for each in found] for found in (
+        [one.x_TH for one in cases], [one.weights_TK for one in cases]
+    ))  # fmt: skip
+    ids_R = cases[0].ids_R
+    sent = [reference.dispatch(x_R, ids_R, w_R, rank=rank, num_experts=8, layout=layout) for rank in range(2)]
+    answers = []
+    for rank, one in enumerate(cases):
+        found = verify.answers(one.rows, one.key, one.rows.num_rows, CPU, rank if layout == "rank" else None)
+        answers.append(found.float().numpy())
+    weights = [each.weights for each in sent] if layout == "expert" else None
+    y_R = reference.combine(answers, sent, [20, 20], dtype="bfloat16", weights=weights)
+    for one, want in zip(cases, y_R, strict=True):
+        y_TH = torch.from_numpy(want).to(torch.bfloat16)
+        assert verify.wrong_combine(y_TH, one) == 0
+        assert verify.wrong_combine(y_TH.roll(1, 0), one) > 200
+        assert verify.wrong_combine(y_TH * 1.05, one) > 200
+        assert verify.wrong_combine(y_TH[:-1], one) == 20 * 16
+        case.corrupt(y_TH)
+        y_TH[3, 4] = float("nan")
+        assert verify.wrong_combine(y_TH, one) == 2
+
+
+def layer_case(dtype: str, seed: int, experts: int = 8, tokens: int = 23) -> case.LayerCase:
+    flags = (
+        f"-g 1 -d {dtype} --seed {seed % 2**31} --hidden 32 --ffn 16 --experts {experts} --topk 3 -b {tokens}"
+    )
+    given = command_line.parse("moe_layer", [*flags.split(), "--presets", "qwen3-30b", "--graph-tokens", "0"])
+    (point,) = given.points()
+    return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
+
+
+def test_what_is_expected_of_a_layer_is_its_sum_and_gradients(seed: int) -> None:
+    """The check against all experts at once in float64 under autograd."""
+    one = layer_case("float64", seed)
+    one.load(3)
+    leaves = [
+        each.detach().requires_grad_()
+        for each in (one.x_TH, one.weights_TK, one.experts.w_in, one.experts.w_out)
+    ]
+    gate, up = torch.einsum("th,ehi->tei", leaves[0], leaves[2]).chunk(2, dim=-1)
+    all_TEH = torch.einsum("tef,efh->teh", torch.nn.functional.silu(gate) * up, leaves[3])
+    chosen_TKH = all_TEH[torch.arange(23)[:, None], one.topk_idx_TK.long()]
+    y_TH = (leaves[1][:, :, None] * chosen_TKH).sum(1)
+    grads = torch.autograd.grad(y_TH, leaves, one.dy_TH)
+    got = dict(zip(("dx", "dweights", "dw_in", "dw_out"), grads, strict=True)) | {"y": y_TH.detach()}
+    verdict = verify.compare(got, one.wanted(3), "float64")
+    assert verdict.wrong == 0 and verdict.worst is not None and verdict.worst < 1e-12
+    at_home = torch.zeros_like(y_TH).index_add_(
+        0, torch.from_numpy(one.rows.token_N), one.wanted(3)["rows out"]
+    )
+    assert torch.allclose(at_home, y_TH)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> None:
+    one = layer_case(dtype, seed)
+    wanted = one.wanted(0)
+    right = {name: wanted[name].to(one.dtype) for name in ("y", "dx", "dw_in", "dw_out", "rows moved")}
+    right |= {"dweights": wanted["dweights"].to(torch.float32)}
+    assert verify.compare(right, wanted, dtype).wrong == 0
+
+    def wrong(name: str, value: torch.Tensor) -> int:
+        return verify.compare({**right, name: value}, wanted, dtype).wrong
+
+    without_a_token = right["y"].clone()
+    without_a_token[7] = 0
+    assert wrong("y", without_a_token) > 16
+    assert wrong("y", right["y"].roll(1, 0)) > 23 * 16 and wrong("y", right["y"] * 1.5) > 23 * 16
+    assert (
+        wrong("dw_in", right["dw_in"].roll(1, 0)) > 100 and wrong("dw_out", right["dw_out"].roll(1, 1)) > 100
+    )
+    for name, value in right.items():
+        broken = value.clone()
+        broken.view(-1)[0] = float("nan")
+        assert wrong(name, broken) == 1 and wrong(name, value[:-1]) >= value.numel()
+    nudged = right["rows moved"].clone()
+    nudged[0, 0] *= 1 + 2.0**-7
+    assert wrong("rows moved", nudged) == 1  # what is only moved is compared bit for bit
+
+
+def test_the_check_of_products_in_fp8(seed: int) -> None:
+    """Lets pass what e4m3 leaves, and nothing like another row or factor."""
+    one = layer_case("bfloat16", seed)
+    wanted = one.wanted(0)
+    torch.manual_seed(seed)
+    names = ("y", "dx", "dw_in", "dw_out", "dweights")
+    right = {name: wanted[name] * (1 + 0.1 * torch.randn_like(wanted[name])) for name in names}
+    assert (
+        verify.compare(right, wanted, verify.FP8).wrong == 0 < verify.compare(right, wanted, "bfloat16").wrong
+    )
+    for name, value in right.items():
+        for wrong in (value.roll(1, 0), value * 1.3, torch.zeros_like(value)):
+            assert verify.compare({**right, name: wrong}, wanted, verify.FP8).wrong >= value.numel(), name
+
+
+def test_an_expert_without_rows_has_to_have_no_gradient(seed: int) -> None:
+    one = layer_case("float32", seed, experts=40, tokens=3)
+    (idle,) = np.nonzero(one.rows.expert_rows_L == 0)
+    right = one.wanted(0)["dw_out"].to(torch.float32)
+    assert verify.compare({"dw_out": right}, one.wanted(0), "float32").wrong == 0
+    right[int(idle[0]), 2, 3] = 1e-20
+    assert verify.compare({"dw_out": right}, one.wanted(0), "float32").wrong == 1
