@@ -114,13 +114,11 @@ def test_resume_on_other_ranks(
     assert losses(half_run) == pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
 
 
-def test_bfloat16_learns_as_float32_does(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
+def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRun, tmp_path: Path) -> None:
     """And weights and optimizer are float32: its checkpoint goes on in float32."""
+    assert ", bfloat16" in bfloat16_run.finished.out
     folder = tmp_path / "run"
-    arguments = [*SMALL_RUN, "--data", text_folder, "--out", folder, "--sample", "5"]
-    done = run_example("train_lm.py", *arguments, "--dtype", "bfloat16")
-    assert done.code == 0, done.err
-    assert ", bfloat16" in done.out
+    shutil.copytree(bfloat16_run.folder, folder)
     assert losses(folder) == pytest.approx(losses(base_run.folder), abs=BFLOAT16)
     assert losses(folder) != pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
     done = run_example("train_lm.py", "--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
@@ -147,14 +145,13 @@ def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_p
     assert found["beside"] == found["after"]
 
 
-def test_experts_in_fp8_learn_as_well(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
+def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
     """Beside bfloat16 experts: the same losses but for a few percent of noise in the experts' part."""
-    found = {}
-    for name, flags in {"bf16": (), "fp8": ("--expert-precision", "fp8")}.items():
-        arguments = [*SMALL_RUN, "--dtype", "bfloat16", *flags, "--data", text_folder]
-        done = run_example("train_lm.py", *arguments, "--out", tmp_path / name)
-        assert done.code == 0, done.err
-        found[name] = losses(tmp_path / name)
+    folder = tmp_path / "run"
+    flags = ("--dtype", "bfloat16", "--expert-precision", "fp8")
+    done = run_example("train_lm.py", *SMALL_RUN, *flags, "--data", text_folder, "--out", folder)
+    assert done.code == 0, done.err
+    found = {"bf16": losses(bfloat16_run.folder), "fp8": losses(folder)}
     assert found["fp8"] == pytest.approx(found["bf16"], abs=BFLOAT16)
     assert found["fp8"] != found["bf16"]
     mean = {name: sum(list(each.values())[-20:]) / 20 for name, each in found.items()}
@@ -238,28 +235,21 @@ def test_ranks_end_with_a_killed_launcher(text_folder: Path, tmp_path: Path) -> 
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
-WRONG_FOR_RANKS = {
+def test_what_ranks_find_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
+    arguments = ["--seq", "100000", "--batch", "2", "--ranks", "2", "--data", text_folder]
+    done = run_example("train_lm.py", "--out", tmp_path / "run", *arguments)
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert len(done.err.splitlines()) == 1, done.err
+    assert done.err.startswith("train_lm.py: error: ") and "held-out text" in done.err
+
+
+WRONG_BEFORE_THERE_ARE_RANKS = {
     "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
     "batch over ranks": (["--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
     "ep over ranks": (["--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
     "ep over experts": (["--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
     "microbatches over windows": (["--batch", "8", "--microbatches", "3"], "4 windows a rank"),
-    "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_FOR_RANKS)
-def test_bad_arguments_give_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
-    arguments, message = WRONG_FOR_RANKS[case]
-    text = [] if "--data" in arguments else ["--data", text_folder]
-    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "2", *text, *arguments)
-    assert done.code == 2, done.err
-    assert done.out == ""
-    assert len(done.err.splitlines()) == 1, done.err
-    assert done.err.startswith("train_lm.py: error: ") and message in done.err
-
-
-WRONG_BY_THEMSELVES = {
     "missing tokenizer": (["--tokenizer", "/no/such.json"], "--tokenizer"),
     "missing GPU": (["--device", "cuda"], "--device cuda"),
     "top-k over experts": (["--top-k", "9"], "--top-k 9 is more than --experts 8"),
@@ -274,16 +264,16 @@ WRONG_BY_THEMSELVES = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_BY_THEMSELVES)
+@pytest.mark.parametrize("case", WRONG_BEFORE_THERE_ARE_RANKS)
 def test_bad_options_give_one_line(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, message = WRONG_BY_THEMSELVES[case]
+    arguments, message = WRONG_BEFORE_THERE_ARE_RANKS[case]
     if case == "missing GPU" and torch.cuda.is_available():
         arguments = ["--device", "tpu"]
         message = "--device"
     # Where there are GPUs, too, the messages are about the small sizes.
-    argv = ["train_lm.py", "--preset", "small", "--out", str(tmp_path / "run"), *arguments]
+    argv = ["train_lm.py", "--preset", "small", "--ranks", "2", "--out", str(tmp_path / "run"), *arguments]
     monkeypatch.setattr(sys, "argv", argv)
     assert train_lm.main() == 2
     said = capsys.readouterr()

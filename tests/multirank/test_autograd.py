@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import reference
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import RankPool
-
-Pools = Callable[[int], RankPool]
+from tests.multirank.conftest import Pools
 
 
 def _build(case: Case) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,7 @@ import pytest
 import torch
 
 from tests.multirank.cases import Case
-from tests.multirank.harness import RankPool
-
-Pools = Callable[[int], RankPool]
+from tests.multirank.conftest import Pools
 
 
 def _train(rank: int, world_size: int, case: Case, backend: str | None) -> list[list[np.ndarray]]:
