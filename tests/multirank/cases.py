@@ -38,7 +38,6 @@ class Case(Sizes):
     routing: str = "uniform"
     """uniform: distinct random experts; holes: some -1; one-rank: all to the last rank; empty: all -1."""
     input_in_window: bool = False
-    device: str = "cpu"
     extremes: bool = False
     """Mix in infinities, NaN, subnormals and the largest numbers."""
     ranks_per_node: int | None = None
@@ -49,7 +48,6 @@ class Case(Sizes):
     def communicator(self) -> dict[str, Any]:
         return {
             **super().communicator,
-            "device": self.device,
             "ranks_per_node": self.ranks_per_node,
             "timeout": 30.0,
         }

@@ -40,3 +40,9 @@ def pool() -> Iterator[Pools]:
     yield get
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def most_ranks() -> int:
+    """Ranks of the tests that have one size here, and on GPUs as many as there are, up to four."""
+    return 3

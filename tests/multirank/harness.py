@@ -120,6 +120,12 @@ class RankPool:
         self.close()
 
     @property
+    def ranks_per_node(self) -> int | None:
+        """Of nodes that the environment makes of these ranks; None: that is left to each communicator."""
+        given = self.environment.get("MOECOMM_RANKS_PER_NODE")
+        return None if given is None else int(given)
+
+    @property
     def pids(self) -> list[int]:
         """Process ids, by rank, of the ranks that are running."""
         return [process.pid for process in self._processes]

@@ -19,7 +19,7 @@ from tests.multirank.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.test_autograd import gradients, verify_gradients
-from tests.multirank.test_dispatch_combine import play_here
+from tests.multirank.test_dispatch_combine import check
 from tests.reference import DTYPES
 
 pytestmark = needs_fabric
@@ -64,11 +64,6 @@ def _many_chunks(size: int, seed: int) -> Case:
     )
 
 
-def _check(pool: RankPool, some: list[Case]) -> None:
-    for case, results in zip(some, zip(*pool(play_here, some), strict=True), strict=True):
-        cases.verify(case, results)
-
-
 @pytest.mark.parametrize(
     ("size", "per_node", "dtype"),
     [*((2, 1, dtype) for dtype in DTYPES), *((4, 2, dtype) for dtype in DTYPES), (6, 2, "float32"),
@@ -78,13 +73,13 @@ def test_layouts_alignments_and_capacities(
     fabric: Fabric, size: int, per_node: int, dtype: str, seed: int
 ) -> None:
     some = cases.layouts_alignments_and_capacities(size, dtype, seed)
-    _check(fabric(size), _on_nodes(some, per_node))
+    check(fabric(size), _on_nodes(some, per_node))
 
 
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
 @pytest.mark.parametrize(("size", "per_node"), [*MATRIX, (6, 3)])
 def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, seed: int) -> None:
-    _check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node))
+    check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node))
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (3, 1)])
@@ -93,7 +88,7 @@ def test_any_order_of_delivery(fabric: Fabric, size: int, per_node: int, seed: i
     pool = fabric(size, shuffled=True)
     large = _many_chunks(size, seed)
     some = [*cases.many_steps(size, seed), large, replace(large, seed=seed + 1, layout="rank")]
-    _check(pool, _on_nodes(some, per_node))
+    check(pool, _on_nodes(some, per_node))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +99,7 @@ def test_several_lanes(
     fabric: Fabric, size: int, per_node: int, provider: str, lanes: int, shuffled: bool, seed: int
 ) -> None:
     pool = fabric(size, provider, shuffled, lanes)
-    _check(pool, _on_nodes([*cases.many_steps(size, seed), _many_chunks(size, seed)], per_node))
+    check(pool, _on_nodes([*cases.many_steps(size, seed), _many_chunks(size, seed)], per_node))
 
 
 def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, cases.Arrays]:
@@ -133,7 +128,7 @@ def test_ranks_use_the_lanes_that_all_have(
 @pytest.mark.parametrize(("size", "per_node"), MATRIX)
 def test_nothing_to_do_and_all_to_one(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
     some = cases.nothing_to_do(size, seed) + cases.all_tokens_to_one_rank(size, seed)
-    _check(fabric(size), _on_nodes(some, per_node))
+    check(fabric(size), _on_nodes(some, per_node))
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
@@ -149,7 +144,7 @@ def test_chunks_and_threads(fabric: Fabric, size: int, per_node: int, seed: int)
         seed=seed,
     )
     some = [replace(base, num_sms=2), replace(base, layout="rank", slack=-3), replace(base, dtype="bfloat16")]
-    _check(fabric(size), _on_nodes(some, per_node))
+    check(fabric(size), _on_nodes(some, per_node))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
