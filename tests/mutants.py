@@ -367,14 +367,14 @@ MUTANTS = [
         "moecomm/nn/verdict.py",
         "            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)\n",
         "            pass\n",
-        "tests/multirank/test_graphed_step.py -k pool of one rank and 3",
+        "tests/multirank/test_graphed_step.py -k overflows-3",
     ),
     Mutant(
         "a step that runs again goes on from other random numbers",
         "moecomm/nn/graphed.py",
         "        torch.set_rng_state(on_host)\n",
         "",
-        "tests/multirank/test_graphed_step.py -k rows overflow and 2",
+        "tests/multirank/test_graphed_step.py -k overflow-2",
     ),
     Mutant(
         "the pool's peak stays",
