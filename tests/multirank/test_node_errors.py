@@ -211,26 +211,28 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
 # -- interrupts ----------------------------------------------------------------------------------------------
 
 
-def _interrupted(rank: int, world_size: int, per_node: int) -> Found:
-    """Ctrl-C on rank 0 while it waits for the last rank, which is on another node and comes late."""
+def _interrupted(rank: int, world_size: int, per_node: int, file: str) -> Found:
+    """Ctrl-C on rank 0 while it waits for the last rank, which is on another node and comes after that."""
     case = small_case(world_size, per_node)
     before = warm_up(case, rank)
     comm = communicator(case, LONG)
     steps(comm, case, rank, 3)
     dist.barrier()
-    if rank == world_size - 1:
-        time.sleep(0.8)
+    limit = time.monotonic() + NEVER_NOTICED
+    while rank == world_size - 1 and not os.path.exists(file) and time.monotonic() < limit:
+        time.sleep(0.01)
     found: Found
     if rank == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         started = time.monotonic()
         found = {"type": "nothing"}
         try:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
             cases.dispatch(comm, case, rank)
         except KeyboardInterrupt:
             found = {"type": "KeyboardInterrupt"}
         found["seconds"] = time.monotonic() - started
+        Path(file).touch()
     else:
         found = caught(partial(steps, comm, case, rank, 2))
     found["refusals"] = refusals(comm, case, rank)
@@ -241,8 +243,8 @@ def _interrupted(rank: int, world_size: int, per_node: int) -> Found:
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
-def test_an_interrupt_during_a_wait(size: int, per_node: int) -> None:
-    results = run(size, _interrupted, per_node)
+def test_an_interrupt_during_a_wait(size: int, per_node: int, tmp_path: Path) -> None:
+    results = run(size, _interrupted, per_node, str(tmp_path / "interrupted"))
     for rank, found in enumerate(results):
         assert found["seconds"] < NEVER_NOTICED and found["left"] == {}, found
         if rank == 0:
