@@ -1,6 +1,6 @@
 """Mutants of the core: small mistakes, made one at a time in a copy of the repository; tests must notice.
 
-    python tests/mutants.py                       # all of them; about a quarter of an hour on two cores
+    python tests/mutants.py                       # all of them: tens of builds and test runs
     python tests/mutants.py order router          # those whose names contain one of the words
     python tests/mutants.py --check               # only: does each still apply to the sources?
     python tests/mutants.py --folder /tmp/copy    # keeps the copy and its build for the next time
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-LIMIT_S = 300.0
-"""Of one selection of tests: more is a hang, which a mutant may well cause."""
+TEST_LIMIT_S, LIMIT_S = 120, 1200.0
+"""Of one test and of one selection of them: more is a hang, which a mutant may well cause."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,8 @@ class Copy:
 
     def passes(self, tests: str) -> bool:
         files, _, words = tests.partition(" -k ")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--seed", "1", files]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--seed", "1", f"--timeout={TEST_LIMIT_S}"]
+        command = [sys.executable, "-m", "pytest", *options, files]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
