@@ -105,24 +105,25 @@ class BaseRun:
     finished: Finished
 
 
-@pytest.fixture(scope="session")
-def base_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseRun:
-    """One whole small run on two ranks of its own; tests look at it and go on from copies of it."""
-    folder = tmp_path_factory.mktemp("base") / "run"
-    done = run_example(
-        "train_lm.py",
-        *SMALL_RUN,
-        "--data",
-        text_folder,
-        "--out",
-        folder,
-        "--sample",
-        "20",
-        "--prompt",
-        "def ",
-    )
+def whole_run(folder: Path, *arguments: str | Path) -> BaseRun:
+    """A whole small run on two ranks of its own."""
+    done = run_example("train_lm.py", *SMALL_RUN, *arguments, "--out", folder)
     assert done.code == 0, done.err
     return BaseRun(folder, done)
+
+
+@pytest.fixture(scope="session")
+def base_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseRun:
+    """Tests look at it and go on from copies of it."""
+    sample = ("--sample", "20", "--prompt", "def ")
+    return whole_run(tmp_path_factory.mktemp("base") / "run", "--data", text_folder, *sample)
+
+
+@pytest.fixture(scope="session")
+def bfloat16_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseRun:
+    """The same in bfloat16."""
+    folder = tmp_path_factory.mktemp("bfloat16") / "run"
+    return whole_run(folder, "--dtype", "bfloat16", "--data", text_folder, "--sample", "5")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.examples.conftest import (
     SMALL_RUN,
     TIMEOUT_S,
     BaseRun,
+    Finished,
     clean_environment,
     processes_naming,
     run_example,
@@ -41,6 +43,19 @@ OTHER_SPREAD = 1e-4
 BFLOAT16 = 0.1
 # Of the mean of twenty losses: three or four bits in the products of the experts.
 FP8 = 0.03
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Runs the example in this process: for what it refuses before there are ranks."""
+
+    def run(*arguments: str | Path) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["train_lm.py", *map(str, arguments)])
+        code = train_lm.main()
+        said = capsys.readouterr()
+        return Finished(code, said.out, said.err)
+
+    return run
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -118,13 +133,11 @@ def test_resume_on_other_ranks(
     assert losses(half_run) == pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
 
 
-def test_bfloat16_learns_as_float32_does(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
+def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRun, tmp_path: Path) -> None:
     """And weights and optimizer are float32: its checkpoint goes on in float32."""
+    assert ", bfloat16" in bfloat16_run.finished.out
     folder = tmp_path / "run"
-    arguments = [*SMALL_RUN, "--data", text_folder, "--out", folder, "--sample", "5"]
-    done = run_example("train_lm.py", *arguments, "--dtype", "bfloat16")
-    assert done.code == 0, done.err
-    assert ", bfloat16" in done.out
+    shutil.copytree(bfloat16_run.folder, folder)
     assert losses(folder) == pytest.approx(losses(base_run.folder), abs=BFLOAT16)
     assert losses(folder) != pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
     done = run_example("train_lm.py", "--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
@@ -151,25 +164,21 @@ def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_p
     assert found["beside"] == found["after"]
 
 
-def test_experts_in_fp8_learn_as_well(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
+def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
     """Beside bfloat16 experts: the same losses but for a few percent of noise in the experts' part."""
-    found = {}
-    for name, flags in {"bf16": (), "fp8": ("--expert-precision", "fp8")}.items():
-        arguments = [*SMALL_RUN, "--dtype", "bfloat16", *flags, "--data", text_folder]
-        done = run_example("train_lm.py", *arguments, "--out", tmp_path / name)
-        assert done.code == 0, done.err
-        found[name] = losses(tmp_path / name)
+    folder = tmp_path / "run"
+    flags = ("--dtype", "bfloat16", "--expert-precision", "fp8")
+    done = run_example("train_lm.py", *SMALL_RUN, *flags, "--data", text_folder, "--out", folder)
+    assert done.code == 0, done.err
+    found = {"bf16": losses(bfloat16_run.folder), "fp8": losses(folder)}
     assert found["fp8"] == pytest.approx(found["bf16"], abs=BFLOAT16)
     assert found["fp8"] != found["bf16"]
     mean = {name: sum(list(each.values())[-20:]) / 20 for name, each in found.items()}
     assert mean["fp8"] == pytest.approx(mean["bf16"], abs=FP8)
-    wrong = ("--expert-precision", "fp8", "--ffn", "24")
-    done = run_example("train_lm.py", *SMALL_RUN, *wrong, "--out", tmp_path)
-    assert done.code == 2 and "--ffn 24 must be a multiple of 16" in done.err
 
 
 def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
-    base_run: BaseRun, text_folder: Path, tmp_path: Path
+    base_run: BaseRun, text_folder: Path, tmp_path: Path, run_here: Callable[..., Finished]
 ) -> None:
     folder = tmp_path / "run"
     arguments = [*SMALL_RUN, "--no-tied", "--steps", "30", "--data", text_folder, "--out", folder]
@@ -177,7 +186,7 @@ def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
     assert done.code == 0, done.err
     assert losses(folder)[1] == pytest.approx(math.log(257), abs=1e-5)
     assert losses(folder)[30] < losses(base_run.folder)[1]
-    done = run_example("train_lm.py", "--resume", "--tied", "--out", folder)
+    done = run_here("--resume", "--tied", "--out", folder)
     assert done.code == 2 and "this run has --tied False, which cannot become True" in done.err
 
 
@@ -247,11 +256,6 @@ def test_ranks_end_with_a_killed_launcher(text_folder: Path, tmp_path: Path) -> 
 
 
 WRONG_FOR_RANKS = {
-    "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
-    "batch over ranks": (["--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
-    "ep over ranks": (["--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
-    "ep over experts": (["--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
-    "microbatches over windows": (["--batch", "8", "--microbatches", "3"], "4 windows a rank"),
     "one file": (["--data", EXAMPLES / "train_lm.py"], "is the only text file"),
     "no text": (["--data", sys.executable], "is not a text file"),
     "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
@@ -259,7 +263,7 @@ WRONG_FOR_RANKS = {
 
 
 @pytest.mark.parametrize("case", WRONG_FOR_RANKS)
-def test_bad_arguments_give_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
+def test_what_ranks_find_wrong_gives_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
     arguments, message = WRONG_FOR_RANKS[case]
     text = [] if "--data" in arguments else ["--data", text_folder]
     done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "2", *text, *arguments)
@@ -269,7 +273,13 @@ def test_bad_arguments_give_one_line(case: str, text_folder: Path, tmp_path: Pat
     assert done.err.startswith("train_lm.py: error: ") and message in done.err
 
 
-WRONG_BY_THEMSELVES = {
+TWO = ["--ranks", "2"]
+WRONG_BEFORE_THERE_ARE_RANKS = {
+    "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
+    "batch over ranks": ([*TWO, "--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
+    "ep over ranks": ([*TWO, "--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
+    "ep over experts": ([*TWO, "--ep", "2", "--experts", "3"], "--ep 2 does not divide --experts 3"),
+    "microbatches over windows": ([*TWO, "--batch", "8", "--microbatches", "3"], "4 windows a rank"),
     "missing tokenizer": (["--tokenizer", "/no/such.json"], "--tokenizer"),
     "missing GPU": (["--device", "cuda"], "--device cuda"),
     "top-k over experts": (["--top-k", "9"], "--top-k 9 is more than --experts 8"),
@@ -280,25 +290,21 @@ WRONG_BY_THEMSELVES = {
     "negative rate": (["--lr", "-1"], "-1.0 is not a finite number"),
     "nothing to interleave": (["--interleave"], "set --microbatches to 2 or more"),
     "a graph of microbatches": (["--graph", "--microbatches", "2"], "not with --microbatches"),
+    "width of fp8 experts": (["--expert-precision", "fp8", "--ffn", "24"], "--ffn 24 must be a multiple"),
     "unknown option": (["--colour", "red"], "--colour"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG_BY_THEMSELVES)
-def test_bad_options_give_one_line(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments, message = WRONG_BY_THEMSELVES[case]
+@pytest.mark.parametrize("case", WRONG_BEFORE_THERE_ARE_RANKS)
+def test_bad_options_give_one_line(case: str, tmp_path: Path, run_here: Callable[..., Finished]) -> None:
+    arguments, message = WRONG_BEFORE_THERE_ARE_RANKS[case]
     if case == "missing GPU" and torch.cuda.is_available():
         arguments = ["--device", "tpu"]
         message = "--device"
     # Where there are GPUs, too, the messages are about the small sizes.
-    argv = ["train_lm.py", "--preset", "small", "--out", str(tmp_path / "run"), *arguments]
-    monkeypatch.setattr(sys, "argv", argv)
-    assert train_lm.main() == 2
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert said.err.startswith("train_lm.py: error: ") and message in said.err
+    done = run_here("--preset", "small", "--out", tmp_path / "run", *arguments)
+    assert done.code == 2 and done.out == "" and len(done.err.splitlines()) == 1, done
+    assert done.err.startswith("train_lm.py: error: ") and message in done.err
 
 
 def test_out_must_be_a_folder(text_folder: Path, tmp_path: Path) -> None:
@@ -315,8 +321,10 @@ def test_out_must_be_a_folder(text_folder: Path, tmp_path: Path) -> None:
         (["--data", "/"], "which cannot become"),
     ],
 )
-def test_resume_refuses_another_run(half_run: Path, arguments: list[str], message: str) -> None:
-    done = run_example("train_lm.py", "--resume", "--out", half_run, *arguments)
+def test_resume_refuses_another_run(
+    half_run: Path, arguments: list[str], message: str, run_here: Callable[..., Finished]
+) -> None:
+    done = run_here("--resume", "--out", half_run, *arguments)
     assert done.code == 2 and message in done.err, done.err
     assert len(done.err.splitlines()) == 1
 

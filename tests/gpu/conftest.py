@@ -46,6 +46,20 @@ def most_ranks() -> int:
     return 4 if harness.on_cpu() else min(4, harness.gpus())
 
 
+@pytest.fixture(scope="session")
+def widest() -> str:
+    """The widest dtype that rows can have."""
+    return "float64" if harness.on_cpu() else "float32"
+
+
+@pytest.fixture(autouse=True)
+def _rows_that_gpus_have(request: pytest.FixtureRequest) -> None:
+    """Tests shared with ranks on CPUs take their dtypes from a list that has float64 in it."""
+    call = getattr(request.node, "callspec", None)
+    if call is not None and call.params.get("dtype") == "float64" and not harness.on_cpu():
+        pytest.skip("rows of float64 are for the CPU")
+
+
 @pytest.fixture
 def cuda_only() -> None:
     """For what has no meaning on the CPU backend: streams, graphs, the allocator."""

@@ -22,28 +22,19 @@ import torch
 import torch.distributed as dist
 
 from tests.multirank.harness import RankPool
+from tests.ranks import COMM_TIMEOUT_S, communicator, device, on_cpu, poison, synchronize
+
+__all__ = ["COMM_TIMEOUT_S", "communicator", "device", "on_cpu", "poison", "synchronize"]
 
 TIMEOUT_S = 120.0
-COMM_TIMEOUT_S = float(os.environ.get("MOECOMM_TEST_TIMEOUT", "20"))
-"""Deadline of the communicators in these tests: a hang ends by itself, before the pool's own deadline."""
 
 # The fork server must not touch CUDA, or its children could not: with this, is_available() asks NVML alone.
 ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 os.environ.update(ENVIRONMENT)
 
 
-def on_cpu() -> bool:
-    """Is the suite played on the CPU backend?"""
-    return os.environ.get("MOECOMM_TEST_DEVICE") == "cpu"
-
-
 def gpus() -> int:
     return 0 if on_cpu() else torch.cuda.device_count()
-
-
-def device() -> torch.device:
-    """The device of this rank."""
-    return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
 
 
 def sm_counts() -> list[int | None]:
@@ -52,11 +43,6 @@ def sm_counts() -> list[int | None]:
         return [2, 3]
     most = torch.cuda.get_device_properties(device()).multi_processor_count
     return [2, 5, 24, 64, most, None]
-
-
-def synchronize() -> None:
-    if not on_cpu():
-        torch.cuda.synchronize()
 
 
 def on_nodes(ranks_per_node: int) -> dict[str, str]:
@@ -76,7 +62,6 @@ class GpuPool:
         self, world_size: int, *, timeout: float = TIMEOUT_S, ranks_per_node: int | None = None
     ) -> None:
         """`ranks_per_node`: of nodes that are emulated on this host."""
-        self.ranks_per_node = ranks_per_node
         environment = ENVIRONMENT if ranks_per_node is None else ENVIRONMENT | on_nodes(ranks_per_node)
         self._pool = RankPool(world_size, timeout=timeout, environment=environment)
 
@@ -89,6 +74,10 @@ class GpuPool:
     ) -> list[Any]:
         """fn(rank, world_size, *args) on every rank; the results by rank."""
         return self._pool(_on_device, fn, args, timeout=timeout, may_die=may_die)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        return self._pool.ranks_per_node
 
     def close(self) -> None:
         self._pool.close()
@@ -134,13 +123,6 @@ def nccl() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo" if on_cpu() else "nccl")
 
 
-def communicator(**arguments: Any) -> Any:
-    """A communicator on this rank's device with the deadline of these tests."""
-    import moecomm
-
-    return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
-
-
 def warm_up(step: Any, times: int = 2) -> None:
     """As torch asks for before a capture: some calls on a side stream."""
     stream = torch.cuda.Stream()
@@ -150,19 +132,6 @@ def warm_up(step: Any, times: int = 2) -> None:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-
-
-def poison(most: int = 256 << 20) -> None:
-    """Leaves 0xFF (NaN in every floating-point type) in memory that the allocator will hand out next."""
-    if on_cpu():
-        return
-    sizes = [
-        most,
-        *[1 << 20] * 16,
-        *[1 << 16] * 64,
-    ]  # large blocks are split, small ones have a pool of their own
-    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device()) for size in sizes]
-    del blocks
 
 
 def settled_error(comm: Any) -> Any:

@@ -55,7 +55,7 @@ def _both(rank: int, world_size: int, some: list[Case]) -> list[tuple[Found, Fou
     for case in some:
         with (
             harness.communicator(**{**_arguments(case), "device": "cpu", "num_sms": None}) as on_cpu,
-            harness.communicator(**{**_arguments(case), "device": harness.device()}) as on_gpu,
+            harness.communicator(**_arguments(case)) as on_gpu,
         ):
             results.append((_layer(on_cpu, case, rank), _layer(on_gpu, case, rank)))
     return results

@@ -14,10 +14,10 @@ from tests.gpu import harness, oracle
 from tests.gpu.conftest import Pools
 from tests.gpu.oracle import DTYPES, Job, Oracle
 from tests.gpu.test_sizes import _play as play
-from tests.gpu.test_small_cases import _check as check_small
 from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
+from tests.multirank.test_dispatch_combine import check as check_small
 
 pytestmark = pytest.mark.usefixtures("cuda_only")  # the CPU backend has no other wire than the dtype
 
@@ -246,8 +246,7 @@ def test_construction(pool: Pools, most_ranks: int) -> None:
 
 def _plain_wire_has_no_pairs(rank: int, world_size: int) -> Caught | None:
     case = Case(tokens=(4,) * world_size, num_experts=2 * world_size, hidden=128, top_k=2, dtype="bfloat16")
-    arguments = {**case.communicator, "device": harness.device(), "timeout": harness.COMM_TIMEOUT_S}
-    with harness.communicator(**arguments) as comm:
+    with harness.communicator(**case.communicator) as comm:
         pair = oracle.quantised(cases.tensor(case.x(rank), case.torch_dtype, comm.device))
         return catch(lambda: comm.dispatch(pair, cases.tensor(case.ids(rank), None, comm.device)))
 

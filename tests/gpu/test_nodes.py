@@ -42,7 +42,7 @@ SAME_AS_ON_ONE_NODE: list[Callable[..., None]] = [
     test_small_cases.test_many_steps_on_one_communicator,
     test_small_cases.test_runs_repeat_bit_for_bit,
     test_cpu_backend.test_two_layers_and_their_gradients,
-    test_autograd.test_recomputation_gives_the_same_bits,
+    test_autograd.test_checkpointing_gives_the_same_bits_and_reuses_plans,
     test_sizes.test_odd_hidden,
     test_sizes.test_experts,
     test_sizes.test_routing,

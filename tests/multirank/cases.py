@@ -38,7 +38,6 @@ class Case(Sizes):
     routing: str = "uniform"
     """uniform: distinct random experts; holes: some -1; one-rank: all to the last rank; empty: all -1."""
     input_in_window: bool = False
-    device: str = "cpu"
     extremes: bool = False
     """Mix in infinities, NaN, subnormals and the largest numbers."""
     ranks_per_node: int | None = None
@@ -49,7 +48,6 @@ class Case(Sizes):
     def communicator(self) -> dict[str, Any]:
         return {
             **super().communicator,
-            "device": self.device,
             "ranks_per_node": self.ranks_per_node,
             "timeout": 30.0,
         }
@@ -103,17 +101,8 @@ class Case(Sizes):
         return self._values(6, rank, (self.tokens[rank], self.hidden))
 
     def expected(self, rank: int) -> reference.Dispatched:
-        ranks = range(self.size)
-        return reference.dispatch(
-            [self.arriving(r) for r in ranks],
-            [self.ids(r) for r in ranks],
-            [self.topk_weights(r) for r in ranks] if self.weights else None,
-            rank=rank,
-            num_experts=self.num_experts,
-            layout=self.layout,
-            alignment=self.alignment,
-            capacity=self.capacity,
-        )
+        """Shared by all that ask: to be read only."""
+        return _expected(self, rank)
 
     def _values(self, stream: int, rank: int, shape: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([self.seed, stream, rank])
@@ -197,6 +186,26 @@ def many_steps(size: int, seed: int) -> list[Case]:
         )
         for step in range(30)
     ]
+
+
+@functools.lru_cache(maxsize=16)
+def _all_inputs(case: Case) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray] | None]:
+    """Rows as they arrive, ids, and weights of all ranks."""
+    ranks = range(case.size)
+    weights = [case.topk_weights(r) for r in ranks] if case.weights else None
+    return [case.arriving(r) for r in ranks], [case.ids(r) for r in ranks], weights
+
+
+@functools.lru_cache(maxsize=16)
+def _expected(case: Case, rank: int) -> reference.Dispatched:
+    return reference.dispatch(
+        *_all_inputs(replace(case, slack=None)),
+        rank=rank,
+        num_experts=case.num_experts,
+        layout=case.layout,
+        alignment=case.alignment,
+        capacity=case.capacity,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

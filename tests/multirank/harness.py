@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,12 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Of nodes that the environment makes of these ranks; None: that is left to each communicator."""
+        given = self.environment.get("MOECOMM_RANKS_PER_NODE")
+        return None if given is None else int(given)
 
     @property
     def pids(self) -> list[int]:
@@ -358,13 +364,6 @@ def _describe_exit(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-@contextlib.contextmanager
-def rank_pools(sizes: Iterable[int]) -> Iterator[dict[int, RankPool]]:
-    """A set of ranks of each size, for the tests of a module."""
-    with contextlib.ExitStack() as stack:
-        yield {size: stack.enter_context(RankPool(size)) for size in sizes}
 
 
 def _rank_main(

@@ -21,7 +21,7 @@ Found = dict[str, Any]
 NEVER_NOTICED = 20.0
 """Seconds; a generous bound, a loss is noticed within some tens of milliseconds. Timeouts of communicators
 are three times as long where it is used."""
-LONG, SHORT = 60.0, 2.0
+LONG, SHORT = 60.0, 1.0
 """Timeouts of communicators: one that no test waits for, and one that it does."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import RankPool
-
-Pools = Callable[[int], RankPool]
+from tests.multirank.conftest import Pools
 
 
 def _result(case: Case, rank: int, out: Any, y_TH: torch.Tensor, weighted_TH: torch.Tensor) -> cases.Arrays:

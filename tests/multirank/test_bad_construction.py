@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,8 @@ from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools
 from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left, no_threads_left
-
-Pools = Callable[[int], RankPool]
-
 
 BAD_CONSTRUCTION: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "experts no multiple": ({"num_experts": 7}, "InvalidArgument", ["num_experts is 7", "multiple", "2"]),

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
-from tests.multirank.harness import RankPool
+from tests.multirank.conftest import Pools
 
-Pools = Callable[[int], RankPool]
 CASE = Case(tokens=(5, 3, 6), num_experts=6, hidden=8, top_k=2)
 MAX_TOKENS = 6
 

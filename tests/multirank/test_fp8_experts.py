@@ -4,7 +4,6 @@ whatever way it runs, and never with weights of an earlier step."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from moecomm import InvalidArgument
 from moecomm.nn import MoEConfig, MoELayer
 from moecomm.nn.fp8 import Fp8Products
-from tests.multirank.harness import RankPool, rank_pools
+from tests.multirank.conftest import Pools
+from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, Case, groups_of, layer_step, reference_step, whole
 from tests.multirank.test_moe_layer import CASES, WAYS
 
@@ -35,9 +35,8 @@ def in_fp8(name: str, dtype: torch.dtype) -> Case:
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with rank_pools((1, 2, 3)) as made:
-        yield made
+def pools(pool: Pools) -> dict[int, RankPool]:
+    return {size: pool(size) for size in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from tests.multirank.harness import RankPool, rank_pools
+from tests.multirank.conftest import Pools
+from tests.multirank.harness import RankPool
 from tests.played import Played
 
 HIDDEN, TOKENS, LAYERS = 16, 12, 3
@@ -36,9 +37,8 @@ PAGE = 4096
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with rank_pools((1, 2, 3)) as made:
-        yield made
+def pools(pool: Pools) -> dict[int, RankPool]:
+    return {size: pool(size) for size in (1, 2, 3)}
 
 
 class Model(nn.Module):

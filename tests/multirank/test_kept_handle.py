@@ -13,9 +13,7 @@ import torch
 from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import RankPool
-
-Pools = Callable[[int], RankPool]
+from tests.multirank.conftest import Pools
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

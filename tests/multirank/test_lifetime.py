@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch.distributed as dist
 
 from tests.multirank import cases
 from tests.multirank.cases import Case
+from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool, no_shared_memory_left, shared_memory_names
 
-Pools = Callable[[int], RankPool]
 CASE = Case(tokens=(6, 4), num_experts=4, hidden=1024, top_k=2)
 
 

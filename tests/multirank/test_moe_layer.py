@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.overlap import interleave
-from tests.multirank.harness import RankPool, rank_pools
+from tests.multirank.conftest import Pools
+from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import (
     SIZES,
     TOKENS,
@@ -85,9 +86,8 @@ LOW_PRECISION = ("softmax", "per sequence, shared experts", "fixed buffers", "re
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with rank_pools(TOKENS) as made:
-        yield made
+def pools(pool: Pools) -> dict[int, RankPool]:
+    return {size: pool(size) for size in TOKENS}
 
 
 def assert_step_matches(results: list[dict[str, Any]], want: dict[str, Any], bound: float) -> None:

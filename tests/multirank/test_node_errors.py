@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
+from tests.multirank.conftest import Pools
 from tests.multirank.harness import NO_GPUS, Died, RankPool
 from tests.multirank.node_jobs import (
     LONG,
@@ -62,20 +63,20 @@ ON_NODES = replace(CASE, ranks_per_node=1)
 # -- the mistakes of one node, with the ranks on three -------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Callable[..., list[Any]]]:
+@pytest.fixture
+def three(pool: Pools) -> RankPool:
     """The ranks of test_bad_input.py on three nodes; what travels comes late and in random order."""
     chosen = {
         "MOECOMM_RANKS_PER_NODE": "1",
         "MOECOMM_FABRIC_PROVIDER": "tcp",
         "MOECOMM_FABRIC_SHUFFLE": "7",
     }
-    with RankPool(3, timeout=90.0, environment=NO_GPUS | chosen) as pool:
-        yield pool
+    return pool(3, **chosen)
 
 
-def test_dispatch_arguments(three: Callable[..., list[Any]]) -> None:
-    names = [name for name in BAD_DISPATCH for _ in range(4)]
+def test_dispatch_arguments(three: RankPool) -> None:
+    # Of two ranks alone, or of one and of all: which of them, the count of names before it says.
+    names = [name for name in BAD_DISPATCH for _ in range(2)]
     results = three(_bad_dispatches, names)
     cases.verify(ON_NODES, [arrays for _, arrays in results])
     for i, name in enumerate(names):
@@ -87,7 +88,7 @@ def test_dispatch_arguments(three: Callable[..., list[Any]]) -> None:
             assert i % 4 in (rank, 3) or f"rank {i % 4}" in error.text, f"{name}: {error.text!r}"
 
 
-def test_combine_arguments(three: Callable[..., list[Any]]) -> None:
+def test_combine_arguments(three: RankPool) -> None:
     results = three(_bad_combines)
     cases.verify(ON_NODES, [arrays for _, arrays in results])
     for name, words in COMBINE_WORDS.items():
@@ -98,7 +99,7 @@ def test_combine_arguments(three: Callable[..., list[Any]]) -> None:
             assert rank == 1 or "rank 1" in error.text, f"{name}: {error.text!r} does not say which rank"
 
 
-def test_calls_that_differ_between_nodes(three: Callable[..., list[Any]]) -> None:
+def test_calls_that_differ_between_nodes(three: RankPool) -> None:
     results = three(_different_calls)
     cases.verify(ON_NODES, [arrays for _, arrays in results])
     for errors, _ in results:
@@ -108,7 +109,7 @@ def test_calls_that_differ_between_nodes(three: Callable[..., list[Any]]) -> Non
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_too_small_a_capacity(three: Callable[..., list[Any]], layout: str, seed: int) -> None:
+def test_too_small_a_capacity(three: RankPool, layout: str, seed: int) -> None:
     case = replace(CASE, slack=-3, layout=layout, seed=seed)
     results = three(_overflows, case)
     cases.verify(replace(case, slack=None, ranks_per_node=1), [arrays for _, _, arrays in results])
@@ -120,7 +121,7 @@ def test_too_small_a_capacity(three: Callable[..., list[Any]], layout: str, seed
         assert errors["check again"] is None and errors["the one after"] is None
 
 
-def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Callable[..., list[Any]]) -> None:
+def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: RankPool) -> None:
     case = replace(CASE, slack=-3)
     results = three(_overflow_then_mistake, case, "id too large")
     cases.verify(replace(case, slack=None, ranks_per_node=1), [arrays for _, arrays in results])
@@ -130,7 +131,9 @@ def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Callable[
 # -- operations that are left in the middle ------------------------------------------------------------------
 
 
-def _left_in_the_middle(rank: int, world_size: int, case: Case, count: int) -> tuple[list[str], cases.Arrays]:
+def _left_in_the_middle(
+    rank: int, world_size: int, case: Case, rounds: int
+) -> tuple[list[str], cases.Arrays]:
     """Good operations among bad ones and ones that this or another rank leaves between their halves, all in
     an order that the ranks share. Returns what went otherwise than it should."""
     import moecomm
@@ -150,8 +153,8 @@ def _left_in_the_middle(rank: int, world_size: int, case: Case, count: int) -> t
             if found["type"] != name:
                 wrong.append(f"{number}: {found}, expected {name}")
 
-        for number in range(count):
-            what, guilty = int(rng.integers(0, 7)), int(rng.integers(-1, world_size))
+        for number, what in enumerate(np.concatenate([rng.permutation(7) for _ in range(rounds)])):
+            guilty = int(rng.integers(-1, world_size))
             mine = guilty in (rank, -1)
             if what == 0:  # ids
                 ids_TK = torch.from_numpy(case.ids(rank))
@@ -200,7 +203,7 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
         ranks_per_node=per_node,
     )
     environment = {"MOECOMM_FABRIC_SHUFFLE": str(1 + seed % 1000)}
-    results = run(size, _left_in_the_middle, case, 40, provider=provider, environment=environment)
+    results = run(size, _left_in_the_middle, case, 3, provider=provider, environment=environment)
     assert [wrong for wrong, _ in results] == [[]] * size
     cases.verify(case, [arrays for _, arrays in results])
 
@@ -208,26 +211,28 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
 # -- interrupts ----------------------------------------------------------------------------------------------
 
 
-def _interrupted(rank: int, world_size: int, per_node: int) -> Found:
-    """Ctrl-C on rank 0 while it waits for the last rank, which is on another node and comes late."""
+def _interrupted(rank: int, world_size: int, per_node: int, file: str) -> Found:
+    """Ctrl-C on rank 0 while it waits for the last rank, which is on another node and comes after that."""
     case = small_case(world_size, per_node)
     before = warm_up(case, rank)
     comm = communicator(case, LONG)
     steps(comm, case, rank, 3)
     dist.barrier()
-    if rank == world_size - 1:
-        time.sleep(0.8)
+    limit = time.monotonic() + NEVER_NOTICED
+    while rank == world_size - 1 and not os.path.exists(file) and time.monotonic() < limit:
+        time.sleep(0.01)
     found: Found
     if rank == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         started = time.monotonic()
         found = {"type": "nothing"}
         try:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
             cases.dispatch(comm, case, rank)
         except KeyboardInterrupt:
             found = {"type": "KeyboardInterrupt"}
         found["seconds"] = time.monotonic() - started
+        Path(file).touch()
     else:
         found = caught(partial(steps, comm, case, rank, 2))
     found["refusals"] = refusals(comm, case, rank)
@@ -238,8 +243,8 @@ def _interrupted(rank: int, world_size: int, per_node: int) -> Found:
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
-def test_an_interrupt_during_a_wait(size: int, per_node: int) -> None:
-    results = run(size, _interrupted, per_node)
+def test_an_interrupt_during_a_wait(size: int, per_node: int, tmp_path: Path) -> None:
+    results = run(size, _interrupted, per_node, str(tmp_path / "interrupted"))
     for rank, found in enumerate(results):
         assert found["seconds"] < NEVER_NOTICED and found["left"] == {}, found
         if rank == 0:

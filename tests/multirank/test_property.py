@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,10 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from tests import seeds
 from tests.multirank import cases
 from tests.multirank.cases import Case
-from tests.multirank.harness import RankPool
+from tests.multirank.conftest import Pools
 from tests.reference import DTYPES
 
-Pools = Callable[[int], RankPool]
-EXAMPLES = {1: 60, 2: 80, 3: 60, 4: 40}
+EXAMPLES = {1: 30, 2: 50, 3: 40, 4: 20}
 
 
 @st.composite

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda import GRANULARITY, FakeDriver, Result
-from tests.multirank.harness import RankPool, run_ranks
-
-Pools = Callable[[int], RankPool]
+from tests.multirank.conftest import Pools
+from tests.multirank.harness import run_ranks
 
 
 def _meeting(timeout: float = 20.0) -> Any:

@@ -1,0 +1,496 @@
+"""Mutants of the core: small mistakes, made one at a time in a copy of the repository; tests must notice.
+
+    python tests/mutants.py                       # all of them: tens of builds and test runs
+    python tests/mutants.py order router          # those whose names contain one of the words
+    python tests/mutants.py --check               # only: does each still apply to the sources?
+    python tests/mutants.py --folder /tmp/copy    # keeps the copy and its build for the next time
+
+A mutant names a file, a text that occurs there once, what is put in its place, and the tests that look at
+it, as arguments of pytest. First every selection has to pass on the unchanged copy. Then each mutant is put
+in, built where it is C++, tested, and taken out. "killed" is what one hopes for: a test failed, or the
+process died or ran into its time limit. Exits with 1 if a mutant survives, does not apply or does not build.
+
+Needs what `make build` needs: CMake, Ninja, a C++ compiler and pybind11. No GPU: kernels of GPUs are not
+mutated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+TEST_LIMIT_S, LIMIT_S = 120, 1200.0
+"""Of one test and of one selection of them: more is a hang, which a mutant may well cause."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def apply(self, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"{self.name}: {self.file} holds its text {text.count(self.old)} times, not once"
+            )
+        return text.replace(self.old, self.new)
+
+
+DISPATCH = "tests/multirank/test_dispatch_combine.py"
+LAYOUTS = f"{DISPATCH} -k layouts_alignments_and_capacities and 3-"
+STEPS = f"{DISPATCH} -k many_steps or plans_are_reused"
+LATE = f"{DISPATCH} -k overwritten or late"
+GRADIENTS = "tests/multirank/test_autograd.py -k match_the_reference and 3"
+INPUT = "tests/multirank/test_bad_input.py"
+NODES = "tests/multirank/test_nodes.py -k 4-2 and (gradients or any_order)"
+LAYER = "tests/multirank/test_moe_layer.py -k dense_reference and 3 or data_parallel"
+ROUTER = "tests/unit/test_router.py"
+
+PLAN, PULL, SUM = (f"csrc/kernels/cpu/{name}.cpp" for name in ("plan", "dispatch", "combine"))
+RUNTIME, INTERNODE = "csrc/runtime/communicator.cpp", "csrc/runtime/internode.cpp"
+
+MUTANTS = [
+    # -- the plan ------------------------------------------------------------------------------------------
+    Mutant(
+        "prefix sum of the wrong expert",
+        PLAN,
+        "row += counts[int64_t{r} * local + e];",
+        "row += counts[int64_t{r} * local];",
+        LAYOUTS,
+    ),
+    Mutant("no alignment", PLAN, "end = align_up(row, shape.alignment);", "end = row;", LAYOUTS),
+    Mutant(
+        "capacity off by one",
+        PLAN,
+        "plan.row.push_back(row < plan.rows ?",
+        "plan.row.push_back(row + 1 < plan.rows ?",
+        LAYOUTS,
+    ),
+    Mutant(
+        "offsets past the capacity",
+        PLAN,
+        "plan.offsets.push_back(static_cast<int32_t>(clamp(end)));",
+        "plan.offsets.push_back(static_cast<int32_t>(end));",
+        LAYOUTS,
+    ),
+    Mutant(
+        "rows that are needed, without alignment",
+        PLAN,
+        "needed[e / s.local_experts] += align_up(counts[e], s.alignment);",
+        "needed[e / s.local_experts] += counts[e];",
+        LAYOUTS,
+    ),
+    Mutant(
+        "order of owners",
+        PLAN,
+        "    std::sort(plan.owner.begin() + begin, plan.owner.end());\n",
+        "",
+        LAYOUTS,
+    ),
+    Mutant(
+        "slot among all ranks instead of those of the node",
+        PLAN,
+        "owners_between(ids, shape.top_k, local, node_first, shape.rank)",
+        "owners_between(ids, shape.top_k, local, 0, shape.rank)",
+        NODES,
+    ),
+    # -- rows that arrive ----------------------------------------------------------------------------------
+    Mutant(
+        "alignment rows are not zeroed",
+        PULL,
+        "0, static_cast<size_t>((end - begin) * row_bytes));",
+        "0, static_cast<size_t>((end - begin - 1) * row_bytes));",
+        LAYOUTS,
+    ),
+    Mutant(
+        "rows of another token",
+        PULL,
+        "+ plan.entry_place[entry] * row_bytes;",
+        "+ plan.entry_token[plan.source_begin[0]] * row_bytes;",
+        LAYOUTS,
+    ),
+    Mutant(
+        "weights of the token's first choice",
+        PULL,
+        "weight_at(weights[source], dtype, home + plan.row_k[j])",
+        "weight_at(weights[source], dtype, home)",
+        LAYOUTS,
+    ),
+    Mutant(
+        "ids of other ranks as expert 0",
+        PULL,
+        "std::fill(out_ids, out_ids + places, kNoExpert);",
+        "std::fill(out_ids, out_ids + places, 0);",
+        LAYOUTS,
+    ),
+    Mutant(
+        "rows that no peer needs are all that is published",
+        PULL,
+        "return id >= 0 && owner != context.rank &&",
+        "return id >= 0 && owner == context.rank &&",
+        LAYOUTS,
+    ),
+    Mutant(
+        "gradient rows without their weight",
+        PULL,
+        "verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);",
+        "kernels.copy(out, row, row_bytes, stream);",
+        GRADIENTS,
+    ),
+    Mutant(
+        "gradient of a weight over too few columns",
+        PULL,
+        "arguments.other + place * row_bytes, hidden));",
+        "arguments.other + place * row_bytes, hidden - 1));",
+        GRADIENTS,
+    ),
+    # -- sums ----------------------------------------------------------------------------------------------
+    Mutant(
+        "order of a sum",
+        "csrc/kernels/cpu/rows_isa.cpp",
+        "const Bits* const in = static_cast<const Bits*>(src[i]) + begin;",
+        "const Bits* const in = static_cast<const Bits*>(src[n - 1 - i]) + begin;",
+        LAYOUTS,
+    ),
+    Mutant(
+        "combine without weights",
+        SUM,
+        "scales_[count] = weight_at(arguments_.weights, dtype_, place);",
+        "scales_[count] = 1.0;",
+        LAYOUTS,
+    ),
+    Mutant(
+        "a token without rows keeps what was there",
+        SUM,
+        "    if (count == 0) {\n      std::memset(out, 0, static_cast<size_t>(row_bytes_));\n      return;",
+        "    if (count == 0) {\n      return;",
+        LAYOUTS,
+    ),
+    Mutant("gradient of another choice's weight", SUM, "token + plan.row_k[j],", "token,", GRADIENTS),
+    Mutant(
+        "gradients of weights from one node alone",
+        SUM,
+        "sections[static_cast<size_t>(nodes.node_of(owner))]",
+        "sections[0]",
+        NODES,
+    ),
+    # -- the runtime ---------------------------------------------------------------------------------------
+    Mutant("one id too many", RUNTIME, "id >= num_experts)", "id > num_experts)", INPUT),
+    Mutant("ids below -1", RUNTIME, "if (id < -1 ||", "if (id < -2 ||", INPUT),
+    Mutant(
+        "an expert named twice",
+        RUNTIME,
+        "if (out[t * top_k + j] == id)",
+        "if (false && out[t * top_k + j] == id)",
+        INPUT,
+    ),
+    Mutant(
+        "no wait for the records of a dispatch",
+        RUNTIME,
+        'wait_records(record, "dispatch");',
+        "compare_records(record.epoch);",
+        STEPS,
+    ),
+    Mutant(
+        "no wait for the records of a combine",
+        RUNTIME,
+        '      signal(record);\n      wait_records(record, "combine");\n    }\n    if (y',
+        "      signal(record);\n    }\n    if (y",
+        STEPS,
+    ),
+    Mutant(
+        "a plan is used again although a peer's ids changed",
+        RUNTIME,
+        "reuse = signals_->record(r, record.epoch).plan == plan->id;",
+        "reuse = true;",
+        STEPS,
+    ),
+    Mutant("a plan of another shape", RUNTIME, "plan->shape == shape && ", "", STEPS),
+    Mutant(
+        "one section of rows for all steps",
+        RUNTIME,
+        "const int64_t offset = layout_.rows[epoch_ & 1];",
+        "const int64_t offset = layout_.rows[0];",
+        LATE,
+    ),
+    Mutant(
+        "input in the window is written while peers read",
+        RUNTIME,
+        '  guarded([&] { signals_->wait_completed(input_epoch_[index], "empty_input"); });\n',
+        "",
+        LATE,
+    ),
+    Mutant(
+        "a full capacity counts as passed",
+        RUNTIME,
+        "plan->max_needed > arguments.capacity",
+        "plan->max_needed >= arguments.capacity",
+        LAYOUTS,
+    ),
+    Mutant(
+        "alignments that differ",
+        RUNTIME,
+        '    compare("alignment", first.alignment, other.alignment);\n',
+        "",
+        INPUT,
+    ),
+    Mutant(
+        "handles that differ",
+        RUNTIME,
+        "if (first.operation != Operation::dispatch)",
+        "if (first.operation == Operation::dispatch)",
+        INPUT,
+    ),
+    Mutant(
+        "rows from another node are not waited for",
+        INTERNODE,
+        "      wait_part(source, chunk, epoch, kRowsPhase);\n",
+        "",
+        NODES,
+    ),
+    Mutant(
+        "sums from another node are not waited for",
+        INTERNODE,
+        '        wait_part(rail(other), chunk, epoch, "sums from another node");\n',
+        "        continue;\n",
+        NODES,
+    ),
+    Mutant(
+        "slots share their memory",
+        "csrc/layout/window.cpp",
+        "s.max_tokens * s.slots() * s.row_bytes());",
+        "s.max_tokens * s.row_bytes());",
+        LAYOUTS,
+    ),
+    # -- autograd and checks -------------------------------------------------------------------------------
+    Mutant(
+        "one token too many",
+        "moecomm/routing.py",
+        "    if tokens > max_tokens:\n",
+        "    if tokens > max_tokens + 1:\n",
+        INPUT,
+    ),
+    Mutant(
+        "weights get no gradient",
+        "moecomm/ops.py",
+        "weight_grads = grad_weights if need_weights else None",
+        "weight_grads = None",
+        GRADIENTS,
+    ),
+    Mutant(
+        "rows' gradient forgets the weights",
+        "moecomm/ops.py",
+        "ctx.backend.redispatch(ctx.plan, grad_y_TH, weights_P, rows_PH)",
+        "ctx.backend.redispatch(ctx.plan, grad_y_TH, None, rows_PH)",
+        GRADIENTS,
+    ),
+    # -- the layer -----------------------------------------------------------------------------------------
+    Mutant(
+        "router without its factor",
+        "moecomm/nn/router.py",
+        "return weights_TK * config.scaling_factor",
+        "return weights_TK",
+        ROUTER,
+    ),
+    Mutant(
+        "router's groups by their best expert alone",
+        "moecomm/nn/router.py",
+        "best = max(top_k // topk_groups, 1)",
+        "best = 1",
+        ROUTER,
+    ),
+    Mutant(
+        "router counts its load twice",
+        "moecomm/nn/router.py",
+        "load_E.scatter_add_(0, choices, torch.ones_like(choices))",
+        "load_E.scatter_add_(0, choices, torch.ones_like(choices) * 2)",
+        ROUTER,
+    ),
+    Mutant(
+        "one token over an expert's limit",
+        "moecomm/nn/capacity.py",
+        "place_N < limit",
+        "place_N <= limit",
+        ROUTER,
+    ),
+    Mutant("drops the heaviest", "moecomm/nn/capacity.py", "descending=True", "descending=False", ROUTER),
+    Mutant(
+        "loss without its scale",
+        "moecomm/nn/losses.py",
+        "torch.full_like(loss, ctx.scale)",
+        "torch.ones_like(loss)",
+        LAYER,
+    ),
+    Mutant(
+        "biases move away from balance",
+        "moecomm/nn/balance.py",
+        "router.config.bias_update_rate * above_E.sign()",
+        "-router.config.bias_update_rate * above_E.sign()",
+        LAYER,
+    ),
+    Mutant(
+        "gradients of experts are not averaged",
+        "moecomm/nn/gradients.py",
+        "for gradient in [*(_gradient(p) for p in dense), *expert_gradients]:",
+        "for gradient in [_gradient(p) for p in dense]:",
+        LAYER,
+    ),
+    Mutant(
+        "groups of rows begin at the first row",
+        "moecomm/nn/grouped.py",
+        "list(zip([0, *ends[:-1]], ends, strict=True))",
+        "list(zip([0 for _ in ends], ends, strict=True))",
+        LAYER,
+    ),
+    Mutant(
+        "shared experts give x no gradient",
+        "moecomm/nn/backward_pass.py",
+        "else grad_x_TH.add_(shared_x_TH)",
+        "else grad_x_TH",
+        LAYER,
+    ),
+    Mutant(
+        "an overflow on one rank alone is not seen by the others",
+        "moecomm/nn/verdict.py",
+        "            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)\n",
+        "            pass\n",
+        "tests/multirank/test_graphed_step.py -k overflows-3",
+    ),
+    Mutant(
+        "a step that runs again goes on from other random numbers",
+        "moecomm/nn/graphed.py",
+        "        torch.set_rng_state(on_host)\n",
+        "",
+        "tests/multirank/test_graphed_step.py -k overflow-2",
+    ),
+    Mutant(
+        "the pool's peak stays",
+        "moecomm/nn/pool.py",
+        "        state[PEAK].copy_(state[HELD])\n",
+        "",
+        "tests/unit/test_pool.py",
+    ),
+]
+
+
+class Copy:
+    """A copy of the repository with a build of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.build_folder = folder / "build" / "mutants"
+        ignored = shutil.ignore_patterns(".git", "build", "__pycache__", "*.so", ".hypothesis", "runs")
+        shutil.copytree(REPOSITORY, folder, ignore=ignored, dirs_exist_ok=True)
+
+    def configure(self) -> None:
+        pybind = subprocess.check_output([sys.executable, "-m", "pybind11", "--cmakedir"], text=True).strip()
+        settings = {
+            "CMAKE_BUILD_TYPE": "Release",
+            "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # links in a moment
+            "MOECOMM_CUDA": "OFF",
+            "Python_EXECUTABLE": sys.executable,
+            "pybind11_DIR": pybind,
+        }
+        given = [f"-D{name}={value}" for name, value in settings.items()]
+        command = ["cmake", "-S", self.folder, "-B", self.build_folder, "-G", "Ninja", *given]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    def build(self) -> str:
+        """What the compiler says, if it fails."""
+        command = ["cmake", "--build", self.build_folder, "--target", "_C"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            return done.stdout[-2000:] or "failed"
+        for path in self.build_folder.glob("_C.*.so"):
+            shutil.copy2(path, self.folder / "moecomm")
+        return ""
+
+    def passes(self, tests: str) -> bool:
+        files, _, words = tests.partition(" -k ")
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--seed", "1", f"--timeout={TEST_LIMIT_S}"]
+        command = [sys.executable, "-m", "pytest", *options, files]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(
+                [*command, *(["-k", words] if words else [])],
+                cwd=self.folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            if done.returncode > 1:  # nothing collected, bad arguments
+                raise RuntimeError(f"pytest {tests}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+            return done.returncode == 0
+        return False
+
+    @contextlib.contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        path = self.folder / mutant.file
+        text = path.read_text()
+        path.write_text(mutant.apply(text))
+        try:
+            yield
+        finally:
+            path.write_text(text)
+
+
+def verdict(copy: Copy, mutant: Mutant) -> str:
+    native = mutant.file.startswith("csrc/")
+    with copy.mutated(mutant):
+        if native and (said := copy.build()):
+            return f"does not build: {said}"
+        return "SURVIVED" if copy.passes(mutant.tests) else "killed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("words", nargs="*", help="of the names of mutants (default: all)")
+    parser.add_argument("--check", action="store_true", help="only look whether each mutant applies")
+    parser.add_argument("--folder", type=Path, help="of the copy (default: a temporary one)")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
+    for mutant in chosen:
+        mutant.apply((REPOSITORY / mutant.file).read_text())
+    print(f"{len(chosen)} mutants apply", flush=True)
+    if options.check:
+        return 0
+    with tempfile.TemporaryDirectory(prefix="moecomm-mutants-") as temporary:
+        copy = Copy((options.folder or Path(temporary) / "copy").resolve())
+        copy.configure()
+        if said := copy.build():
+            print(f"the unchanged copy does not build: {said}")
+            return 1
+        for tests in sorted({mutant.tests for mutant in chosen}):
+            if not copy.passes(tests):
+                print(f"fails without any mutant: {tests}")
+                return 1
+        found = []
+        changed = False  # the extension in the copy is that of a mutant
+        for mutant in chosen:
+            started = time.monotonic()
+            native = mutant.file.startswith("csrc/")
+            if changed and not native:
+                copy.build()
+            changed = native
+            found.append(verdict(copy, mutant))
+            print(f"{found[-1]:9} {time.monotonic() - started:5.0f} s  {mutant.name}", flush=True)
+    print(f"{found.count('killed')} of {len(found)} killed")
+    return 0 if found.count("killed") == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What a body of a test finds on its rank, whether that works on the CPU or on a GPU.
+
+A test that is the same for both is written once, with the fixture `pool`: tests/multirank hands it ranks on
+CPUs, and a file of tests/gpu that imports it hands it ranks on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+COMM_TIMEOUT_S = float(os.environ.get("MOECOMM_TEST_TIMEOUT", "20"))
+"""Deadline of the communicators in these tests: a hang ends by itself, before the pool's own deadline."""
+
+
+def on_cpu() -> bool:
+    """Does this rank work on the CPU backend: without GPUs in sight, or because the suite is played there?"""
+    return os.environ.get("MOECOMM_TEST_DEVICE") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cpu") if on_cpu() else torch.device("cuda", torch.cuda.current_device())
+
+
+def synchronize() -> None:
+    if not on_cpu():
+        torch.cuda.synchronize()
+
+
+def communicator(**arguments: Any) -> Any:
+    """A communicator on this rank's device with the deadline of these tests."""
+    import moecomm
+
+    return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
+
+
+def poison(most: int = 256 << 20) -> None:
+    """Leaves 0xFF (NaN in every floating-point type) in memory that the allocator will hand out next."""
+    if on_cpu():
+        return
+    sizes = [
+        most,
+        *[1 << 20] * 16,
+        *[1 << 16] * 64,
+    ]  # large blocks are split, small ones have a pool of their own
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device()) for size in sizes]
+    del blocks
