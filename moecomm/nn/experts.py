@@ -46,12 +46,12 @@ class GroupedExperts(nn.Module):
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
         products: how products are computed, in whatever way a layer runs.
+        sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
 
     w_in: nn.Parameter
     w_out: nn.Parameter
     sharded_over: frozenset[int] = frozenset()
-    """Ranks (of the default group) over which `fully_shard_experts` shards the weights."""
 
     def __init__(
         self,
