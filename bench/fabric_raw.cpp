@@ -32,8 +32,8 @@
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
-#include "transport/fabric/card.hpp"
 #include "transport/fabric/endpoint.hpp"
+#include "transport/fabric/endpoint_address.hpp"
 #include "transport/fabric/library.hpp"
 
 using namespace moecomm;
@@ -61,7 +61,7 @@ struct Shared {
   std::atomic<int64_t> size, count;    // of the next run's messages; none: that was all
   std::atomic<int> card_bytes[2];
   std::atomic<bool> failed;  // one of them has said why
-  std::byte card[2][4096];
+  std::byte endpoint_address[2][4096];
 };
 
 Shared* shared_by_both = nullptr;
@@ -93,18 +93,19 @@ class Bench {
     const Registration& registration = endpoint_.register_memory(memory);
     descriptor_ = registration.descriptor();
 
-    Card own;
+    EndpointAddress own;
     own.provider = endpoint_.provider();
     own.window = {registration.key(), registration.remote_base(), memory.bytes};
     own.address = endpoint_.address();
     const std::vector<std::byte> bytes = own.to_bytes();
-    if (bytes.size() > sizeof(shared_.card[0])) fail("the address is too long");
-    std::memcpy(shared_.card[index], bytes.data(), bytes.size());
+    if (bytes.size() > sizeof(shared_.endpoint_address[0])) fail("the address is too long");
+    std::memcpy(shared_.endpoint_address[index], bytes.data(), bytes.size());
     shared_.card_bytes[index] = static_cast<int>(bytes.size());
     const int other = 1 - index;
     wait([&] { return shared_.card_bytes[other] > 0; }, "the other process");
-    const std::vector<std::byte> theirs(shared_.card[other], shared_.card[other] + shared_.card_bytes[other]);
-    peer_ = Card::from_bytes(theirs);
+    const std::vector<std::byte> theirs(shared_.endpoint_address[other],
+                                        shared_.endpoint_address[other] + shared_.card_bytes[other]);
+    peer_ = EndpointAddress::from_bytes(theirs);
     peer_address_ = endpoint_.insert(peer_.address);
     contexts_.resize(static_cast<size_t>(options.in_flight));
     for (fi_context2& context : contexts_) free_.push_back(&context);
@@ -273,7 +274,7 @@ class Bench {
   uint8_t* target_ = nullptr;
   std::vector<uint8_t> expected_;
   void* descriptor_ = nullptr;
-  Card peer_;
+  EndpointAddress peer_;
   fi_addr_t peer_address_ = FI_ADDR_NOTAVAIL;
   std::vector<fi_context2> contexts_;
   std::vector<fi_context2*> free_;

@@ -61,20 +61,20 @@ struct Options {
 
 /// Takes every put and reports it as done at the next poll. Its counts are for whoever sees stats().puts of
 /// the proxy, which is raised behind them.
-class NoNetwork : public Remote {
+class NoNetwork : public Transport {
  public:
   explicit NoNetwork(int64_t window_bytes) : window_bytes_(window_bytes) {
     caps_.provider = "none";
     caps_.max_message = window_bytes;
   }
-  const RemoteCaps& caps() const override { return caps_; }
+  const TransportCaps& caps() const override { return caps_; }
   bool put(int32_t peer, int64_t dst, int64_t src, int64_t bytes, uint32_t, uint64_t context) override {
     if (std::min({dst, src, bytes - 1}) < 0 || std::max(dst, src) + bytes > window_bytes_) outside = true;
-    done_.push_back({RemoteEvent::Kind::sent, peer, 0, context, {}});
+    done_.push_back({TransportEvent::Kind::sent, peer, 0, context, {}});
     return true;
   }
   void forget(int32_t) override {}
-  void poll(std::vector<RemoteEvent>& events) override {
+  void poll(std::vector<TransportEvent>& events) override {
     events.insert(events.end(), done_.begin(), done_.end());
     done_.clear();
   }
@@ -83,8 +83,8 @@ class NoNetwork : public Remote {
 
  private:
   const int64_t window_bytes_;
-  RemoteCaps caps_;
-  std::vector<RemoteEvent> done_;
+  TransportCaps caps_;
+  std::vector<TransportEvent> done_;
 };
 
 /// Returns when all `uses` of a slot so far are done.

@@ -9,7 +9,6 @@ import importlib
 
 import torch.distributed
 
-from moecomm.backends import available_devices
 from moecomm.communicator import Communicator
 from moecomm.errors import (
     CapacityExceeded,
@@ -25,9 +24,10 @@ from moecomm.errors import (
     PoolExceeded,
     Unsupported,
 )
-from moecomm.memory import MemoryPlan
+from moecomm.setup.devices import available_devices
+from moecomm.setup.memory_plan import MemoryPlan
+from moecomm.setup.version import __version__
 from moecomm.types import DispatchOutput, Handle, Work
-from moecomm.version import __version__
 
 if not torch.distributed.is_initialized():
     # Functions in there have the default group, as it is when they are imported, as a default argument.

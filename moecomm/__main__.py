@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import moecomm
-from moecomm import discovery
+from moecomm.setup import discovery
 
 
 def _section(title: str, facts: Iterable[tuple[str, str]]) -> None:

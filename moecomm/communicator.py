@@ -12,30 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from moecomm import _C, operators, ops
-from moecomm.backends import (
-    Backend,
-    DispatchCall,
-    RawDispatch,
-    TensorPlan,
-    make_backend,
-)
-from moecomm.backends.arrays import shared_tensor
-from moecomm.construction import (
-    DEFAULT_TIMEOUT,
-    check_dtype,
-    check_num_sms,
-    check_ranks_per_node,
-    check_sizes,
-    check_wire,
-    choose_device,
-    timeout_seconds,
-)
-from moecomm.env import read_env
-from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
-from moecomm.memory import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
-from moecomm.rendezvous import Rendezvous
-from moecomm.routing import (
+from moecomm import _C
+from moecomm.arguments import (
     check_dispatch,
     check_options,
     check_rows,
@@ -45,6 +23,31 @@ from moecomm.routing import (
     require_integer,
     weight_dtype,
 )
+from moecomm.autograd import functions as ops
+from moecomm.autograd import library as operators
+from moecomm.backends import (
+    Backend,
+    DispatchCall,
+    RawDispatch,
+    TensorPlan,
+    make_backend,
+)
+from moecomm.backends.arrays import shared_tensor
+from moecomm.env import read_env
+from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
+from moecomm.setup.checks import (
+    DEFAULT_TIMEOUT,
+    check_dtype,
+    check_num_sms,
+    check_ranks_per_node,
+    check_sizes,
+    check_wire,
+    timeout_seconds,
+)
+from moecomm.setup.devices import choose_device
+from moecomm.setup.memory_plan import MemoryPlan, device_shape, plan_device_memory, plan_memory, window_shape
+from moecomm.setup.rendezvous import Rendezvous
+from moecomm.setup.version import __version__
 from moecomm.types import (
     AnyGroup,
     DispatchOutput,
@@ -56,7 +59,6 @@ from moecomm.types import (
     as_group,
     build,
 )
-from moecomm.version import __version__
 
 Array = Any
 """A torch.Tensor, or an array that shares its memory by DLPack or `__cuda_array_interface__`."""
@@ -158,7 +160,7 @@ class Communicator:
             check_wire(wire, place, hidden)
         except MoecommError as failed:
             error = failed
-        meeting = Rendezvous(group, seconds)
+        rendezvous = Rendezvous(group, seconds)
         arguments = {
             "num_experts": num_experts,
             "hidden": hidden,
@@ -171,12 +173,12 @@ class Communicator:
             "MOECOMM_FIRST_EPOCH": first_epoch,
             "moecomm version": __version__,
         }
-        backend = make_backend(place, meeting, arguments, error, dtype, num_sms)
+        backend = make_backend(place, rendezvous, arguments, error, dtype, num_sms)
         self._group = GroupReference(group)
-        self.rank: int = meeting.rank
-        self.size: int = meeting.size
+        self.rank: int = rendezvous.rank
+        self.size: int = rendezvous.size
         self.num_experts, self.hidden, self.top_k, self.max_tokens = num_experts, hidden, top_k, max_tokens
-        self.num_local_experts: int = num_experts // meeting.size
+        self.num_local_experts: int = num_experts // rendezvous.size
         self.ranks_per_node: int = backend.nodes.ranks_per_node
         self.nodes: int = backend.nodes.nodes
         self.network_lanes: int = backend.network_lanes

@@ -46,7 +46,7 @@ class Env:
     all ranks; 1 where it is not set."""
 
 
-_MOST_LANES = 64  # csrc/transport/fabric/card.hpp
+_MOST_LANES = 64  # csrc/transport/fabric/endpoint_address.hpp
 
 
 def _number(

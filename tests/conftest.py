@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moecomm import discovery
+from moecomm.setup import discovery
 from tests import seeds
 
 HERE = Path(__file__).parent

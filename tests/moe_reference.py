@@ -59,7 +59,7 @@ def reference_moe(
         length = len(x) if options["aux_loss"] == "batch" or seq_len is None else seq_len
         losses["aux_loss"] = options["aux_loss_coef"] * balance_loss(logits, chosen, length, options)
     if options["z_loss_coef"] > 0:
-        squares = [sum(logit.exp() for logit in row).log() ** 2 for row in logits]
+        squares = [torch.stack(list(row)).exp().sum().log() ** 2 for row in logits]
         losses["z_loss"] = options["z_loss_coef"] * sum(squares, start=x.new_zeros(())) / max(len(x), 1)
     if options["capacity_factor"] is not None:
         choices = drop(choices, options)
@@ -139,7 +139,7 @@ def balance_loss(
         loss: Any = 0.0
         for e in range(options["num_experts"]):
             times = sum(e in experts for experts in chosen[begin : begin + length])
-            mean = 0.0
+            mean: Any = 0.0
             for row in logits[begin : begin + length]:
                 scores = scores_of(row, options["score_function"])
                 mean = mean + scores[e] / sum(scores) / length

@@ -278,21 +278,21 @@ MUTANTS = [
     # -- autograd and checks -------------------------------------------------------------------------------
     Mutant(
         "one token too many",
-        "moecomm/routing.py",
+        "moecomm/arguments.py",
         "    if tokens > max_tokens:\n",
         "    if tokens > max_tokens + 1:\n",
         INPUT,
     ),
     Mutant(
         "weights get no gradient",
-        "moecomm/ops.py",
+        "moecomm/autograd/functions.py",
         "weight_grads = grad_weights if need_weights else None",
         "weight_grads = None",
         GRADIENTS,
     ),
     Mutant(
         "rows' gradient forgets the weights",
-        "moecomm/ops.py",
+        "moecomm/autograd/functions.py",
         "ctx.backend.redispatch(ctx.plan, grad_y_TH, weights_P, rows_PH)",
         "ctx.backend.redispatch(ctx.plan, grad_y_TH, None, rows_PH)",
         GRADIENTS,
@@ -321,12 +321,14 @@ MUTANTS = [
     ),
     Mutant(
         "one token over an expert's limit",
-        "moecomm/nn/capacity.py",
+        "moecomm/nn/token_dropping.py",
         "place_N < limit",
         "place_N <= limit",
         ROUTER,
     ),
-    Mutant("drops the heaviest", "moecomm/nn/capacity.py", "descending=True", "descending=False", ROUTER),
+    Mutant(
+        "drops the heaviest", "moecomm/nn/token_dropping.py", "descending=True", "descending=False", ROUTER
+    ),
     Mutant(
         "loss without its scale",
         "moecomm/nn/losses.py",
@@ -350,7 +352,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups of rows begin at the first row",
-        "moecomm/nn/grouped.py",
+        "moecomm/kernels/grouped_mm.py",
         "list(zip([0, *ends[:-1]], ends, strict=True))",
         "list(zip([0 for _ in ends], ends, strict=True))",
         LAYER,
@@ -364,7 +366,7 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow on one rank alone is not seen by the others",
-        "moecomm/nn/verdict.py",
+        "moecomm/nn/overflow_check.py",
         "            dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)\n",
         "            pass\n",
         "tests/multirank/test_graphed_step.py -k overflows-3",

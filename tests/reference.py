@@ -245,13 +245,13 @@ def _combine(
                 src, t, k = row[0]
                 found.setdefault((src, t), []).append((k, p))
         for (src, t), terms in found.items():
-            partial = np.zeros(hidden, kind)
+            partial: np.ndarray = np.zeros(hidden, kind)
             for _, p in sorted(terms):
                 value = rows[owner][p].astype(kind)
                 partial = partial + (value if weights is None else value * kind(weights[owner][p]))
             by_node = shares.setdefault((src, t), {})
             by_node.setdefault(owner // ranks_per_node, []).append(rounded(partial, dtype))
-    totals = [np.zeros((count, hidden), kind) for count in token_counts]
+    totals: list[np.ndarray] = [np.zeros((count, hidden), kind) for count in token_counts]
     for (src, t), by_node in shares.items():
         for node, partials in by_node.items():
             if node != src // ranks_per_node:
@@ -295,7 +295,7 @@ def combine_backward(
     kind = wide(dtype)
     grad_rows, grad_weights = [], []
     for owner, sent in enumerate(dispatched):
-        grad = np.zeros(rows[owner].shape, kind)
+        grad: np.ndarray = np.zeros(rows[owner].shape, kind)
         grad_w = np.zeros(len(rows[owner]), np.float64)
         for p, row in enumerate(sent.origin):
             if row:

@@ -1,5 +1,5 @@
-// The kernels of the experts in the Python face: addresses, sizes and a stream in. moecomm/activation.py and
-// moecomm/quantize.py are its only callers.
+// The kernels of the experts in the Python face: addresses, sizes and a stream in.
+// moecomm/kernels/activation.py and moecomm/kernels/quantize.py are its only callers.
 #include "bindings/arguments.hpp"
 #include "bindings/cuda.hpp"
 #include "kernels/experts/activation.hpp"

@@ -157,10 +157,11 @@ PYBIND11_MODULE(_C, m) {
 
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Rail>(m, "Rail")
-      .def_property_readonly("card",
+      .def_property_readonly("endpoint address",
                              [](const Rail& self) {
-                               const auto card = self.card();
-                               return py::bytes(reinterpret_cast<const char*>(card.data()), card.size());
+                               const auto endpoint_address = self.endpoint_address();
+                               return py::bytes(reinterpret_cast<const char*>(endpoint_address.data()),
+                                                endpoint_address.size());
                              })
       .def_property_readonly("endpoint", &Rail::endpoint);
 

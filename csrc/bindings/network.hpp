@@ -61,14 +61,16 @@ void bind_network(Class& bound, void (*interrupt)()) {
           py::arg("shuffle"))
       .def(
           "connect_rail",
-          [interrupt](Communicator& self, Rail& rail, const std::vector<std::string>& cards,
+          [interrupt](Communicator& self, Rail& rail, const std::vector<std::string>& endpoint_addresses,
                       const std::vector<std::string>& endpoints) {
             std::vector<std::vector<std::byte>> bytes;
-            for (const std::string& card : cards) bytes.push_back(to_bytes(card));
+            for (const std::string& endpoint_address : endpoint_addresses)
+              bytes.push_back(to_bytes(endpoint_address));
             rail.connect(bytes, endpoints, interrupt);
-            self.connect_nodes(rail.take_remote(), rail.take_links());
+            self.connect_nodes(rail.take_transport(), rail.take_links());
           },
-          py::arg("rail"), py::arg("cards"), py::arg("endpoints"), py::call_guard<py::gil_scoped_release>())
+          py::arg("rail"), py::arg("endpoint addresses"), py::arg("endpoints"),
+          py::call_guard<py::gil_scoped_release>())
       .def("network",
            [](Communicator& self) {
              const Proxy* const proxy = self.proxy();

@@ -28,15 +28,15 @@ static_assert(sizeof(PlanHeader) == 64);
 
 /// Fields of a plan, as offsets in int32 words.
 struct DevicePlan {
-  int64_t header;       ///< PlanHeader
-  int64_t expert_rows;  ///< [local experts] rows without alignment
-  int64_t offsets;      ///< [local experts] inclusive ends of aligned groups, at most rows
-  int64_t source_ends;  ///< [ranks] rank layout: inclusive ends of the sources, at most rows
-  int64_t ends;         ///< [local experts] ends of the real rows of each group, at most rows
-  int64_t tokens;       ///< [ranks] tokens of each source
-  int64_t bases;        ///< [ranks][local experts] first row of (source, expert); rank layout: [ranks][1]
-  int64_t home_ids;     ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
-  int64_t home;         ///< [max_tokens] owners of a token, and from bit 16 the slot that is this rank's own
+  int64_t header;          ///< PlanHeader
+  int64_t expert_rows;     ///< [local experts] rows without alignment
+  int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most rows
+  int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
+  int64_t ends;            ///< [local experts] ends of the real rows of each group, at most rows
+  int64_t tokens;          ///< [ranks] tokens of each source
+  int64_t bases;           ///< [ranks][local experts] first row of (source, expert); rank layout: [ranks][1]
+  int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
+  int64_t home;   ///< [max_tokens] owners of a token, and from bit 16 the slot that is this rank's own
   int64_t slots;  ///< [ranks][max_tokens] combine slot at its home of a token that this rank owns experts of,
                   ///< or -1
   int64_t rows;   ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
@@ -65,7 +65,7 @@ struct DevicePlan {
     place(p.ends, local);
     place(p.tokens, shape.ranks);
     place(p.bases, shape.ranks * local);
-    place(p.home_ids, tokens * shape.top_k);
+    place(p.local_topk_idx, tokens * shape.top_k);
     place(p.home, tokens);
     place(p.slots, shape.ranks * tokens);
     place(p.rows, shape.ranks * tokens * shape.top_k);

@@ -71,8 +71,8 @@ struct Plan {
 
   // The home side: this rank's own tokens.
   int64_t tokens = 0;
-  std::vector<int32_t> home_ids;     ///< [tokens][top_k]
-  std::vector<int64_t> owner_begin;  ///< [tokens + 1] into owner
+  std::vector<int32_t> local_topk_idx;  ///< [tokens][top_k]
+  std::vector<int64_t> owner_begin;     ///< [tokens + 1] into owner
   std::vector<int32_t> owner;  ///< ranks with the token's experts, ascending; other nodes: the first rank
   std::vector<int32_t> owner_place;  ///< [like owner] its slot on this node; other nodes: relay index
   std::vector<int64_t> own_entry;    ///< [tokens] entry of (this rank, token), or -1

@@ -1,6 +1,6 @@
 // The formats in which rows of a dispatch travel, a line of a table each. Layout, memory plan and runtime
 // take what they know of a format from its line; how values are written and read is the format's verbs,
-// Wire<format> in kernels/intranode/element.cuh. A new format is a line here and its verbs there.
+// Wire<format> in kernels/gpu/wire_element.cuh. A new format is a line here and its verbs there.
 #pragma once
 
 #include <cstdint>

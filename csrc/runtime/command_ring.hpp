@@ -1,6 +1,6 @@
 // The ring through which commands reach the proxy: any number of producers, one consumer, no locks. A slot
 // says by a bit that changes every lap whether it is filled, so a producer needs one ticket and two stores,
-// the second with release. Kernels do the same into pinned memory (transport/device/rail.cuh).
+// the second with release. Kernels do the same into pinned memory (device/rail.cuh).
 #pragma once
 
 #include <atomic>

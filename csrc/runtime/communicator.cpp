@@ -77,9 +77,9 @@ void Communicator::make_signals(const std::vector<int64_t>& pids) {
                                             config_.host_ranks);
 }
 
-void Communicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
-  require_message_size(*remote, layout_.shape);
-  internode_ = std::make_unique<Internode>(layout_, config_.rank, bases_, *signals_, std::move(remote),
+void Communicator::connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links) {
+  require_message_size(*transport, layout_.shape);
+  internode_ = std::make_unique<Internode>(layout_, config_.rank, bases_, *signals_, std::move(transport),
                                            std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
@@ -239,7 +239,7 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
   // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left
   // n-2.
   const int64_t offset = layout_.rows[epoch_ & 1];
-  cpu::publish_rows(context(), x, ids, tokens, own(offset));
+  cpu::dispatch_send(context(), x, ids, tokens, own(offset));
   return offset;
 }
 
@@ -266,7 +266,7 @@ cpu::PullArguments Communicator::pull_arguments(uint64_t epoch, const std::byte*
 /// Rows of this node first: those of the others are on their way meanwhile.
 void Communicator::pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullArguments& arguments) {
   const int32_t first = nodes_.first(nodes_.node_of(config_.rank));
-  const auto pull = [&](cpu::EntryRange range) { cpu::pull_rows(context(), plan, arguments, range); };
+  const auto pull = [&](cpu::EntryRange range) { cpu::dispatch_receive(context(), plan, arguments, range); };
   cpu::zero_padding(context(), plan, arguments);
   pull({plan.source_begin[first], plan.source_begin[first + nodes_.local_ranks]});
   if (internode_) internode_->pull(plan, epoch, pull);
@@ -371,7 +371,7 @@ void Communicator::redispatch(const std::shared_ptr<const Plan>& plan, const std
     SignalRecord record = start(Operation::redispatch, plan.get());
     record.carries = kCarriesRows;
     record.tokens = static_cast<int32_t>(plan->tokens);
-    record.rows_offset = publish(rows, plan->home_ids.data(), plan->tokens);
+    record.rows_offset = publish(rows, plan->local_topk_idx.data(), plan->tokens);
     signal(record, &plan->routes);
     if (internode_) internode_->send_rows(context(), plan->routes, rows, record.epoch);
     wait_records(record, "backward of combine");
@@ -416,7 +416,7 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
       if (y != nullptr) internode_->relay(context(), *plan, arguments, record.epoch);
     }
     // Slots alternate like rows: a home has read what epoch n-2 put there before it announced n-1.
-    if (y != nullptr) cpu::reduce_and_push(context(), *plan, arguments);
+    if (y != nullptr) cpu::combine_reduce(context(), *plan, arguments);
     if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
     if (internode_) {
       internode_->meet_node(record.epoch);
@@ -427,10 +427,10 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
     }
     if (y != nullptr) {
       const auto sum = [&](int64_t first, int64_t end) {
-        cpu::sum_home(context(), *plan, arguments, y, first, end);
+        cpu::combine_sum(context(), *plan, arguments, y, first, end);
       };
       if (internode_)
-        internode_->sum_home(*plan, record.epoch, sum);
+        internode_->combine_sum(*plan, record.epoch, sum);
       else
         sum(0, plan->tokens);
       count_wire(*plan);
@@ -451,7 +451,7 @@ std::shared_ptr<const Plan> Communicator::reusable_plan(uint64_t hash, const Pla
   for (auto it = begin; it != end; ++it) {
     auto plan = it->second.lock();
     if (plan && plan->shape == shape && plan->tokens == tokens && (!newest || plan->id > newest->id) &&
-        std::equal(ids, ids + count, plan->home_ids.begin()))
+        std::equal(ids, ids + count, plan->local_topk_idx.begin()))
       newest = std::move(plan);
   }
   return newest;

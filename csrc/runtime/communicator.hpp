@@ -72,7 +72,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// rank's.
   void connect_threads(std::vector<std::byte*> bases);
   /// With several nodes, after connect: the ways to the rail. Peers of both are numbered by node.
-  void connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links);
+  void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   std::byte* base() const { return windows_[own_index()].base(); }
   /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is
   /// closed.

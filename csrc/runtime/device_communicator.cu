@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "common/start_thread.hpp"
+#include "device/comm.cuh"
 #include "runtime/device_communicator.hpp"
-#include "transport/device/comm.cuh"
 
 namespace moecomm {
 namespace {
@@ -124,8 +124,8 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   overlaps_ = major >= 9;
   limit_sms(config_.num_sms);
   for (const cudaError_t error :
-       {intranode::prepare_send(s, overlaps_), intranode::prepare_receive(s, overlaps_),
-        intranode::prepare_reduce(s), intranode::prepare_sum(s), intranode::prepare_announce()})
+       {gpu::prepare_dispatch_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
+        gpu::prepare_combine_reduce(s), gpu::prepare_combine_sum(s), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -237,9 +237,10 @@ std::string DeviceCommunicator::gpu_bus_id() const {
   return text;
 }
 
-void DeviceCommunicator::connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links) {
-  require_message_size(*remote, control_layout_.shape);
-  proxy_ = std::make_unique<Proxy>(control_layout_, config_.rank, base(), *signals_, std::move(remote),
+void DeviceCommunicator::connect_nodes(std::unique_ptr<Transport> transport,
+                                       std::unique_ptr<tcp::Links> links) {
+  require_message_size(*transport, control_layout_.shape);
+  proxy_ = std::make_unique<Proxy>(control_layout_, config_.rank, base(), *signals_, std::move(transport),
                                    std::move(links), config_.timeout_seconds, config_.first_epoch);
 }
 
@@ -271,10 +272,10 @@ void DeviceCommunicator::watch() {
 device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
 
 void DeviceCommunicator::limit_sms(int32_t num_sms) {
-  heuristics_ = intranode::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1);
+  heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1);
 }
 
-intranode::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
+gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
   return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
 }
 
@@ -381,14 +382,14 @@ void DeviceCommunicator::abandon() {
   if (!pending_) return;
   const Sent begun = *pending_;
   pending_.reset();
-  const intranode::SendArguments& sent = begun.arguments;
-  check_cuda(intranode::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire),
-                                       sent.operation, sent.tokens, sent.apart ? begun.blocks : 0),
+  const gpu::SendArguments& sent = begun.arguments;
+  check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire), sent.operation,
+                                 sent.tokens, sent.apart ? begun.blocks : 0),
              "launch of abandon");
   if (sent.apart || begun.later) join_side(pending_stream_);
 }
 
-void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream) {
+void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
   arguments.warps = heuristics_.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = !overlaps_;
@@ -397,29 +398,29 @@ void DeviceCommunicator::send(WireFormat wire, intranode::SendArguments argument
   const bool later = most > comm(wire)->window.stage_tokens;
   if (arguments.apart || later) fork_side(stream);
   const int blocks = heuristics_.send_blocks + heuristics_.relay_blocks;
-  check_cuda(intranode::launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
-                                    *comm(wire), arguments),
+  check_cuda(gpu::launch_dispatch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
+                                       *comm(wire), arguments),
              "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later};
   pending_stream_ = stream;
 }
 
 /// What was sent last.
-void DeviceCommunicator::receive(intranode::ReceiveArguments arguments, cudaStream_t stream) {
+void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t stream) {
   const Sent begun = *pending_;
-  intranode::SendArguments sent = begun.arguments;
+  gpu::SendArguments sent = begun.arguments;
   arguments.operation = sent.operation;
   arguments.x = sent.x;
   arguments.plan = sent.plan;
   arguments.layout = sent.layout;
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
-  check_cuda(intranode::launch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart),
-                                       *comm(begun.wire), arguments),
+  check_cuda(gpu::launch_dispatch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart),
+                                          *comm(begun.wire), arguments),
              "launch of a dispatch (receiving)");
   pending_.reset();
   if (begun.later) {
     sent.later = sent.apart = true;
-    check_cuda(intranode::launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
+    check_cuda(gpu::launch_dispatch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
                "launch of a dispatch (sending what waits for room)");
   }
   if (sent.apart) join_side(stream);
@@ -429,7 +430,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  intranode::SendArguments arguments{};
+  gpu::SendArguments arguments{};
   arguments.operation = Operation::dispatch;
   arguments.x = d.x;
   arguments.x_scales = d.x_scales;
@@ -479,7 +480,7 @@ void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& outpu
   if (!pending_ || pending_->arguments.operation != Operation::dispatch)
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
   const DeviceGuard guard(config_.device);
-  intranode::ReceiveArguments arguments{};
+  gpu::ReceiveArguments arguments{};
   arguments.rows = rows;
   arguments.out = output.out;
   arguments.out_scales = output.out_scales;
@@ -493,7 +494,7 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
-  intranode::SendArguments arguments{};
+  gpu::SendArguments arguments{};
   arguments.operation = Operation::redispatch;
   arguments.x = r.x;
   arguments.plan = r.plan;
@@ -501,7 +502,7 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   arguments.layout = r.layout;
   send(WireFormat::same, arguments, stream);
   ++stats_.dispatch_calls;
-  intranode::ReceiveArguments output{};
+  gpu::ReceiveArguments output{};
   output.rows = r.rows;
   output.out = r.out;
   output.scales = r.scales;
@@ -510,19 +511,19 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   receive(output, stream);
 }
 
-void DeviceCommunicator::combine(const intranode::CombineArguments& arguments, cudaStream_t stream) {
+void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
   abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
   const int blocks = heuristics_.reduce_blocks + heuristics_.relay_blocks;
-  intranode::CombineArguments all = arguments;
+  gpu::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
   all.senders = overlaps_ ? 0 : blocks;
   if (!overlaps_) fork_side(stream);
-  check_cuda(intranode::launch_reduce(launch(overlaps_ ? stream : side_stream_, blocks, false), comm, all),
+  check_cuda(gpu::launch_combine_reduce(launch(overlaps_ ? stream : side_stream_, blocks, false), comm, all),
              "launch of combine (owners)");
-  check_cuda(intranode::launch_sum(launch(stream, heuristics_.sum_blocks, true), comm, all),
+  check_cuda(gpu::launch_combine_sum(launch(stream, heuristics_.sum_blocks, true), comm, all),
              "launch of combine (home)");
   if (!overlaps_) join_side(stream);
   ++stats_.combine_calls;
@@ -536,8 +537,8 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
   const size_t length = std::min(text.size(), size_t{kErrorText - 1});
   std::memcpy(target, text.data(), length);
   target[length] = 0;
-  check_cuda(intranode::launch_announce(launch(stream, 1, false), *comm(WireFormat::same),
-                                        static_cast<uint32_t>(kind), target),
+  check_cuda(gpu::launch_announce(launch(stream, 1, false), *comm(WireFormat::same),
+                                  static_cast<uint32_t>(kind), target),
              "launch of an error's announcement");
 }
 

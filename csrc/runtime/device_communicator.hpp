@@ -1,5 +1,5 @@
 // The communicator of one rank on a GPU: starts the kernels of dispatch and combine on the caller's stream
-// (kernels/intranode), and reads what they report through pinned memory. Owns neither the window (device
+// (kernels/gpu), and reads what they report through pinned memory. Owns neither the window (device
 // memory that all ranks have mapped; the caller makes it) nor outputs and plans. Knows nothing of torch.
 //
 // One call at a time; the caller serialises. Only wait_rows waits for the device, and nothing synchronises
@@ -18,7 +18,7 @@
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
-#include "kernels/intranode/arguments.hpp"
+#include "kernels/gpu/arguments.hpp"
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 #include "layout/host_status.hpp"
@@ -102,7 +102,7 @@ class DeviceCommunicator {
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
   /// With several nodes, after connect: the ways to the rail. Peers of both are numbered by node.
-  void connect_nodes(std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links);
+  void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   /// The control segment with several nodes: what other nodes write to, and what leaves for them.
   const WindowLayout& layout() const { return control_layout_; }
   std::byte* base() const { return control_[own_index()].base(); }
@@ -124,7 +124,7 @@ class DeviceCommunicator {
   void finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream);
 
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
-  void combine(const intranode::CombineArguments& arguments, cudaStream_t stream);
+  void combine(const gpu::CombineArguments& arguments, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 
@@ -146,7 +146,7 @@ class DeviceCommunicator {
  private:
   struct Pinned;  // HostStatus, losses, texts
   struct Sent {
-    intranode::SendArguments arguments;
+    gpu::SendArguments arguments;
     WireFormat wire;
     int blocks;
     bool later;  ///< chunks that wait for room may be left to be sent
@@ -154,11 +154,11 @@ class DeviceCommunicator {
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   device::Rail rail() const;
-  intranode::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
+  gpu::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
   void fork_side(cudaStream_t stream);
   void join_side(cudaStream_t stream);
-  void send(WireFormat wire, intranode::SendArguments arguments, cudaStream_t stream);
-  void receive(intranode::ReceiveArguments arguments, cudaStream_t stream);
+  void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
+  void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
   void abandon();
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -169,7 +169,7 @@ class DeviceCommunicator {
   DeviceConfig config_;
   DeviceWindow window_;
   int sms_ = 0;  // of the device
-  intranode::Heuristics heuristics_;
+  gpu::Heuristics heuristics_;
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
   const NodeMap nodes_;

@@ -11,8 +11,8 @@ constexpr const char* kRowsPhase = "rows from another node";
 }  // namespace
 
 Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases,
-                     shm::Signals& signals, std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links,
-                     double timeout_seconds, uint64_t first_epoch)
+                     shm::Signals& signals, std::unique_ptr<Transport> transport,
+                     std::unique_ptr<tcp::Links> links, double timeout_seconds, uint64_t first_epoch)
     : layout_(layout),
       nodes_(layout.shape.nodes()),
       rank_(rank),
@@ -21,7 +21,7 @@ Internode::Internode(const WindowLayout& layout, int32_t rank, std::vector<std::
       bases_(std::move(bases)),
       signals_(signals),
       slot_target_(static_cast<size_t>(layout.shape.staging_chunks()), -1),
-      proxy_(layout, rank, own(), signals, std::move(remote), std::move(links), timeout_seconds,
+      proxy_(layout, rank, own(), signals, std::move(transport), std::move(links), timeout_seconds,
              first_epoch) {}
 
 const std::byte* Internode::rows(int32_t rank, uint64_t epoch) const {
@@ -124,9 +124,9 @@ void Internode::send_rows(const cpu::Context& context, const RelayRoutes& routes
                     rows = std::min(chunk_rows, static_cast<int64_t>(tokens.size()) - first);
       if (rows <= 0) continue;
       const int64_t slot = take_slot(other, epoch);
-      cpu::stage_rows(context, x,
-                      std::span(tokens).subspan(static_cast<size_t>(first), static_cast<size_t>(rows)),
-                      staging(slot));
+      cpu::dispatch_send_chunk(
+          context, x, std::span(tokens).subspan(static_cast<size_t>(first), static_cast<size_t>(rows)),
+          staging(slot));
       push_chunk(other, chunk, slot, rows, epoch);
     }
 }
@@ -216,9 +216,9 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
       if (round >= tasks[static_cast<size_t>(local)].size()) continue;
       const Task& task = tasks[static_cast<size_t>(local)][round];
       const auto [first, end] = range(task, local);
-      cpu::reduce_partials(context, plan, arguments,
-                           nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local), first, end,
-                           partials(local, number));
+      cpu::combine_reduce_relayed(context, plan, arguments,
+                                  nodes_.rank_of(NodeMap::node_of_other(task.other, node_), local), first,
+                                  end, partials(local, number));
     }
     signals_.store(&progress(rank_).reduced, number + 1);
   };
@@ -230,8 +230,8 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
       const auto [first, end] = range(task, own_local);
       const int64_t slot = take_slot(task.other, epoch);
       if (!alone) signals_.wait_node(counter(&RelayProgress::reduced), number + 1, epoch, "sums of the node");
-      cpu::sum_partials(context, plan, arguments, task.other, first, end,
-                        alone ? nullptr : partials(own_local, number), staging(slot));
+      cpu::combine_sum_relayed(context, plan, arguments, task.other, first, end,
+                               alone ? nullptr : partials(own_local, number), staging(slot));
       push_chunk(task.other, task.chunk, slot, end - first, epoch);
     }
     if (!alone) signals_.store(&progress(rank_).summed, number + 1);
@@ -268,7 +268,8 @@ void Internode::wait_grads(const Plan& plan, uint64_t epoch) {
       wait_part(rail(other), shape.chunks(shape.max_tokens) + piece, epoch, "gradients from another node");
 }
 
-void Internode::sum_home(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum) {
+void Internode::combine_sum(const Plan& plan, uint64_t epoch,
+                            const std::function<void(int64_t, int64_t)>& sum) {
   const int64_t chunk_rows = layout_.shape.chunk_rows();
   std::vector<int64_t> arrived(static_cast<size_t>(others_), 0);  // chunks
   for (int64_t first = 0; first < plan.tokens; first += chunk_rows) {

@@ -17,7 +17,7 @@ class Internode {
  public:
   /// bases[i] is the window of the node's rank i as mapped here.
   Internode(const WindowLayout& layout, int32_t rank, std::vector<std::byte*> bases, shm::Signals& signals,
-            std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds,
+            std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
             uint64_t first_epoch);
 
   Proxy& proxy() { return proxy_; }
@@ -55,7 +55,7 @@ class Internode {
   /// Sends the gradients that this node has for the rail.
   void send_grads(const Plan& plan, uint64_t epoch);
   /// Sums of tokens as far as they have arrived: calls sum(first, end) for parts of the own tokens in order.
-  void sum_home(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
+  void combine_sum(const Plan& plan, uint64_t epoch, const std::function<void(int64_t, int64_t)>& sum);
   /// Returns when the gradients of the own tokens' weights have arrived from all other nodes.
   void wait_grads(const Plan& plan, uint64_t epoch);
 

@@ -29,8 +29,8 @@ CommandRing make_ring(const WindowLayout& layout, std::byte* base) {
 
 }  // namespace
 
-void require_message_size(const Remote& remote, const WindowShape& shape) {
-  const RemoteCaps& caps = remote.caps();
+void require_message_size(const Transport& transport, const WindowShape& shape) {
+  const TransportCaps& caps = transport.caps();
   if (caps.max_message < shape.largest_put())
     throw Error(ErrorKind::unsupported, "provider " + caps.provider + " takes messages of at most " +
                                             std::to_string(caps.max_message) +
@@ -39,7 +39,7 @@ void require_message_size(const Remote& remote, const WindowShape& shape) {
 }
 
 Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
-             std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds,
+             std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
              uint64_t first_epoch)
     : layout_(layout),
       nodes_(layout.shape.nodes()),
@@ -48,8 +48,8 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       others_(nodes_.nodes() - 1),
       base_(base),
       signals_(signals),
-      remote_(std::move(remote)),
-      caps_(remote_->caps()),
+      transport_(std::move(transport)),
+      caps_(transport_->caps()),
       links_(std::move(links)),
       timeout_seconds_(timeout_seconds),
       ring_(make_ring(layout, base)),
@@ -75,7 +75,7 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
 Proxy::~Proxy() {
   if (getpid() != owner_) {
     // A forked child has neither the thread nor a right to the parent's network resources.
-    static_cast<void>(remote_.release());
+    static_cast<void>(transport_.release());
     static_cast<void>(links_.release());
     static_cast<void>(thread_.release());
     return;
@@ -112,7 +112,7 @@ void Proxy::close(bool drain) noexcept {
   thread_->join();
   thread_.reset();
   links_->close(kLinksSeconds);
-  remote_.reset();
+  transport_.reset();
 }
 
 void Proxy::run() {
@@ -136,7 +136,7 @@ void Proxy::run() {
     // While bytes are on their way the thread of a GPU stays awake: the ranks' own threads have nothing to do
     // then.
     const bool stay_awake = layout_.shape.for_device() && (busy || moving());
-    remote_->stay_awake(stay_awake);
+    transport_->stay_awake(stay_awake);
     backoff_.turn(busy, stay_awake);
   }
 }
@@ -234,8 +234,8 @@ bool Proxy::issue() {
       // Nobody will read it; who waits for the slot is told of the loss by its signals.
       put_done(put.context);
     } else {
-      if (!remote_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
-                        put.context)) {
+      if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
+                           put.context)) {
         ++refused;
         continue;
       }
@@ -259,17 +259,17 @@ void Proxy::put_done(uint64_t context) {
 
 bool Proxy::take_events() {
   events_.clear();
-  remote_->poll(events_);
-  for (const RemoteEvent& event : events_) {
+  transport_->poll(events_);
+  for (const TransportEvent& event : events_) {
     switch (event.kind) {
-      case RemoteEvent::Kind::sent:
+      case TransportEvent::Kind::sent:
         ++outbound_[static_cast<size_t>(NodeMap::other(event.peer, node_))].left;
         put_done(event.context);
         break;
-      case RemoteEvent::Kind::arrived:
+      case TransportEvent::Kind::arrived:
         arrived(event.immediate);
         break;
-      case RemoteEvent::Kind::failed:
+      case TransportEvent::Kind::failed:
         for (int32_t other = 0; other < others_; ++other)
           if (event.peer < 0 || NodeMap::node_of_other(other, node_) == event.peer)
             suspect(other, event.text);
@@ -409,7 +409,7 @@ void Proxy::tell_failures(Clock::time_point now) {
 void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
   Inbound& in = inbound_[static_cast<size_t>(other)];
   outbound_[static_cast<size_t>(other)].gone = true;
-  if (cause == Cause::ended) remote_->forget(NodeMap::node_of_other(other, node_));
+  if (cause == Cause::ended) transport_->forget(NodeMap::node_of_other(other, node_));
   if (in.gone) return;
   in.gone = true;
   {

@@ -21,9 +21,9 @@
 #include "common/deadline.hpp"
 #include "layout/window.hpp"
 #include "runtime/command_ring.hpp"
-#include "transport/remote.hpp"
 #include "transport/shm/signal.hpp"
 #include "transport/tcp/links.hpp"
+#include "transport/transport.hpp"
 
 namespace moecomm {
 
@@ -35,15 +35,15 @@ struct WireStats {
 };
 
 /// Throws Error(unsupported) if a network does not take puts as large as those between windows of `shape`.
-void require_message_size(const Remote& remote, const WindowShape& shape);
+void require_message_size(const Transport& transport, const WindowShape& shape);
 
 class Proxy {
  public:
-  /// `base` is the own window. Starts the thread. Peers of `remote` and `links` are numbered by node. What
+  /// `base` is the own window. Starts the thread. Peers of `transport` and `links` are numbered by node. What
   /// this rank gives up on is told to the rail as long as this object lives, which `signals` must outlive.
   /// The first record of every peer is that of `first_epoch`.
   Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Signals& signals,
-        std::unique_ptr<Remote> remote, std::unique_ptr<tcp::Links> links, double timeout_seconds,
+        std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links, double timeout_seconds,
         uint64_t first_epoch = 1);
   ~Proxy();
 
@@ -57,7 +57,7 @@ class Proxy {
   void announce_loss(int32_t peer, Cause cause) noexcept;
   /// Why a rank of another node can't be reached, if the network said so.
   std::string reason(int32_t peer) const;
-  const RemoteCaps& caps() const { return caps_; }
+  const TransportCaps& caps() const { return caps_; }
   WireStats& stats() { return stats_; }
   const WireStats& stats() const { return stats_; }
 
@@ -124,8 +124,8 @@ class Proxy {
   const int32_t rank_, node_, others_;
   std::byte* const base_;
   shm::Signals& signals_;
-  std::unique_ptr<Remote> remote_;
-  const RemoteCaps caps_;
+  std::unique_ptr<Transport> transport_;
+  const TransportCaps caps_;
   std::unique_ptr<tcp::Links> links_;
   const double timeout_seconds_;
 
@@ -138,7 +138,7 @@ class Proxy {
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
   std::vector<int64_t> staged_rows_;  // of the chunk in each staging slot
-  std::vector<RemoteEvent> events_;
+  std::vector<TransportEvent> events_;
   std::vector<tcp::LinkEvent> words_;
   int32_t next_ = 0;
   Clock::time_point next_words_{};

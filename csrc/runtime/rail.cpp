@@ -5,8 +5,8 @@
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
-#include "transport/fabric/shuffle.hpp"
-#include "transport/interface.hpp"
+#include "transport/fabric/shuffled_transport.hpp"
+#include "transport/network_interface.hpp"
 
 namespace moecomm {
 namespace {
@@ -44,18 +44,19 @@ Rail::Rail(const RailOptions& options, const WindowLayout& layout, std::byte* ba
           tcp::LinkOptions{options.job, node(), options.nodes.nodes(), interface_for_links(options.interface),
                            std::max(kLeastSilence, options.timeout_seconds)})) {}
 
-std::vector<std::byte> Rail::card() const {
-  std::vector<std::vector<std::byte>> cards;
-  for (const std::unique_ptr<fabric::FabricRemote>& lane : lanes_) cards.push_back(lane->card());
-  return fabric::pack_cards(cards);
+std::vector<std::byte> Rail::endpoint_address() const {
+  std::vector<std::vector<std::byte>> endpoint_addresses;
+  for (const std::unique_ptr<fabric::FabricTransport>& lane : lanes_)
+    endpoint_addresses.push_back(lane->endpoint_address());
+  return fabric::pack_endpoint_addresses(endpoint_addresses);
 }
 
 /// Hosts may differ in what they have: the lanes that all peers have are used, the others closed.
-void Rail::introduce(const std::vector<std::vector<std::byte>>& cards) {
+void Rail::introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses) {
   std::vector<std::vector<std::vector<std::byte>>> of_peers;  // [peer][lane]
   size_t lanes = lanes_.size();
-  for (const std::vector<std::byte>& card : cards) {
-    of_peers.push_back(fabric::unpack_cards(card));
+  for (const std::vector<std::byte>& endpoint_address : endpoint_addresses) {
+    of_peers.push_back(fabric::unpack_endpoint_addresses(endpoint_address));
     lanes = std::min(lanes, of_peers.back().size());
   }
   lanes_.resize(lanes);
@@ -74,11 +75,11 @@ void Rail::connect_lanes(double timeout_seconds, const std::function<void()>& in
   };
   if (lanes_.size() == 1) {
     lanes_.front()->connect(timeout_seconds, look);
-    remote_ = std::move(lanes_.front());
+    transport_ = std::move(lanes_.front());
   } else {
-    auto laned = std::make_unique<fabric::LanedRemote>(std::move(lanes_));
+    auto laned = std::make_unique<fabric::LanedTransport>(std::move(lanes_));
     laned->connect(timeout_seconds, look);
-    remote_ = std::move(laned);
+    transport_ = std::move(laned);
   }
   lanes_.clear();
 }
@@ -96,10 +97,10 @@ void Rail::require_peers() {
   }
 }
 
-void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
+void Rail::connect(const std::vector<std::vector<std::byte>>& endpoint_addresses,
                    const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
   try {
-    introduce(cards);
+    introduce(endpoint_addresses);
     const auto start = Clock::now();
     links_->connect(endpoints, options_.timeout_seconds, interrupt);
     const std::chrono::duration<double> spent = Clock::now() - start;
@@ -122,9 +123,9 @@ void Rail::connect(const std::vector<std::vector<std::byte>>& cards,
   }
 }
 
-std::unique_ptr<Remote> Rail::take_remote() {
-  if (options_.shuffle == 0) return std::move(remote_);
-  return std::make_unique<fabric::ShuffledRemote>(std::move(remote_), options_.shuffle);
+std::unique_ptr<Transport> Rail::take_transport() {
+  if (options_.shuffle == 0) return std::move(transport_);
+  return std::make_unique<fabric::ShuffledTransport>(std::move(transport_), options_.shuffle);
 }
 
 }  // namespace moecomm

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "layout/window.hpp"
-#include "transport/fabric/lanes.hpp"
+#include "transport/fabric/laned_transport.hpp"
 #include "transport/tcp/links.hpp"
 
 namespace moecomm {
@@ -29,28 +29,28 @@ class Rail {
   /// Registers the part of the window at `base` that other nodes write to or that leaves for them.
   Rail(const RailOptions& options, const WindowLayout& layout, std::byte* base);
 
-  /// The cards of all lanes.
-  std::vector<std::byte> card() const;
+  /// The endpoint addresses of all lanes.
+  std::vector<std::byte> endpoint_address() const;
   const std::string& endpoint() const { return links_->endpoint(); }
   /// Connects to all peers, within one and a half times the timeout, by as many lanes as all of them have.
-  /// Errors as those of tcp::Links::connect and fabric::FabricRemote::connect, and Error(peer_lost) as soon
-  /// as a peer gives up. After an error only the destructor is left.
-  void connect(const std::vector<std::vector<std::byte>>& cards, const std::vector<std::string>& endpoints,
-               const std::function<void()>& interrupt);
+  /// Errors as those of tcp::Links::connect and fabric::FabricTransport::connect, and Error(peer_lost) as
+  /// soon as a peer gives up. After an error only the destructor is left.
+  void connect(const std::vector<std::vector<std::byte>>& endpoint_addresses,
+               const std::vector<std::string>& endpoints, const std::function<void()>& interrupt);
 
   /// After connect(), once.
-  std::unique_ptr<Remote> take_remote();
+  std::unique_ptr<Transport> take_transport();
   std::unique_ptr<tcp::Links> take_links() { return std::move(links_); }
 
  private:
   int32_t node() const { return options_.nodes.node_of(options_.rank); }
-  void introduce(const std::vector<std::vector<std::byte>>& cards);
+  void introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses);
   void connect_lanes(double timeout_seconds, const std::function<void()>& interrupt);
   void require_peers();
 
   const RailOptions options_;
-  std::vector<std::unique_ptr<fabric::FabricRemote>> lanes_;  // until they are connected
-  std::unique_ptr<Remote> remote_;
+  std::vector<std::unique_ptr<fabric::FabricTransport>> lanes_;  // until they are connected
+  std::unique_ptr<Transport> transport_;
   std::unique_ptr<tcp::Links> links_;
 };
 

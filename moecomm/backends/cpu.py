@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -13,21 +12,14 @@ import numpy as np
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import (
-    DispatchCall,
-    PlanFields,
-    RawDispatch,
-    TensorPlan,
-    check_host_room,
-    describe,
-    introduce,
-    meet,
-)
+from moecomm.arguments import weight_dtype
+from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan
 from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported, kind_of
-from moecomm.memory import plan_memory, window_shape
-from moecomm.rendezvous import Rendezvous
-from moecomm.routing import weight_dtype
+from moecomm.setup.devices import default_threads
+from moecomm.setup.handshake import check_host_room, connect, describe, handshake
+from moecomm.setup.memory_plan import plan_memory, window_shape
+from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import Layout, PlanViews, Work
 
 Result = TypeVar("Result")
@@ -35,11 +27,6 @@ Finished = TypeVar("Finished")
 
 # Smaller outputs come from torch's own allocator: recycling pages pays only from here on.
 _POOLED_BYTES = 1 << 16
-
-
-def default_threads(local_ranks: int) -> int:
-    """Threads a rank: the cores that this process may use, shared by the ranks of the host."""
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 class _Begun(NamedTuple):
@@ -88,7 +75,7 @@ class CpuBackend:
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         arguments: dict[str, Any],
         argument_error: MoecommError | None,
         dtype: torch.dtype,
@@ -100,13 +87,13 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._pool = _C.HostPool()
-        party = meet(meeting, arguments, argument_error)
-        self.nodes = party.nodes
+        group_info = handshake(rendezvous, arguments, argument_error)
+        self.nodes = group_info.nodes
 
         self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
-        local_experts = arguments["num_experts"] // meeting.size
+        local_experts = arguments["num_experts"] // rendezvous.size
         shape = window_shape(
-            ranks=meeting.size,
+            ranks=rendezvous.size,
             top_k=self.top_k,
             hidden=self.hidden,
             max_tokens=arguments["max_tokens"],
@@ -114,26 +101,26 @@ class CpuBackend:
             ranks_per_node=self.nodes.ranks_per_node,
         )
         self.memory = plan_memory(shape, self.nodes.ranks_per_node)
-        self.plan_fields = _plan_fields(local_experts, meeting.size)
+        self.plan_fields = _plan_fields(local_experts, rendezvous.size)
         self._plan_keys = itertools.count()
         self._plans: WeakValueDictionary[int, _PlanWords] = WeakValueDictionary()
-        check_host_room(meeting, party, self.memory.committed_bytes)
-        host_ranks = party.host_ranks(meeting.rank)
+        check_host_room(rendezvous, group_info, self.memory.committed_bytes)
+        host_ranks = group_info.host_ranks(rendezvous.rank)
         self.num_sms = threads or default_threads(host_ranks)
-        self._native = introduce(
-            meeting,
-            party,
+        self._native = connect(
+            rendezvous,
+            group_info,
             lambda: _C.Communicator(
                 shape=shape,
-                rank=meeting.rank,
+                rank=rendezvous.rank,
                 num_experts=arguments["num_experts"],
                 threads=self.num_sms,
-                timeout=meeting.timeout,
+                timeout=rendezvous.timeout,
                 host_ranks=host_ranks,
                 first_epoch=arguments["MOECOMM_FIRST_EPOCH"],
             ),
             link=lambda native: native.link_window(),
-            connect=lambda native, names, pids: native.connect(names, pids),
+            map_peers=lambda native, names, pids: native.connect(names, pids),
             unlink=lambda native: native.unlink_window(),
         )
         self.network_lanes = self._native.network_lanes()

@@ -16,23 +16,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from moecomm import _C
-from moecomm.backends.base import (
-    DispatchCall,
-    Party,
-    PlanFields,
-    RawDispatch,
-    TensorPlan,
-    check_host_room,
-    describe,
-    introduce,
-    meet,
-)
-from moecomm.backends.device import CudaDevice
+from moecomm.arguments import SCALE_COLUMNS, WIRE_FP8, weight_dtype
+from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan
 from moecomm.backends.side_work import SideWork
+from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
-from moecomm.memory import device_shape, plan_device_memory
-from moecomm.rendezvous import Rendezvous
-from moecomm.routing import SCALE_COLUMNS, WIRE_FP8, weight_dtype
+from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
+from moecomm.setup.memory_plan import device_shape, plan_device_memory
+from moecomm.setup.rendezvous import Rendezvous
 from moecomm.types import Work
 
 Result = TypeVar("Result")
@@ -59,14 +50,14 @@ class CudaBackend:
     def __init__(
         self,
         device: torch.device,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         arguments: dict[str, Any],
         argument_error: MoecommError | None,
         dtype: torch.dtype,
         num_sms: int | None,
     ) -> None:
-        """`arguments`, `argument_error`: as in `backends.base.meet`. `num_sms`: SMs of one operation; None:
-        what the runtime finds best."""
+        """`arguments`, `argument_error`: as in `setup.handshake.handshake`. `num_sms`: SMs of one operation;
+        None: what the runtime finds best."""
         self.device, self.dtype = device, dtype
         self._weight_dtype = weight_dtype(dtype)
         self._layouts = {"expert": _C.RowLayout.expert, "rank": _C.RowLayout.rank}
@@ -83,12 +74,12 @@ class CudaBackend:
         self._stats_before: dict[str, float] = {}
 
         with self._gpu.current():
-            party = self._meet(meeting, arguments, argument_error)
-            self.nodes = party.nodes
+            group_info = self._handshake(rendezvous, arguments, argument_error)
+            self.nodes = group_info.nodes
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self._scale_columns = -(-self.hidden // SCALE_COLUMNS)
             shape = device_shape(
-                ranks=meeting.size,
+                ranks=rendezvous.size,
                 num_experts=arguments["num_experts"],
                 top_k=self.top_k,
                 hidden=self.hidden,
@@ -106,14 +97,14 @@ class CudaBackend:
                 offsets=_slice(fields["offsets"]),
                 source_ends=_slice(fields["source_ends"]),
             )
-            self._check_room(meeting, party)
+            self._check_room(rendezvous, group_info)
             self._kinds = {  # what new tensors are like
                 each: torch.empty(0, dtype=each, device=device)
                 for each in (dtype, self._weight_dtype, torch.int32, torch.float32, WIRE_FP8)
             }
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
-            self._native, window = self._connect(meeting, party, shape, num_sms or 0)
+            self._native, window = self._connect(rendezvous, group_info, shape, num_sms or 0)
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
@@ -122,27 +113,29 @@ class CudaBackend:
 
     # -- construction ----------------------------------------------------------------------------------
 
-    def _meet(self, meeting: Rendezvous, arguments: dict[str, Any], error: MoecommError | None) -> Party:
-        party = meet(meeting, arguments, error, lambda: {"gpu": self._gpu.uuid()})
+    def _handshake(
+        self, rendezvous: Rendezvous, arguments: dict[str, Any], error: MoecommError | None
+    ) -> GroupInfo:
+        group_info = handshake(rendezvous, arguments, error, lambda: {"gpu": self._gpu.uuid()})
         seen: dict[str, int] = {}
-        for rank, message in enumerate(party.messages):
+        for rank, message in enumerate(group_info.messages):
             other = seen.setdefault(message["gpu"], rank)
             if other != rank:
                 raise InvalidArgument(
                     f"device of ranks {other} and {rank} is the same GPU ({message['gpu']}), expected one "
                     "for each rank: call torch.cuda.set_device(local_rank) first, or pass device"
                 )
-        return party
+        return group_info
 
-    def _check_room(self, meeting: Rendezvous, party: Party) -> None:
+    def _check_room(self, rendezvous: Rendezvous, group_info: GroupInfo) -> None:
         needed = self.memory.committed_bytes
 
         def look() -> dict[str, Any]:
             return {"available": _translated(lambda: self._gpu.free_bytes(needed))}
 
         if self.memory.host_bytes:
-            check_host_room(meeting, party, self.memory.host_bytes)
-        messages = meeting.step("construction: memory", look)
+            check_host_room(rendezvous, group_info, self.memory.host_bytes)
+        messages = rendezvous.step("construction: memory", look)
         for rank, message in enumerate(messages):
             available = int(message["available"])
             if needed > available:
@@ -154,29 +147,32 @@ class CudaBackend:
                 )
 
     def _connect(
-        self, meeting: Rendezvous, party: Party, shape: _C.DeviceShape, num_sms: int
+        self, rendezvous: Rendezvous, group_info: GroupInfo, shape: _C.DeviceShape, num_sms: int
     ) -> tuple[_C.DeviceCommunicator, Any]:
-        from moecomm.symmetric import SymmetricMemory
+        from moecomm.setup.symmetric_memory import SymmetricMemory
 
         # Its memory is zero before any rank gets past it, so none can signal into what is cleared later.
         window = SymmetricMemory(
-            meeting, self.memory.total_bytes, self._gpu.index, ranks=self.nodes.local_ranks(meeting.rank)
+            rendezvous,
+            self.memory.total_bytes,
+            self._gpu.index,
+            ranks=self.nodes.local_ranks(rendezvous.rank),
         )
         try:
-            native = introduce(
-                meeting,
-                party,
+            native = connect(
+                rendezvous,
+                group_info,
                 lambda: _C.DeviceCommunicator(
                     shape=shape,
-                    rank=meeting.rank,
-                    timeout=meeting.timeout,
+                    rank=rendezvous.rank,
+                    timeout=rendezvous.timeout,
                     num_sms=num_sms,
                     device=self._gpu.index,
-                    host_ranks=party.host_ranks(meeting.rank),
-                    first_epoch=party.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
+                    host_ranks=group_info.host_ranks(rendezvous.rank),
+                    first_epoch=group_info.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
                 ),
                 link=lambda native: native.link_control(),
-                connect=lambda native, names, pids: native.connect(list(window.bases), names, pids),
+                map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),
                 unlink=lambda native: native.unlink_control(),
             )
         except BaseException:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from moecomm.backends.base import RawDispatch
-from moecomm.backends.device import CudaDevice
+from moecomm.device.cuda_device import CudaDevice
 
 Result = TypeVar("Result")
 Outcome = TypeVar("Outcome")

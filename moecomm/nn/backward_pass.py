@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecomm.activation import weighted_activation_backward, weighted_activation_backward_into
+from moecomm.arguments import weight_dtype
+from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_backward_into
 from moecomm.nn.passes import Call, Deferred, without_autocast
 from moecomm.nn.pool import Ticket
 from moecomm.overlap import Results, backward_schedule, in_turns
-from moecomm.routing import weight_dtype
 from moecomm.types import Handle
 
 

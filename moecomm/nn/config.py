@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.errors import InvalidArgument
-from moecomm.quantize import QUANTUM
+from moecomm.kernels.quantize import QUANTUM
 
 _CHOICES = {
     "activation": ("swiglu", "gelu"),

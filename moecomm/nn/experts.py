@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moecomm.activation import weighted_activation
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.activation import weighted_activation
+from moecomm.kernels.grouped_mm import grouped_matmul
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.fp8 import make_products
-from moecomm.nn.grouped import grouped_matmul
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
 
 Run = Callable[[Tensor], Tensor]

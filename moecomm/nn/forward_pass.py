@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moecomm.activation import INPUTS, weighted_activation_into
+from moecomm.kernels.activation import INPUTS, weighted_activation_into
 from moecomm.nn.passes import Call, Weights, without_autocast
 from moecomm.nn.pool import Ticket
 from moecomm.overlap import Results, forward_schedule, in_turns, recompute_schedule

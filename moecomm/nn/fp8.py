@@ -1,5 +1,5 @@
-"""The products of the experts in fp8: operands in e4m3 with a scale a row (moecomm.quantize), results in
-bfloat16.
+"""The products of the experts in fp8: operands in e4m3 with a scale a row (moecomm.kernels.quantize),
+results in bfloat16.
 
     h  = x W_in      rows of x by columns of W_in         dx = dh W_in^T    rows of dh by rows of W_in
     y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
@@ -20,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moecomm.errors import Unsupported
+from moecomm.kernels.grouped_mm import PlainProducts, Products
+from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels.scaled_mm import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.grouped import PlainProducts, Products
 from moecomm.nn.parameters import is_expert_parameter
-from moecomm.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.scaled import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
 
 
 def make_products(config: MoEConfig, device: torch.device) -> Products:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
-from moecomm.nn.capacity import rows_for_headroom
 from moecomm.nn.layer import MoELayer
+from moecomm.nn.overflow_check import Verdict
 from moecomm.nn.pool import ActivationPool, lost_rows
 from moecomm.nn.recorder import CudaRecorder, Recorder
-from moecomm.nn.verdict import Verdict
+from moecomm.nn.token_dropping import rows_for_headroom
 from moecomm.types import AnyGroup, Group, as_group
 
 _log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecomm.activation import prepare as prepare_activation
-from moecomm.backends.device import CudaDevice
+from moecomm.arguments import require_integer
 from moecomm.communicator import Communicator
+from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
-from moecomm.nn.capacity import rows_at_worst, tokens_per_expert_limit
+from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
@@ -25,8 +25,8 @@ from moecomm.nn.own_experts import adopt_experts, combine_own_experts
 from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
+from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.overlap import Executor, Keep, Split, Timeline, sms_beside_products
-from moecomm.routing import require_integer
 from moecomm.types import AnyGroup
 
 

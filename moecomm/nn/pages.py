@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moecomm import _C
-from moecomm.backends.device import CudaDevice, no_kernels
+from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import OutOfMemory
 
 STATE_WORDS = 8

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
-from moecomm.nn.grouped import Products
+from moecomm.kernels.grouped_mm import Products
 from moecomm.nn.pool import ActivationPool
 from moecomm.overlap import Executor, Keep, Recorded, Split, Timeline
 

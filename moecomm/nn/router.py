@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.capacity import kept_choices, tokens_per_expert_limit
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import load_balancing_loss, z_loss
 from moecomm.nn.parameters import init_shared_weight
+from moecomm.nn.token_dropping import kept_choices, tokens_per_expert_limit
 
 
 @dataclass(frozen=True, kw_only=True)

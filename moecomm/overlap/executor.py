@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moecomm.backends.device import CudaDevice
+from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.overlap.interleave import in_turns, others_go_on, pause, sms_to_leave
 from moecomm.overlap.schedule import SMS, Schedule, Stage

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "transport/remote.hpp"
+#include "transport/transport.hpp"
 
 namespace moecomm::test {
 
-class Loopback : public Remote {
+class Loopback : public Transport {
  public:
   /// Where a rank's immediates arrive, and its window.
   struct Port {
@@ -32,7 +32,7 @@ class Loopback : public Remote {
     caps_.max_message = int64_t{1} << 30;
   }
 
-  const RemoteCaps& caps() const override { return caps_; }
+  const TransportCaps& caps() const override { return caps_; }
 
   bool put(int32_t peer, int64_t dst, int64_t src, int64_t bytes, uint32_t immediate,
            uint64_t context) override {
@@ -45,10 +45,10 @@ class Loopback : public Remote {
     std::erase_if(bag_, [peer](const Put& put) { return put.peer == peer; });
   }
 
-  void poll(std::vector<RemoteEvent>& events) override {
+  void poll(std::vector<TransportEvent>& events) override {
     if (ports_[static_cast<size_t>(self_)]->gone) {
       if (!std::exchange(told_, true))
-        events.push_back({RemoteEvent::Kind::failed, -1, 0, 0, "loopback: the network has gone"});
+        events.push_back({TransportEvent::Kind::failed, -1, 0, 0, "loopback: the network has gone"});
       return;
     }
     for (int tries = static_cast<int>(random_() % 3); tries > 0 && !bag_.empty(); --tries) {
@@ -62,14 +62,14 @@ class Loopback : public Remote {
         const std::lock_guard lock(port.mutex);
         port.immediates.push_back(put.immediate);
       }
-      events.push_back({RemoteEvent::Kind::sent, put.peer, 0, put.context, {}});
+      events.push_back({TransportEvent::Kind::sent, put.peer, 0, put.context, {}});
     }
     Port& own = *ports_[static_cast<size_t>(self_)];
     const std::lock_guard lock(own.mutex);
     std::shuffle(own.immediates.begin(), own.immediates.end(), random_);
     // Some of what is there, so that what belongs together is seen at different times.
     for (size_t left = random_() % (own.immediates.size() + 1); left > 0; --left) {
-      events.push_back({RemoteEvent::Kind::arrived, -1, own.immediates.back(), 0, {}});
+      events.push_back({TransportEvent::Kind::arrived, -1, own.immediates.back(), 0, {}});
       own.immediates.pop_back();
     }
   }
@@ -85,7 +85,7 @@ class Loopback : public Remote {
   const int32_t self_;
   std::mt19937_64 random_;
   const size_t room_;
-  RemoteCaps caps_;
+  TransportCaps caps_;
   std::vector<Put> bag_;
   bool told_ = false;
 };

@@ -1,4 +1,4 @@
-// The waits of kernels (transport/device/wait.cuh), compiled for the host: what a flag says that nobody has
+// The waits of kernels (device/wait.cuh), compiled for the host: what a flag says that nobody has
 // written for 2^31 epochs or more, and that a called-off operation is told from one of 2^32 epochs ago.
 #include <cstring>
 #include <memory>
@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check.hpp"
+#include "device/wait.cuh"
 #include "ptx/memory.cuh"
-#include "transport/device/wait.cuh"
 
 using namespace moecomm;
 

@@ -24,10 +24,10 @@
 
 #include "check.hpp"
 #include "common/deadline.hpp"
-#include "transport/fabric/lanes.hpp"
+#include "transport/fabric/laned_transport.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/memory.hpp"
-#include "transport/fabric/shuffle.hpp"
+#include "transport/fabric/shuffled_transport.hpp"
 #include "transport/fabric/transport.hpp"
 
 // The tcp provider of libfabric 1.17 keeps some descriptions of itself at its end; blame only our own code.
@@ -37,7 +37,7 @@ extern "C" const char* __lsan_default_suppressions() { return "leak:libfabric.so
 using namespace moecomm;
 using namespace moecomm::fabric;
 using moecomm::test::throws;
-using Kind = RemoteEvent::Kind;
+using Kind = TransportEvent::Kind;
 
 namespace {
 
@@ -73,17 +73,17 @@ FabricOptions options_for(const std::string& provider) {
 /// Peers of one process: connected by a thread each, then polled by whoever likes.
 struct Group {
   Group(int count, int64_t bytes, const FabricOptions& options) {
-    std::vector<std::vector<std::byte>> cards;
+    std::vector<std::vector<std::byte>> endpoint_addresses;
     for (int i = 0; i < count; ++i) {
       memory.push_back(std::make_unique<Memory>(bytes));
-      remote.push_back(std::make_unique<FabricRemote>(options, memory.back()->base, bytes));
-      cards.push_back(remote.back()->card());
+      remote.push_back(std::make_unique<FabricTransport>(options, memory.back()->base, bytes));
+      endpoint_addresses.push_back(remote.back()->endpoint_address());
     }
     std::vector<std::thread> threads;
     for (int i = 0; i < count; ++i)
       threads.emplace_back([&, i] {
         try {
-          remote[static_cast<size_t>(i)]->connect(cards, i, kHang);
+          remote[static_cast<size_t>(i)]->connect(endpoint_addresses, i, kHang);
         } catch (const Error& error) {
           std::printf("peer %d: %s\n", i, error.what());
           CHECK(!"connected");
@@ -92,7 +92,7 @@ struct Group {
     for (std::thread& thread : threads) thread.join();
   }
   std::vector<std::unique_ptr<Memory>> memory;
-  std::vector<std::unique_ptr<FabricRemote>> remote;
+  std::vector<std::unique_ptr<FabricTransport>> remote;
 };
 
 /// Calls `step` until it returns true. False, and a failed check, if that takes too long.
@@ -159,7 +159,7 @@ std::vector<Message> messages(uint64_t seed) {
 /// One end of a two-way exchange: sends `out` to `peer`, expects `in` from it.
 class Exchange {
  public:
-  Exchange(Remote& remote, Memory& memory, int peer, uint64_t out_seed, uint64_t in_seed)
+  Exchange(Transport& remote, Memory& memory, int peer, uint64_t out_seed, uint64_t in_seed)
       : remote_(remote),
         memory_(memory),
         peer_(peer),
@@ -186,7 +186,7 @@ class Exchange {
     }
     events_.clear();
     remote_.poll(events_);
-    for (const RemoteEvent& event : events_) {
+    for (const TransportEvent& event : events_) {
       if (event.kind == Kind::sent) {
         if (!CHECK(event.context >= 7000 && event.context < 7000 + out_.size())) continue;
         const size_t i = event.context - 7000;
@@ -212,14 +212,14 @@ class Exchange {
   size_t out_of_order() const { return out_of_order_; }
 
  private:
-  Remote& remote_;
+  Transport& remote_;
   Memory& memory_;
   int peer_;
   uint64_t out_seed_, in_seed_;
   std::vector<Message> out_, in_;
   std::vector<int> sent_, arrived_;
   std::vector<size_t> order_;
-  std::vector<RemoteEvent> events_;
+  std::vector<TransportEvent> events_;
   size_t next_ = 0, sent_count_ = 0, arrived_count_ = 0, out_of_order_ = 0;
 };
 
@@ -233,7 +233,7 @@ void exchange_case(const std::string& provider) {
     return first && second;
   });
   CHECK(group.remote[0]->in_flight() == 0 && group.remote[1]->in_flight() == 0);
-  const RemoteCaps& caps = group.remote[0]->caps();
+  const TransportCaps& caps = group.remote[0]->caps();
   CHECK(caps.max_message >= int64_t{1} << 30);
   CHECK(caps.version == library().version_text());
   std::printf("%s: provider %s of libfabric %s on %s\n", provider.c_str(), caps.provider.c_str(),
@@ -256,9 +256,9 @@ void three_peers_case(const std::string& provider) {
   size_t sent = 0;
   until("three peers", [&] {
     for (size_t at = 0; at < 3; ++at) {
-      std::vector<RemoteEvent> events;
+      std::vector<TransportEvent> events;
       group.remote[at]->poll(events);
-      for (const RemoteEvent& event : events) {
+      for (const TransportEvent& event : events) {
         CHECK(event.kind != Kind::failed);
         if (event.kind == Kind::sent) ++sent;
         if (event.kind != Kind::arrived) continue;
@@ -278,8 +278,8 @@ void limits_case(const std::string& provider) {
   options.max_in_flight_operations = 2;
   options.max_in_flight_bytes = 3000;  // small: a provider may take one large put at a time
   Group group(2, 4 << 20, options);
-  FabricRemote& a = *group.remote[0];
-  std::vector<RemoteEvent> events;
+  FabricTransport& a = *group.remote[0];
+  std::vector<TransportEvent> events;
   const auto drain = [&] {
     until("completions", [&] {
       a.poll(events);
@@ -311,7 +311,7 @@ void limits_case(const std::string& provider) {
 void bounds_case(const std::string& provider) {
   const int64_t bytes = 8192;
   Group group(2, bytes, options_for(provider));
-  FabricRemote& a = *group.remote[0];
+  FabricTransport& a = *group.remote[0];
   const auto refused = [&](int32_t peer, int64_t dst, int64_t src, int64_t count, uint32_t immediate) {
     return throws(ErrorKind::invalid_argument, "fabric: put",
                   [&] { a.put(peer, dst, src, count, immediate, 0); });
@@ -334,10 +334,10 @@ void bounds_case(const std::string& provider) {
   CHECK(a.put(1, bytes, bytes, 0, 2, 0));
   size_t arrived = 0;
   until("puts at the border", [&] {
-    std::vector<RemoteEvent> events;
+    std::vector<TransportEvent> events;
     a.poll(events);
     group.remote[1]->poll(events);
-    for (const RemoteEvent& event : events) arrived += event.kind == Kind::arrived;
+    for (const TransportEvent& event : events) arrived += event.kind == Kind::arrived;
     return arrived == 2 && a.in_flight() == 0;
   });
 }
@@ -388,20 +388,20 @@ int with_peer(const std::function<void(int, int)>& body) {
   return status;
 }
 
-std::vector<std::vector<std::byte>> exchange_cards(const FabricRemote& remote, int index, int fd) {
-  tell(fd, remote.card());
-  std::vector<std::vector<std::byte>> cards{remote.card(), hear(fd)};
-  if (index == 1) std::swap(cards[0], cards[1]);
-  return cards;
+std::vector<std::vector<std::byte>> exchange_cards(const FabricTransport& remote, int index, int fd) {
+  tell(fd, remote.endpoint_address());
+  std::vector<std::vector<std::byte>> endpoint_addresses{remote.endpoint_address(), hear(fd)};
+  if (index == 1) std::swap(endpoint_addresses[0], endpoint_addresses[1]);
+  return endpoint_addresses;
 }
 
 void two_processes_case(const std::string& provider) {
   const uint64_t seed = test::seed();
   const int status = with_peer([&](int index, int fd) {
     Memory memory(2 * kHalf);
-    auto own = std::make_unique<FabricRemote>(options_for(provider), memory.base, memory.bytes);
+    auto own = std::make_unique<FabricTransport>(options_for(provider), memory.base, memory.bytes);
     own->connect(exchange_cards(*own, index, fd), index, kHang);
-    ShuffledRemote shuffled(std::move(own), seed + static_cast<uint64_t>(index));
+    ShuffledTransport shuffled(std::move(own), seed + static_cast<uint64_t>(index));
     const uint64_t mine = seed + 10000 * static_cast<uint64_t>(index);
     const uint64_t theirs = seed + 10000 * static_cast<uint64_t>(1 - index);
     Exchange exchange(shuffled, memory, 1 - index, mine, theirs);
@@ -409,7 +409,7 @@ void two_processes_case(const std::string& provider) {
     CHECK(exchange.out_of_order() > 20);  // of 166 messages in random order
     // Nobody leaves before the other has all: what is under way then would be lost.
     tell(fd, {});
-    std::vector<RemoteEvent> events;
+    std::vector<TransportEvent> events;
     char byte;
     until("the other process", [&] {
       shuffled.poll(events);
@@ -430,7 +430,7 @@ void lanes_case(const std::string& provider) {
     auto lanes = open_lanes(options, memory.base, memory.bytes);
     CHECK(lanes.size() == 3);
     for (const auto& lane : lanes) lane->introduce(exchange_cards(*lane, index, fd), index);
-    LanedRemote remote(std::move(lanes));
+    LanedTransport remote(std::move(lanes));
     CHECK(remote.caps().lanes == 3 && remote.caps().text().find("3 lanes") != std::string::npos);
     int asked = 0;
     remote.connect(kHang, [&] { ++asked; });
@@ -442,7 +442,7 @@ void lanes_case(const std::string& provider) {
     until("an exchange over lanes", [&] { return exchange.step(); });
 
     // What no window holds is a failure of its peer, not of the process.
-    std::vector<RemoteEvent> events;
+    std::vector<TransportEvent> events;
     CHECK(remote.put(1 - index, memory.bytes, 0, 64, 1, 0));
     until("the failure", [&] {
       remote.poll(events);
@@ -468,8 +468,9 @@ void lanes_connect_case(const std::string& provider) {
   const auto peers = open_lanes(options, other.base, other.bytes);  // nobody drives them
   const auto lonely = [&] {
     auto lanes = open_lanes(options, memory.base, memory.bytes);
-    for (size_t i = 0; i < lanes.size(); ++i) lanes[i]->introduce({lanes[i]->card(), peers[i]->card()}, 0);
-    return std::make_unique<LanedRemote>(std::move(lanes));
+    for (size_t i = 0; i < lanes.size(); ++i)
+      lanes[i]->introduce({lanes[i]->endpoint_address(), peers[i]->endpoint_address()}, 0);
+    return std::make_unique<LanedTransport>(std::move(lanes));
   };
   CHECK(throws(ErrorKind::peer_timeout, "peer 1", [&] { lonely()->connect(0.3); }));
   const auto start = Clock::now();
@@ -483,10 +484,10 @@ void lanes_connect_case(const std::string& provider) {
 void killed_peer_case(const std::string& provider) {
   const int status = with_peer([&](int index, int fd) {
     Memory memory(8 << 20);
-    auto remote = std::make_unique<FabricRemote>(options_for(provider), memory.base, memory.bytes);
-    const auto cards = exchange_cards(*remote, index, fd);
-    remote->connect(cards, index, kHang);
-    std::vector<RemoteEvent> events;
+    auto remote = std::make_unique<FabricTransport>(options_for(provider), memory.base, memory.bytes);
+    const auto endpoint_addresses = exchange_cards(*remote, index, fd);
+    remote->connect(endpoint_addresses, index, kHang);
+    std::vector<TransportEvent> events;
     if (index == 1) {
       hear(fd);  // without polling: what is sent meanwhile stays under way
       kill(getpid(), SIGKILL);
@@ -500,7 +501,7 @@ void killed_peer_case(const std::string& provider) {
     until("the peer's end to be noticed", [&] {
       events.clear();
       remote->poll(events);
-      for (const RemoteEvent& event : events) {
+      for (const TransportEvent& event : events) {
         if (event.kind != Kind::failed) continue;
         ++failures;
         CHECK(event.peer == 1);
@@ -515,8 +516,8 @@ void killed_peer_case(const std::string& provider) {
     std::string file;
     if (provider == "shm") {
       // This provider says nothing; its user knows from elsewhere.
-      const Card card = Card::from_bytes(cards[1]);
-      const std::string name(reinterpret_cast<const char*>(card.address.data()));
+      const EndpointAddress endpoint_address = EndpointAddress::from_bytes(endpoint_addresses[1]);
+      const std::string name(reinterpret_cast<const char*>(endpoint_address.address.data()));
       file = "/dev/shm/" + name.substr(name.find("://") + 3);
       CHECK(fs::exists(file));
       remote->forget(1);
@@ -540,24 +541,26 @@ void killed_peer_case(const std::string& provider) {
 void connect_case(const std::string& provider) {
   Memory memory(4096), other(4096);
   const auto fresh = [&](Memory& window) {
-    return std::make_unique<FabricRemote>(options_for(provider), window.base, window.bytes);
+    return std::make_unique<FabricTransport>(options_for(provider), window.base, window.bytes);
   };
   auto silent = fresh(other);
   int calls = 0;
   {
     auto remote = fresh(memory);
-    CHECK(throws(ErrorKind::peer_timeout, "peer 1 (",
-                 [&] { remote->connect({remote->card(), silent->card()}, 0, 0.3, [&] { ++calls; }); }));
+    CHECK(throws(ErrorKind::peer_timeout, "peer 1 (", [&] {
+      remote->connect({remote->endpoint_address(), silent->endpoint_address()}, 0, 0.3, [&] { ++calls; });
+    }));
     CHECK(calls > 0);
     CHECK(throws(ErrorKind::invalid_argument, "once",
-                 [&] { remote->connect({remote->card(), silent->card()}, 0, 0.3); }));
+                 [&] { remote->connect({remote->endpoint_address(), silent->endpoint_address()}, 0, 0.3); }));
   }
   {
     auto remote = fresh(memory);
     struct Interrupted {};
     bool passed = false;
     try {
-      remote->connect({remote->card(), silent->card()}, 0, kHang, [] { throw Interrupted(); });
+      remote->connect({remote->endpoint_address(), silent->endpoint_address()}, 0, kHang,
+                      [] { throw Interrupted(); });
     } catch (const Interrupted&) {
       passed = true;
     }
@@ -565,29 +568,31 @@ void connect_case(const std::string& provider) {
   }
   {
     auto remote = fresh(memory);
-    CHECK(throws(ErrorKind::invalid_argument, "index", [&] { remote->connect({remote->card()}, 1, 1); }));
+    CHECK(throws(ErrorKind::invalid_argument, "index",
+                 [&] { remote->connect({remote->endpoint_address()}, 1, 1); }));
     CHECK(throws(ErrorKind::invalid_argument, "comes after introduce()", [&] { remote->connect(1); }));
-    CHECK(throws(ErrorKind::invalid_argument, "card of peer 0 is not what this rank gave",
-                 [&] { remote->introduce({silent->card(), silent->card()}, 0); }));
-    remote->connect({remote->card()}, 0, 1);  // alone: nothing to wait for
-    std::vector<RemoteEvent> events;
+    CHECK(throws(ErrorKind::invalid_argument, "endpoint address of peer 0 is not what this rank gave",
+                 [&] { remote->introduce({silent->endpoint_address(), silent->endpoint_address()}, 0); }));
+    remote->connect({remote->endpoint_address()}, 0, 1);  // alone: nothing to wait for
+    std::vector<TransportEvent> events;
     remote->poll(events);
     CHECK(events.empty());
   }
 }
 
-/// A peer that ends between the exchange of cards and its own connect(): an error, no hang and no crash.
+/// A peer that ends between the exchange of endpoint addresses and its own connect(): an error, no hang and
+/// no crash.
 void gone_peer_case(const std::string& provider) {
   const int status = with_peer([&](int index, int fd) {
     Memory memory(4096);
-    auto remote = std::make_unique<FabricRemote>(options_for(provider), memory.base, memory.bytes);
-    const auto cards = exchange_cards(*remote, index, fd);
+    auto remote = std::make_unique<FabricTransport>(options_for(provider), memory.base, memory.bytes);
+    const auto endpoint_addresses = exchange_cards(*remote, index, fd);
     if (index == 1) kill(getpid(), SIGKILL);
     char byte;
     until("the peer's end", [&] { return recv(fd, &byte, 1, MSG_DONTWAIT) == 0; });
     bool said = false;
     try {
-      remote->connect(cards, 0, 0.5);
+      remote->connect(endpoint_addresses, 0, 0.5);
     } catch (const Error& error) {
       std::printf("%s\n", error.what());
       const bool named = std::string(error.what()).find("peer 1") != std::string::npos;
@@ -655,16 +660,16 @@ void provider_case() {
   if (list_offers(true).empty())
     CHECK(throws(ErrorKind::unsupported, "GPU memory", [&] { choose_provider(gpu); }));
 
-  CHECK(throws(ErrorKind::invalid_argument, "window", [] { FabricRemote(FabricOptions{}, nullptr, 0); }));
+  CHECK(throws(ErrorKind::invalid_argument, "window", [] { FabricTransport(FabricOptions{}, nullptr, 0); }));
 }
 
 /// Peers that chose differently are told so.
 void mismatch_case() {
   Memory one(4096), two(4096);
-  FabricRemote tcp(options_for("tcp"), one.base, one.bytes);
-  FabricRemote shm(options_for("shm"), two.base, two.bytes);
+  FabricTransport tcp(options_for("tcp"), one.base, one.bytes);
+  FabricTransport shm(options_for("shm"), two.base, two.bytes);
   CHECK(throws(ErrorKind::mismatched_arguments, "peer 1 uses provider shm",
-               [&] { tcp.connect({tcp.card(), shm.card()}, 0, 1); }));
+               [&] { tcp.connect({tcp.endpoint_address(), shm.endpoint_address()}, 0, 1); }));
 }
 
 /// Files of processes of the same number: of one that was killed, or in another container.
@@ -685,7 +690,7 @@ void taken_names_case() {
   const TakenNames taken;
   {
     Group group(2, 4096, options_for("shm"));
-    CHECK(group.remote[0]->card() != group.remote[1]->card());
+    CHECK(group.remote[0]->endpoint_address() != group.remote[1]->endpoint_address());
   }
   for (const fs::path& path : taken.paths) CHECK(fs::exists(path));
 }

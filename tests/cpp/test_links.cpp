@@ -22,9 +22,9 @@
 
 #include "check.hpp"
 #include "common/deadline.hpp"
-#include "transport/interface.hpp"
+#include "transport/network_interface.hpp"
 #include "transport/tcp/links.hpp"
-#include "transport/tcp/wire.hpp"
+#include "transport/tcp/messages.hpp"
 
 using namespace moecomm;
 using namespace moecomm::tcp;

@@ -22,7 +22,7 @@ namespace {
 constexpr double kTimeout = 60.0;
 
 /// Takes all puts; poll() waits while `gate` is closed.
-class GatedRemote final : public Remote {
+class GatedRemote final : public Transport {
  public:
   struct Gate {
     std::atomic<bool> closed = false, waiting = false;
@@ -32,13 +32,13 @@ class GatedRemote final : public Remote {
     caps_.provider = "gated";
     caps_.max_message = int64_t{1} << 30;
   }
-  const RemoteCaps& caps() const override { return caps_; }
+  const TransportCaps& caps() const override { return caps_; }
   bool put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) override {
     ++gate_->puts;
     return true;
   }
   void forget(int32_t) override {}
-  void poll(std::vector<RemoteEvent>&) override {
+  void poll(std::vector<TransportEvent>&) override {
     while (gate_->closed) {
       gate_->waiting = true;
       std::this_thread::sleep_for(1ms);
@@ -48,7 +48,7 @@ class GatedRemote final : public Remote {
 
  private:
   std::shared_ptr<Gate> gate_;
-  RemoteCaps caps_;
+  TransportCaps caps_;
 };
 
 /// Rank 0 of two nodes of one rank; of the other node there is the end of its link only.

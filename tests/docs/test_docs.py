@@ -18,9 +18,9 @@ import torch
 import moecomm
 from bench.harness.options import PRESETS
 from moecomm import _C
-from moecomm.backends import why_no_cuda
-from moecomm.memory import device_shape
 from moecomm.overlap import sms_beside_products
+from moecomm.setup.devices import why_no_cuda
+from moecomm.setup.memory_plan import device_shape
 from tests import reference
 from tests.fabric import needs_fabric
 

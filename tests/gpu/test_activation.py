@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moecomm.activation import prepare, weighted_activation, weighted_activation_backward
+from moecomm.kernels.activation import prepare, weighted_activation, weighted_activation_backward
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 
@@ -293,7 +293,7 @@ def _untouched(rank: int, world_size: int, activation: str, dtype: str, seed: in
     """The extension's functions on memory of the test's own: the first rows are right, and nothing else is
     written; what is not real holds NaN."""
     from moecomm import _C
-    from moecomm.memory import NATIVE_DTYPES
+    from moecomm.setup.memory_plan import NATIVE_DTYPES
 
     problems = []
     prepare(harness.device(), getattr(torch, dtype))

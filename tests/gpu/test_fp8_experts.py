@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecomm.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.scaled import scaled_columns_by_columns, scaled_rows_by_weights
+from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels.scaled_mm import scaled_columns_by_columns, scaled_rows_by_weights
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_activation import Output
@@ -149,7 +149,7 @@ def test_columns(pool: Pools, dtype: str, seed: int) -> None:
 def _untouched(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
     """The extension's functions on memory of the test's own: nothing is written but what is said."""
     from moecomm import _C
-    from moecomm.memory import NATIVE_DTYPES
+    from moecomm.setup.memory_plan import NATIVE_DTYPES
 
     problems = []
     kind: torch.dtype = getattr(torch, dtype)

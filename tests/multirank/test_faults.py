@@ -338,7 +338,7 @@ def _dies_at_construction(rank: int, world_size: int) -> dict[str, Any]:
         # Takes part in the first meeting of the construction and dies before the windows are mapped.
         from moecomm.backends import cpu
 
-        cpu.introduce = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        cpu.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     try:
         _communicator(_case(world_size), 1.0)
     except (moecomm.PeerTimeout, moecomm.PeerLost) as error:

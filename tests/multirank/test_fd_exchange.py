@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from moecomm.descriptors import Mailbox, send
 from moecomm.errors import PeerLost, PeerTimeout
+from moecomm.setup.fd_exchange import Mailbox, send
 from tests.multirank.harness import RankPool
 
 PHASE = "test"
@@ -79,7 +79,8 @@ def test_every_rank_gets_every_file(pool: Callable[[int], RankPool], world_size:
 
 def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:
     program = (
-        "import os; from moecomm.descriptors import send; m = os.memfd_create('x'); os.write(m, b'left');"
+        "import os; from moecomm.setup.fd_exchange import send; "
+        "m = os.memfd_create('x'); os.write(m, b'left');"
         f"send(m, '{mailbox.name}', pid={os.getpid()}, rank=1, peer=0, phase='test', timeout=20)"
     )
     sender = subprocess.Popen([sys.executable, "-c", program])

@@ -44,7 +44,7 @@ REPOSITORY = Path(__file__).parents[2]
 @contextlib.contextmanager
 def _steps_changed(change: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
     """Every step of a construction in this process makes `change(phase, action)` of its action's message."""
-    from moecomm.rendezvous import Rendezvous
+    from moecomm.setup.rendezvous import Rendezvous
 
     real = Rendezvous.step
 
@@ -244,18 +244,18 @@ def test_settings_that_differ() -> None:
 # -- forged messages -----------------------------------------------------------------------------------------
 
 
-def _forge(card: str, how: str, random_bytes: bytes) -> Any:
+def _forge(endpoint_address: str, how: str, random_bytes: bytes) -> Any:
     if how == "no hexadecimal":
-        return "xyz" + card
+        return "xyz" + endpoint_address
     if how == "empty":
         return ""
     if how == "half":
-        return card[: len(card) // 4 * 2]
+        return endpoint_address[: len(endpoint_address) // 4 * 2]
     if how == "longer":
-        return card + "00"
+        return endpoint_address + "00"
     if how == "one bit":
-        place = random_bytes[0] * len(card) // 2 // 256
-        wrong = bytearray(bytes.fromhex(card))
+        place = random_bytes[0] * len(endpoint_address) // 2 // 256
+        wrong = bytearray(bytes.fromhex(endpoint_address))
         wrong[place] ^= 1 << (random_bytes[1] % 8)
         return wrong.hex()
     if how == "noise":
@@ -283,7 +283,7 @@ def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[
                 return {"endpoint": message["endpoint"]}
             if how == "endpoint":
                 return {**message, "endpoint": "somewhere:9"}
-            return {**message, "card": _forge(message["card"], how, noise)}
+            return {**message, "endpoint_address": _forge(message["endpoint_address"], how, noise)}
 
         guilty = i % world_size
         with _steps_changed(change) if rank == guilty else contextlib.nullcontext():
@@ -301,7 +301,8 @@ def test_forged_cards_are_refused_by_all(size: int, per_node: int, seed: int) ->
         for how, error in found.items():
             # A changed bit may be that of the format's number: another version.
             assert error["type"] in ("InvalidArgument", "MismatchedArguments"), f"{how}: rank {rank} {error}"
-            assert (how if how == "endpoint" else "card") in error["text"], f"{how}: rank {rank} {error}"
+            wanted = how if how == "endpoint" else "endpoint address"
+            assert wanted in error["text"], f"{how}: rank {rank} {error}"
             assert error["seconds"] < NEVER_NOTICED and error["left"] == {}, f"{how}: rank {rank} {error}"
 
 
@@ -343,7 +344,7 @@ def _bother(endpoint: str, over: threading.Event, heard: list[bytes]) -> None:
 
 def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes], cases.Arrays]:
     """The last rank lets strangers call at the first one, which waits for it, and comes late itself."""
-    from moecomm.rendezvous import Rendezvous
+    from moecomm.setup.rendezvous import Rendezvous
 
     case = small_case(world_size, per_node)
     heard: list[bytes] = []

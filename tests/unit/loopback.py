@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from moecomm import _C
+from moecomm.arguments import WIRE_FP8
 from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.cuda import CudaBackend
-from moecomm.routing import WIRE_FP8
 
 DTYPES = {
     _C.DType.float32: torch.float32,
@@ -386,7 +386,7 @@ class FakeWindow:
 
     last: FakeWindow
 
-    def __init__(self, meeting: Any, bytes: int, device_index: int, *, ranks: list[int]) -> None:
+    def __init__(self, rendezvous: Any, bytes: int, device_index: int, *, ranks: list[int]) -> None:
         self.bytes, self.closed = bytes, False
         self.bases = [1 << 20] * len(ranks)
         FakeWindow.last = self
@@ -410,11 +410,13 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in fakes.items():
         monkeypatch.setattr(_C, name, fake, raising=False)
     monkeypatch.setattr(cuda_backend, "CudaDevice", FakeGpu)
-    monkeypatch.setattr("moecomm.symmetric.SymmetricMemory", FakeWindow)
+    monkeypatch.setattr("moecomm.setup.symmetric_memory.SymmetricMemory", FakeWindow)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
-    def make(device: Any, meeting: Any, arguments: Any, error: Any, dtype: Any, num_sms: Any) -> CudaBackend:
-        return CudaBackend(torch.device("cpu"), meeting, arguments, error, dtype, num_sms)
+    def make(
+        device: Any, rendezvous: Any, arguments: Any, error: Any, dtype: Any, num_sms: Any
+    ) -> CudaBackend:
+        return CudaBackend(torch.device("cpu"), rendezvous, arguments, error, dtype, num_sms)
 
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
     monkeypatch.setattr("moecomm.communicator.check_wire", lambda *arguments: None)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecomm import activation as module
-from moecomm.activation import prepare, weighted_activation, weighted_activation_backward
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels import activation as module
+from moecomm.kernels.activation import prepare, weighted_activation, weighted_activation_backward
 from tests.unit.loopback import DTYPES, memory
 
 ACTIVATIONS = ("swiglu", "gelu")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from moecomm import InvalidArgument, InvalidRouting, Unsupported
-from moecomm.construction import check_dtype
-from moecomm.routing import (
+from moecomm.arguments import (
     check_dispatch,
     check_options,
     check_rows,
@@ -18,6 +17,7 @@ from moecomm.routing import (
     require_integer,
     weight_dtype,
 )
+from moecomm.setup.checks import check_dtype
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from bench.harness import case, command_line, inputs, options, verify
 from bench.harness.inputs import DataKey
 from bench.harness.verify import Received
 from bench.paths import between_nodes, ceilings, push_kernel
-from moecomm.memory import plan_memory, window_shape
+from moecomm.setup.memory_plan import plan_memory, window_shape
 from tests import reference
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from moecomm import discovery
+from moecomm.setup import discovery
 
 ROOT = Path(__file__).parents[2]
 

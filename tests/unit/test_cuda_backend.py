@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moecomm
+from moecomm.arguments import WIRE_FP8, check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
-from moecomm.routing import WIRE_FP8, check_dispatch, check_wire_options
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
 
 __all__ = ["loopback"]  # a fixture, which pytest finds by its name here
@@ -352,7 +352,7 @@ class TestWork:
 
 
 def test_cuda_is_offered_only_where_it_works() -> None:
-    reason = moecomm.backends.why_no_cuda()
+    reason = moecomm.setup.devices.why_no_cuda()
     assert moecomm.available_devices() == (("cuda", "cpu") if reason is None else ("cpu",))
     if reason is not None:
         with pytest.raises(moecomm.Unsupported) as caught:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moecomm import _C, cuda_driver, discovery
+from moecomm import _C
+from moecomm.device import cuda_driver
 from moecomm.env import Env
 from moecomm.errors import Unsupported
+from moecomm.setup import discovery
 from tests.fake_cuda import FakeDriver, Result
 
 

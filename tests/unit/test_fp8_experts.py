@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels.grouped_mm import PlainProducts, Products
+from moecomm.kernels.quantize import (
+    Quantized,
+    QuantizedColumns,
+    quantize_columns,
+    quantize_rows,
+    quantize_transposed,
+)
+from moecomm.kernels.scaled_mm import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
 from moecomm.nn import GroupedExperts, MoEConfig
 from moecomm.nn import fp8 as module
 from moecomm.nn.fp8 import Fp8Products, make_products
-from moecomm.nn.grouped import PlainProducts, Products
-from moecomm.quantize import Quantized, QuantizedColumns, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.scaled import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
 
 SIZES: dict[str, Any] = {"hidden": 32, "ffn_hidden": 48, "num_experts": 4, "top_k": 2, "init_std": 0.3}
 GROUPS = ([3, 5, 40, 50], [0, 4, 4, 50], [0, 0, 50, 50], [16, 32, 48, 50])

@@ -12,20 +12,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moecomm"
 
-# A module may import what stands below it, and its neighbours in the same line as long as there is no cycle.
+# A folder or module may import what stands above it in this list, never what stands below: so there is no
+# cycle of folders.
 PYTHON_LAYERS = [
-    {"version", "_C"},
-    {"errors", "types", "env"},
-    {"routing", "memory", "rendezvous", "cuda_driver", "descriptors", "symmetric", "nodes"},
-    {"backends"},
-    {"ops", "operators", "activation", "quantize", "scaled"},
-    {"construction"},
-    {"communicator"},
-    {"overlap"},
-    {"nn", "discovery"},
-    {"__main__"},
+    "_C",
+    "errors",
+    "env",
+    "types",
+    "arguments",
+    "device",
+    "setup",
+    "backends",
+    "kernels",
+    "autograd",
+    "communicator",
+    "overlap",
+    "nn",
+    "__main__",
 ]
-NATIVE_LAYERS = ["common", "layout", "ptx", "transport", "kernels", "runtime", "bindings"]
+NATIVE_LAYERS = ["common", "layout", "ptx", "device", "transport", "kernels", "runtime", "bindings"]
 
 
 def _imports(path: Path, *, everywhere: bool) -> Iterator[str]:
@@ -58,10 +63,8 @@ def _part(dotted: str) -> str | None:
 
 
 def _layer(part: str) -> int:
-    for number, names in enumerate(PYTHON_LAYERS):
-        if part in names:
-            return number
-    raise AssertionError(f"moecomm.{part} stands in no layer: give it one in this test")
+    assert part in PYTHON_LAYERS, f"moecomm.{part} stands in no layer: give it one in this test"
+    return PYTHON_LAYERS.index(part)
 
 
 def _python_files(*folders: str) -> list[Path]:
@@ -80,7 +83,18 @@ def test_python_imports_run_down() -> None:
             if part == "":
                 assert own in ("nn", "__main__"), f"{path} imports the package that it is a part of ({name})"
                 continue
-            assert _layer(part) <= _layer(own), f"{path} imports {name}, which stands above it"
+            assert _layer(part) < _layer(own), f"{path} imports {name}, which stands above it"
+
+
+def test_the_top_floor_has_a_dozen_rooms_at_most() -> None:
+    """Files that only name the package (__init__, __main__, the stub of _C) are no rooms."""
+    rooms = {
+        path.stem
+        for path in PACKAGE.iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").exists()) and not path.stem.startswith("_")
+    }
+    assert len(rooms) <= 12, sorted(rooms)
+    assert rooms <= set(PYTHON_LAYERS), sorted(rooms - set(PYTHON_LAYERS))
 
 
 def test_python_imports_have_no_cycle() -> None:
@@ -106,12 +120,6 @@ def test_python_imports_have_no_cycle() -> None:
 
     for module in sorted(graph):
         visit(module, ())
-
-
-def test_routing_and_memory_are_independent() -> None:
-    """They stand side by side: one checks a call, the other sizes a window."""
-    for own, other in (("routing", "memory"), ("memory", "routing")):
-        assert other not in {_part(name) for name in _imports(PACKAGE / f"{own}.py", everywhere=True)}
 
 
 def test_the_cost_model_stands_alone() -> None:
@@ -165,7 +173,7 @@ def test_nothing_imports_programs_or_tests() -> None:
 
 def test_torch_stays_out_of_the_pure_parts() -> None:
     """The environment, the errors and the order of operations know nothing of tensors."""
-    for name in ("env.py", "errors.py", "version.py", "backends/order.py"):
+    for name in ("env.py", "errors.py", "setup/version.py", "backends/order.py"):
         found = {each.split(".")[0] for each in _imports(PACKAGE / name, everywhere=True)}
         assert "torch" not in found, f"moecomm/{name} imports torch"
 
@@ -213,12 +221,28 @@ def test_includes_run_down() -> None:
             part = name.split("/")[0]
             assert (ROOT / "csrc" / name).exists(), f"{path} includes {name}: say it from csrc/"
             assert order[part] <= order[own], f"{path} includes {name}, which stands above it"
-            # layout and ptx are siblings; kernels reach other ranks through the device side of transports
-            # only.
-            assert {own, part} != {"layout", "ptx"}, f"{path} includes its sibling {name}"
-            assert not (own == "kernels" and part == "transport" and "/device/" not in name), (
-                f"{path} includes {name}"
-            )
+            # layout and ptx are siblings, and so are device and transport: kernels reach other ranks through
+            # the device side alone.
+            assert {own, part} not in ({"layout", "ptx"}, {"device", "transport"}), f"{path} includes {name}"
+            assert not (own == "kernels" and part == "transport"), f"{path} includes {name}"
+
+
+def test_folders_of_kernels_have_no_cycle() -> None:
+    """Kernels for the CPU, between GPUs, for experts and for the pool stand side by side; what lies in
+    kernels/ itself serves them all."""
+    for path in _native_files():
+        parts = path.relative_to(ROOT / "csrc").parts
+        for _, name in INCLUDE.findall(_code(path)):
+            words = name.split("/")
+            if parts[0] == words[0] == "kernels" and len(words) == 3:
+                assert len(parts) == 3 and words[1] == parts[1], f"{path} includes {name} of another folder"
+
+
+def test_operations_have_the_same_names_on_cpu_and_gpu() -> None:
+    kernels = ROOT / "csrc" / "kernels"
+    for name in ("dispatch_send", "dispatch_receive", "combine_reduce", "combine_sum"):
+        assert (kernels / "cpu" / f"{name}.cpp").exists(), name
+        assert (kernels / "gpu" / f"{name}.cu").exists(), name
 
 
 def test_transports_do_not_know_each_other() -> None:
@@ -229,7 +253,7 @@ def test_transports_do_not_know_each_other() -> None:
         for _, name in INCLUDE.findall(_code(path)):
             words = name.split("/")
             if words[0] == "transport" and len(words) > 2:
-                assert words[1] in (parts[1], "device"), f"{path} includes {name} of another transport"
+                assert words[1] == parts[1], f"{path} includes {name} of another transport"
 
 
 def test_native_code_includes_no_torch() -> None:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moecomm.errors import InvalidArgument, PoolExceeded
 from moecomm.nn import ActivationPool, MoEConfig, MoELayer, keep_plans
-from moecomm.nn.capacity import rows_for_headroom
 from moecomm.nn.pages import TICKET_WORDS
+from moecomm.nn.token_dropping import rows_for_headroom
 from tests.pool_cases import ORDERS, random_order
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moecomm import quantize as module
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
+from moecomm.kernels import quantize as module
+from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
 from tests import reference
 from tests.unit.loopback import DTYPES, memory
 

@@ -22,17 +22,18 @@ struct CombineArguments {
 
 /// Sums a token's rows here in the order of k, rounds once, and pushes the result to its home's slot (other
 /// ranks of this node).
-void reduce_and_push(const Context& context, const Plan& plan, const CombineArguments& arguments);
+void combine_reduce(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
 /// The same for the tokens of `home`, a rank of another node, with relay indices [first, end): sums go to
 /// partials [end - first][slots], in the window of the rank that adds them up.
-void reduce_partials(const Context& context, const Plan& plan, const CombineArguments& arguments,
-                     int32_t home, int64_t first, int64_t end, std::byte* partials);
+void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
+                            int32_t home, int64_t first, int64_t end, std::byte* partials);
 
 /// Adds up what the ranks of this node have of those tokens, in ascending order, and rounds once: rows out
 /// [end - first] for the other node. This rank's own share is computed on the way.
-void sum_partials(const Context& context, const Plan& plan, const CombineArguments& arguments, int32_t other,
-                  int64_t first, int64_t end, const std::byte* partials, std::byte* out);
+void combine_sum_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
+                         int32_t other, int64_t first, int64_t end, const std::byte* partials,
+                         std::byte* out);
 
 /// Writes the gradient of each routing weight to its place (token, k) at the token's home; 0 for rows past
 /// capacity.
@@ -40,8 +41,8 @@ void push_weight_grads(const Context& context, const Plan& plan, const CombineAr
 
 /// y [tokens][hidden] for tokens [first, end) = sum over owners in ascending rank, this rank's own share
 /// computed on the way; another node is one owner, at its first rank.
-void sum_home(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
-              int64_t first, int64_t end);
+void combine_sum(const Context& context, const Plan& plan, const CombineArguments& arguments, std::byte* y,
+                 int64_t first, int64_t end);
 
 /// Collects [tokens][top_k] gradients of the weights, sections[n] being those that come from node n; 0 where
 /// a token has no expert.

@@ -22,11 +22,12 @@ struct Context {
 
 /// Copies those of the `tokens` rows of x that another rank of this node will pull; rows of tokens that
 /// nobody else owns stay behind.
-void publish_rows(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
-                  std::byte* rows);
+void dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                   std::byte* rows);
 
 /// Copies rows tokens[0], tokens[1], ... of x one after the other: a chunk on its way to another node.
-void stage_rows(const Context& context, const std::byte* x, std::span<const int32_t> tokens, std::byte* out);
+void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<const int32_t> tokens,
+                         std::byte* out);
 
 /// Entries [begin, end) of a plan.
 struct EntryRange {
@@ -45,7 +46,8 @@ struct PullArguments {
   const std::byte* other = nullptr;
   std::byte* dots = nullptr;
 };
-void pull_rows(const Context& context, const Plan& plan, const PullArguments& arguments, EntryRange range);
+void dispatch_receive(const Context& context, const Plan& plan, const PullArguments& arguments,
+                      EntryRange range);
 /// Alignment rows become zero.
 void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments);
 

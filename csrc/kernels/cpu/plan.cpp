@@ -45,7 +45,7 @@ void plan_home(Plan& plan, const SourceIds& home) {
   const int32_t own_node = nodes.node_of(s.rank);
   std::vector<int32_t> relayed(static_cast<size_t>(nodes.nodes() - 1), 0);
   plan.tokens = home.tokens;
-  plan.home_ids.assign(home.ids, home.ids + home.tokens * s.top_k);
+  plan.local_topk_idx.assign(home.ids, home.ids + home.tokens * s.top_k);
   plan.owner_begin.reserve(home.tokens + 1);
   plan.owner_begin.push_back(0);
   for (int64_t t = 0; t < home.tokens; ++t) {

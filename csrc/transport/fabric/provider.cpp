@@ -17,7 +17,7 @@
 #include <set>
 
 #include "common/error.hpp"
-#include "transport/fabric/card.hpp"
+#include "transport/fabric/endpoint_address.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/nic.hpp"
 

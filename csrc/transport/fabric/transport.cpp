@@ -18,9 +18,9 @@
 #include "common/deadline.hpp"
 #include "common/error.hpp"
 #include "transport/fabric/endpoint.hpp"
-#include "transport/fabric/leftovers.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/nic.hpp"
+#include "transport/fabric/stale_files.hpp"
 
 namespace moecomm::fabric {
 namespace {
@@ -34,7 +34,7 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
 
 }  // namespace
 
-struct FabricRemote::State {
+struct FabricTransport::State {
   // One write under way. libfabric owns `context` until its completion and gives back its address.
   struct Operation {
     fi_context2 context;
@@ -48,7 +48,7 @@ struct FabricRemote::State {
                 "an operation is found by the address of its context");
 
   struct Peer {
-    Card card;
+    EndpointAddress endpoint_address;
     fi_addr_t address = FI_ADDR_NOTAVAIL;
     std::string name;     // for messages: "peer 3 (fi_sockaddr_in://192.0.2.7:4711)"
     bool dropped = true;  // failed, forgotten, or the rank itself
@@ -60,9 +60,9 @@ struct FabricRemote::State {
 
   bool write(int32_t index, const std::byte* source, int64_t bytes, void* descriptor,
              const RemoteRegion& region, int64_t offset, uint32_t immediate, bool hello, uint64_t user);
-  void poll(std::vector<RemoteEvent>& events);
-  void completed(Operation& operation, std::vector<RemoteEvent>& events);
-  void fail(int32_t index, const std::string& what, std::vector<RemoteEvent>& events);
+  void poll(std::vector<TransportEvent>& events);
+  void completed(Operation& operation, std::vector<TransportEvent>& events);
+  void fail(int32_t index, const std::string& what, std::vector<TransportEvent>& events);
   void drop(int32_t index);
   void remove_files();
   bool greeted() const;
@@ -83,16 +83,16 @@ struct FabricRemote::State {
   Endpoint endpoint;
   void* window_descriptor = nullptr;
   void* greeting_descriptor = nullptr;
-  RemoteCaps caps;
-  Card own;
+  TransportCaps caps;
+  EndpointAddress own;
   std::vector<Peer> peers;
   int own_index = -1;
   int counted = 0;
   int64_t counted_bytes = 0;
-  std::vector<RemoteEvent> early;  // what arrived while others were still connecting
+  std::vector<TransportEvent> early;  // what arrived while others were still connecting
 };
 
-FabricRemote::State::State(const FabricOptions& given, Info chosen, void* base, int64_t bytes)
+FabricTransport::State::State(const FabricOptions& given, Info chosen, void* base, int64_t bytes)
     : options(given),
       window(static_cast<std::byte*>(base)),
       window_bytes(bytes),
@@ -130,9 +130,9 @@ FabricRemote::State::State(const FabricOptions& given, Info chosen, void* base, 
   own.address = endpoint.address();
 }
 
-bool FabricRemote::State::write(int32_t index, const std::byte* source, int64_t bytes, void* descriptor,
-                                const RemoteRegion& region, int64_t offset, uint32_t immediate, bool hello,
-                                uint64_t user) {
+bool FabricTransport::State::write(int32_t index, const std::byte* source, int64_t bytes, void* descriptor,
+                                   const RemoteRegion& region, int64_t offset, uint32_t immediate, bool hello,
+                                   uint64_t user) {
   if (free.empty()) free.push_back(&operations.emplace_back());
   Operation& operation = *free.back();
   const ssize_t status = endpoint.write(
@@ -154,7 +154,7 @@ bool FabricRemote::State::write(int32_t index, const std::byte* source, int64_t 
   return true;
 }
 
-void FabricRemote::State::release(Operation& operation) {
+void FabricTransport::State::release(Operation& operation) {
   if (operation.counted) {
     --counted;
     counted_bytes -= operation.bytes;
@@ -162,13 +162,14 @@ void FabricRemote::State::release(Operation& operation) {
   }
 }
 
-void FabricRemote::State::drop(int32_t index) {
+void FabricTransport::State::drop(int32_t index) {
   peers[static_cast<size_t>(index)].dropped = true;
   for (Operation& operation : operations)
     if (operation.counted && operation.peer == index) release(operation);
 }
 
-void FabricRemote::State::fail(int32_t index, const std::string& what, std::vector<RemoteEvent>& events) {
+void FabricTransport::State::fail(int32_t index, const std::string& what,
+                                  std::vector<TransportEvent>& events) {
   if (index < 0) {
     // An error that belongs to no write: with one peer left there is no doubt whose it is.
     int32_t left = -1;
@@ -184,20 +185,20 @@ void FabricRemote::State::fail(int32_t index, const std::string& what, std::vect
     name = peer.name;
     drop(index);
   }
-  events.push_back({RemoteEvent::Kind::failed, index, 0, 0, where() + ", " + name + ": " + what});
+  events.push_back({TransportEvent::Kind::failed, index, 0, 0, where() + ", " + name + ": " + what});
 }
 
-void FabricRemote::State::completed(Operation& operation, std::vector<RemoteEvent>& events) {
+void FabricTransport::State::completed(Operation& operation, std::vector<TransportEvent>& events) {
   const bool wanted = operation.counted;  // not of a peer that was reported as failed
   release(operation);
   free.push_back(&operation);
   if (operation.hello)
     peers[static_cast<size_t>(operation.peer)].hello_sent = true;
   else if (wanted)
-    events.push_back({RemoteEvent::Kind::sent, operation.peer, 0, operation.user, {}});
+    events.push_back({TransportEvent::Kind::sent, operation.peer, 0, operation.user, {}});
 }
 
-void FabricRemote::State::poll(std::vector<RemoteEvent>& events) {
+void FabricTransport::State::poll(std::vector<TransportEvent>& events) {
   std::array<fi_cq_data_entry, kBatch> entries;
   for (int batch = 0; batch < kBatches; ++batch) {
     const ssize_t count = endpoint.read(entries.data(), entries.size());
@@ -226,7 +227,7 @@ void FabricRemote::State::poll(std::vector<RemoteEvent>& events) {
         const auto immediate = static_cast<uint32_t>(entry.data);
         // Hellos are found by what they wrote, see greeted().
         if (immediate != kHelloImmediate)
-          events.push_back({RemoteEvent::Kind::arrived, -1, immediate, 0, {}});
+          events.push_back({TransportEvent::Kind::arrived, -1, immediate, 0, {}});
       } else if (entry.op_context != nullptr) {
         completed(*static_cast<Operation*>(entry.op_context), events);
       }
@@ -235,20 +236,20 @@ void FabricRemote::State::poll(std::vector<RemoteEvent>& events) {
   }
 }
 
-void FabricRemote::State::remove_files() {
+void FabricTransport::State::remove_files() {
   // The system closes a killed process's sockets, by which others notice, before it counts the process as
   // ended.
   const Deadline deadline{std::chrono::duration<double>(kEndSeconds)};
   while (true) {
     bool running = false;
     for (const Peer& peer : peers)
-      running |= remove_leftovers(own, peer.card) == Leftovers::in_use && peer.forgotten;
+      running |= remove_stale_file(own, peer.endpoint_address) == StaleFile::in_use && peer.forgotten;
     if (!running || deadline.passed()) return;
     std::this_thread::sleep_for(kPause);
   }
 }
 
-bool FabricRemote::State::greeted() const {
+bool FabricTransport::State::greeted() const {
   for (size_t i = 0; i < peers.size(); ++i) {
     if (static_cast<int>(i) == own_index) continue;
     // Written by the provider, or by a peer's process with shm.
@@ -259,7 +260,7 @@ bool FabricRemote::State::greeted() const {
   return true;
 }
 
-void FabricRemote::State::not_greeted(double seconds) const {
+void FabricTransport::State::not_greeted(double seconds) const {
   std::string silent, unsent;
   ErrorDetails details;
   details.rank = own_index;
@@ -288,17 +289,17 @@ void FabricRemote::State::not_greeted(double seconds) const {
   throw Error(ErrorKind::peer_timeout, text, details);
 }
 
-FabricRemote::FabricRemote(const FabricOptions& options, void* base, int64_t bytes)
-    : FabricRemote(options, choose_provider(options.provider), base, bytes) {}
+FabricTransport::FabricTransport(const FabricOptions& options, void* base, int64_t bytes)
+    : FabricTransport(options, choose_provider(options.provider), base, bytes) {}
 
-FabricRemote::FabricRemote(const FabricOptions& options, Info chosen, void* base, int64_t bytes) {
+FabricTransport::FabricTransport(const FabricOptions& options, Info chosen, void* base, int64_t bytes) {
   if (base == nullptr || bytes <= 0 || options.max_in_flight_operations <= 0 ||
       options.max_in_flight_bytes <= 0)
     throw Error(ErrorKind::invalid_argument, "fabric: a window, and limits above zero, are needed");
   state_ = std::make_shared<State>(options, std::move(chosen), base, bytes);
 }
 
-FabricRemote::~FabricRemote() {
+FabricTransport::~FabricTransport() {
   if (!state_) return;
   if (state_->own.provider == "shm") state_->remove_files();
 
@@ -342,45 +343,47 @@ FabricRemote::~FabricRemote() {
     closer.detach();
 }
 
-std::vector<std::byte> FabricRemote::card() const { return state_->own.to_bytes(); }
+std::vector<std::byte> FabricTransport::endpoint_address() const { return state_->own.to_bytes(); }
 
-void FabricRemote::introduce(const std::vector<std::vector<std::byte>>& cards, int own_index) {
+void FabricTransport::introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses,
+                                int own_index) {
   State& state = *state_;
-  const int count = static_cast<int>(cards.size());
+  const int count = static_cast<int>(endpoint_addresses.size());
   if (!state.peers.empty() || own_index < 0 || own_index >= count || count > kMaxPeers)
     throw Error(ErrorKind::invalid_argument,
                 "fabric: introduce() is called once, with up to " + std::to_string(kMaxPeers) +
-                    " cards and the own index among them; here " + std::to_string(count) + " cards, index " +
-                    std::to_string(own_index));
-  const std::vector<std::byte> own_card = state.own.to_bytes();
-  // Who hands out another card than this one is told here, not by peers that cannot answer it.
-  if (cards[static_cast<size_t>(own_index)] != own_card)
-    throw Error(ErrorKind::invalid_argument, "fabric: the card of peer " + std::to_string(own_index) +
+                    " endpoint addresses and the own index among them; here " + std::to_string(count) +
+                    " endpoint addresses, index " + std::to_string(own_index));
+  const std::vector<std::byte> own_endpoint_address = state.own.to_bytes();
+  // Who hands out another endpoint address than this one is told here, not by peers that cannot answer it.
+  if (endpoint_addresses[static_cast<size_t>(own_index)] != own_endpoint_address)
+    throw Error(ErrorKind::invalid_argument, "fabric: the endpoint address of peer " +
+                                                 std::to_string(own_index) +
                                                  " is not what this rank gave to the rendezvous");
   state.own_index = own_index;
-  std::vector<State::Peer> peers(cards.size());
-  state.expected_greetings.assign(cards.size(), 0);
+  std::vector<State::Peer> peers(endpoint_addresses.size());
+  state.expected_greetings.assign(endpoint_addresses.size(), 0);
   for (int i = 0; i < count; ++i) {
     const auto at = static_cast<size_t>(i);
     if (i == own_index) continue;
     State::Peer& peer = peers[at];
-    peer.card = Card::from_bytes(cards[at]);
-    require_compatible(state.own, own_index, peer.card, i);
+    peer.endpoint_address = EndpointAddress::from_bytes(endpoint_addresses[at]);
+    require_compatible(state.own, own_index, peer.endpoint_address, i);
     const auto needed = static_cast<int64_t>(sizeof(uint64_t)) * count;
-    if (peer.card.greetings.bytes < needed)
-      throw Error(ErrorKind::invalid_argument, "not a fabric address card: no place for hellos");
-    peer.address = state.endpoint.insert(peer.card.address);
-    peer.name = "peer " + std::to_string(i) + " (" + state.endpoint.print(peer.card.address) + ", " +
-                peer.card.interface + ")";
+    if (peer.endpoint_address.greetings.bytes < needed)
+      throw Error(ErrorKind::invalid_argument, "not a fabric endpoint address: no place for hellos");
+    peer.address = state.endpoint.insert(peer.endpoint_address.address);
+    peer.name = "peer " + std::to_string(i) + " (" + state.endpoint.print(peer.endpoint_address.address) +
+                ", " + peer.endpoint_address.interface + ")";
     peer.dropped = false;
-    // A hello is the sum of its sender's card: it cannot come from anybody who was not asked.
-    state.expected_greetings[at] = checksum(cards[at].data(), cards[at].size()) | 1;
+    // A hello is the sum of its sender's endpoint address: it cannot come from anybody who was not asked.
+    state.expected_greetings[at] = checksum(endpoint_addresses[at].data(), endpoint_addresses[at].size()) | 1;
   }
   state.peers = std::move(peers);
-  state.greetings.back() = checksum(own_card.data(), own_card.size()) | 1;
+  state.greetings.back() = checksum(own_endpoint_address.data(), own_endpoint_address.size()) | 1;
 }
 
-void FabricRemote::connect(double timeout_seconds, const std::function<void()>& interrupt) {
+void FabricTransport::connect(double timeout_seconds, const std::function<void()>& interrupt) {
   State& state = *state_;
   const int count = static_cast<int>(state.peers.size()), own_index = state.own_index;
   if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after introduce()");
@@ -389,19 +392,19 @@ void FabricRemote::connect(double timeout_seconds, const std::function<void()>& 
   std::vector<int> waiting;  // for room, or for the connection
   for (int i = 0; i < count; ++i)
     if (i != own_index) waiting.push_back(i);
-  std::vector<RemoteEvent> events;
+  std::vector<TransportEvent> events;
   while (true) {
     std::erase_if(waiting, [&](int i) {
       const State::Peer& peer = state.peers[static_cast<size_t>(i)];
       return state.write(i, reinterpret_cast<const std::byte*>(&state.greetings.back()), sizeof(uint64_t),
-                         state.greeting_descriptor, peer.card.greetings,
+                         state.greeting_descriptor, peer.endpoint_address.greetings,
                          static_cast<int64_t>(sizeof(uint64_t)) * own_index, kHelloImmediate, true, 0);
     });
     events.clear();
     state.poll(events);
     state.early.insert(state.early.end(), events.begin(), events.end());
-    for (const RemoteEvent& event : state.early) {
-      if (event.kind != RemoteEvent::Kind::failed) continue;
+    for (const TransportEvent& event : state.early) {
+      if (event.kind != TransportEvent::Kind::failed) continue;
       ErrorDetails details;
       details.rank = own_index;
       details.peer = event.peer;
@@ -418,10 +421,10 @@ void FabricRemote::connect(double timeout_seconds, const std::function<void()>& 
   }
 }
 
-const RemoteCaps& FabricRemote::caps() const { return state_->caps; }
+const TransportCaps& FabricTransport::caps() const { return state_->caps; }
 
-bool FabricRemote::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes,
-                       uint32_t immediate, uint64_t context) {
+bool FabricTransport::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes,
+                          uint32_t immediate, uint64_t context) {
   State& state = *state_;
   const auto outside = [bytes](int64_t offset, int64_t window) {
     return offset < 0 || bytes < 0 || offset > window || bytes > window - offset;
@@ -430,23 +433,23 @@ bool FabricRemote::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int
     throw Error(ErrorKind::invalid_argument, "fabric: put to peer " + std::to_string(peer) + " of " +
                                                  std::to_string(state.peers.size()) + ", which is none");
   const State::Peer& to = state.peers[static_cast<size_t>(peer)];
-  if (outside(src_offset, state.window_bytes) || outside(dst_offset, to.card.window.bytes) ||
+  if (outside(src_offset, state.window_bytes) || outside(dst_offset, to.endpoint_address.window.bytes) ||
       bytes > state.caps.max_message || immediate == kHelloImmediate)
     throw Error(ErrorKind::invalid_argument,
                 "fabric: put of " + std::to_string(bytes) + " bytes from " + std::to_string(src_offset) +
                     " of " + std::to_string(state.window_bytes) + " to " + std::to_string(dst_offset) +
-                    " of " + std::to_string(to.card.window.bytes) + " at " + to.name + ", immediate " +
-                    std::to_string(immediate) + ", largest message " +
+                    " of " + std::to_string(to.endpoint_address.window.bytes) + " at " + to.name +
+                    ", immediate " + std::to_string(immediate) + ", largest message " +
                     std::to_string(state.caps.max_message) + ": out of bounds");
   if (to.dropped) return true;
   const bool room = state.counted < state.options.max_in_flight_operations &&
                     (state.counted == 0 || bytes <= state.options.max_in_flight_bytes - state.counted_bytes);
   if (!room) return false;
-  return state.write(peer, state.window + src_offset, bytes, state.window_descriptor, to.card.window,
-                     dst_offset, immediate, false, context);
+  return state.write(peer, state.window + src_offset, bytes, state.window_descriptor,
+                     to.endpoint_address.window, dst_offset, immediate, false, context);
 }
 
-void FabricRemote::poll(std::vector<RemoteEvent>& events) {
+void FabricTransport::poll(std::vector<TransportEvent>& events) {
   State& state = *state_;
   state.poll(events);
   if (state.early.empty()) return;
@@ -455,7 +458,7 @@ void FabricRemote::poll(std::vector<RemoteEvent>& events) {
   state.early.clear();
 }
 
-void FabricRemote::forget(int32_t peer) {
+void FabricTransport::forget(int32_t peer) {
   State& state = *state_;
   if (peer < 0 || static_cast<size_t>(peer) >= state.peers.size() || peer == state.own_index)
     throw Error(ErrorKind::invalid_argument,
@@ -463,10 +466,10 @@ void FabricRemote::forget(int32_t peer) {
   state.drop(peer);
   State::Peer& gone = state.peers[static_cast<size_t>(peer)];
   gone.forgotten = true;
-  if (state.own.provider == "shm") remove_leftovers(state.own, gone.card);
+  if (state.own.provider == "shm") remove_stale_file(state.own, gone.endpoint_address);
 }
 
-int FabricRemote::in_flight() const { return state_->counted; }
-int64_t FabricRemote::bytes_in_flight() const { return state_->counted_bytes; }
+int FabricTransport::in_flight() const { return state_->counted; }
+int64_t FabricTransport::bytes_in_flight() const { return state_->counted_bytes; }
 
 }  // namespace moecomm::fabric

@@ -1,4 +1,4 @@
-// Remote over libfabric: one registered window, one endpoint, puts by fi_writedata. What holds for it:
+// Transport over libfabric: one registered window, one endpoint, puts by fi_writedata. What holds for it:
 //
 // - Nothing is promised about order, and nothing about delivery: `sent` only frees source bytes. A put that
 // the
@@ -19,9 +19,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/fabric/card.hpp"
+#include "transport/fabric/endpoint_address.hpp"
 #include "transport/fabric/provider.hpp"
-#include "transport/remote.hpp"
+#include "transport/transport.hpp"
 
 namespace moecomm::fabric {
 
@@ -39,39 +39,40 @@ struct FabricOptions {
   int cuda_device = -1;  ///< the window is memory of this GPU; -1: host memory
 };
 
-class FabricRemote final : public Remote {
+class FabricTransport final : public Transport {
  public:
   /// Registers [base, base + bytes), which must stay mapped until this object is gone. Error(unsupported)
   /// without libfabric or a provider that fits, Error(out_of_memory) if the system refuses to pin the window.
-  FabricRemote(const FabricOptions& options, void* base, int64_t bytes);
+  FabricTransport(const FabricOptions& options, void* base, int64_t bytes);
   /// The same with what choose_lanes() has found; options.provider is not looked at.
-  FabricRemote(const FabricOptions& options, Info chosen, void* base, int64_t bytes);
+  FabricTransport(const FabricOptions& options, Info chosen, void* base, int64_t bytes);
   /// Takes a few seconds at most, whatever the peers do. What the provider has not closed by then stays until
   /// the end of the process, and so do endpoints of providers that are layered by rxm, which do not close
   /// safely.
-  ~FabricRemote() override;
-  FabricRemote(const FabricRemote&) = delete;
-  FabricRemote& operator=(const FabricRemote&) = delete;
+  ~FabricTransport() override;
+  FabricTransport(const FabricTransport&) = delete;
+  FabricTransport& operator=(const FabricTransport&) = delete;
 
   /// What peers need, for connect() there. Peers can connect as long as this end polls in its own connect().
-  std::vector<std::byte> card() const;
+  std::vector<std::byte> endpoint_address() const;
 
-  /// Takes the cards, cards[i] of peer i; that at own_index has to be this one's. Errors: of the cards. Once.
-  /// From then on files of the shm provider that killed peers leave are removed at the end.
-  void introduce(const std::vector<std::vector<std::byte>>& cards, int own_index);
+  /// Takes the endpoint addresses, endpoint addresses[i] of peer i; that at own_index has to be this one's.
+  /// Errors: of the endpoint addresses. Once. From then on files of the shm provider that killed peers leave
+  /// are removed at the end.
+  void introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index);
   /// Establishes the connections to all peers, both ways: sends a hello to each and returns when one of every
   /// peer has arrived and all of its own are sent. Calls `interrupt` every few milliseconds; what it throws
   /// passes through. Errors: peer_timeout naming the peers that are missing; peer_lost if a peer refuses.
   /// After an error the object can only be destroyed.
   void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
   /// Both.
-  void connect(const std::vector<std::vector<std::byte>>& cards, int own_index, double timeout_seconds,
-               const std::function<void()>& interrupt = {}) {
-    introduce(cards, own_index);
+  void connect(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index,
+               double timeout_seconds, const std::function<void()>& interrupt = {}) {
+    introduce(endpoint_addresses, own_index);
     connect(timeout_seconds, interrupt);
   }
 
-  const RemoteCaps& caps() const override;
+  const TransportCaps& caps() const override;
   /// A put to a peer that has failed or was forgotten returns true and is dropped: who waits for it waits for
   /// the whole job's failure already. Error(invalid_argument), before anything is sent, if the bytes do not
   /// lie in both windows (a write out of bounds may be lost without a word). Zero bytes are allowed and carry
@@ -80,7 +81,7 @@ class FabricRemote final : public Remote {
            uint64_t context) override;
   /// `failed` comes at most once a peer; its puts under way then have no `sent`. A failure that the provider
   /// does not tie to a peer is that of the only peer left, or of all (-1).
-  void poll(std::vector<RemoteEvent>& events) override;
+  void poll(std::vector<TransportEvent>& events) override;
 
   /// Nothing more is sent to this peer, and what is under way no longer counts as such. With the shm provider
   /// also removes the file that a killed process leaves in /dev/shm. For a peer that is known to have ended.

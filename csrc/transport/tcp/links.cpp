@@ -17,8 +17,8 @@
 
 #include "common/deadline.hpp"
 #include "common/error.hpp"
-#include "transport/interface.hpp"
-#include "transport/tcp/meeting.hpp"
+#include "transport/network_interface.hpp"
+#include "transport/tcp/handshake.hpp"
 
 namespace moecomm::tcp {
 namespace {
@@ -120,7 +120,7 @@ void Links::connect(const std::vector<std::string>& endpoints, double timeout_se
                                                  endpoint_);
   // Closed also after an error.
   const Descriptor listener = std::move(listener_);
-  Meeting meeting(options_.job, options_.self, own_, listener.get(), addresses_, refused_);
+  Handshake meeting(options_.job, options_.self, own_, listener.get(), addresses_, refused_);
   std::vector<Descriptor> linked = meeting.run(timeout_seconds, interrupt);
   for (int32_t peer = 0; peer < options_.peers; ++peer) {
     if (peer == options_.self) continue;

@@ -12,7 +12,7 @@
 
 #include "transport/tcp/address.hpp"
 #include "transport/tcp/descriptor.hpp"
-#include "transport/tcp/wire.hpp"
+#include "transport/tcp/messages.hpp"
 
 namespace moecomm::tcp {
 
@@ -31,7 +31,7 @@ struct LinkOptions {
   JobId job;              ///< random, the same for all peers of one communicator and for nobody else
   int32_t self;           ///< own index: the node
   int32_t peers;          ///< all of them, this one included
-  std::string interface;  ///< name or numeric address, see transport/interface.hpp; empty: chosen
+  std::string interface;  ///< name or numeric address, see transport/network_interface.hpp; empty: chosen
   /// So long may a peer's host be out of reach before the link counts as lost. A stopped process whose
   /// buffers are full of messages looks the same.
   double silence_seconds = 30;

@@ -1,0 +1,118 @@
+// Records: what each rank announces to every rank in each operation (layout/control.hpp), here between
+// kernels.
+#pragma once
+
+#include "common/error.hpp"
+#include "device/wait.cuh"
+
+namespace moecomm::device {
+
+/// Writes the record of `writer` to every rank of this node. Everything this block's earlier fence covers is
+/// visible to whoever sees its epoch. Called by whole blocks or warps: threads share the peers.
+__device__ inline void signal_records(const Comm& comm, const SignalRecord& record, int32_t writer,
+                                      int thread, int threads) {
+  for (int peer = thread; peer < comm.local_ranks; peer += threads) {
+    SignalRecord& slot = comm.record(comm.bases[comm.first_rank + peer], writer, record.epoch);
+    slot.operation = record.operation;
+    slot.error = record.error;
+    slot.rows_offset = record.rows_offset;
+    slot.capacity = record.capacity;
+    slot.plan = record.plan;
+    slot.tokens = record.tokens;
+    slot.alignment = record.alignment;
+    slot.layout = record.layout;
+    slot.carries = record.carries;
+    slot.detail = record.detail;
+    ptx::store_release_sys(&slot.epoch, record.epoch);
+  }
+}
+
+/// Waits for every rank's record of `epoch`. Whole block; false for all threads if one of them waits in vain.
+__device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
+  const bool clock = blockIdx.x == 0 && threadIdx.x == 0;
+  const uint64_t start = clock ? ptx::global_nanoseconds() : 0;
+  bool arrived = true;
+  for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x)
+    arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
+                         EpochFlag{&comm.record(comm.own, peer, epoch).epoch, epoch});
+  arrived = __syncthreads_and(arrived);
+  if (clock) comm.state().wait_ns += ptx::global_nanoseconds() - start;
+  return arrived;
+}
+
+/// What rank `r` has announced, where it differs from rank 0 or is an error.
+__device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
+                                    HostStatus::Verdict& verdict) {
+  verdict = HostStatus::Verdict{};
+  verdict.rank = r;
+  if (record.error != 0) {
+    verdict.kind = record.error;
+    verdict.index = record.rows_offset;
+    verdict.value = record.detail;
+    verdict.has_text = record.operation == Operation::none;
+    return false;
+  }
+  verdict.kind = static_cast<uint32_t>(ErrorKind::mismatched_arguments);
+  const auto same = [&](Disagreement about, int64_t at_first, int64_t here) {
+    verdict.about = about;
+    verdict.index = at_first;
+    verdict.value = here;
+    return at_first == here;
+  };
+  return same(Disagreement::operation, static_cast<int64_t>(first.operation),
+              static_cast<int64_t>(record.operation)) &&
+         same(Disagreement::layout, static_cast<int64_t>(first.layout),
+              static_cast<int64_t>(record.layout)) &&
+         same(Disagreement::alignment, first.alignment, record.alignment) &&
+         same(Disagreement::capacity, first.capacity, record.capacity) &&
+         same(Disagreement::plan, static_cast<int64_t>(first.plan), static_cast<int64_t>(record.plan)) &&
+         same(Disagreement::carries, first.carries, record.carries);
+}
+
+/// Compares the records of `epoch`; every rank looks at the same ones, so every rank comes to the same
+/// verdict: the first error, else the first that differs from rank 0. One warp; false, and `verdict`, if they
+/// do not agree.
+__device__ inline bool compare_records(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const SignalRecord first = comm.record(comm.own, 0, epoch);
+  int32_t error = INT32_MAX, different = INT32_MAX;  // ranks
+  for (int32_t r = lane; r < comm.ranks(); r += 32) {
+    const SignalRecord record = comm.record(comm.own, r, epoch);
+    HostStatus::Verdict own;
+    if (judge_record(first, record, r, own)) continue;
+    if (record.error != 0)
+      error = min(error, r);
+    else
+      different = min(different, r);
+  }
+  error = __reduce_min_sync(0xffffffffu, error);
+  different = __reduce_min_sync(0xffffffffu, different);
+  const int32_t bad = error != INT32_MAX ? error : different;
+  if (bad == INT32_MAX) return true;
+  judge_record(first, comm.record(comm.own, bad, epoch), bad, verdict);
+  return false;
+}
+
+/// Hands a verdict to the host, unless one is waiting there already. One thread.
+__device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdict& verdict, uint64_t epoch) {
+  HostStatus::Verdict& out = comm.host->verdict;
+  if (ptx::load_acquire_sys(&out.set) != 0) return;
+  if (verdict.has_text != 0) {
+    const int32_t rank = verdict.rank;
+    const char* const text =
+        comm.is_local(rank)
+            ? comm.at<char>(comm.bases[rank], comm.window.error_text[epoch & 1])
+            : comm.at<char>(comm.bases[comm.through(rank)], comm.window.relay_text[epoch & 1]) +
+                  comm.other_of(rank) * kErrorText;
+    for (int i = 0; i < kErrorText; ++i) comm.host->text[i] = text[i];
+  }
+  out.kind = verdict.kind;
+  out.rank = verdict.rank;
+  out.about = verdict.about;
+  out.index = verdict.index;
+  out.value = verdict.value;
+  out.has_text = verdict.has_text;
+  ptx::store_release_sys(&out.set, 1);
+}
+
+}  // namespace moecomm::device

@@ -1,0 +1,127 @@
+// Waits of kernels. Each has the communicator's deadline, looks for peers that the host knows to be gone, and
+// ends early when another wait of this rank has failed or the operation was called off. Nothing traps: a
+// kernel whose wait fails reports to the host and returns.
+#pragma once
+
+#include "device/comm.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/memory.cuh"
+
+namespace moecomm::device {
+
+struct WaitInfo {
+  int32_t peer;
+  WaitPhase phase;
+  Operation operation;
+  uint64_t expected;
+  bool until_called_off = true;  ///< the wait ends if the operation is called off
+};
+
+/// Tells the host, once, that a wait ended in vain.
+__device__ inline void report_failure(const Comm& comm, const WaitInfo& info, uint64_t seen, int32_t peer,
+                                      Cause cause, int32_t first) {
+  if (atomicCAS(&comm.state().failed, 0u, 1u) != 0) return;
+  HostStatus::Broken& broken = comm.host->broken;
+  broken.peer = peer;
+  broken.cause = cause;
+  broken.phase = info.phase;
+  broken.operation = info.operation;
+  broken.first = first;
+  broken.expected = info.expected;
+  broken.seen = seen;
+  ptx::store_release_sys(&broken.set, 1);
+}
+
+/// True if this rank's kernels should not even start.
+__device__ inline bool already_failed(const Comm& comm) {
+  return ptx::load_relaxed_sys(&comm.state().failed) != 0;
+}
+
+/// Whom to blame for a wait in vain: a rank that has not even begun the operation, if there is one, since the
+/// peer that is waited for may itself be waiting for that rank. Those of this node first: what ranks of other
+/// nodes announce comes through them.
+__device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
+  for (int32_t i = 0; i < comm.ranks(); ++i) {
+    const int32_t r = (comm.first_rank + i) % comm.ranks();
+    if (ptx::load_relaxed_sys(&comm.record(comm.own, r, info.expected).epoch) < info.expected) return r;
+  }
+  return info.peer;
+}
+
+/// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires. False if it never will:
+/// after the deadline, when the host has lost a peer, or after another failure.
+template <class Read>
+__device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const Read& read) {
+  constexpr uint64_t kLookAround = 20'000;  // ns between looks at what else may end the wait
+  if (read.arrived()) return true;
+  const uint64_t start = ptx::global_nanoseconds();
+  uint64_t look = start + kLookAround;
+  while (true) {
+    for (int spin = 0; spin < 16; ++spin) {
+      if (read.arrived()) return true;
+      __nanosleep(Read::kInterval);
+    }
+    const uint64_t now = ptx::global_nanoseconds();
+    if (now < look) continue;
+    look = now + kLookAround;
+    if (already_failed(comm) ||
+        (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
+      return false;
+    const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
+    // What a rank on another node sends comes through the one of its rail here.
+    const PeerLoss& own = losses[info.peer];
+    const bool peer_lost = ptx::load_acquire_sys(&own.set) != 0;
+    const PeerLoss& loss = peer_lost ? own : losses[comm.through(info.peer)];
+    const bool lost = peer_lost || ptx::load_acquire_sys(&loss.set) != 0;
+    // What a peer signalled before it ended counts.
+    if (lost && !read.arrived()) {
+      report_failure(comm, info, read.seen(), loss.peer, loss.cause, loss.first);
+      return false;
+    }
+    if (now - start > comm.timeout_ns && !read.arrived()) {
+      report_failure(comm, info, read.seen(), missing_rank(comm, info), Cause::no_signal, comm.rank);
+      return false;
+    }
+  }
+}
+
+/// A flag, or the epoch of a record. All of the epoch is in it: a part would wrap, and then a flag that
+/// nobody has written for a long time would count as one of an epoch to come.
+struct EpochFlag {
+  static constexpr unsigned kInterval = 32;
+  const uint64_t* address;
+  uint64_t epoch;
+  __device__ bool arrived() const {
+    // Acquiring drops the multiprocessor's cache: only once there is something to acquire.
+    return ptx::load_relaxed_sys(address) >= epoch && ptx::load_acquire_sys(address) >= epoch;
+  }
+  __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
+};
+
+/// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: reads of it
+/// share their way with the rows that go to the network.
+struct HostWord : EpochFlag {
+  static constexpr unsigned kInterval = 400;
+};
+
+/// A word of this rank's own memory, which takes one value after another.
+struct OwnWord {
+  static constexpr unsigned kInterval = 100;
+  const uint64_t* address;
+  uint64_t value;
+  __device__ bool arrived() const {
+    return ptx::load_relaxed_gpu(address) == value && ptx::load_acquire_gpu(address) == value;
+  }
+  __device__ uint64_t seen() const { return ptx::load_acquire_gpu(address); }
+};
+
+/// A counter of this device's blocks.
+struct BlockCount {
+  static constexpr unsigned kInterval = 32;
+  const uint32_t* address;
+  uint32_t count;
+  __device__ bool arrived() const { return ptx::load_acquire_gpu(address) >= count; }
+  __device__ uint64_t seen() const { return ptx::load_acquire_gpu(address); }
+};
+
+}  // namespace moecomm::device

@@ -1,0 +1,94 @@
+// Dispatch on the CPU, the receiving half: each needed row is read once and written to all its places.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/cpu/dispatch.hpp"
+#include "kernels/cpu/rows.hpp"
+#include "kernels/cpu/weights.hpp"
+#include "layout/routing.hpp"
+
+namespace moecomm::cpu {
+
+EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end) {
+  const auto begin = plan.entry_place.begin() + plan.source_begin[rank],
+             stop = plan.entry_place.begin() + plan.source_begin[rank + 1];
+  return {std::lower_bound(begin, stop, first) - plan.entry_place.begin(),
+          std::lower_bound(begin, stop, end) - plan.entry_place.begin()};
+}
+
+void dispatch_receive(const Context& context, const Plan& plan, const PullArguments& arguments,
+                      EntryRange range) {
+  const DType dtype = context.shape.dtype;
+  const int64_t row_bytes = context.shape.row_bytes(), hidden = context.shape.hidden;
+  const RowKernels& kernels = row_kernels();
+  const RowVerbs& verbs = kernels.verbs[static_cast<int>(dtype)];
+  const bool stream = context.heuristics.stream(plan.rows * row_bytes);
+  // Ranks start at different sources.
+  const int64_t entries = range.end - range.begin;
+  const int64_t own = plan.source_begin[context.rank];
+  const int64_t first = range.begin <= own && own < range.end ? own - range.begin : 0;
+  const int64_t touched = (plan.row_begin[range.end] - plan.row_begin[range.begin] + entries) * row_bytes;
+  context.pool.parallel(entries, context.heuristics.parallel(touched), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t entry = range.begin + (i + first < entries ? i + first : i + first - entries);
+      const auto source = std::upper_bound(plan.source_begin.begin(), plan.source_begin.end(), entry) - 1;
+      const std::byte* row =
+          arguments.rows[source - plan.source_begin.begin()] + plan.entry_place[entry] * row_bytes;
+      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
+        const int32_t place = plan.row[j];
+        if (place < 0) continue;
+        std::byte* out = arguments.out + place * row_bytes;
+        if (arguments.scales == nullptr)
+          kernels.copy(out, row, row_bytes, stream);
+        else
+          verbs.scale(out, row, weight_at(arguments.scales, dtype, place), hidden, stream);
+        if (arguments.dots != nullptr)
+          set_weight(arguments.dots, dtype, place,
+                     verbs.dot(row, arguments.other + place * row_bytes, hidden));
+      }
+    }
+    kernels.fence();
+  });
+}
+
+void zero_padding(const Context& context, const Plan& plan, const PullArguments& arguments) {
+  const DType dtype = context.shape.dtype;
+  const int64_t row_bytes = context.shape.row_bytes();
+  for (const auto& [begin, end] : plan.padding) {
+    std::memset(arguments.out + begin * row_bytes, 0, static_cast<size_t>((end - begin) * row_bytes));
+    if (arguments.dots != nullptr)
+      for (int64_t row = begin; row < end; ++row) set_weight(arguments.dots, dtype, row, 0.0);
+  }
+}
+
+void pull_metadata(const Context& context, const Plan& plan, const std::vector<const std::byte*>& weights,
+                   std::byte* out_weights, int32_t* out_ids) {
+  const DType dtype = context.shape.dtype;
+  const int32_t top_k = context.shape.top_k;
+  const bool by_rank = plan.shape.layout == RowLayout::rank;
+  const int64_t places = plan.rows * (by_rank ? top_k : 1);
+  if (out_weights != nullptr) std::memset(out_weights, 0, static_cast<size_t>(places * weight_bytes(dtype)));
+  if (out_ids != nullptr) std::fill(out_ids, out_ids + places, kNoExpert);
+  for (int32_t source = 0; source < plan.shape.ranks; ++source)
+    for (int64_t entry = plan.source_begin[source]; entry < plan.source_begin[source + 1]; ++entry) {
+      const int64_t home = int64_t{plan.entry_token[entry]} * top_k;
+      for (int64_t j = plan.row_begin[entry]; j < plan.row_begin[entry + 1]; ++j) {
+        const int64_t place = plan.row[j];
+        if (place < 0) continue;
+        if (!by_rank) {
+          if (out_weights != nullptr)
+            set_weight(out_weights, dtype, place, weight_at(weights[source], dtype, home + plan.row_k[j]));
+          continue;
+        }
+        for (int32_t k = 0; k < top_k; ++k) {
+          const int32_t id = plan.entry_ids[entry * top_k + k];
+          if (id < 0) continue;
+          if (out_ids != nullptr) out_ids[place * top_k + k] = id;
+          if (out_weights != nullptr)
+            set_weight(out_weights, dtype, place * top_k + k, weight_at(weights[source], dtype, home + k));
+        }
+      }
+    }
+}
+
+}  // namespace moecomm::cpu

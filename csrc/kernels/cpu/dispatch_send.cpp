@@ -1,0 +1,44 @@
+// Dispatch on the CPU, the sending half: rows that others need, into the own window or on the way to another
+// node.
+#include <algorithm>
+
+#include "kernels/cpu/dispatch.hpp"
+#include "kernels/cpu/rows.hpp"
+#include "layout/routing.hpp"
+
+namespace moecomm::cpu {
+
+void dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                   std::byte* rows) {
+  const int64_t row_bytes = context.shape.row_bytes();
+  const int32_t top_k = context.shape.top_k;
+  const RowKernels& kernels = row_kernels();
+  const bool stream = context.heuristics.stream(tokens * row_bytes);
+  const NodeMap nodes = context.shape.nodes();
+  context.pool.parallel(tokens, context.heuristics.parallel(tokens * row_bytes),
+                        [&](int64_t begin, int64_t end) {
+                          for (int64_t t = begin; t < end; ++t) {
+                            const int32_t* token_ids = ids + t * top_k;
+                            const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
+                              const int32_t owner = expert_owner(id, context.local_experts);
+                              return id >= 0 && owner != context.rank && nodes.same_node(owner, context.rank);
+                            });
+                            if (leaves)
+                              kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
+                          }
+                          kernels.fence();
+                        });
+}
+
+void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<const int32_t> tokens,
+                         std::byte* out) {
+  const int64_t row_bytes = context.shape.row_bytes(), count = static_cast<int64_t>(tokens.size());
+  const RowKernels& kernels = row_kernels();
+  context.pool.parallel(
+      count, context.heuristics.parallel(2 * count * row_bytes), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+          kernels.copy(out + i * row_bytes, x + tokens[static_cast<size_t>(i)] * row_bytes, row_bytes, false);
+      });
+}
+
+}  // namespace moecomm::cpu

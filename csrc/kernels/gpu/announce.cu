@@ -1,0 +1,107 @@
+// An operation that says that one rank's arguments are bad: its record carries the error, its window the
+// text. The rank meets the others like in any operation, so that all stay in step. And the end of a dispatch
+// whose host has found a reason not to receive it. One block each.
+#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/relay_records.cuh"
+
+namespace moecomm::gpu {
+namespace {
+
+struct AnnounceArguments {
+  uint32_t error;
+  const char* text;
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    announce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AnnounceArguments args) {
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (!already_failed(comm) && (comm.rail.others == 0 || device::wait_sent(comm, Operation::none, epoch))) {
+    char* const text = comm.mine<char>(comm.window.error_text[epoch & 1]);
+    for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) text[i] = args.text[i];
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::fence_sys();
+    __syncthreads();
+    SignalRecord record{};
+    record.epoch = epoch;
+    record.operation = Operation::none;
+    record.error = args.error;
+    record.capacity = -1;
+    device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+    for (int32_t other = 0; other < comm.rail.others; ++other) {
+      char* const copy = device::outgoing_head(comm, epoch, other).text;
+      for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) copy[i] = args.text[i];
+      __syncthreads();
+      if (threadIdx.x == 0) device::send_head(comm, record, other, 0, 0, true);
+    }
+    if (comm.rail.others > 0 && gpu::relay_records(comm, Operation::none, nullptr, epoch, {0, 1}))
+      device::wait_all_here(comm, Operation::none, epoch);
+    // Its own error is raised on the host; another rank's of the same operation gives way to it.
+    device::wait_records(comm, Operation::none, epoch);
+  }
+  end_operation(comm, Operation::none, epoch, 0, nullptr);
+}
+
+struct AbandonArguments {
+  Operation operation;
+  int64_t tokens;
+  int32_t senders;
+};
+
+/// Lets nobody wait for what is given up: the owners of rows for those that were not sent, which they then
+/// read as they find them; and the senders for room, since nobody reads what arrives here.
+__device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
+  const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
+  const auto say_arrived = [&](int32_t source, int64_t tokens) {
+    const int64_t first = comm.window.chunks_at_once(tokens), left = chunk_count(tokens) - first;
+    for (int64_t i = thread; i < left * comm.local_ranks; i += threads)
+      ptx::store_release_sys(comm.arrival(comm.bases[comm.first_rank + i / left], source, first + i % left),
+                             epoch);
+  };
+  say_arrived(comm.rank, args.tokens);
+  if (comm.rail.others > 0 && gpu::wait_forwarded(comm, args.operation, epoch))
+    for (int32_t other = 0; other < comm.rail.others; ++other)
+      say_arrived(comm.rail_rank(other),
+                  __ldcg(&comm.mine<RelayState>(comm.window.relay_state)[other].tokens));
+  const int64_t chunks = comm.window.max_chunks;
+  for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
+    const auto source = static_cast<int32_t>(i / chunks);
+    ptx::store_release_sys(comm.flag(comm.bases[comm.through(source)], comm.window.credits,
+                                     comm.pair(source, comm.rank), i % chunks),
+                           epoch);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (!already_failed(comm)) {
+    if (comm.window.stage_tokens < comm.window.shape.max_tokens) let_go(comm, args, epoch);
+    // As every operation: the one after the next writes where peers read in the one before this. That of a
+    // dispatch has been compared where its plan was made.
+    if (args.operation == Operation::dispatch)
+      device::wait_records(comm, args.operation, epoch);
+    else
+      meet(comm, args.operation, epoch);
+  }
+  end_operation(comm, args.operation, epoch, args.senders, nullptr);
+}
+
+}  // namespace
+
+cudaError_t launch_abandon(const Launch& launch, const Comm& comm, Operation operation, int64_t tokens,
+                           int32_t senders) {
+  return launch_kernel<abandon_kernel>(launch, block_threads(launch.bulk), 0, comm,
+                                       AbandonArguments{operation, tokens, senders});
+}
+
+cudaError_t launch_announce(const Launch& launch, const Comm& comm, uint32_t error, const char* text) {
+  return launch_kernel<announce_kernel>(launch, block_threads(launch.bulk), 0, comm,
+                                        AnnounceArguments{error, text});
+}
+
+cudaError_t prepare_announce() {
+  const cudaError_t error = prepare_kernel<announce_kernel>(0);
+  return error != cudaSuccess ? error : prepare_kernel<abandon_kernel>(0);
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,105 @@
+// Flags of chunks: set at the peers that a chunk's rows went to, once these rows are in place there.
+#pragma once
+
+#include "device/wait.cuh"
+#include "kernels/gpu/pipe.cuh"
+
+namespace moecomm::gpu {
+
+/// A set of ranks, spread over the lanes of a warp: lane l holds ranks l, l + 32 and so on.
+struct PeerSet {
+  uint32_t bits = 0;
+  __device__ void insert(int32_t rank) {
+    if (lane_id() == (rank & 31)) bits |= 1u << (rank >> 5);
+  }
+  /// The ranks of the lanes that `keep`. All lanes.
+  __device__ void insert_lanes(int32_t rank, bool keep) {
+    for (uint32_t left = __ballot_sync(0xffffffffu, keep); left != 0; left &= left - 1)
+      insert(__shfl_sync(0xffffffffu, rank, __ffs(static_cast<int>(left)) - 1));
+  }
+  template <class Visit>
+  __device__ void for_each(const Visit& visit) const {
+    for (uint32_t left = bits; left != 0; left &= left - 1)
+      visit(static_cast<int32_t>(__ffs(static_cast<int>(left)) - 1) * 32 + lane_id());
+  }
+};
+
+/// One warp's. Rows of the chunk before go on arriving while the next chunk is under way.
+class Announcer {
+ public:
+  __device__ Announcer(const device::Comm& comm, uint64_t epoch) : comm_(comm), epoch_(epoch) {}
+
+  /// A group of stores was committed.
+  __device__ void group_committed() {
+    if (chunk_ < 0 || ++groups_ < kLag) return;
+    wait_stores<kLag>();
+    announce();
+  }
+  /// All groups of `chunk` of `source` were committed.
+  __device__ void chunk_stored(int32_t source, int64_t chunk, const PeerSet& peers) {
+    flush();
+    source_ = source;
+    chunk_ = chunk;
+    peers_ = peers;
+    groups_ = 0;
+  }
+  __device__ void flush() {
+    if (chunk_ < 0) return;
+    wait_stores<0>();
+    announce();
+  }
+
+ private:
+  static constexpr int kLag = 4;  ///< groups that are under way at most when a chunk is announced
+
+  __device__ void announce() {
+    peers_.for_each([&](int32_t peer) {
+      ptx::store_release_sys(comm_.arrival(comm_.bases[peer], source_, chunk_), epoch_);
+    });
+    chunk_ = -1;
+  }
+
+  const device::Comm& comm_;
+  const uint64_t epoch_;
+  int32_t source_ = 0;
+  int64_t chunk_ = -1;
+  int groups_ = 0;
+  PeerSet peers_;
+};
+
+/// Chunks taken by warps in order, the next one asked for while the one before is under way.
+class Claims {
+ public:
+  __device__ explicit Claims(uint32_t* counter) : counter_(counter) { ask(); }
+  __device__ int64_t take() {
+    const int64_t item = __shfl_sync(0xffffffffu, asked_, 0);
+    ask();
+    return item;
+  }
+
+ private:
+  __device__ void ask() {
+    if (lane_id() == 0) asked_ = atomicAdd(counter_, 1u);
+  }
+  uint32_t* counter_;
+  uint32_t asked_ = 0;
+};
+
+/// Writes this lane's `value`, if `keep`, behind those of lower lanes to list[0..]; returns how many were
+/// kept.
+template <class Value>
+__device__ inline int compact(Value* list, Value value, bool keep) {
+  const uint32_t kept = __ballot_sync(0xffffffffu, keep);
+  if (keep) list[__popc(kept & ((1u << lane_id()) - 1))] = value;
+  return __popc(kept);
+}
+
+/// Whether a lane's row is here and to be taken: in the rank layout every k of this rank names the same row,
+/// which counts once.
+__device__ inline bool counts_once(RowLayout layout, int32_t row) {
+  const bool here = row >= 0;
+  const uint32_t all = __ballot_sync(0xffffffffu, here);
+  return here && (layout == RowLayout::expert || (all & ((1u << lane_id()) - 1)) == 0);
+}
+
+}  // namespace moecomm::gpu

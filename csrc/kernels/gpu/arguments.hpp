@@ -1,0 +1,104 @@
+// What the host tells the kernels of one operation, and how it starts them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/gpu/heuristics.hpp"
+#include "layout/control.hpp"
+#include "layout/device_window.hpp"
+
+namespace moecomm::device {
+struct Comm;
+}
+
+namespace moecomm::gpu {
+
+/// Rows that go out from their home: a dispatch, or (with a plan that is known) the backward of a combine.
+struct SendArguments {
+  Operation operation;       ///< dispatch or redispatch
+  const std::byte* x;        ///< rows [tokens]
+  const float* x_scales;     ///< [tokens][scales a row] where x is in the wire format already, else null
+  const void* ids;           ///< dispatch: [tokens][top_k]
+  bool wide_ids;             ///< int64 ids
+  const std::byte* weights;  ///< dispatch: weight type [tokens][top_k], or null
+  int32_t* plan;
+  int64_t tokens;
+  int64_t alignment;
+  int64_t capacity;  ///< -1: as many rows as needed
+  RowLayout layout;
+  uint64_t ticket;       ///< dropless: number under which the host waits for the row count
+  int32_t warps;         ///< of a block that move rows, at most
+  int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
+  bool quantise;         ///< x is in the communicator's dtype, the wire is not
+  bool apart;            ///< the kernel that receives is on another stream, and may end before
+  bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
+};
+
+/// Where rows arrive.
+struct ReceiveArguments {
+  Operation operation;
+  const std::byte* x;  ///< this rank's own rows, where they do not travel
+  int32_t* plan;
+  int64_t rows;  ///< of the output
+  std::byte* out;
+  float* out_scales;  ///< where rows are handed on in the wire format: [rows][scales a row]
+  std::byte* out_weights;
+  int32_t* out_ids;         ///< rank layout: [rows][top_k]
+  const std::byte* scales;  ///< redispatch: weight type [rows], factors of the rows, or null
+  const std::byte* other;   ///< redispatch: rows whose products with the arriving ones are wanted, or null
+  std::byte* dots;          ///< weight type [rows]
+  RowLayout layout;
+  bool dequantise;
+  int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
+};
+
+/// Both sides of a combine.
+struct CombineArguments {
+  const std::byte* rows;          ///< [rows], or null
+  const std::byte* weights;       ///< weight type [rows], or null
+  const std::byte* weight_grads;  ///< weight type [rows] (rank layout: [rows][top_k]), or null
+  std::byte* y;                   ///< [tokens]
+  std::byte* out_weight_grads;    ///< weight type [tokens][top_k]
+  int32_t* plan;
+  int64_t tokens;
+  RowLayout layout;
+  int32_t relay_blocks = 0;  ///< as in SendArguments
+  int32_t senders = 0;       ///< as in ReceiveArguments
+};
+
+/// Loads all kernels that a communicator of `shape` may launch onto the current device.
+cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk);
+cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
+cudaError_t prepare_combine_reduce(const DeviceShape& shape);
+cudaError_t prepare_combine_sum(const DeviceShape& shape);
+cudaError_t prepare_announce();
+
+/// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
+/// `paired`: its blocks are in clusters of two, if they are even.
+struct Launch {
+  cudaStream_t stream;
+  int blocks;
+  bool bulk;  ///< the GPU has bulk copies, and clusters
+  bool overlapped;
+  bool paired;
+};
+
+cudaError_t launch_dispatch_send(const Launch& launch, const device::Comm& comm,
+                                 const SendArguments& arguments);
+cudaError_t launch_dispatch_receive(const Launch& launch, const device::Comm& comm,
+                                    const ReceiveArguments& arguments);
+cudaError_t launch_combine_reduce(const Launch& launch, const device::Comm& comm,
+                                  const CombineArguments& arguments);
+cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
+                               const CombineArguments& arguments);
+/// Ends a dispatch, or the backward of a combine, of `tokens` tokens that is not received. `senders`: as in
+/// ReceiveArguments.
+cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
+                           int64_t tokens, int32_t senders);
+/// `text` (kErrorText bytes) in device or pinned memory.
+cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,526 @@
+// Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
+//   - warps take items in order: a chunk of one source's tokens, sources in turn, this rank's own first
+//   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give the
+//     output rows; they are kept in the plan, where the backward of combine finds them
+//   - once the chunk has arrived, its rows are loaded piece by piece and stored to every place: as they are,
+//     or out of the wire format, or times the factor of the place
+//   - further items zero the alignment rows of each expert
+#include <type_traits>
+
+#include "kernels/gpu/announcer.cuh"
+#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/strip.cuh"
+#include "kernels/gpu/wire_element.cuh"
+#include "layout/routing.hpp"
+
+namespace moecomm::gpu {
+namespace {
+
+/// A chunk of one source.
+struct Item {
+  int32_t source;
+  int64_t chunk, begin, end;  ///< tokens
+};
+
+/// The row of a token as it lies here.
+__device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                        int32_t source, int64_t token) {
+  if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
+  return comm.staged_row(comm.own, epoch, source, token);
+}
+
+/// What the lanes of a warp know about a chunk: lane k holds k of each token.
+struct ChunkRows {
+  int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
+  int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
+  int32_t place[kMaxChunk];  ///< rank layout: output row of the token
+};
+
+/// Writes the weights that go with the output rows of a chunk.
+__device__ void place_weights(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              const Item& item, const ChunkRows& chunk) {
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  if (lane >= top_k) return;
+  const float* const weights = comm.mine<float>(comm.window.weights[epoch & 1]) +
+                               (item.source * comm.window.shape.max_tokens + item.begin) * top_k + lane;
+  float* const out = reinterpret_cast<float*>(args.out_weights);
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
+    if (args.layout == RowLayout::expert) {
+      if (chunk.row[i] >= 0) out[chunk.row[i]] = weights[i * top_k];
+    } else if (chunk.place[i] >= 0) {
+      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i] >= 0 ? weights[i * top_k] : 0.0f;
+    }
+  }
+}
+
+/// Whose sum is this rank's among those of a token, lane k knowing the owner of its k: at a home on this node
+/// each owner here and each other node has one; for one on another node, each owner here.
+__device__ int slot_between_nodes(const Comm& comm, int32_t home, int32_t owner) {
+  const int32_t sender = comm.is_local(home) || comm.is_local(owner) ? comm.sender(owner) : -1;
+  return __popc(__ballot_sync(0xffffffffu, first_with(sender) && sender < comm.rank));
+}
+
+/// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
+/// into the plan, and what goes with a row to its place. Loads of all tokens are under way together.
+__device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
+                             ChunkRows& chunk) {
+  const DeviceWindow& w = comm.window;
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  const bool by_expert = args.layout == RowLayout::expert;
+  const int64_t first = item.source * w.shape.max_tokens + item.begin;
+  const int32_t* const codes = comm.mine<int32_t>(w.codes[epoch & 1]) + first * top_k + lane;
+  const int32_t* const places = comm.mine<int32_t>(w.places[epoch & 1]) + first;
+  const int32_t* const bases =
+      plan.at(plan.fields.bases) + (by_expert ? item.source * comm.local_experts : item.source);
+  int32_t code[kMaxChunk], place[kMaxChunk];
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    code[i] = i < tokens && lane < top_k ? codes[i * top_k] : -1;
+    place[i] = i < tokens && !by_expert ? places[i] : 0;  // means something where a row comes here
+  }
+  const auto fitting = [&](int32_t row) { return row < args.rows ? row : kRowDropped; };
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    chunk.row[i] = chunk.place[i] = kRowElsewhere;
+    chunk.local[i] = -1;
+    if (i >= tokens) continue;
+    const int32_t expert = code[i] >= 0 ? code[i] >> w.code_bits : kNoExpert;
+    const int32_t owner = expert_owner(expert, comm.local_experts);
+    const bool mine = owner == comm.rank;
+    const bool here = __any_sync(0xffffffffu, mine);
+    const bool leads = first_with(owner);
+    const int slot = comm.rail.others == 0 ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank))
+                                           : slot_between_nodes(comm, item.source, owner);
+    if (mine) chunk.local[i] = expert - comm.rank * comm.local_experts;
+    if (!by_expert && here) chunk.place[i] = fitting(bases[0] + place[i]);
+    if (mine)
+      chunk.row[i] =
+          by_expert ? fitting(bases[chunk.local[i]] + (code[i] & ((1 << w.code_bits) - 1))) : chunk.place[i];
+    if (lane == 0) plan.at(plan.fields.slots)[first + i] = here ? slot : -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens || lane >= top_k) continue;
+    plan.at(plan.fields.rows)[(first + i) * top_k + lane] = chunk.row[i];
+    if (args.out_ids != nullptr && chunk.place[i] >= 0)
+      args.out_ids[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i];
+  }
+  if (args.out_weights != nullptr) place_weights(comm, args, epoch, item, chunk);
+}
+
+struct Wanted {
+  uint32_t tokens = 0;  ///< bit i: token i has an output row
+  bool sent = false;    ///< rows of the chunk come here, if only to be left out
+};
+
+/// Fills meta[i * top_k ...] with the output rows of token i, and counts[i] with their number.
+__device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
+                            int32_t* meta, int32_t* counts) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  ChunkRows chunk;
+  if (args.operation == Operation::dispatch) {
+    resolve_rows(comm, args, epoch, item, chunk);
+  } else {
+    const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
+    const int32_t* const rows = plan.at(plan.fields.rows) + first * top_k + lane;
+#pragma unroll
+    for (int i = 0; i < kMaxChunk; ++i)
+      chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
+  }
+  Wanted wanted;
+  __syncwarp();  // all lanes are done with the chunk before
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
+    const int32_t row = chunk.row[i];
+    wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
+    const int count = compact(meta + i * top_k, row, counts_once(args.layout, row));
+    if (lane == 0) counts[i] = count;
+    if (count > 0) wanted.tokens |= 1u << i;
+  }
+  __syncwarp();
+  return wanted;
+}
+
+/// Rows as they arrive. With out_scales they stay in the wire format: values and scales.
+class CopyOut {
+ public:
+  __device__ CopyOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        values_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)),
+        scale_bytes_(args.out_scales != nullptr ? 4 * comm.window.shape.wire_scales() : 0),
+        // Scales are one more piece, if their rows lie as bulk copies want it.
+        pieces_(values_.count + (scale_bytes_ > 0 && scale_bytes_ % 16 == 0 && scale_bytes_ <= kCopyPiece)) {}
+
+  __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
+    PieceCursor load{tokens}, store{tokens};
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
+        wait_stores_read<kCopyStages / 2>();
+        ring_.load(
+            arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) + offset(load.piece),
+            size(load.piece));
+        load.advance(pieces_);
+      }
+      const std::byte* const piece = ring_.wait();
+      const int i = store.token(), count = counts[i];
+      const int32_t* const rows = meta + i * comm_.top_k();
+      const bool values = store.piece < values_.count;
+      std::byte* const out =
+          values ? args_.out + offset(store.piece) : reinterpret_cast<std::byte*>(args_.out_scales);
+      const int64_t stride = values ? values_.total : scale_bytes_;
+      for (int j = 0; j < count; ++j) store_piece(out + rows[j] * stride, piece, size(store.piece));
+      commit_stores();
+      if (scale_bytes_ > 0 && pieces_ == values_.count && store.piece == 0)
+        hand_on_scales(item, i, rows, count);
+      ring_.release();
+      store.advance(pieces_);
+    }
+  }
+
+ private:
+  __device__ int64_t offset(int piece) const {
+    return piece < values_.count ? values_.offset(piece) : values_.total;
+  }
+  __device__ uint32_t size(int piece) const {
+    return piece < values_.count ? values_.size(piece) : static_cast<uint32_t>(scale_bytes_);
+  }
+
+  __device__ void hand_on_scales(const Item& item, int i, const int32_t* rows, int count) {
+    const int64_t number = scale_bytes_ / 4;
+    const float* const scales = reinterpret_cast<const float*>(
+        arrived_row(comm_, args_, epoch_, item.source, item.begin + i) + values_.total);
+    for (int64_t s = lane_id(); s < number; s += 32) {
+      const float scale = __ldcg(&scales[s]);
+      for (int j = 0; j < count; ++j) args_.out_scales[rows[j] * number + s] = scale;
+    }
+  }
+
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kCopyStages, kCopyPiece> ring_;
+  const Pieces values_;
+  const int64_t scale_bytes_;
+  const int pieces_;
+};
+
+/// Rows in another format, with scales, which become rows of `dtype`.
+template <DType dtype, WireFormat wire>
+class DequantiseOut {
+  using E = Element<dtype>;
+  using W = Wire<wire>;
+  static constexpr int kColumns = kOutPiece / 16 * E::kVector;  ///< of a piece, which is one store
+
+ public:
+  __device__ DequantiseOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        pieces_(full_pieces(comm.window.shape.row_bytes(), kOutPiece)),
+        out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kOutPiece) {}
+
+  __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
+    PieceCursor load{tokens}, store{tokens};
+    Fetched now, next;
+    const auto fetch = [&](Fetched& piece) {
+      const std::byte* const row = arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token());
+      const float* const scales = reinterpret_cast<const float*>(row + comm_.window.shape.wire_data_bytes());
+      const int vectors = static_cast<int>(pieces_.size(load.piece) / 16);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int v = step * 32 + lane_id();
+        if (v >= vectors) continue;
+        const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
+        piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column));
+        piece.scales[step] = __ldcg(&scales[column / W::kScaleColumns]);
+      }
+      load.advance(pieces_.count);
+    };
+    fetch(now);
+    while (!store.done()) {
+      if (!load.done()) fetch(next);
+      const int i = store.token(), count = counts[i];
+      const int32_t* const rows = meta + i * comm_.top_k();
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
+      std::byte* const out = out_.piece(store.piece);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int v = step * 32 + lane_id();
+        if (v >= vectors) continue;
+        const uint32_t* const words = reinterpret_cast<const uint32_t*>(&now.values[step]);
+        float values[E::kVector];
+#pragma unroll
+        for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], now.scales[step], values + e);
+        reinterpret_cast<uint4*>(out)[v] = E::narrow(values);
+      }
+      publish_piece();
+      for (int j = 0; j < count; ++j)
+        store_piece(args_.out + int64_t{rows[j]} * pieces_.total + pieces_.offset(store.piece), out,
+                    pieces_.size(store.piece));
+      commit_stores();
+      now = next;
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // a vector's, of one byte each
+  static constexpr int kSteps = kOutPiece / 512;
+  struct Fetched {
+    Values values[kSteps];
+    float scales[kSteps];
+  };
+
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  const Pieces pieces_;
+  OutRing out_;
+};
+
+/// Walks (token, place, piece), for what is different at each place.
+struct PlaceCursor {
+  uint32_t tokens;
+  int place = 0, piece = 0;
+  __device__ bool done() const { return tokens == 0; }
+  __device__ int token() const { return __ffs(static_cast<int>(tokens)) - 1; }
+  __device__ void advance(int pieces, const int32_t* counts) {
+    if (++piece < pieces) return;
+    piece = 0;
+    if (++place < counts[token()]) return;
+    place = 0;
+    tokens &= tokens - 1;
+  }
+};
+
+/// Rows times the factor of each place (the gradients of a weighted combine), and their products with other
+/// rows (the gradients of the weights).
+template <DType dtype>
+class ScaleOut {
+  using E = Element<dtype>;
+
+ public:
+  __device__ ScaleOut(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        ring_(memory.pieces, memory.barriers),
+        pieces_(full_pieces(comm.window.shape.row_bytes())),
+        out_(memory.pieces + kSumStages * kSumPiece, pieces_.count, kSumPiece) {}
+
+  __device__ void receive(const Item& item, uint32_t tokens, const int32_t* meta, const int32_t* counts) {
+    PlaceCursor load{tokens}, store{tokens};
+    const bool dots = args_.other != nullptr;
+    const int each = dots ? 2 : 1;  // pieces a step
+    float dot = 0;
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() + each <= kSumStages) {
+        const int64_t offset = pieces_.offset(load.piece);
+        const uint32_t bytes = pieces_.size(load.piece);
+        ring_.load(arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) + offset, bytes);
+        if (dots)
+          ring_.load(
+              args_.other + int64_t{meta[load.token() * comm_.top_k() + load.place]} * pieces_.total + offset,
+              bytes);
+        load.advance(pieces_.count, counts);
+      }
+      const int32_t row = meta[store.token() * comm_.top_k() + store.place];
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
+      const float factor = args_.scales != nullptr ? reinterpret_cast<const float*>(args_.scales)[row] : 1.0f;
+      const uint4* const piece = reinterpret_cast<const uint4*>(ring_.wait());
+      std::byte* const out = out_.piece(store.piece);
+      float values[kSumPiece / 512][E::kVector];
+#pragma unroll
+      for (int step = 0; step < kSumPiece / 512; ++step) {
+        const int v = step * 32 + lane_id();
+        if (v >= vectors) continue;
+        E::widen(piece[v], values[step]);
+        float scaled[E::kVector];
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e)
+          scaled[e] = args_.scales != nullptr ? multiply(values[step][e], factor) : values[step][e];
+        reinterpret_cast<uint4*>(out)[v] = E::narrow(scaled);
+      }
+      ring_.release();
+      if (out_.complete(store.piece)) {
+        publish_piece();
+        const int first = out_.first(store.piece);
+        store_piece(args_.out + int64_t{row} * pieces_.total + pieces_.offset(first), out_.stage(),
+                    pieces_.through(first, store.piece));
+        commit_stores();
+      }
+      if (dots) {
+        const uint4* const other = reinterpret_cast<const uint4*>(ring_.wait());
+#pragma unroll
+        for (int step = 0; step < kSumPiece / 512; ++step) {
+          const int v = step * 32 + lane_id();
+          if (v >= vectors) continue;
+          float with[E::kVector];
+          E::widen(other[v], with);
+#pragma unroll
+          for (int e = 0; e < E::kVector; ++e) dot = add(dot, multiply(values[step][e], with[e]));
+        }
+        ring_.release();
+        if (store.piece + 1 == pieces_.count) {
+          for (int width = 16; width > 0; width /= 2)
+            dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
+          if (lane_id() == 0) reinterpret_cast<float*>(args_.dots)[row] = dot;
+          dot = 0;
+        }
+      }
+      store.advance(pieces_.count, counts);
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  LoadRing<kSumStages, kSumPiece> ring_;
+  const Pieces pieces_;
+  OutRing out_;
+};
+
+__device__ void zero(void* memory, int64_t bytes) {
+  for (int64_t i = lane_id(); i < bytes / 4; i += 32) static_cast<uint32_t*>(memory)[i] = 0;
+}
+
+/// Zeroes the alignment rows of local expert `e`.
+__device__ void zero_padding(const Comm& comm, const ReceiveArguments& args, int64_t e) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const DeviceShape& s = comm.window.shape;
+  const int64_t first = plan.at(plan.fields.ends)[e], rows = plan.at(plan.fields.offsets)[e] - first;
+  if (rows <= 0) return;
+  const bool wire = args.out_scales != nullptr;
+  const int64_t row_bytes = wire ? s.wire_data_bytes() : s.row_bytes(), weight = weight_bytes(s.dtype);
+  uint4* const out = reinterpret_cast<uint4*>(args.out + first * row_bytes);
+  for (int64_t i = lane_id(); i < rows * row_bytes / 16; i += 32) out[i] = {};
+  if (wire) zero(args.out_scales + first * s.wire_scales(), rows * s.wire_scales() * 4);
+  if (args.out_weights != nullptr) zero(args.out_weights + first * weight, rows * weight);
+  if (args.dots != nullptr) zero(args.dots + first * weight, rows * weight);
+}
+
+/// Waits until the items of an operation can be worked on. Whole block; false if there are none.
+__device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
+  if (already_failed(comm)) return false;
+  bool going = true;
+  if (args.operation == Operation::dispatch) {
+    if (threadIdx.x == 0)
+      going = device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch},
+                                 device::EpochFlag{&comm.state().planned, epoch});
+    going = __syncthreads_and(going);
+  } else {
+    going = meet(comm, args.operation, epoch);
+  }
+  return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
+}
+
+template <class Rows>
+__device__ void receive_items(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              BlockMemory& block) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int32_t* const tokens_of = plan.at(plan.fields.tokens);
+  const int32_t ranks = comm.ranks();
+  int64_t most_chunks = 0;
+  for (int32_t source = 0; source < ranks; ++source)
+    most_chunks = max(most_chunks, chunk_count(tokens_of[source]));
+  const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
+
+  int32_t* const meta = block.meta[warp_id()];
+  int32_t* const counts = block.counts[warp_id()];
+  Rows rows(comm, args, epoch, warp_memory(block));
+  Claims claims(&comm.state().item_next);
+  for (int64_t claim = claims.take(); claim < paddings + most_chunks * ranks; claim = claims.take()) {
+    if (claim < paddings) {
+      zero_padding(comm, args, claim);
+      continue;
+    }
+    Item item;
+    item.chunk = (claim - paddings) / ranks;
+    item.source = static_cast<int32_t>((comm.rank + (claim - paddings) % ranks) % ranks);
+    const int64_t tokens = tokens_of[item.source], size = chunk_tokens(tokens);
+    item.begin = item.chunk * size;
+    item.end = min(item.begin + size, tokens);
+    if (item.begin >= item.end) continue;
+    const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
+    const bool travels = item.source != comm.rank || comm.own_rows_travel();
+    const bool in_turn = travels && tokens > comm.window.stage_tokens;
+    if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
+      bool here = true;
+      if (lane_id() == 0)
+        here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
+                                  device::EpochFlag{comm.arrival(comm.own, item.source, item.chunk), epoch});
+      if (!__all_sync(0xffffffffu, here)) break;
+      open_for_loads();
+    }
+    if (wanted.tokens != 0) rows.receive(item, wanted.tokens, meta, counts);
+    if (!in_turn) continue;
+    __syncwarp();  // the loads of all lanes come before the release
+    if (lane_id() == 0)
+      ptx::store_release_sys(comm.flag(comm.bases[comm.through(item.source)], comm.window.credits,
+                                       comm.pair(item.source, comm.rank), item.chunk),
+                             epoch);
+  }
+  wait_stores<0>();
+}
+
+template <class Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_receive_kernel(const __grid_constant__ Comm comm,
+                            const __grid_constant__ ReceiveArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (start(comm, args, epoch))
+    receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
+  end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns);
+}
+
+enum class Arrival { as_it_is, dequantised, scaled };
+
+template <DType dtype>
+struct Scaling {
+  static constexpr auto kernel = &dispatch_receive_kernel<ScaleOut<dtype>>;
+};
+template <DType dtype, WireFormat wire>
+struct Dequantising {
+  static constexpr auto kernel = &dispatch_receive_kernel<DequantiseOut<dtype, wire>>;
+};
+
+/// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
+  if (arrival == Arrival::scaled) return with_dtype<Scaling>(shape.dtype, use);
+  if (arrival == Arrival::dequantised) return with_conversion<Dequantising>(shape, use);
+  return use.template operator()<&dispatch_receive_kernel<CopyOut>>();
+}
+
+}  // namespace
+
+cudaError_t launch_dispatch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
+  const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
+                          : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
+                                                                            : Arrival::as_it_is;
+  return with_kernel(comm.window.shape, arrival, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
+  });
+}
+
+cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk) {
+  const Prepare prepare{block_bytes(bulk)};
+  for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
+    if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
+    const cudaError_t error = with_kernel(shape, arrival, prepare);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace moecomm::gpu

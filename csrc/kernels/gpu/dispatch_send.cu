@@ -1,0 +1,600 @@
+// Dispatch, sending side: every row goes once to each rank that owns one of its experts.
+//   - some blocks first work out and announce where the rows will go (route.cuh); one then waits for what the
+//     other ranks announce, and makes the plan of what arrives here (plan.cuh)
+//   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
+//     each piece stored to the staging section of every owner, at the place of (source, token)
+//   - when all rows of a chunk are in place, the owners' arrival flags are set
+// The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
+// whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
+// started before those that read: so the first one ends whatever else is put on the stream after it.
+//
+// With several nodes rows go to owners on this node, and once to each other node that needs them: into host
+// memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
+// there: rows of the rail go to the owners here in the same way, on behalf of their source.
+#include "kernels/gpu/announcer.cuh"
+#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/plan.cuh"
+#include "kernels/gpu/relay_records.cuh"
+#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/strip.cuh"
+#include "kernels/gpu/wire_element.cuh"
+
+namespace moecomm::gpu {
+namespace {
+
+using gpu::RelayBlocks;
+
+/// Owners of the tokens of a chunk.
+struct ChunkOwners {
+  uint32_t tokens = 0;  ///< bit i: token i goes somewhere
+  PeerSet peers;        ///< on this node
+};
+
+/// Which rows a warp sends: to owners on this node, or to other nodes.
+enum class Reach { node, others };
+
+/// What a warp knows about the tokens of its chunk, in shared memory: counts[i] targets of token i, at
+/// [i * top_k ...]. Targets are ranks, and from `ranks` on other nodes, with the number of the row there.
+struct ChunkMeta {
+  int32_t* targets;
+  int32_t* counts;
+  int32_t* numbers;
+  int32_t* from;  ///< relayed rows: their number among those that came here
+};
+
+/// Fills `meta` with the ranks, or the other nodes, that the tokens of a chunk go to.
+template <Way way>
+__device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, Reach reach, int64_t begin,
+                                   int64_t end, const ChunkMeta& meta) {
+  constexpr bool kNodes = way == Way::nodes;
+  ChunkOwners chunk;
+  const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(end - begin);
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int32_t* const kept = plan.at(plan.fields.local_topk_idx);
+  int64_t id[kMaxChunk];
+  __syncwarp();  // all lanes are done with the chunk before
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    const int64_t index = (begin + i) * top_k + lane;
+    id[i] = i >= tokens || lane >= top_k                       ? kNoExpert
+            : !kNodes && args.operation == Operation::dispatch ? read_id(args, index)
+                                                               : int64_t{kept[index]};
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxChunk; ++i) {
+    if (i >= tokens) continue;
+    int32_t target = -1, number = 0;
+    if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
+      target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
+    if (target == comm.rank && !comm.own_rows_travel()) target = -1;
+    if constexpr (kNodes) {
+      if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
+      if (target >= 0 && reach == Reach::others) {
+        const int32_t other = comm.other_of(target);
+        number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + begin + i];
+        target = number < 0 ? -1 : comm.ranks() + other;
+      }
+    }
+    const bool first = first_with(target);
+    const int count = compact(meta.targets + i * top_k, target, first);
+    if constexpr (kNodes) compact(meta.numbers + i * top_k, number, first);
+    if (lane == 0) meta.counts[i] = count;
+    if (count == 0) continue;
+    chunk.tokens |= 1u << i;
+    if (kNodes && reach == Reach::others) continue;
+    chunk.peers.insert_lanes(target, first);
+  }
+  __syncwarp();
+  return chunk;
+}
+
+/// Where the rows of a sender lie, and where they go.
+template <bool kNodes>
+struct RowPaths {
+  const Comm& comm;
+  uint64_t epoch;
+  const std::byte* x;  ///< this rank's own rows
+  int32_t source;      ///< whose rows they are
+  bool relayed;        ///< they have come from another node
+
+  /// Token i of the chunk that begins with `begin`.
+  __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
+    if constexpr (kNodes)
+      if (relayed)
+        return comm.rail.arrived(epoch, comm.other_of(source), meta.from[i], comm.window.wire_bytes);
+    return x + (begin + i) * row_bytes;
+  }
+  __device__ std::byte* to(int64_t begin, int i, int j, const ChunkMeta& meta) const {
+    const int at = i * comm.top_k() + j;
+    const int32_t target = meta.targets[at];
+    if constexpr (kNodes)
+      if (target >= comm.ranks())
+        return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
+    return comm.staged_row(comm.bases[target], epoch, source, begin + i);
+  }
+};
+
+/// Rows as they are.
+template <bool kNodes>
+class CopyRows {
+ public:
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
+      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
+                 comm.window.shape.wire_data_bytes()) {}
+  /// Of other sources: see start_source.
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
+                      int64_t row_bytes)
+      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
+
+  /// Rows that have come from another node are those of `source` from now on.
+  __device__ void start_source(int32_t source) { paths_.source = source; }
+
+  __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
+    PieceCursor load{tokens}, store{tokens};
+    const int64_t row_bytes = pieces_.total;
+    while (!store.done()) {
+      while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
+        wait_stores_read<kCopyStages / 2>();
+        ring_.load(paths_.from(begin, load.token(), meta, row_bytes) + pieces_.offset(load.piece),
+                   pieces_.size(load.piece));
+        load.advance(pieces_.count);
+      }
+      const std::byte* const piece = ring_.wait();
+      const int i = store.token(), count = meta.counts[i];
+      for (int j = 0; j < count; ++j)
+        store_piece(paths_.to(begin, i, j, meta) + pieces_.offset(store.piece), piece,
+                    pieces_.size(store.piece));
+      commit_stores();
+      if (args_.x_scales != nullptr && !paths_.relayed && store.piece == 0) send_scales(begin, i, meta);
+      ring_.release();
+      announcer.group_committed();
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  __device__ CopyRows(const Comm& comm, const SendArguments& args, const RowPaths<kNodes>& paths,
+                      WarpMemory memory, int64_t row_bytes)
+      : comm_(comm),
+        args_(args),
+        paths_(paths),
+        ring_(memory.pieces, memory.barriers),
+        scales_(memory.scales),
+        pieces_(pieces_of(row_bytes, kCopyPiece)) {}
+
+  /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
+  __device__ void send_scales(int64_t begin, int i, const ChunkMeta& meta) {
+    const int64_t number = comm_.window.shape.wire_scales();
+    const float* const from = args_.x_scales + (begin + i) * number;
+    for (int64_t first = 0; first < number; first += kScaleBuffer) {
+      wait_stores_read<0>();
+      const int part = static_cast<int>(min(number - first, int64_t{kScaleBuffer}));
+      for (int s = lane_id(); s < part; s += 32) scales_[s] = from[first + s];
+      publish_piece();
+      for (int j = 0; j < meta.counts[i]; ++j)
+        store_piece(paths_.to(begin, i, j, meta) + pieces_.total + first * 4,
+                    reinterpret_cast<const std::byte*>(scales_), (part * 4 + 15) / 16 * 16);
+      commit_stores();
+    }
+  }
+
+  const Comm& comm_;
+  const SendArguments& args_;
+  RowPaths<kNodes> paths_;
+  LoadRing<kCopyStages, kCopyPiece> ring_;
+  float* const scales_;
+  const Pieces pieces_;
+};
+
+/// Rows of `dtype`, which go out in another format, with scales.
+template <DType dtype, WireFormat wire, bool kNodes>
+class QuantiseRows {
+  using E = Element<dtype>;
+  using W = Wire<wire>;
+  static constexpr int kScaleColumns = W::kScaleColumns;
+  static constexpr int kSteps = kSumPiece / 512;
+  static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
+  static constexpr int kBlockLanes = kScaleColumns / E::kVector;
+  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes <= 32);
+  static constexpr int kRowStage = kWarpBytes / kOutStages;
+  static_assert(kRowStage / kScaleColumns <= kScaleBuffer / kOutStages);
+
+  /// The scales of a piece's blocks, one block a lane: of a step's lanes [0, kBlockLanes) a quarter each
+  /// knows about step 0, 1, 2 and 3.
+  struct BlockScales {
+    static constexpr int kHalf = kBlockLanes / 2, kQuarter = kBlockLanes / 4;
+    float scale, inverse;
+
+    __device__ float inverse_of(int step) const {
+      const int from = (lane_id() & ~(kBlockLanes - 1)) | (step & 2 ? kHalf : 0) | (step & 1 ? kQuarter : 0);
+      return __shfl_sync(0xffffffffu, inverse, from);
+    }
+    __device__ void store(float* to, int vectors) const {
+      const int lane = lane_id(), step = (lane & kHalf ? 2 : 0) | (lane & kQuarter ? 1 : 0);
+      const int v = step * 32 + (lane & ~(kBlockLanes - 1));  // the block's first
+      if ((lane & (kQuarter - 1)) == 0 && v < vectors) to[v / kBlockLanes] = scale;
+    }
+  };
+
+  /// Lanes reduce the four steps of their blocks together: each exchange halves the steps that a lane goes on
+  /// with, so that one division a lane does for all blocks.
+  __device__ static BlockScales scale_blocks(const Strip<kSteps>& strip, int vectors) {
+    static_assert(kSteps == 4);
+    constexpr int kHalf = BlockScales::kHalf, kQuarter = BlockScales::kQuarter;
+    float amax[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      amax[step] = step * 32 + lane_id() < vectors ? E::largest(strip.raw[step]) : 0.0f;
+    const auto exchange = [](float keep, float give, int width) {
+      return fmaxf(keep, __shfl_xor_sync(0xffffffffu, give, width));
+    };
+    const bool late = lane_id() & kHalf, odd = lane_id() & kQuarter;
+    const float even_step = exchange(late ? amax[2] : amax[0], late ? amax[0] : amax[2], kHalf);
+    const float odd_step = exchange(late ? amax[3] : amax[1], late ? amax[1] : amax[3], kHalf);
+    float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
+#pragma unroll
+    for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
+    const float scale = W::scale(largest);
+    return {scale, __fdiv_rn(1.0f, scale)};
+  }
+
+ public:
+  __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
+      : comm_(comm),
+        args_(args),
+        paths_{comm, epoch, args.x, comm.rank, false},
+        scales_(memory.scales),
+        pieces_(full_pieces(comm.window.shape.row_bytes())),
+        whole_(comm.window.wire_bytes <= kRowStage),
+        out_(memory.pieces, pieces_.count, kColumns, kRowStage) {}
+
+  __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
+    PieceCursor load{tokens}, store{tokens};
+    Strip<kSteps> now, next;
+    const auto fetch = [&](Strip<kSteps>& strip) {
+      strip.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece), 0,
+                 static_cast<int>(pieces_.size(load.piece) / 16));
+      load.advance(pieces_.count);
+    };
+    fetch(now);
+    while (!store.done()) {
+      if (!load.done()) fetch(next);
+      const int i = store.token(), count = meta.counts[i];
+      const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
+      std::byte* const out = out_.piece(store.piece);
+      const int first = out_.first(store.piece);
+      float* const stage_scales =
+          whole_ ? reinterpret_cast<float*>(out_.stage() + comm_.window.shape.wire_data_bytes())
+                 : scales_ + out_.number() * (kScaleBuffer / kOutStages);
+      float* const out_scales = stage_scales + (store.piece - first) * (kColumns / kScaleColumns);
+      const BlockScales blocks = scale_blocks(now, vectors);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int v = step * 32 + lane_id();
+        const float inverse = blocks.inverse_of(step);
+        if (v >= vectors) continue;
+        float values[E::kVector];
+        E::widen(now.raw[step], values);
+        uint32_t* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
+#pragma unroll
+        for (int e = 0; e < E::kVector; e += 4) to[e / 4] = W::write(values + e, inverse);
+      }
+      blocks.store(out_scales, vectors);
+      now = next;
+      if (!out_.complete(store.piece)) {
+        store.advance(pieces_.count);
+        continue;
+      }
+      publish_piece();
+      const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
+      const uint32_t scales = (columns + kScaleColumns - 1) / kScaleColumns;
+      for (int j = 0; j < count; ++j) {
+        std::byte* const row = paths_.to(begin, i, j, meta);
+        if (whole_) {
+          store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.wire_bytes));
+          continue;
+        }
+        store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
+        store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kColumns / kScaleColumns * 4),
+                    reinterpret_cast<const std::byte*>(stage_scales), (scales * 4 + 15) / 16 * 16);
+      }
+      commit_stores();
+      announcer.group_committed();
+      store.advance(pieces_.count);
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const SendArguments& args_;
+  const RowPaths<kNodes> paths_;
+  float* const scales_;
+  const Pieces pieces_;
+  const bool whole_;  ///< a row with its scales goes out in one store
+  OutRing out_;
+};
+
+/// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
+/// place.
+template <class Visit>
+__device__ bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
+                            const PeerSet& peers, const Visit& visit) {
+  bool all = true;
+  peers.for_each([&](int32_t peer) {
+    all = all &&
+          visit(peer, device::EpochFlag{
+                          comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), chunk), epoch});
+  });
+  return __all_sync(0xffffffffu, all);
+}
+
+/// Waits until the owners have read all chunks that had this one's place before: not only the last of them,
+/// since an owner that gets nothing of it has not waited for those before. False if it waits in vain.
+__device__ bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
+                               uint64_t epoch, int64_t chunk, const PeerSet& peers, Announcer& announcer) {
+  const int64_t places = comm.window.chunks_at_once(tokens);
+  bool flushed = false;
+  for (int64_t before = chunk - places; before >= 0; before -= places) {
+    if (all_credits(comm, source, epoch, before, peers,
+                    [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); }))
+      continue;
+    if (!flushed) announcer.flush();  // what comes before must not wait for this chunk
+    flushed = true;
+    if (!all_credits(comm, source, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
+          return device::wait_until(comm, {peer, WaitPhase::credit, operation, epoch}, flag);
+        }))
+      return false;
+  }
+  open_for_loads();
+  return true;
+}
+
+/// The rows of a chunk for other nodes are in place: says so.
+__device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t epoch, uint32_t tokens,
+                          const ChunkMeta& meta) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  wait_stores<0>();
+  // One lane has waited for the stores of all.
+  if (lane_id() != 0) return;
+  ptx::fence_sys();
+  const Command::Kind kind =
+      args.operation == Operation::dispatch ? Command::Kind::wire_chunk : Command::Kind::chunk;
+  for (; tokens != 0; tokens &= tokens - 1) {
+    const int i = __ffs(static_cast<int>(tokens)) - 1;
+    for (int at = i * comm.top_k(), end = at + meta.counts[i]; at < end; ++at) {
+      const int32_t other = meta.targets[at] - comm.ranks();
+      device::row_staged(comm, kind, other, meta.numbers[at],
+                         __ldcg(plan.at(plan.fields.node_tokens) + other), epoch);
+    }
+  }
+}
+
+/// This rank's rows that go to one kind of targets.
+template <Way way, class Rows>
+__device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
+                          Reach reach, const ChunkMeta& meta) {
+  Announcer announcer(comm, epoch);
+  DeviceState& state = comm.state();
+  Claims claims(reach == Reach::others ? &state.stage_next
+                : args.later           ? &state.later_next
+                                       : &state.send_next);
+  const int64_t chunks = chunk_count(args.tokens), size = chunk_tokens(args.tokens);
+  // Rows for other nodes have places of their own.
+  const int64_t at_once = comm.window.chunks_at_once(args.tokens), first = args.later ? at_once : 0;
+  const int64_t all = args.later || reach == Reach::others ? chunks : at_once;
+  for (int64_t chunk = first + claims.take(); chunk < all; chunk = first + claims.take()) {
+    const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
+    const ChunkOwners owners = list_owners<way>(comm, args, reach, begin, end, meta);
+    if (owners.tokens == 0) continue;
+    if (args.later &&
+        !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
+      break;
+    rows.send(begin, owners.tokens, meta, announcer);
+    if (reach == Reach::node)
+      announcer.chunk_stored(comm.rank, chunk, owners.peers);
+    else
+      hand_over(comm, args, epoch, owners.tokens, meta);
+  }
+  announcer.flush();
+}
+
+/// Fills `meta` with the owners on this node of a rail rank's tokens.
+__device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int32_t other,
+                                    const gpu::RelayChunk& chunk, const ChunkMeta& meta) {
+  ChunkOwners owners;
+  const int top_k = comm.top_k(), lane = lane_id();
+  __syncwarp();
+  if (lane < kMaxChunk) meta.from[lane] = chunk.number;
+  for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
+    const int i = __ffs(static_cast<int>(left)) - 1;
+    const int32_t owner = gpu::relayed_owner(comm, plan, other, chunk.begin + i);
+    const int count = compact(meta.targets + i * top_k, owner, owner >= 0);
+    if (lane == 0) meta.counts[i] = count;
+    if (count > 0) owners.tokens |= 1u << i;
+    owners.peers.insert_lanes(owner, owner >= 0);
+  }
+  __syncwarp();
+  return owners;
+}
+
+/// Rows of the rail, as they arrive; as those of this rank, only such as take another's place or only others.
+/// False if they do not arrive.
+__device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
+                           const ChunkMeta& meta) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const RelayState* const states = comm.mine<RelayState>(comm.window.relay_state);
+  const int32_t others = comm.rail.others;
+  int64_t most_chunks = 0;
+  for (int32_t other = 0; other < others; ++other)
+    most_chunks = max(most_chunks, chunk_count(__ldcg(&states[other].tokens)));
+  CopyRows<true> rows(comm, args, epoch, memory, comm.window.wire_bytes);
+  Announcer announcer(comm, epoch);
+  Claims claims(args.later ? &comm.state().relay_later_next : &comm.state().relay_next);
+  for (int64_t claim = claims.take(); claim < most_chunks * others; claim = claims.take()) {
+    const int64_t number = claim / others;
+    const auto other = static_cast<int32_t>((comm.rail.node + claim) % others);
+    const int64_t tokens = __ldcg(&states[other].tokens);
+    if (number >= chunk_count(tokens) || (number >= comm.window.chunks_at_once(tokens)) != args.later)
+      continue;
+    const gpu::RelayChunk chunk = gpu::relay_chunk(comm, plan, other, tokens, number);
+    const ChunkOwners owners = list_relayed(comm, plan, other, chunk, meta);
+    if (owners.tokens == 0) continue;
+    const int32_t source = comm.rail_rank(other);
+    bool here = true;
+    const device::RailChunk arrival{comm, epoch, other, max(chunk.number, 0) / comm.rail.chunk_rows};
+    if (!__all_sync(0xffffffffu, chunk.number < 0 || arrival.here().arrived()))
+      announcer.flush();  // what comes before must not wait for this chunk
+    if (chunk.number >= 0) here = arrival.wait({source, WaitPhase::rows, args.operation, epoch, false});
+    if (!__all_sync(0xffffffffu, here)) return false;
+    open_for_loads();
+    rows.start_source(source);
+    if (args.later &&
+        !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers, announcer)) {
+      if (already_failed(comm)) return false;
+      continue;  // called off: nobody reads it
+    }
+    rows.send(chunk.begin, owners.tokens, meta, announcer);
+    announcer.chunk_stored(source, number, owners.peers);
+  }
+  announcer.flush();
+  return true;
+}
+
+/// What the blocks that relay do: records and tables of the rail, then its rows.
+__device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
+                      bool valid, BlockMemory& block, const ChunkMeta& meta) {
+  if (!gpu::relay_records(comm, args.operation, args.plan, epoch, relay) ||
+      !gpu::wait_forwarded(comm, args.operation, epoch))
+    return;
+#if MOECOMM_HAS_BULK
+  ptx::fence_shared_to_bulk();
+#endif
+  __syncthreads();
+  const bool all = !valid || relay_rows(comm, args, epoch, warp_memory(block), meta);
+  if (relay.block == 0 && __syncthreads_and(all)) device::wait_all_here(comm, args.operation, epoch);
+}
+
+/// Waits until the tables of a dispatch are made that say which rows go to other nodes. Whole block.
+__device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoch, int blocks) {
+  bool routed = true;
+  if (threadIdx.x == 0)
+    routed = device::wait_until(comm, {comm.rank, WaitPhase::blocks, operation, epoch, false},
+                                device::BlockCount{&comm.state().route_done, static_cast<uint32_t>(blocks)});
+  return __syncthreads_and(routed);
+}
+
+/// What a block does of the chunks that take another's place.
+template <Way way, class Rows>
+__device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t epoch, int senders,
+                           BlockMemory& block, const ChunkMeta& meta) {
+  const bool dispatch = args.operation == Operation::dispatch;
+  if (!dispatch && PlanView{args.plan, comm.plan_fields}.header().id == 0) return;
+  if constexpr (way == Way::nodes) {
+    if (static_cast<int>(blockIdx.x) >= senders) {
+      if (gpu::wait_forwarded(comm, args.operation, epoch))
+        relay_rows(comm, args, epoch, warp_memory(block), meta);
+      return;
+    }
+    if (dispatch && !wait_routed(comm, args.operation, epoch, route_blocks(args.tokens, senders))) return;
+  }
+  if (warp_id() >= args.warps) return;
+  Rows rows(comm, args, epoch, warp_memory(block));
+  send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
+}
+
+/// What a block does.
+template <Way way, class Rows>
+__device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
+  if (already_failed(comm)) {
+    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0) make_plan(comm, args, epoch);
+    return;
+  }
+  const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
+                       block.from[warp_id()]};
+  const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);
+  if (args.later) {
+    send_later<way, Rows>(comm, args, epoch, senders, block, meta);
+    return;
+  }
+  bool valid = true;
+  if (args.operation != Operation::dispatch) valid = PlanView{args.plan, comm.plan_fields}.header().id != 0;
+  if constexpr (way == Way::nodes) {
+    if (static_cast<int>(blockIdx.x) >= senders) {
+      relay(comm, args, epoch, {static_cast<int>(blockIdx.x) - senders, args.relay_blocks}, valid, block,
+            meta);
+      return;
+    }
+    const bool sent = device::wait_sent(comm, args.operation, epoch);
+    if (!sent && !(args.operation == Operation::dispatch && blockIdx.x == 0)) return;
+  }
+  if (args.operation == Operation::dispatch) {
+    const int blocks = route_blocks(args.tokens, senders);
+    if (static_cast<int>(blockIdx.x) < blocks)
+      route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
+            &block.shared_word);
+    if (blockIdx.x == 0) make_plan(comm, args, epoch);
+    // Relay indices are known when all have counted.
+    if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
+  } else if (blockIdx.x == 0) {
+    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens, kCarriesRows);
+  }
+#if MOECOMM_HAS_BULK
+  ptx::fence_shared_to_bulk();
+#endif
+  __syncthreads();
+  if (!valid || warp_id() >= args.warps) return;
+  Rows rows(comm, args, epoch, warp_memory(block));
+  if constexpr (way == Way::nodes) {
+    // What goes to other nodes never waits for owners on this one, which may wait for what comes from there:
+    // half of the warps see to it first.
+    const bool first = warp_id() % 2 == 0;
+    send_rows<way>(comm, args, epoch, rows, first ? Reach::others : Reach::node, meta);
+    send_rows<way>(comm, args, epoch, rows, first ? Reach::node : Reach::others, meta);
+  } else {
+    send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
+  }
+}
+
+template <Way way, class Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  ptx::launch_dependents();
+  if (!args.later) start_clock(comm);
+  send<way, Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
+  if (args.apart) end_sending(comm);
+}
+
+template <Way way>
+struct Sending {
+  static constexpr auto as_it_is = &dispatch_send_kernel<way, CopyRows<way == Way::nodes>>;
+  template <DType dtype, WireFormat wire>
+  struct Quantising {
+    static constexpr auto kernel = &dispatch_send_kernel<way, QuantiseRows<dtype, wire, way == Way::nodes>>;
+  };
+};
+
+/// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
+  return with_way<Sending>(shape, [&]<class Each>() {
+    return quantise ? with_conversion<Each::template Quantising>(shape, use)
+                    : use.template operator()<Each::as_it_is>();
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_dispatch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
+  return with_kernel(comm.window.shape, args.quantise, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
+  });
+}
+
+cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk) {
+  const Prepare prepare{block_bytes(bulk)};
+  const cudaError_t error = with_kernel(shape, false, prepare);
+  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_kernel(shape, true, prepare);
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,56 @@
+// Every choice of the kernels inside a node that is a matter of speed and not of results, in one printable
+// place.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+namespace moecomm::gpu {
+
+/// Blocks, one an SM, of the two sides of each operation.
+struct Heuristics {
+  int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
+  int send_warps;                   ///< of a block that move rows, at most
+  int reduce_blocks, sum_blocks;    ///< of combine
+  int relay_blocks;                 ///< with several nodes, of each operation
+  bool paired;                      ///< blocks in clusters of two, as a product beside them may be
+
+  /// Of one operation.
+  int all_blocks() const {
+    return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks) + relay_blocks;
+  }
+
+  std::string text() const {
+    const std::string relaying =
+        relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
+    return std::to_string(all_blocks()) + " SMs: dispatch " + std::to_string(send_blocks) +
+           " sending (at most " + std::to_string(send_warps) + " warps each) and " +
+           std::to_string(receive_blocks) + " receiving, combine " + std::to_string(reduce_blocks) +
+           " reducing and " + std::to_string(sum_blocks) + " summing" + relaying;
+  }
+};
+
+/// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
+/// nodes three are the least.
+inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes) {
+  const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
+  Heuristics h{};
+  h.paired = budget > 0;
+  const auto even = [&h](int blocks) { return h.paired ? (blocks + 1) / 2 * 2 : blocks; };
+  // So many copy between host memory and the links as fast as a network of 50 GB/s brings it.
+  h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
+  const int total = std::max(2, all - h.relay_blocks);
+  // Of the stores of a dispatch a quarter goes out and the rest are expert rows here; about thirty SMs fill
+  // the links.
+  h.send_blocks = std::clamp(even(total * 3 / 10), 1, std::min(30, total - 1));
+  h.receive_blocks = total - h.send_blocks;
+  // Rows under way in more warps than these only wait for each other, and arrive later.
+  h.send_warps = std::max(4, 240 / h.send_blocks);
+  // The owners of a combine read most; past what fills the links, SMs are better used at the home.
+  h.reduce_blocks = std::clamp(even(total * 13 / 24), 1, std::min(26, total - 1));
+  h.sum_blocks = total - h.reduce_blocks;
+  return h;
+}
+
+}  // namespace moecomm::gpu

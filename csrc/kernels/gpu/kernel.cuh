@@ -1,0 +1,244 @@
+// What the kernels inside a node have in common: shared memory, the start of an operation, its end, and the
+// launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/rail.cuh"
+#include "kernels/gpu/arguments.hpp"
+#include "kernels/gpu/pipe.cuh"
+
+namespace moecomm::gpu {
+
+using device::already_failed;
+using device::Comm;
+using device::PlanView;
+
+/// One warp's part of the block's shared memory.
+struct WarpMemory {
+  std::byte* pieces;
+  uint64_t* barriers;
+  float* scales;
+};
+
+__device__ inline WarpMemory warp_memory(BlockMemory& block) {
+  return {block.pieces[warp_id()], block.barriers[warp_id()], block.scales[warp_id()]};
+}
+
+/// `total` bytes in equal pieces of at most `most`, multiples of 16.
+__device__ inline Pieces pieces_of(int64_t total, int32_t most) {
+  const int32_t bytes = static_cast<int32_t>(total), count = (bytes + most - 1) / most;
+  const int32_t each = (bytes / 16 + count - 1) / count * 16;
+  return {(bytes + each - 1) / each, each, bytes};
+}
+
+/// `total` bytes in pieces of `each` and a rest, so that no block of columns with one scale lies in two of
+/// them.
+__device__ inline Pieces full_pieces(int64_t total, int32_t each = kSumPiece) {
+  const int32_t bytes = static_cast<int32_t>(total);
+  return {(bytes + each - 1) / each, each, bytes};
+}
+
+/// Blocks that share the route of `tokens` tokens.
+__device__ inline int route_blocks(int64_t tokens, int blocks) {
+  constexpr int64_t kTokens = 256;  // a block's worth
+  return static_cast<int>(min(min(static_cast<int64_t>(blocks), int64_t{kMaxRouteBlocks}),
+                              max((tokens + kTokens - 1) / kTokens, int64_t{1})));
+}
+
+/// Bytes of the routing weights of `tokens` tokens, or of their gradients.
+__device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
+  return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
+}
+
+/// Announces an operation along a plan that is known. Whole block.
+__device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
+                                    RowLayout layout, int64_t tokens, uint32_t carries) {
+  const PlanView plan{words, comm.plan_fields};
+  SignalRecord record{};
+  record.epoch = epoch;
+  record.operation = operation;
+  record.capacity = -1;
+  record.plan = plan.header().id;
+  record.tokens = static_cast<int32_t>(tokens);
+  record.layout = layout;
+  record.carries = carries;
+  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x),
+                         static_cast<int>(blockDim.x));
+  // In the backward of combine rows go to other nodes as in the dispatch. In a combine they come from where
+  // the rows of the dispatch went: a node gets the sums of its tokens, and all gradients of their weights.
+  const bool back = operation == Operation::combine;
+  for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;
+       other += static_cast<int32_t>(blockDim.x)) {
+    int64_t rows = 0, parts = 0;
+    if (record.plan != 0) {
+      if ((carries & kCarriesRows) != 0)
+        rows = plan.at(back ? plan.fields.relay_tokens : plan.fields.node_tokens)[other];
+      parts = device::chunks_of(comm.rail, rows);
+      if (back && (carries & kCarriesWeights) != 0)
+        parts += WindowShape::pieces(weights_bytes(comm, plan.at(plan.fields.tokens)[comm.rail_rank(other)]));
+    }
+    device::send_head(comm, record, other, rows, parts, false);
+  }
+}
+
+/// The receiving kernel of an operation along a known plan waits for all ranks and compares what they do.
+/// Whole block; false if this operation can't go on.
+__device__ inline bool meet(const Comm& comm, Operation operation, uint64_t epoch) {
+  if (!device::wait_records(comm, operation, epoch)) return false;
+  __shared__ bool agreed;
+  if (threadIdx.x < 32) {
+    HostStatus::Verdict verdict;
+    const bool same = device::compare_records(comm, epoch, verdict);
+    if (threadIdx.x == 0) {
+      agreed = same;
+      if (!same && blockIdx.x == 0) {
+        device::report_verdict(comm, verdict, epoch);
+        ptx::store_release_gpu(&comm.state().cancelled, epoch);
+      }
+    }
+  }
+  __syncthreads();
+  return agreed;
+}
+
+/// Starts the clock of an operation. Whole grid.
+__device__ inline void start_clock(const Comm& comm) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
+}
+
+/// The end of a block of a kernel that sends beside one on another stream. Whole block.
+__device__ inline void end_sending(const Comm& comm) {
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
+}
+
+/// The end of an operation: the last block of its last kernel gets the counters ready for the next one, and
+/// adds the time that it took to `total`, if there is one. `senders`: blocks that call end_sending; 0: none,
+/// the kernel that sends is the one before in this stream.
+__device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, int32_t senders,
+                                     uint64_t* total) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  // Blocks that send use the counters too.
+  ptx::wait_for_previous_kernel();
+  if (senders > 0)
+    device::wait_until(comm, {comm.rank, WaitPhase::blocks, operation, epoch, false},
+                       device::BlockCount{&comm.state().send_done, static_cast<uint32_t>(senders)});
+  DeviceState& state = comm.state();
+  __threadfence();
+  if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
+  state.send_next = 0;
+  state.stage_next = 0;
+  state.later_next = 0;
+  state.receive_next = 0;
+  state.item_next = 0;
+  state.receive_done = 0;
+  state.send_done = 0;
+  state.route_counted = 0;
+  state.route_done = 0;
+  state.bad_id = ~uint64_t{0};
+  state.relay_next = 0;
+  state.relay_later_next = 0;
+  state.relay_summed = 0;
+  state.commands_before = state.commands;
+  if (total != nullptr) *total += ptx::global_nanoseconds() - state.started_ns;
+  state.epoch = epoch;
+}
+
+/// Loads a kernel onto the current device and lets it have its shared memory. Before its first launch:
+/// loading at the launch may wait for kernels under way, which may wait for this one.
+template <auto kernel>
+cudaError_t prepare_kernel(size_t shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
+
+/// Starts `kernel(comm, arguments)`.
+template <auto kernel, class Arguments>
+cudaError_t launch_kernel(const Launch& launch, int threads, size_t shared_bytes, const Comm& comm,
+                          const Arguments& arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.attrs = attributes;
+  if (launch.overlapped) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.paired && launch.bulk && launch.blocks % 2 == 0) {
+    cudaLaunchAttribute& pairs = attributes[config.numAttrs++];
+    pairs.id = cudaLaunchAttributeClusterDimension;
+    pairs.val.clusterDim.x = 2;
+    pairs.val.clusterDim.y = pairs.val.clusterDim.z = 1;
+  }
+  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = launch.stream;
+  return cudaLaunchKernelEx(&config, kernel, comm, arguments);
+}
+
+/// Prepares a kernel with this much shared memory; to be called as f.operator()<kernel>().
+struct Prepare {
+  size_t shared_bytes;
+  template <auto kernel>
+  cudaError_t operator()() const {
+    return prepare_kernel<kernel>(shared_bytes);
+  }
+};
+
+/// Calls use.operator()<Of<dtype>::kernel>() for the dtypes that rows have on GPUs (check_shape).
+template <template <DType> class Of, class Use>
+cudaError_t with_dtype(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::float32:
+      return use.template operator()<Of<DType::float32>::kernel>();
+    case DType::bfloat16:
+      return use.template operator()<Of<DType::bfloat16>::kernel>();
+    case DType::float16:
+      return use.template operator()<Of<DType::float16>::kernel>();
+    case DType::float64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+/// Whether the group has several nodes. Kernels differ in it at compile time: what nodes need costs a group
+/// on one node nothing.
+enum class Way { whole, nodes };
+
+/// Calls use.operator()<Of<way>>() with the way of a shape.
+template <template <Way> class Of, class Use>
+cudaError_t with_way(const DeviceShape& shape, const Use& use) {
+  return shape.other_nodes() > 0 ? use.template operator()<Of<Way::nodes>>()
+                                 : use.template operator()<Of<Way::whole>>();
+}
+
+/// Calls use.operator()<Of<way>::Kernel<dtype>::kernel>() with the way and dtype of a shape.
+template <template <Way> class Of, class Use>
+cudaError_t with_shape(const DeviceShape& shape, const Use& use) {
+  return with_way<Of>(shape,
+                      [&]<class Each>() { return with_dtype<Each::template Kernel>(shape.dtype, use); });
+}
+
+/// The Of<dtype, wire> of one wire format.
+template <template <DType, WireFormat> class Of, WireFormat wire>
+struct Conversions {
+  template <DType dtype>
+  struct Kernel : Of<dtype, wire> {};
+};
+
+/// Calls use.operator()<Of<dtype, wire>::kernel>() for the rows of a shape that travel in another format.
+template <template <DType, WireFormat> class Of, class Use>
+cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
+  switch (shape.wire) {
+    case WireFormat::fp8:
+      return with_dtype<Conversions<Of, WireFormat::fp8>::template Kernel>(shape.dtype, use);
+    case WireFormat::same:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace moecomm::gpu

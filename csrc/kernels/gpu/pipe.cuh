@@ -1,0 +1,224 @@
+// How a warp moves rows: pieces of them are loaded ahead into a ring in shared memory, and leave it from
+// shared memory. With bulk copies (sm_90) one lane issues both and the copy engine does the work; without
+// them the lanes copy, and every wait is already over.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/device_window.hpp"
+#include "ptx/bulk.cuh"
+
+namespace moecomm::gpu {
+
+/// Warps of a block that moves rows: as many as the shared memory of its GPU holds pieces for. The host asks
+/// for those of the GPU, kernels use those that they are compiled for.
+constexpr int block_warps(bool bulk) { return bulk ? 12 : 8; }
+constexpr int block_threads(bool bulk) { return block_warps(bulk) * 32; }
+inline constexpr int kWarpBytes = 16384;                  ///< of shared memory for pieces of rows
+inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
+inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
+inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< pieces that are computed with
+inline constexpr int kScaleBuffer = 128;  ///< scales of a row that the caller has quantised, a part
+inline constexpr int kOutStages = 2, kOutPiece = 4096;  ///< results on their way out
+static_assert(kCopyStages * kCopyPiece == kWarpBytes);
+static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
+
+template <int warps>
+struct MemoryOfWarps {
+  alignas(128) std::byte pieces[warps][kWarpBytes];
+  int32_t meta[warps][kMetaWords];
+  int32_t numbers[warps][kMetaWords];  ///< with several nodes: what goes with an entry of meta
+  int32_t from[warps][kMaxChunk];      ///< likewise, with a token of a chunk
+  int32_t counts[warps][kMaxChunk];    ///< entries of meta for each token of a chunk
+  uint64_t barriers[warps][8];
+  alignas(16) float scales[warps][kScaleBuffer];
+  int32_t shared_word;
+};
+
+constexpr size_t block_bytes(bool bulk) {
+  return bulk ? sizeof(MemoryOfWarps<block_warps(true)>) : sizeof(MemoryOfWarps<block_warps(false)>);
+}
+// What a block can have on sm_90 and on sm_80, less a kilobyte for static variables.
+static_assert(block_bytes(true) <= (227 - 1) * 1024 && block_bytes(false) <= (163 - 1) * 1024);
+
+inline constexpr int kWarps = block_warps(MOECOMM_HAS_BULK), kThreads = kWarps * 32;  // in kernels
+using BlockMemory = MemoryOfWarps<kWarps>;
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
+__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
+
+/// True for the first lane of those with its value, which has to be at least 0. All lanes.
+__device__ inline bool first_with(int32_t value) {
+  const uint32_t same = __match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id());
+  return value >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+}
+
+/// `bytes` (a multiple of 16) by all lanes.
+__device__ inline void copy_by_lanes(void* to, const void* from, uint32_t bytes) {
+  for (uint32_t i = lane_id(); i < bytes / 16; i += 32)
+    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+}
+
+/// Pieces on their way in, in order. All lanes call every function.
+template <int stages, int piece>
+class LoadRing {
+ public:
+  __device__ LoadRing(std::byte* memory, uint64_t* barriers) : memory_(memory), barriers_(barriers) {
+#if MOECOMM_HAS_BULK
+    if (lane_id() == 0) {
+      for (int i = 0; i < stages; ++i) ptx::barrier_init(&barriers_[i], 1);
+      ptx::fence_barrier_init();
+    }
+    __syncwarp();
+#endif
+  }
+
+  __device__ int in_flight() const { return static_cast<int>(issued_ - taken_); }
+  /// The next piece; fewer than `stages` may be in flight, and what left the stage must have been read.
+  __device__ void load(const void* from, uint32_t bytes) {
+    const uint32_t stage = issued_ % stages;
+    ++issued_;
+#if MOECOMM_HAS_BULK
+    if (lane_id() == 0) {
+      ptx::barrier_expect(&barriers_[stage], bytes);
+      ptx::bulk_load(memory_ + stage * piece, from, bytes, &barriers_[stage]);
+    }
+#else
+    __syncwarp();
+    copy_by_lanes(memory_ + stage * piece, from, bytes);
+    __syncwarp();
+#endif
+  }
+  /// The oldest piece, once it is there.
+  __device__ std::byte* wait() {
+    const uint32_t stage = taken_ % stages;
+#if MOECOMM_HAS_BULK
+    while (!ptx::barrier_done(&barriers_[stage], (taken_ / stages) & 1)) {
+    }
+#endif
+    return memory_ + stage * piece;
+  }
+  /// All lanes are done with the oldest piece.
+  __device__ void release() {
+    __syncwarp();
+    ++taken_;
+  }
+
+ private:
+  std::byte* memory_;
+  uint64_t* barriers_;
+  uint32_t issued_ = 0, taken_ = 0;
+};
+
+/// Stores from shared memory: started in order, in groups.
+__device__ inline void store_piece(std::byte* to, const std::byte* from, uint32_t bytes) {
+#if MOECOMM_HAS_BULK
+  if (lane_id() == 0) ptx::bulk_store(to, from, bytes);
+#else
+  copy_by_lanes(to, from, bytes);
+#endif
+}
+
+__device__ inline void commit_stores() {
+#if MOECOMM_HAS_BULK
+  if (lane_id() == 0) ptx::bulk_commit();
+#endif
+}
+
+/// Until the shared memory of all but the newest `pending` groups may be overwritten.
+template <int pending>
+__device__ inline void wait_stores_read() {
+#if MOECOMM_HAS_BULK
+  if (lane_id() == 0) ptx::bulk_wait_read<pending>();
+#endif
+  __syncwarp();
+}
+
+/// Until all but the newest `pending` groups are in place.
+template <int pending>
+__device__ inline void wait_stores() {
+#if MOECOMM_HAS_BULK
+  if (lane_id() == 0) ptx::bulk_wait<pending>();
+#endif
+  __syncwarp();
+}
+
+/// What lanes wrote to shared memory before may be stored after.
+__device__ inline void publish_piece() {
+#if MOECOMM_HAS_BULK
+  ptx::fence_shared_to_bulk();
+#endif
+  __syncwarp();
+}
+
+/// What was acquired before may be loaded after.
+__device__ inline void open_for_loads() {
+#if MOECOMM_HAS_BULK
+  ptx::fence_global_to_bulk();
+#endif
+  __syncwarp();
+}
+
+/// Results on their way out, several pieces of a row in one store: small stores do not fill a link. All lanes
+/// fill `piece(i)` for each piece i of a row in order; where `complete(i)`, all of `stage()` is to be stored,
+/// and committed.
+class OutRing {
+ public:
+  /// `pieces` of a row, of `bytes` each when they go out, up to `stage_bytes` in one store.
+  __device__ OutRing(std::byte* memory, int pieces, int bytes, int stage_bytes = kOutPiece)
+      : memory_(memory),
+        pieces_(pieces),
+        bytes_(bytes),
+        stage_bytes_(stage_bytes),
+        group_(stage_bytes / bytes) {}
+
+  __device__ std::byte* piece(int i) {
+    const int within = i % group_;
+    if (within == 0) {
+      wait_stores_read<kOutStages - 1>();
+      ++count_;
+    }
+    return stage() + within * bytes_;
+  }
+  __device__ bool complete(int i) const { return (i + 1) % group_ == 0 || i + 1 == pieces_; }
+  /// The first piece in the stage that piece i is in.
+  __device__ int first(int i) const { return i / group_ * group_; }
+  __device__ std::byte* stage() const { return memory_ + (count_ % kOutStages) * stage_bytes_; }
+  __device__ uint32_t number() const { return count_ % kOutStages; }
+
+ private:
+  std::byte* const memory_;
+  const int pieces_, bytes_, stage_bytes_, group_;
+  uint32_t count_ = 0;
+};
+
+/// Walks (token, piece) of the tokens in a mask.
+struct PieceCursor {
+  uint32_t tokens;  ///< bit i: token i of the chunk is still to come
+  int piece = 0;
+  __device__ bool done() const { return tokens == 0; }
+  __device__ int token() const { return __ffs(static_cast<int>(tokens)) - 1; }
+  __device__ void advance(int pieces) {
+    if (++piece < pieces) return;
+    piece = 0;
+    tokens &= tokens - 1;
+  }
+};
+
+/// A row in pieces of at most a stage.
+struct Pieces {
+  int32_t count;
+  int32_t bytes;  ///< of all but the last
+  int32_t total;
+
+  __device__ uint32_t size(int piece) const {
+    return piece + 1 < count ? static_cast<uint32_t>(bytes) : static_cast<uint32_t>(total - piece * bytes);
+  }
+  __device__ int64_t offset(int piece) const { return int64_t{piece} * bytes; }
+  /// Bytes of the pieces from `first` to `last`.
+  __device__ uint32_t through(int first, int last) const {
+    return static_cast<uint32_t>((last - first) * bytes) + size(last);
+  }
+};
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,203 @@
+// Dispatch, between the two sides, by one block of the sending kernel: where the rows of each (source,
+// expert) begin, by prefix sum over the counts that all sources have pushed here. Local expert e begins at
+// the aligned end of e - 1; within it, source s begins after the sources below s. Example (docs/routing.md):
+// counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1 are 1, 2, alignment 4: expert 0 begins at row
+// 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
+#pragma once
+
+#include "kernels/gpu/kernel.cuh"
+#include "layout/routing.hpp"
+
+namespace moecomm::gpu {
+
+/// Exclusive prefix sum over the block; `total` is the sum of all. Whole block.
+__device__ inline int64_t block_scan(int64_t value, int64_t& total) {
+  __shared__ int64_t warp_sums[kWarps];
+  int64_t inclusive = value;
+  for (int width = 1; width < 32; width *= 2) {
+    const int64_t below = __shfl_up_sync(0xffffffffu, inclusive, width);
+    if (lane_id() >= width) inclusive += below;
+  }
+  if (lane_id() == 31) warp_sums[warp_id()] = inclusive;
+  __syncthreads();
+  int64_t before = 0;
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp_id()) before += warp_sums[w];
+    total += warp_sums[w];
+  }
+  __syncthreads();
+  return before + inclusive - value;
+}
+
+struct Counts {
+  const Comm& comm;
+  uint64_t epoch;
+  __device__ int32_t operator()(int32_t source, int64_t bin) const {
+    return __ldcg(comm.mine<int32_t>(comm.window.counts[epoch & 1]) + source * comm.window.shape.counts() +
+                  bin);
+  }
+};
+
+/// Calls begin(i, first, rows, end) for each of `groups` groups, in parallel: the group's first row, its rows
+/// and its aligned end. Returns the end of the last. Whole block.
+template <class Rows, class Begin>
+__device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows& rows_of,
+                                  const Begin& begin) {
+  int64_t base = 0;
+  for (int64_t first = 0; first < groups; first += kThreads) {
+    const int64_t i = first + threadIdx.x;
+    const int64_t rows = i < groups ? rows_of(i) : 0, aligned = align_up(rows, alignment);
+    int64_t total;
+    const int64_t start = base + block_scan(aligned, total);
+    if (i < groups) begin(i, start, rows, start + aligned);
+    base += total;
+  }
+  return base;
+}
+
+/// The rows that the fullest rank needs, to know everywhere whether a capacity was passed anywhere. Whole
+/// block.
+__device__ inline void report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
+  const DeviceShape& s = comm.window.shape;
+  int64_t most = -1;
+  int32_t fullest = 0;
+  for (int32_t rank = 0; rank < s.ranks; ++rank) {
+    const int64_t bins = args.layout == RowLayout::expert ? comm.local_experts : 1;
+    const int64_t first = args.layout == RowLayout::expert ? int64_t{rank} * bins : s.num_experts + rank;
+    int64_t own = 0;
+    for (int64_t i = threadIdx.x; i < bins; i += kThreads) {
+      int64_t rows = 0;
+      for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first + i);
+      own += align_up(rows, args.alignment);
+    }
+    int64_t needed;
+    block_scan(own, needed);
+    if (needed > most) {
+      most = needed;
+      fullest = rank;
+    }
+  }
+  HostStatus::Overflow& overflow = comm.host->overflow;
+  if (threadIdx.x != 0 || most <= args.capacity || ptx::load_acquire_sys(&overflow.set) != 0) return;
+  overflow.rank = fullest;
+  overflow.needed = most;
+  overflow.capacity = args.capacity;
+  ptx::store_release_sys(&overflow.set, 1);
+}
+
+/// Makes the plan one that moves nothing: the dispatch has failed on all ranks alike.
+__device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) {
+  const DevicePlan& f = plan.fields;
+  for (int64_t i = threadIdx.x; i < comm.local_experts; i += kThreads)
+    plan.at(f.expert_rows)[i] = plan.at(f.offsets)[i] = plan.at(f.ends)[i] = 0;
+  for (int64_t i = threadIdx.x; i < comm.ranks(); i += kThreads)
+    plan.at(f.source_ends)[i] = plan.at(f.tokens)[i] = 0;
+  if (threadIdx.x == 0) plan.header() = PlanHeader{};
+}
+
+__device__ inline void write_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
+  const DeviceShape& s = comm.window.shape;
+  const PlanView plan{args.plan, comm.plan_fields};
+  const DevicePlan& f = plan.fields;
+  const Counts counts{comm, epoch};
+  const int64_t local = comm.local_experts, first_expert = comm.rank * local;
+  const bool by_expert = args.layout == RowLayout::expert;
+  const auto clamp = [&](int64_t row) {
+    return static_cast<int32_t>(args.capacity < 0 ? row : min(row, args.capacity));
+  };
+  const auto expert_rows = [&](int64_t e) {
+    int64_t rows = 0;
+    for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first_expert + e);
+    return rows;
+  };
+  int64_t needed;
+  if (by_expert) {
+    needed =
+        lay_out(local, args.alignment, expert_rows, [&](int64_t e, int64_t start, int64_t rows, int64_t end) {
+          plan.at(f.expert_rows)[e] = static_cast<int32_t>(rows);
+          plan.at(f.offsets)[e] = clamp(end);
+          plan.at(f.ends)[e] = clamp(start + rows);
+          for (int32_t source = 0; source < s.ranks; ++source) {
+            plan.at(f.bases)[source * local + e] = static_cast<int32_t>(start);
+            start += counts(source, first_expert + e);
+          }
+        });
+  } else {
+    for (int64_t e = threadIdx.x; e < local; e += kThreads) {
+      plan.at(f.expert_rows)[e] = static_cast<int32_t>(expert_rows(e));
+      plan.at(f.offsets)[e] = plan.at(f.ends)[e] = 0;
+    }
+    needed = lay_out(
+        s.ranks, 1,
+        [&](int64_t source) {
+          return int64_t{counts(static_cast<int32_t>(source), s.num_experts + comm.rank)};
+        },
+        [&](int64_t source, int64_t start, int64_t, int64_t end) {
+          plan.at(f.bases)[source] = static_cast<int32_t>(start);
+          plan.at(f.source_ends)[source] = clamp(end);
+        });
+  }
+  for (int64_t source = threadIdx.x; source < s.ranks; source += kThreads) {
+    plan.at(f.tokens)[source] = comm.record(comm.own, static_cast<int32_t>(source), epoch).tokens;
+    if (by_expert) plan.at(f.source_ends)[source] = 0;
+  }
+  if (threadIdx.x != 0) return;
+  PlanHeader header{};
+  header.id = epoch;
+  header.needed_rows = static_cast<int32_t>(needed);
+  header.rows = static_cast<int32_t>(args.capacity < 0 ? needed : args.capacity);
+  header.overflow = needed > header.rows ? header.needed_rows : 0;
+  plan.header() = header;
+}
+
+/// What this rank gets, for the statistics. One thread.
+__device__ inline void count_rows(const Comm& comm, const PlanHeader& header, uint64_t epoch) {
+  const DeviceShape& s = comm.window.shape;
+  const Counts counts{comm, epoch};
+  int64_t entries = 0;
+  for (int32_t source = 0; source < s.ranks; ++source)
+    if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
+  comm.state().rows_out += min(header.needed_rows, header.rows);
+  comm.state().bytes_wire += entries * comm.window.wire_bytes;
+}
+
+/// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither
+/// the host nor the receiving kernel waits for it in vain.
+__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  DeviceState& state = comm.state();
+  __shared__ HostStatus::Verdict verdict;
+  __shared__ bool agreed;
+  const bool alive = !already_failed(comm) && device::wait_records(comm, Operation::dispatch, epoch);
+  if (threadIdx.x < 32) {
+    HostStatus::Verdict found;
+    const bool same = alive && device::compare_records(comm, epoch, found);
+    if (threadIdx.x == 0) {
+      agreed = same;
+      verdict = found;
+    }
+  }
+  __syncthreads();
+  if (agreed)
+    write_plan(comm, args, epoch);
+  else
+    write_empty_plan(comm, plan);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (alive && !agreed) {
+      device::report_verdict(comm, verdict, epoch);
+      ptx::store_release_gpu(&state.cancelled, epoch);
+    }
+    ptx::store_release_gpu(&state.planned, epoch);
+    if (args.capacity < 0) {
+      HostStatus::Rows& rows = comm.host->rows;
+      rows.rows = agreed ? plan.header().needed_rows : -1;
+      ptx::store_release_sys(&rows.ticket, args.ticket);
+    }
+    if (agreed) count_rows(comm, plan.header(), epoch);
+  }
+  if (agreed && args.capacity >= 0) report_overflow(comm, args, Counts{comm, epoch});
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,152 @@
+// What the ranks of this rank's rail, on other nodes, announce and work out for a dispatch: handed on to all
+// ranks of this node, as if the rail's rank had written there itself. By blocks of the kernel that sends.
+#pragma once
+
+#include "device/rail.cuh"
+#include "kernels/gpu/kernel.cuh"
+#include "layout/routing.hpp"
+
+namespace moecomm::gpu {
+
+using device::Comm;
+using device::PlanView;
+using device::Rail;
+
+/// The blocks that relay, as one of them sees itself.
+struct RelayBlocks {
+  int block, blocks;
+};
+
+/// Copies `count` values for tokens [begin, end) of `source` into a section of every rank of the node.
+template <class Value>
+__device__ inline void hand_on(const Comm& comm, int64_t section, int64_t first, const Value* from,
+                               int64_t begin, int64_t end) {
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const Value value = __ldcg(from + i);
+    for (int32_t r = 0; r < comm.local_ranks; ++r)
+      comm.at<Value>(comm.bases[comm.first_rank + r], section)[first + i] = value;
+  }
+}
+
+/// This block's part of what a dispatch of `source` says about its tokens.
+__device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
+                                      int32_t source, int32_t other, RelayBlocks relay) {
+  const DeviceWindow& w = comm.window;
+  const Rail& rail = comm.rail;
+  const int parity = static_cast<int>(record.epoch & 1);
+  const PlanView plan{plan_words, comm.plan_fields};
+  const int64_t tokens = record.tokens, most = w.shape.max_tokens, top_k = comm.top_k();
+  const int64_t begin = tokens * relay.block / relay.blocks, end = tokens * (relay.block + 1) / relay.blocks;
+  const std::byte* const tables = rail.memory + rail.layout.relay_ids[parity] + other * rail.ids_bytes;
+  const int32_t* const codes = reinterpret_cast<const int32_t*>(tables + rail.counts_bytes);
+  const int32_t* const places = codes + tokens * top_k;
+  const int32_t* const index = rail.at<int32_t>(rail.layout.relay_index[parity]) + other * most;
+  if (relay.block == 0)
+    hand_on(comm, w.counts[parity], source * w.shape.counts(), reinterpret_cast<const int32_t*>(tables), 0,
+            w.shape.counts());
+  hand_on(comm, w.codes[parity], source * most * top_k, codes, begin * top_k, end * top_k);
+  if ((record.carries & kCarriesWeights) != 0)
+    hand_on(comm, w.weights[parity], source * most * top_k,
+            rail.weights(rail.layout.relay_weights[parity], other), begin * top_k, end * top_k);
+  for (int64_t i = begin * top_k + threadIdx.x; i < end * top_k; i += blockDim.x) {
+    const int32_t code = __ldcg(codes + i), id = code < 0 ? kNoExpert : code >> w.code_bits;
+    plan.at(plan.fields.relay_ids)[other * most * top_k + i] = id;
+    if (record.layout != RowLayout::rank) continue;
+    // The source numbers its tokens for each rank: at the first of the token's ids that the rank owns.
+    const int32_t place = __ldcg(places + i), owner = expert_owner(id, comm.local_experts);
+    if (place >= 0 && owner >= 0 && comm.is_local(owner))
+      comm.at<int32_t>(comm.bases[owner], w.places[parity])[source * most + i / top_k] = place;
+  }
+  for (int64_t token = begin + threadIdx.x; token < end; token += blockDim.x)
+    plan.at(plan.fields.relay_index)[other * most + token] = __ldcg(index + token);
+}
+
+/// Hands on the records of the rail for `epoch`, and if this is a dispatch and theirs is one, what goes with
+/// it. All blocks that relay; false if a record does not come.
+__device__ inline bool relay_records(const Comm& comm, Operation operation, int32_t* plan_words,
+                                     uint64_t epoch, RelayBlocks relay) {
+  const Rail& rail = comm.rail;
+  __shared__ bool last;
+  for (int32_t i = 0; i < rail.others; ++i) {
+    const int32_t other = (rail.node + i) % rail.others, source = comm.rail_rank(other);
+    const SignalRecord& lines = rail.at<PeerLines>(rail.layout.peers)[source].record[epoch & 1];
+    bool here = true;
+    if (threadIdx.x == 0)
+      here = device::wait_until(comm, {source, WaitPhase::records, operation, epoch, false},
+                                device::HostWord{{&lines.epoch, epoch}});
+    if (!__syncthreads_and(here)) return false;
+    const SignalRecord record = lines;
+    const Announcement& head = device::arrived_head(comm, epoch, other);
+    const bool same = record.operation == operation;
+    if (same && operation == Operation::dispatch)
+      hand_on_tables(comm, plan_words, record, source, other, relay);
+    if (relay.block == 0 && record.error != 0 && record.operation == Operation::none) {
+      char* const text = comm.mine<char>(comm.window.relay_text[epoch & 1]) + other * kErrorText;
+      for (int c = static_cast<int>(threadIdx.x); c < kErrorText; c += static_cast<int>(blockDim.x))
+        text[c] = head.text[c];
+    }
+    RelayState& state = comm.mine<RelayState>(comm.window.relay_state)[other];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::fence_sys();
+      last = ptx::add_acq_rel_gpu(&state.parts, 1) + 1 == static_cast<uint32_t>(relay.blocks);
+    }
+    __syncthreads();
+    if (!last) continue;
+    device::signal_records(comm, record, source, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+    if (threadIdx.x == 0) {
+      state.parts = 0;
+      state.tokens = same ? record.tokens : 0;
+      if (same && operation == Operation::dispatch)
+        PlanView{plan_words, comm.plan_fields}.at(comm.plan_fields.relay_tokens)[other] =
+            static_cast<int32_t>(head.rows);
+      ptx::store_release_gpu(&state.forwarded, epoch);
+    }
+    __syncthreads();  // of `last`
+  }
+  return true;
+}
+
+/// Waits until the records of all the rail have been handed on, so that what they say is in the plan. Whole
+/// block.
+__device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uint64_t epoch) {
+  bool here = true;
+  const RelayState* const states = comm.mine<RelayState>(comm.window.relay_state);
+  for (int32_t other = static_cast<int32_t>(threadIdx.x); here && other < comm.rail.others;
+       other += static_cast<int32_t>(blockDim.x))
+    here = device::wait_until(comm, {comm.rail_rank(other), WaitPhase::records, operation, epoch, false},
+                              device::EpochFlag{&states[other].forwarded, epoch});
+  return __syncthreads_and(here);
+}
+
+/// What a warp finds in a chunk of a rail rank's tokens: lane i about token i.
+struct RelayChunk {
+  int64_t begin, end;  ///< tokens
+  int32_t number;      ///< relay index of this lane's token, -1: not needed here
+  uint32_t tokens;     ///< those that are needed here
+};
+
+__device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan, int32_t other,
+                                         int64_t tokens, int64_t chunk) {
+  const int64_t size = chunk_tokens(tokens);
+  const int lane = gpu::lane_id();
+  RelayChunk out{chunk * size, min(chunk * size + size, tokens), -1, 0};
+  if (out.begin + lane < out.end && lane < kMaxChunk)
+    out.number = plan.at(plan.fields.relay_index)[other * comm.window.shape.max_tokens + out.begin + lane];
+  out.tokens = __ballot_sync(0xffffffffu, out.number >= 0);
+  return out;
+}
+
+/// A rank of this node that this lane's k of a rail rank's token names, each such rank by one lane; -1: none.
+/// All lanes.
+__device__ inline int32_t relayed_owner(const Comm& comm, const PlanView& plan, int32_t other,
+                                        int64_t token) {
+  const int lane = gpu::lane_id(), top_k = comm.top_k();
+  const int64_t at = (other * comm.window.shape.max_tokens + token) * top_k + lane;
+  int32_t owner = -1;
+  if (lane < top_k) owner = expert_owner(plan.at(plan.fields.relay_ids)[at], comm.local_experts);
+  if (!comm.is_local(owner)) owner = -1;
+  return gpu::first_with(owner) ? owner : -1;
+}
+
+}  // namespace moecomm::gpu

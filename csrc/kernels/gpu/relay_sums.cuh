@@ -1,0 +1,116 @@
+// Combine between nodes: what the owners of this node have summed for a token of another node comes to the
+// rank of its home's rail here, which adds it up by ascending owner rank in float32, rounds once more, and
+// sends one row. By blocks of the kernel that reduces.
+#pragma once
+
+#include "kernels/gpu/announcer.cuh"
+#include "kernels/gpu/relay_records.cuh"
+#include "kernels/gpu/strip.cuh"
+
+namespace moecomm::gpu {
+
+/// Waits until all of a home's owners on this node have written what they have for `chunk`. All lanes.
+__device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t epoch, int64_t chunk,
+                                     const gpu::PeerSet& owners) {
+  bool here = true;
+  owners.for_each([&](int32_t owner) {
+    const uint64_t* const flag =
+        comm.flag(comm.own, comm.window.partial_arrived, comm.pair(home, owner), chunk);
+    here = here && device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
+                                      device::EpochFlag{flag, epoch});
+  });
+  __syncwarp();  // what a lane has acquired, all lanes load
+  return __all_sync(0xffffffffu, here);
+}
+
+/// Sums for the rail. What was announced leaves also if the operation is called off.
+template <DType dtype>
+__device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_t epoch) {
+  constexpr int kSteps = 4, kBatch = 2;
+  const PlanView plan{plan_words, comm.plan_fields};
+  const int32_t others = comm.rail.others;
+  const int lane = gpu::lane_id();
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int vectors = static_cast<int>(row_bytes / 16);
+  int64_t most_chunks = 0;
+  for (int32_t other = 0; other < others; ++other)
+    most_chunks = max(most_chunks, chunk_count(plan.at(plan.fields.tokens)[comm.rail_rank(other)]));
+  gpu::Claims claims(&comm.state().relay_summed);
+  for (int64_t claim = claims.take(); claim < most_chunks * others; claim = claims.take()) {
+    const int64_t number = claim / others;
+    const auto other = static_cast<int32_t>((comm.rail.node + claim) % others);
+    const int32_t home = comm.rail_rank(other);
+    const int64_t tokens = plan.at(plan.fields.tokens)[home];
+    if (number >= chunk_count(tokens)) continue;
+    const RelayChunk chunk = relay_chunk(comm, plan, other, tokens, number);
+    gpu::PeerSet owners;
+    int32_t counts = 0;  // of this lane's token
+    for (uint32_t left = chunk.tokens; left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const int32_t owner = relayed_owner(comm, plan, other, chunk.begin + i);
+      const int count = __popc(__ballot_sync(0xffffffffu, owner >= 0));
+      if (lane == i) counts = count;
+      owners.insert_lanes(owner, owner >= 0);
+    }
+    const bool here = wait_partials(comm, home, epoch, number, owners);
+    if (!here && gpu::already_failed(comm)) return;
+    for (uint32_t left = here ? chunk.tokens : 0; left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1;
+      const int count = __shfl_sync(0xffffffffu, counts, i);
+      std::byte* const to = comm.rail.staged(other, __shfl_sync(0xffffffffu, chunk.number, i), row_bytes);
+      const std::byte* const first_slot = comm.partial_row(comm.own, epoch, other, chunk.begin + i, 0);
+      const auto row = [&](int j) { return first_slot + j * row_bytes; };
+      for (int first = 0; first < vectors; first += kSteps * 32)
+        gpu::sum_rows<dtype, kSteps, kBatch>(count, row, static_cast<const float*>(nullptr), first, vectors)
+            .store(to, first, vectors);
+    }
+    __syncwarp();
+    if (chunk.number >= 0) {
+      ptx::fence_sys();
+      device::row_staged(comm, Command::Kind::chunk, other, chunk.number,
+                         plan.at(plan.fields.relay_tokens)[other], epoch);
+    }
+    // Owners that wait for this chunk's place do not know which of them had a part in it.
+    if (tokens > comm.window.partial_tokens)
+      for (int32_t r = lane; r < comm.local_ranks; r += 32)
+        ptx::store_release_sys(
+            comm.flag(comm.bases[comm.first_rank + r], comm.window.partial_credits, home, number), epoch);
+  }
+}
+
+/// Gradients of the weights of the rail's tokens, once all owners here have written theirs. Whole block.
+__device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words, uint64_t epoch,
+                                          RelayBlocks relay) {
+  const PlanView plan{plan_words, comm.plan_fields};
+  const int64_t section = comm.window.shape.max_tokens * comm.top_k();
+  constexpr int64_t kPiece = WindowShape::kPieceBytes / sizeof(float);
+  for (int32_t i = 0; i < comm.rail.others; ++i) {
+    const int32_t other = (comm.rail.node + i) % comm.rail.others, home = comm.rail_rank(other);
+    bool here = true;
+    for (int32_t r = static_cast<int32_t>(threadIdx.x); here && r < comm.local_ranks;
+         r += static_cast<int32_t>(blockDim.x)) {
+      const int32_t owner = comm.first_rank + r;
+      here = device::wait_until(comm, {owner, WaitPhase::rows, Operation::combine, epoch},
+                                device::EpochFlag{comm.flag(comm.own, comm.window.partial_arrived,
+                                                            comm.pair(home, owner), comm.window.max_chunks),
+                                                  epoch});
+    }
+    if (!__syncthreads_and(here) && gpu::already_failed(comm)) return;
+    const int64_t values = plan.at(plan.fields.tokens)[home] * comm.top_k();
+    const float* const from = comm.mine<float>(comm.window.relay_grads[epoch & 1]) + other * section;
+    float* const to = comm.rail.weights(comm.rail.layout.outgoing_grads[epoch & 1], other);
+    for (int64_t piece = relay.block; piece * kPiece < values; piece += relay.blocks) {
+      const int64_t begin = piece * kPiece, end = min(begin + kPiece, values);
+      for (int64_t at = begin + threadIdx.x; at < end; at += blockDim.x) to[at] = __ldcg(from + at);
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        ptx::fence_sys();
+        device::push_command(comm, {Command::Kind::grads, static_cast<uint8_t>(epoch),
+                                    static_cast<uint16_t>(other), static_cast<uint32_t>(piece),
+                                    static_cast<uint32_t>((end - begin) * int64_t{sizeof(float)}), 0});
+      }
+    }
+  }
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,337 @@
+// Where a source's rows go, worked out by the source: for each (token, k) its number among the source's rows
+// for that expert, so that a receiver only has to add where the source's rows of the expert begin.
+//   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
+//   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
+//   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
+//   4. the last block to end signals the records of the dispatch
+// What other nodes have to know goes to host memory instead, once for all of them, with the number of each
+// token among those that a node needs (its relay index), counted like an expert's rows.
+// Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
+// experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
+#pragma once
+
+#include "device/rail.cuh"
+#include "kernels/gpu/arguments.hpp"
+#include "kernels/gpu/pipe.cuh"
+#include "layout/routing.hpp"
+
+namespace moecomm::gpu {
+
+using device::Comm;
+using device::PlanView;
+using device::Rail;
+
+__device__ inline int64_t read_id(const SendArguments& args, int64_t index) {
+  return args.wide_ids ? static_cast<const int64_t*>(args.ids)[index]
+                       : static_cast<const int32_t*>(args.ids)[index];
+}
+
+/// Remembers the first bad id: at `index`, which repeats the one at `repeats` - 1 of its token if that is not
+/// 0.
+__device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeats) {
+  atomicMin(reinterpret_cast<unsigned long long*>(&state.bad_id),
+            static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));
+}
+
+/// What a lane knows about its (token, k) in a step of a warp over whole tokens.
+struct RouteStep {
+  int64_t token;
+  int32_t k;
+  bool active;
+  uint32_t token_lanes;  ///< lanes of the same token
+  int32_t id, owner;     ///< -1: none
+  bool first;            ///< the first of the token's ids with this owner
+  int32_t sender;        ///< of the owner's sum in combine (Comm::sender)
+  bool first_of_sender;  ///< likewise
+};
+
+/// A warp's tokens [begin, end), as many as fit a step at a time.
+class RouteWalk {
+ public:
+  __device__ RouteWalk(const Comm& comm, int64_t begin, int64_t end)
+      : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
+
+  /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
+  /// expert. Loads of several steps are under way together.
+  template <class Load, class Id, class Use>
+  __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
+    constexpr int kAhead = 4;
+    using Value = decltype(load(int64_t{}));
+    for (int64_t next = begin_; next < end_; next += kAhead * tokens_) {
+      Value values[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const RouteStep s = place(next + i * tokens_);
+        values[i] = s.active ? load(s.token * top_k_ + s.k) : Value{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        RouteStep s = place(next + i * tokens_);
+        if (next + i * tokens_ >= end_) break;
+        s.id = s.active ? id(s, values[i]) : kNoExpert;
+        s.owner = expert_owner(s.id, comm_.local_experts);
+        const uint32_t same =
+            __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id()) & s.token_lanes;
+        s.first = s.owner >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
+        s.sender = s.owner;
+        s.first_of_sender = s.first;
+        if (comm_.rail.others > 0) {
+          s.sender = comm_.sender(s.owner);
+          const uint32_t together =
+              __match_any_sync(0xffffffffu, s.sender >= 0 ? s.sender : -1 - lane_id()) & s.token_lanes;
+          s.first_of_sender = s.owner >= 0 && (together & ((1u << lane_id()) - 1)) == 0;
+        }
+        use(s, values[i]);
+      }
+    }
+  }
+
+ private:
+  /// This lane's part of the step that begins with token `first`, but for what the id tells.
+  __device__ RouteStep place(int64_t first) const {
+    const int within = lane_id() / top_k_;
+    RouteStep s;
+    s.k = lane_id() - within * top_k_;
+    s.token = first + within;
+    s.active = within < tokens_ && s.token < end_;
+    s.token_lanes = ((top_k_ == 32 ? 0u : 1u << top_k_) - 1) << (within * top_k_ & 31);
+    return s;
+  }
+
+  const Comm& comm_;
+  const int top_k_, tokens_;
+  const int64_t begin_, end_;
+};
+
+/// Number of a lane among those of lower lanes with the same `bin`, counted on from histogram[bin]. -1: no
+/// bin.
+__device__ inline int32_t take_number(int32_t* histogram, int32_t bin) {
+  const int lane = lane_id();
+  const uint32_t same = __match_any_sync(0xffffffffu, bin >= 0 ? bin : -1 - lane);
+  const uint32_t below = same & ((1u << lane) - 1);
+  const int32_t number = bin >= 0 ? histogram[bin] + __popc(below) : -1;
+  __syncwarp();
+  if (bin >= 0 && below == 0) histogram[bin] += __popc(same);
+  __syncwarp();
+  return number;
+}
+
+/// Writes what a token's home has to know: its number of sums, and which of them in ascending order is this
+/// rank's.
+__device__ inline void note_home(const Comm& comm, const SendArguments& args, const RouteStep& s) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const uint32_t sums = __ballot_sync(0xffffffffu, s.first_of_sender) & s.token_lanes;
+  const uint32_t below =
+      __ballot_sync(0xffffffffu, s.first_of_sender && s.sender < comm.rank) & s.token_lanes;
+  const uint32_t own = __ballot_sync(0xffffffffu, s.owner == comm.rank) & s.token_lanes;
+  if (s.active && s.k == 0)
+    plan.at(plan.fields.home)[s.token] = __popc(sums) | (own != 0 ? __popc(below) : kNoOwnSlot) << 16;
+}
+
+/// True where the step's token goes to another node, and this is the first of its ids that says so.
+__device__ inline bool leaves_node(const Comm& comm, const RouteStep& s) {
+  return comm.rail.others > 0 && s.first_of_sender && !comm.is_local(s.owner);
+}
+
+/// Says that no node needs the token; then push_codes says which do.
+__device__ inline void clear_home_index(const Comm& comm, const SendArguments& args, const RouteStep& s) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  if (!s.active) return;
+  for (int32_t other = s.k; other < comm.rail.others; other += comm.top_k())
+    plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + s.token] = -1;
+}
+
+/// A (token, k) as it is loaded for the second walk.
+struct RoutedId {
+  int32_t id = kNoExpert;
+  float weight = 0;
+};
+
+/// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank of the node.
+/// Each rank gets them all, and finds out by itself what concerns it; so do other nodes.
+__device__ inline void push_codes(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                  const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
+  const DeviceWindow& w = comm.window;
+  const bool by_expert = args.layout == RowLayout::expert;
+  const int64_t first = comm.rank * w.shape.max_tokens;
+  const float* const weights = reinterpret_cast<const float*>(args.weights);
+  walk.for_each(
+      [&](int64_t i) { return RoutedId{local_topk_idx[i], weights != nullptr ? weights[i] : 0.0f}; },
+      [](const RouteStep&, const RoutedId& routed) { return routed.id; },
+      [&](const RouteStep& s, const RoutedId& routed) {
+        note_home(comm, args, s);
+        const int32_t row = by_expert ? take_number(histogram, s.id) : 0;
+        const int32_t code = s.id < 0 ? -1 : s.id << w.code_bits | row;
+        const int64_t entry = (first + s.token) * comm.top_k() + s.k;
+        for (int32_t i = 0; i < comm.local_ranks; ++i) {
+          const int32_t peer = comm.first_rank + (comm.rank + i) % comm.local_ranks;
+          if (!s.active) continue;
+          comm.at<int32_t>(comm.bases[peer], w.codes[epoch & 1])[entry] = code;
+          if (weights != nullptr)
+            comm.at<float>(comm.bases[peer], w.weights[epoch & 1])[entry] = routed.weight;
+        }
+        int32_t place = -1;
+        if (!by_expert) {
+          place = take_number(histogram + w.shape.num_experts, s.first ? s.owner : -1);
+          if (s.first && comm.is_local(s.owner))
+            comm.at<int32_t>(comm.bases[s.owner], w.places[epoch & 1])[first + s.token] = place;
+        }
+        if (comm.rail.others == 0) return;
+        const Rail& rail = comm.rail;
+        const int64_t own = s.token * comm.top_k() + s.k;
+        if (s.active) {
+          int32_t* const codes = rail.at<int32_t>(rail.layout.ids[epoch & 1] + rail.counts_bytes);
+          codes[own] = code;
+          if (!by_expert) codes[args.tokens * comm.top_k() + own] = place;
+          if (weights != nullptr) rail.at<float>(rail.layout.weights[epoch & 1])[own] = routed.weight;
+        }
+        const bool leaves = leaves_node(comm, s);
+        const int32_t node = s.owner / comm.local_ranks;
+        const int32_t number = take_number(histogram + w.shape.counts(), leaves ? node : -1);
+        if (leaves)
+          PlanView{args.plan, comm.plan_fields}.at(
+              comm.plan_fields.home_index)[rail.other_of(node) * w.shape.max_tokens + s.token] = number;
+      });
+}
+
+/// Sends the record of a dispatch, and what push_codes has left in host memory, to other nodes. Whole block.
+__device__ inline void send_tables(const Comm& comm, const SendArguments& args, const SignalRecord& record) {
+  const Rail& rail = comm.rail;
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int64_t most = comm.window.shape.max_tokens, entries = args.tokens * comm.top_k();
+  int32_t* const index = rail.at<int32_t>(rail.layout.index[record.epoch & 1]);
+  for (int32_t other = 0; other < rail.others; ++other)
+    for (int64_t token = threadIdx.x; token < args.tokens; token += kThreads)
+      index[other * most + token] = __ldcg(plan.at(plan.fields.home_index) + other * most + token);
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::fence_sys();
+  __syncthreads();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t ids = rail.counts_bytes + entries * 4 * (args.layout == RowLayout::rank ? 2 : 1);
+  for (int32_t i = 0; i < rail.others; ++i) {
+    const int32_t other = (rail.node + i) % rail.others;
+    const int64_t rows = __ldcg(plan.at(plan.fields.node_tokens) + other);
+    if (thread == 0) device::send_head(comm, record, other, rows, device::chunks_of(rail, rows), false);
+    device::push_pieces(comm, Command::Kind::ids, other, ids, record.epoch, thread, kThreads);
+    device::push_pieces(comm, Command::Kind::index, other, args.tokens * 4, record.epoch, thread, kThreads);
+    if (args.weights != nullptr)
+      device::push_pieces(comm, Command::Kind::weights, other,
+                          entries * weight_bytes(comm.window.shape.dtype), record.epoch, thread, kThreads);
+  }
+}
+
+/// Run by blocks [0, blocks) of the send kernel. `histogram`: shared memory, overwritten.
+__device__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
+                             int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
+  const DeviceWindow& w = comm.window;
+  const int bins = static_cast<int>(w.shape.bins()), counts = static_cast<int>(w.shape.counts());
+  const int experts = static_cast<int>(w.shape.num_experts);
+  const int top_k = comm.top_k(), warp = warp_id(), block = static_cast<int>(blockIdx.x);
+  const int warps = static_cast<int>(min(static_cast<int64_t>(kWarps), histogram_words / bins));
+  DeviceState& state = comm.state();
+  const PlanView plan{args.plan, comm.plan_fields};
+  int32_t* const local_topk_idx = plan.at(plan.fields.local_topk_idx);
+
+  for (int i = threadIdx.x; i < warps * bins; i += kThreads) histogram[i] = 0;
+  __syncthreads();
+
+  const int64_t block_begin = args.tokens * block / blocks, block_end = args.tokens * (block + 1) / blocks;
+  const int64_t span = block_end - block_begin;
+  const int64_t begin = block_begin + span * min(warp, warps) / warps;
+  const int64_t end = block_begin + span * min(warp + 1, warps) / warps;
+  int32_t* const own = histogram + min(warp, warps - 1) * bins;
+
+  const RouteWalk walk(comm, begin, end);
+  // 1
+  walk.for_each([&](int64_t index) { return read_id(args, index); },
+                [&](const RouteStep& s, int64_t id) {
+                  if (id >= -1 && id < experts) return static_cast<int32_t>(id);
+                  note_bad_id(state, s.token * top_k + s.k, 0);
+                  return kNoExpert;
+                },
+                [&](RouteStep s, int64_t) {
+                  const uint32_t same =
+                      __match_any_sync(0xffffffffu, s.id >= 0 ? s.id : -1 - lane_id()) & s.token_lanes;
+                  const uint32_t below = same & ((1u << lane_id()) - 1);
+                  if (s.id >= 0 && below != 0) {  // one expert twice in a token
+                    note_bad_id(state, s.token * top_k + s.k,
+                                (__ffs(static_cast<int>(below)) - 1) % top_k + 1);
+                    s.id = kNoExpert;
+                    s.first = s.first_of_sender = false;
+                  }
+                  if (s.active) local_topk_idx[s.token * top_k + s.k] = s.id;
+                  if (s.id >= 0) atomicAdd(&own[s.id], 1);
+                  if (s.first) atomicAdd(&own[experts + s.owner], 1);
+                  if (leaves_node(comm, s)) atomicAdd(&own[counts + s.owner / comm.local_ranks], 1);
+                  clear_home_index(comm, args, s);
+                });
+  __syncthreads();
+
+  // 2
+  int32_t* const scratch = comm.mine<int32_t>(w.route_counts);
+  if (blocks > 1) {
+    for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
+      int32_t sum = 0;
+      for (int i = 0; i < warps; ++i) sum += histogram[i * bins + bin];
+      __stcg(&scratch[int64_t{block} * bins + bin], sum);
+    }
+    __syncthreads();
+    bool counted = true;
+    if (threadIdx.x == 0) {
+      __threadfence();
+      ptx::add_acq_rel_gpu(&state.route_counted, 1);
+      counted = device::wait_until(comm, {comm.rank, WaitPhase::blocks, Operation::dispatch, epoch},
+                                   device::BlockCount{&state.route_counted, static_cast<uint32_t>(blocks)});
+    }
+    if (!__syncthreads_and(counted)) return;
+  }
+  for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
+    int32_t next = 0;
+    for (int i = 0; i < block; ++i) next += __ldcg(&scratch[int64_t{i} * bins + bin]);
+    for (int i = 0; i < warps; ++i) {
+      const int32_t count = histogram[i * bins + bin];
+      histogram[i * bins + bin] = next;
+      next += count;
+    }
+    if (block != blocks - 1) continue;
+    if (bin < counts) {
+      for (int32_t i = 0; i < comm.local_ranks; ++i)
+        comm.at<int32_t>(comm.bases[comm.first_rank + i],
+                         w.counts[epoch & 1])[int64_t{comm.rank} * counts + bin] = next;
+      if (comm.rail.others > 0) comm.rail.at<int32_t>(comm.rail.layout.ids[epoch & 1])[bin] = next;
+    } else if (bin - counts != comm.rail.node) {
+      plan.at(plan.fields.node_tokens)[comm.rail.other_of(bin - counts)] = next;
+    }
+  }
+  __syncthreads();
+
+  // 3
+  push_codes(comm, args, epoch, walk, local_topk_idx, own);
+
+  // 4
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::fence_sys();
+    *shared_word = ptx::add_acq_rel_gpu(&state.route_done, 1) + 1 == static_cast<uint32_t>(blocks);
+  }
+  __syncthreads();
+  if (*shared_word == 0) return;
+  SignalRecord record{};
+  record.epoch = epoch;
+  record.operation = Operation::dispatch;
+  record.capacity = args.capacity;
+  record.tokens = static_cast<int32_t>(args.tokens);
+  record.alignment = static_cast<int32_t>(args.alignment);
+  record.layout = args.layout;
+  record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u);
+  const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
+  if (bad != ~uint64_t{0}) {
+    record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);
+    record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
+    record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
+  }
+  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+  if (comm.rail.others > 0) send_tables(comm, args, record);
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,109 @@
+// Sums of rows by plain loads: a warp takes a strip of all rows of a token at a time, so that as many loads
+// as possible are under way. Left to right, each product and each sum rounded, as on the CPU. (Bulk loads
+// into shared memory were tried: docs/performance.md.)
+#pragma once
+
+#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/wire_element.cuh"
+
+namespace moecomm::gpu {
+
+inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
+inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
+
+/// `steps` times 512 bytes of a row.
+template <int steps>
+struct Strip {
+  uint4 raw[steps];
+
+  __device__ void load(const std::byte* row, int first, int vectors) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int v = first + s * 32 + lane_id();
+      if (v < vectors) raw[s] = __ldcg(reinterpret_cast<const uint4*>(row) + v);
+    }
+  }
+  __device__ void store(std::byte* row, int first, int vectors) const {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int v = first + s * 32 + lane_id();
+      if (v < vectors) __stcg(reinterpret_cast<uint4*>(row) + v, raw[s]);
+    }
+  }
+};
+
+/// The sum of strips.
+template <DType dtype, int steps>
+class StripSum {
+  using E = Element<dtype>;
+
+ public:
+  __device__ void add_strip(const Strip<steps>& strip, bool first) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      float values[E::kVector];
+      E::widen(strip.raw[s], values);
+      accumulate(s, values, first);
+    }
+  }
+  __device__ void add_strip(const Strip<steps>& strip, float weight, bool first) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      float values[E::kVector];
+      E::widen(strip.raw[s], values);
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) values[e] = multiply(values[e], weight);
+      accumulate(s, values, first);
+    }
+  }
+  /// The sum, rounded to the row's type.
+  __device__ Strip<steps> rounded() const {
+    Strip<steps> strip;
+#pragma unroll
+    for (int s = 0; s < steps; ++s) strip.raw[s] = E::narrow(total_[s]);
+    return strip;
+  }
+
+ private:
+  __device__ void accumulate(int s, const float* values, bool first) {
+#pragma unroll
+    for (int e = 0; e < E::kVector; ++e) total_[s][e] = first ? values[e] : add(total_[s][e], values[e]);
+  }
+
+  float total_[steps][E::kVector];
+};
+
+/// The rounded sum of a strip of rows[0..count), times weights[j] if there are weights; zero without rows.
+/// row(j) is the address of the j-th.
+template <DType dtype, int steps, int batch, class Row>
+__device__ inline Strip<steps> sum_rows(int count, const Row& row, const float* weights, int first,
+                                        int vectors) {
+  if (count == 0) return {};
+  StripSum<dtype, steps> sum;
+  for (int base = 0; base < count; base += batch) {
+    Strip<steps> strips[batch];
+#pragma unroll
+    for (int j = 0; j < batch; ++j)
+      if (base + j < count) strips[j].load(row(base + j), first, vectors);
+#pragma unroll
+    for (int j = 0; j < batch; ++j) {
+      if (base + j >= count) continue;
+      if (weights != nullptr)
+        sum.add_strip(strips[j], weights[base + j], base + j == 0);
+      else
+        sum.add_strip(strips[j], base + j == 0);
+    }
+  }
+  return sum.rounded();
+}
+
+/// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
+__device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
+                                       int64_t token, int32_t row) {
+  const int64_t to = token * comm.top_k() + lane_id();
+  const int64_t from = args.layout == RowLayout::expert ? row : int64_t{row} * comm.top_k() + lane_id();
+  reinterpret_cast<float*>(section)[to] =
+      row < 0 ? 0.0f : reinterpret_cast<const float*>(args.weight_grads)[from];
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,217 @@
+#include "transport/fabric/laned_transport.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <iterator>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "common/backoff.hpp"
+#include "common/error.hpp"
+#include "common/start_thread.hpp"
+
+namespace moecomm::fabric {
+namespace {
+
+// What a lane is given before others have done with theirs: enough for any network to be busy with, and
+// little enough that a slow lane does not keep what a fast one could take.
+constexpr int64_t kMostBytes = int64_t{8} << 20;
+constexpr auto kLongestSleep = std::chrono::microseconds(100);
+constexpr auto kPause = std::chrono::milliseconds(1);  // between looks at lanes that connect
+
+struct Stopped {};
+
+/// What the caller's thread has a lane's thread do.
+struct Order {
+  enum class Kind : uint32_t { put, forget };
+  Kind kind;
+  int32_t peer;
+  int64_t dst_offset, src_offset, bytes;
+  uint32_t immediate;
+  uint64_t context;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<FabricTransport>> open_lanes(const FabricOptions& options, void* base,
+                                                         int64_t bytes) {
+  std::vector<std::unique_ptr<FabricTransport>> lanes;
+  for (Info& chosen : choose_lanes(options.provider))
+    lanes.push_back(std::make_unique<FabricTransport>(options, std::move(chosen), base, bytes));
+  return lanes;
+}
+
+struct LanedTransport::Lane {
+  enum class State { connecting, connected, failed };
+
+  std::unique_ptr<FabricTransport> remote;  // the thread's, once that runs
+  Backoff backoff{kLongestSleep};
+  std::atomic<State> state{State::connecting};
+  std::exception_ptr error;  // of a lane that failed
+
+  std::mutex mutex;
+  std::deque<Order> orders;            // under the mutex
+  std::vector<TransportEvent> events;  // under the mutex
+  std::atomic<bool> has_orders{false}, has_events{false};
+  // Bytes of puts that wait for the thread, and of those that the network has.
+  std::atomic<int64_t> waiting{0}, under_way{0};
+  std::thread thread;
+};
+
+LanedTransport::LanedTransport(std::vector<std::unique_ptr<FabricTransport>> lanes) {
+  if (lanes.empty()) throw Error(ErrorKind::invalid_argument, "fabric: at least one lane is needed");
+  caps_ = lanes.front()->caps();
+  caps_.lanes = static_cast<int>(lanes.size());
+  std::vector<std::string> interfaces;
+  for (std::unique_ptr<FabricTransport>& remote : lanes) {
+    const TransportCaps& caps = remote->caps();
+    caps_.max_message = std::min(caps_.max_message, caps.max_message);
+    caps_.device_memory = caps_.device_memory && caps.device_memory;
+    if (std::find(interfaces.begin(), interfaces.end(), caps.interface) == interfaces.end()) {
+      if (!interfaces.empty()) caps_.interface += ", " + caps.interface;
+      interfaces.push_back(caps.interface);
+    }
+    lanes_.push_back(std::make_unique<Lane>());
+    lanes_.back()->remote = std::move(remote);
+  }
+}
+
+LanedTransport::~LanedTransport() { stop(); }
+
+void LanedTransport::stop() {
+  stop_ = true;
+  for (const std::unique_ptr<Lane>& lane : lanes_) lane->backoff.wake();
+  for (const std::unique_ptr<Lane>& lane : lanes_)
+    if (lane->thread.joinable()) lane->thread.join();
+}
+
+void LanedTransport::connect(double timeout_seconds, const std::function<void()>& interrupt) {
+  try {
+    for (const std::unique_ptr<Lane>& lane : lanes_)
+      lane->thread = start_thread([this, at = lane.get(), timeout_seconds] { drive(*at, timeout_seconds); },
+                                  "a lane between nodes", "lanes (MOECOMM_FABRIC_LANES)");
+    while (true) {
+      bool all = true;
+      for (const std::unique_ptr<Lane>& lane : lanes_) {
+        const Lane::State state = lane->state;
+        if (state == Lane::State::failed) std::rethrow_exception(lane->error);
+        all &= state == Lane::State::connected;
+      }
+      if (all) return;
+      if (interrupt) interrupt();
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+/// What a lane's thread does, from the first to the last.
+void LanedTransport::drive(Lane& lane, double timeout_seconds) {
+  begin_polling("moecomm-lane", lane.remote->caps().cores);
+  try {
+    lane.remote->connect(timeout_seconds, [this] {
+      if (stop_) throw Stopped{};
+    });
+    lane.state = Lane::State::connected;
+  } catch (...) {
+    lane.error = std::current_exception();
+    lane.state = Lane::State::failed;
+  }
+  if (lane.state == Lane::State::connected) serve(lane);
+  lane.remote.reset();  // here, so that lanes close side by side
+}
+
+void LanedTransport::serve(Lane& lane) {
+  std::deque<Order> orders;
+  std::vector<TransportEvent> events;
+  FabricTransport& remote = *lane.remote;
+  const auto carry_out = [&](const Order& order) {
+    if (order.kind == Order::Kind::forget) {
+      remote.forget(order.peer);
+      return true;
+    }
+    try {
+      if (!remote.put(order.peer, order.dst_offset, order.src_offset, order.bytes, order.immediate,
+                      order.context))
+        return false;
+    } catch (const Error& error) {
+      events.push_back({TransportEvent::Kind::failed, order.peer, 0, 0, error.what()});
+    }
+    lane.under_way = remote.bytes_in_flight();
+    lane.waiting -= order.bytes;
+    return true;
+  };
+  while (!stop_) {
+    bool busy = false;
+    if (lane.has_orders) {
+      const std::lock_guard lock(lane.mutex);
+      orders.insert(orders.end(), lane.orders.begin(), lane.orders.end());
+      lane.orders.clear();
+      lane.has_orders = false;
+    }
+    while (!orders.empty() && carry_out(orders.front())) {
+      orders.pop_front();
+      busy = true;
+    }
+    remote.poll(events);
+    lane.under_way = remote.bytes_in_flight();
+    if (!events.empty()) {
+      busy = true;
+      const std::lock_guard lock(lane.mutex);
+      lane.events.insert(lane.events.end(), std::make_move_iterator(events.begin()),
+                         std::make_move_iterator(events.end()));
+      lane.has_events = true;
+      events.clear();
+    }
+    lane.backoff.turn(busy, stay_awake_.load(std::memory_order_relaxed));
+  }
+}
+
+bool LanedTransport::put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes,
+                         uint32_t immediate, uint64_t context) {
+  size_t least = 0;
+  int64_t load = std::numeric_limits<int64_t>::max();
+  for (size_t i = 0; i < lanes_.size(); ++i)
+    if (const int64_t its = lanes_[i]->waiting + lanes_[i]->under_way; its < load) least = i, load = its;
+  if (load > 0 && bytes > kMostBytes - load) return false;
+  Lane& lane = *lanes_[least];
+  {
+    const std::lock_guard lock(lane.mutex);
+    lane.waiting += bytes;
+    lane.orders.push_back({Order::Kind::put, peer, dst_offset, src_offset, bytes, immediate, context});
+    lane.has_orders = true;
+  }
+  lane.backoff.wake();
+  return true;
+}
+
+void LanedTransport::poll(std::vector<TransportEvent>& events) {
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    if (!lane->has_events) continue;
+    const std::lock_guard lock(lane->mutex);
+    events.insert(events.end(), std::make_move_iterator(lane->events.begin()),
+                  std::make_move_iterator(lane->events.end()));
+    lane->events.clear();
+    lane->has_events = false;
+  }
+}
+
+void LanedTransport::forget(int32_t peer) {
+  for (const std::unique_ptr<Lane>& lane : lanes_) {
+    {
+      const std::lock_guard lock(lane->mutex);
+      lane->orders.push_back({Order::Kind::forget, peer, 0, 0, 0, 0, 0});
+      lane->has_orders = true;
+    }
+    lane->backoff.wake();
+  }
+}
+
+}  // namespace moecomm::fabric

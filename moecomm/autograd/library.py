@@ -1,0 +1,340 @@
+"""Dispatch and combine as torch.compile sees them: operators moecomm::dispatch and moecomm::combine.
+
+A graph holds each as a whole: tensors and numbers in, tensors out, the plan among them; the backend is found
+by its number. That needs a fixed capacity, so that all shapes are known. Gradients are as in ops.py.
+
+All ranks have to run the operators in one order. Where a graph holds several that are independent of each
+other, nothing in their data says which comes first, and compilers do move them. (torch's own notion of
+"effects" does not help: versions 2.11 to 2.13 lose it where Inductor schedules.) So what a graph really holds
+is `*_in_order`: each takes a token, an empty tensor, and returns the next one. Whoever traces a graph gets
+one chain of tokens through it, from the forward into the backward, for all communicators.
+
+    moecomm::dispatch(comm, x, ...)  ->  t1, rows, ..., plan = moecomm::dispatch_in_order(t0, comm, x, ...)
+    moecomm::combine(comm, rows, ...)  ->  t2, y = moecomm::combine_in_order(t1, comm, rows, ...)
+
+What a call may lack (weights, scales) is an empty tensor among the results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from moecomm.arguments import SCALE_COLUMNS, WIRE_FP8, weight_dtype
+from moecomm.backends import Backend, DispatchCall, TensorPlan
+from moecomm.errors import CommunicatorClosed
+from moecomm.types import Layout
+
+Tensor = torch.Tensor
+Tensors = tuple[Tensor, ...]
+
+_numbers = itertools.count()
+_backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
+_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by who traces
+
+
+def register(backend: Backend) -> int:
+    """A number by which operators find `backend` for as long as it lives."""
+    number = next(_numbers)
+    _backends[number] = backend
+    return number
+
+
+def _backend(number: int) -> Backend:
+    backend = _backends.get(number)
+    if backend is None:
+        raise CommunicatorClosed("the communicator that a compiled function uses is closed")
+    return backend
+
+
+# -- what runs -------------------------------------------------------------------------------------------
+
+
+def _dispatch(
+    token: Tensor,
+    comm: int,
+    x_TH: Tensor,
+    x_scales: Tensor | None,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor | None,
+    layout: Layout,
+    alignment: int,
+    capacity: int,
+    dequantize: bool,
+) -> Tensors:
+    backend = _backend(comm)
+    call = DispatchCall(x_TH, x_scales, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
+
+    def operation() -> Tensors:
+        backend.ready()
+        raw = backend.dispatch(call)
+        found = (raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, backend.tensor_plan(raw.plan).blob)
+        return _all_there(x_TH, *found)
+
+    return backend.run("moecomm dispatch", operation)
+
+
+def _combine(
+    token: Tensor,
+    comm: int,
+    rows_PH: Tensor,
+    weights_P: Tensor | None,
+    blob: Tensor,
+    layout: Layout,
+    tokens: int,
+    rows: int,
+) -> Tensors:
+    backend, plan = _backend(comm), TensorPlan(blob, layout, tokens, rows)
+    found = backend.run("moecomm combine", lambda: backend.combine(plan, rows_PH, weights_P, None))
+    return _all_there(rows_PH, found[0])
+
+
+def _dispatch_backward(
+    token: Tensor,
+    comm: int,
+    grad_tokens_PH: Tensor | None,
+    grad_weights: Tensor | None,
+    blob: Tensor,
+    layout: Layout,
+    tokens: int,
+    rows: int,
+) -> Tensors:
+    backend, plan = _backend(comm), TensorPlan(blob, layout, tokens, rows)
+    found = backend.run(
+        "moecomm dispatch backward", lambda: backend.combine(plan, grad_tokens_PH, None, grad_weights)
+    )
+    return _all_there(blob, *found)
+
+
+def _combine_backward(
+    token: Tensor,
+    comm: int,
+    grad_y_TH: Tensor,
+    weights_P: Tensor | None,
+    rows_PH: Tensor | None,
+    blob: Tensor,
+    layout: Layout,
+    tokens: int,
+    rows: int,
+) -> Tensors:
+    backend, plan = _backend(comm), TensorPlan(blob, layout, tokens, rows)
+    found = backend.run(
+        "moecomm combine backward", lambda: backend.redispatch(plan, grad_y_TH, weights_P, rows_PH)
+    )
+    return _all_there(blob, *found)
+
+
+def _new_token(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8)
+
+
+def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
+    """A new token and the results, with empty tensors for those that are absent."""
+    return _new_token(like), *(like.new_empty(0) if each is None else each for each in results)
+
+
+# -- what a compiler is told -----------------------------------------------------------------------------
+
+
+def _fake_dispatch(
+    token: Tensor,
+    comm: int,
+    x_TH: Tensor,
+    x_scales: Tensor | None,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor | None,
+    layout: Layout,
+    alignment: int,
+    capacity: int,
+    dequantize: bool,
+) -> Tensors:
+    backend, by_rank = _backend(comm), layout == "rank"
+    P, K, H = capacity, backend.top_k, backend.hidden
+    weights = topk_idx_PK = scales = None
+    if topk_weights_TK is not None:
+        weights = x_TH.new_empty((P, K) if by_rank else (P,), dtype=weight_dtype(backend.dtype))
+    if by_rank:
+        topk_idx_PK = x_TH.new_empty((P, K), dtype=torch.int32)
+    if not dequantize:
+        scales = x_TH.new_empty((P, -(-H // SCALE_COLUMNS)), dtype=torch.float32)
+    return _all_there(
+        x_TH,
+        x_TH.new_empty((P, H), dtype=backend.dtype if dequantize else WIRE_FP8),
+        weights,
+        topk_idx_PK,
+        scales,
+        x_TH.new_empty(backend.plan_fields.words, dtype=torch.int32),
+    )
+
+
+def _fake_combine(
+    token: Tensor,
+    comm: int,
+    rows_PH: Tensor,
+    weights_P: Tensor | None,
+    blob: Tensor,
+    layout: Layout,
+    tokens: int,
+    rows: int,
+) -> Tensors:
+    return _all_there(rows_PH, rows_PH.new_empty(tokens, _backend(comm).hidden))
+
+
+def _fake_dispatch_backward(
+    token: Tensor,
+    comm: int,
+    grad_tokens_PH: Tensor | None,
+    grad_weights: Tensor | None,
+    blob: Tensor,
+    layout: Layout,
+    tokens: int,
+    rows: int,
+) -> Tensors:
+    backend = _backend(comm)
+    grad_x_TH = grad_weights_TK = None
+    if grad_tokens_PH is not None:
+        grad_x_TH = blob.new_empty(tokens, backend.hidden, dtype=backend.dtype)
+    if grad_weights is not None:
+        grad_weights_TK = blob.new_empty(tokens, backend.top_k, dtype=weight_dtype(backend.dtype))
+    return _all_there(blob, grad_x_TH, grad_weights_TK)
+
+
+def _fake_combine_backward(
+    token: Tensor,
+    comm: int,
+    grad_y_TH: Tensor,
+    weights_P: Tensor | None,
+    rows_PH: Tensor | None,
+    blob: Tensor,
+    layout: Layout,
+    tokens: int,
+    rows: int,
+) -> Tensors:
+    backend = _backend(comm)
+    grad_weights_P = None
+    if rows_PH is not None:
+        grad_weights_P = blob.new_empty(rows, dtype=weight_dtype(backend.dtype))
+    grad_rows_PH = blob.new_empty(rows, backend.hidden, dtype=backend.dtype)
+    return _all_there(blob, grad_rows_PH, grad_weights_P)
+
+
+# -- gradients -------------------------------------------------------------------------------------------
+
+
+def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    _, ctx.comm, x_TH, _, _, _, ctx.layout, _, ctx.rows, _ = inputs
+    ctx.tokens = x_TH.shape[0]
+    token, _, _, topk_idx_PK, scales, blob = output
+    ctx.mark_non_differentiable(token, topk_idx_PK, scales, blob)
+    ctx.save_for_backward(blob)
+
+
+def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    (blob,) = ctx.saved_tensors
+    _, grad_tokens_PH, grad_weights, *_ = grads
+    need_x, need_weights = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
+    grad_x_TH, grad_weights_TK = torch.ops.moecomm.dispatch_backward(
+        ctx.comm,
+        grad_tokens_PH if need_x else None,
+        grad_weights if need_weights else None,
+        blob,
+        ctx.layout,
+        ctx.tokens,
+        ctx.rows,
+    )
+    return (
+        None,
+        None,
+        grad_x_TH if need_x else None,
+        None,
+        None,
+        grad_weights_TK if need_weights else None,
+        *[None] * 4,
+    )
+
+
+def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    _, ctx.comm, rows_PH, weights_P, blob, ctx.layout, ctx.tokens, ctx.rows = inputs
+    ctx.mark_non_differentiable(output[0])
+    ctx.save_for_backward(rows_PH if ctx.needs_input_grad[3] else None, weights_P, blob)
+
+
+def _combine_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    rows_PH, weights_P, blob = ctx.saved_tensors
+    grad_rows_PH, grad_weights_P = torch.ops.moecomm.combine_backward(
+        ctx.comm, grads[1], weights_P, rows_PH, blob, ctx.layout, ctx.tokens, ctx.rows
+    )
+    return (
+        None,
+        None,
+        grad_rows_PH if ctx.needs_input_grad[2] else None,
+        None if rows_PH is None else grad_weights_P,
+        *[None] * 4,
+    )
+
+
+# -- registration ----------------------------------------------------------------------------------------
+
+_PLAN = "Tensor plan, str layout, SymInt num_tokens, SymInt num_rows"
+_library = torch.library.Library("moecomm", "DEF")
+
+
+def _define(
+    name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
+) -> None:
+    """Operators `name` and `name`_in_order: the first becomes the second when it is traced or called."""
+    tensors = ", ".join(["Tensor"] * results)
+    _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
+    ordered = f"{name}_in_order"
+    _library.define(f"{ordered}(Tensor token, {arguments}) -> (Tensor, {tensors})")
+    _library.impl(ordered, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moecomm::{ordered}", fake, lib=_library)
+    operator = getattr(torch.ops.moecomm, ordered).default
+
+    def in_order(*values: Any) -> Any:
+        mode = get_proxy_mode()
+        last = None if mode is None else _last_tokens.get(mode.tracer)
+        if last is None:
+            last = _new_token(next(each for each in values if isinstance(each, Tensor)))
+        token, *found = operator(last, *values)
+        if mode is not None:
+            _last_tokens[mode.tracer] = token
+        return found[0] if results == 1 else tuple(found)
+
+    _library.impl(name, in_order, "CompositeImplicitAutograd")
+
+
+_define(
+    "dispatch",
+    "int comm, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, str layout, "
+    "int alignment, int capacity, bool dequantize",
+    5,
+    _dispatch,
+    _fake_dispatch,
+)
+_define("combine", f"int comm, Tensor rows, Tensor? weights, {_PLAN}", 1, _combine, _fake_combine)
+_define(
+    "dispatch_backward",
+    f"int comm, Tensor? grad_tokens, Tensor? grad_weights, {_PLAN}",
+    2,
+    _dispatch_backward,
+    _fake_dispatch_backward,
+)
+_define(
+    "combine_backward",
+    f"int comm, Tensor grad_y, Tensor? weights, Tensor? rows, {_PLAN}",
+    2,
+    _combine_backward,
+    _fake_combine_backward,
+)
+torch.library.register_autograd(
+    "moecomm::dispatch_in_order", _dispatch_gradients, setup_context=_keep_for_dispatch, lib=_library
+)
+torch.library.register_autograd(
+    "moecomm::combine_in_order", _combine_gradients, setup_context=_keep_for_combine, lib=_library
+)

@@ -1,0 +1,1 @@
+"""What experts compute with: grouped products, activations with the routing weight inside, fp8 operands."""

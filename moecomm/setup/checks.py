@@ -1,0 +1,94 @@
+"""Checks of a Communicator's own arguments, and what it takes where the caller leaves them out.
+
+The arguments of its calls are checked in routing.py.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from moecomm.arguments import require_integer
+from moecomm.env import read_env
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.setup.memory_plan import CUDA_DTYPES, window_shape
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds."""
+
+
+def timeout_seconds(timeout: float | timedelta | None) -> float:
+    """How long one wait for peers may take."""
+    if timeout is None:
+        return read_env().timeout or DEFAULT_TIMEOUT
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < 1e9:
+        raise InvalidArgument(f"timeout is {timeout!r}, expected seconds above 0 or a timedelta")
+    return float(seconds)
+
+
+def check_sizes(size: int, num_experts: Any, hidden: Any, top_k: Any, max_tokens: Any, dtype: Any) -> None:
+    """Raises InvalidArgument for sizes that no communicator of `size` ranks can have."""
+    window_shape(ranks=size, top_k=top_k, hidden=hidden, max_tokens=max_tokens, dtype=dtype)
+    require_integer("num_experts", num_experts, 1)
+    if num_experts % size != 0:
+        raise InvalidArgument(
+            f"num_experts is {num_experts}, expected a multiple of the {size} ranks of the group"
+        )
+    if top_k > num_experts:
+        raise InvalidArgument(f"top_k is {top_k}, expected at most num_experts = {num_experts}")
+    rows = size * max_tokens * min(top_k, num_experts // size)
+    if rows >= 2**31:
+        raise InvalidArgument(
+            f"max_tokens is {max_tokens}: a rank could get {rows} rows, expected fewer than {2**31}; "
+            "lower max_tokens"
+        )
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises Unsupported for rows that the device has no kernels for."""
+    if device.type == "cuda" and dtype not in CUDA_DTYPES:
+        raise Unsupported(
+            f"dtype is {dtype} on {device}, expected {', '.join(map(str, CUDA_DTYPES))}: use float32 there, "
+            "or device='cpu' for float64"
+        )
+
+
+def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
+    """Raises Unsupported or InvalidArgument for a format in which rows can't travel."""
+    if wire is None:
+        return
+    if device.type != "cuda":
+        raise Unsupported(
+            f"wire is {wire!r}: on the {device.type} rows travel in their own dtype; pass wire=None"
+        )
+    if wire != "fp8":
+        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
+    if hidden % 16 != 0:
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
+
+
+def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
+    """Ranks a node as the caller or the environment wants them, None where the hosts decide."""
+    if ranks_per_node is None:
+        ranks_per_node = read_env().ranks_per_node
+    if ranks_per_node is None:
+        return None
+    wanted = min(require_integer("ranks_per_node", ranks_per_node, 1), size)
+    if size % wanted != 0:
+        raise InvalidArgument(
+            f"ranks_per_node is {wanted} for {size} ranks, expected a divisor: nodes have equally many ranks"
+        )
+    return wanted
+
+
+def check_num_sms(num_sms: Any, device: torch.device) -> int | None:
+    """What an operation may use, None for what the backend finds best."""
+    if device.type == "cpu":
+        return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
+    if num_sms is None:
+        return None
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    return require_integer("num_sms", num_sms, 2, most)

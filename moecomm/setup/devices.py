@@ -1,0 +1,73 @@
+"""Which devices a communicator of this build and machine can serve, and with how many threads on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from moecomm import _C
+from moecomm.errors import InvalidArgument, Unsupported
+
+_LEAST_CAPABILITY = (8, 0)
+
+
+def why_no_cuda() -> str | None:
+    """What keeps a Communicator of this build and machine from serving CUDA tensors; None if nothing does."""
+    if _C.cuda_version is None:
+        return "moecomm was built without its CUDA part (no CUDA toolkit at build time)"
+    if not hasattr(_C, "DeviceCommunicator"):
+        return "the CUDA part of this build has no kernels"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU that it can use"
+    if not _has_driver_bindings():
+        return "the package cuda-bindings is missing (pip install cuda-bindings)"
+    capability = torch.cuda.get_device_capability()
+    if capability < _LEAST_CAPABILITY:
+        return (
+            f"the GPU has compute capability {capability[0]}.{capability[1]}, "
+            f"{_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]} is needed"
+        )
+    return None
+
+
+def _has_driver_bindings() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def available_devices() -> tuple[str, ...]:
+    """Types of device that a Communicator of this build and machine can serve, best first: ("cuda", "cpu")
+    with a GPU, else ("cpu",)."""
+    return ("cpu",) if why_no_cuda() else ("cuda", "cpu")
+
+
+def choose_device(device: Any) -> torch.device:
+    """The device that a Communicator serves; Unsupported if this build and machine can't."""
+    types = available_devices()
+    try:
+        chosen = torch.device(types[0] if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device is {device!r}, expected a torch.device or its name") from error
+    if chosen.type not in types:
+        reason = why_no_cuda() if chosen.type == "cuda" else None
+        raise Unsupported(
+            f"device is {device}, this version serves {', '.join(types)} here"
+            + (f": {reason}" if reason else "")
+        )
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise InvalidArgument(f"device is {device}, expected an index below the {count} GPUs of this process")
+    return torch.device("cuda", index)
+
+
+def default_threads(local_ranks: int) -> int:
+    """Threads a rank: the cores that this process may use, shared by the ranks of the host."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)

@@ -1,0 +1,268 @@
+"""What this machine has, for `python -m moecomm`. Looks only; changes nothing and needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from moecomm import _C
+from moecomm.device import cuda_driver
+from moecomm.device.cuda_driver import DriverError, Gpu
+from moecomm.env import Env, read_env
+from moecomm.errors import InvalidArgument, MoecommError, Unsupported
+from moecomm.setup.devices import default_threads
+from moecomm.setup.memory_plan import window_shape
+from moecomm.setup.topology import NodeMap, find_nodes
+from moecomm.setup.version import __version__
+
+_GIB = 1 << 30
+_NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
+
+
+def _command(arguments: list[str]) -> list[str]:
+    """Lines of a tool's output, or none if it is missing or fails."""
+    if shutil.which(arguments[0]) is None:
+        return []
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """(name, version) of everything that matters in a bug report."""
+    yield "moecomm", __version__
+    yield "torch", torch.__version__
+    yield "python", sys.version.split()[0]
+    yield "compiler", f"g++ or clang++ {_C.compiler}"
+    yield (
+        "CUDA part",
+        f"built with {_C.cuda_version}" if _C.cuda_version else "not built (no toolkit or no GPU then)",
+    )
+    yield (
+        "cuda-bindings",
+        cuda_driver.bindings_version() or "not installed (CUDA tensors need it: pip install cuda-bindings)",
+    )
+    yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def left_out() -> Iterator[str]:
+    """What this build, or this machine, leaves out: a line each, which says what adds it."""
+    missing = _C.fabric_missing()
+    if missing is not None:
+        yield f"links between nodes: left out, {missing}"
+    on_gpus = torch.cuda.is_available()
+    if _C.cuda_version is None and on_gpus:
+        yield (
+            "GPUs: left out, moecomm was built without a CUDA toolkit: put nvcc on PATH, or set CUDACXX, and "
+            "build again"
+        )
+    elif not on_gpus:
+        kernels = (
+            "are compiled" if _C.cuda_version else "are compiled with CMAKE_ARGS=-DMOECOMM_CUDA=ON alone"
+        )
+        yield f"GPUs: left out, torch {torch.__version__} finds none here; kernels {kernels}"
+
+
+def processors() -> Iterator[tuple[str, str]]:
+    """(name, fact) of the host's cores and memory."""
+    cores = len(os.sched_getaffinity(0))
+    yield "CPU", f"{_cpu_model()}, {cores} cores for this process"
+    yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB"
+    yield "/dev/shm", f"{_C.shm_available_bytes() / _GIB:.1f} GiB free for windows"
+    yield "CPU backend", _C.cpu_heuristics(1)
+
+
+def gpus() -> Iterator[tuple[str, str]]:
+    """(name, fact) of each GPU and of the links between them."""
+    if not torch.cuda.is_available():
+        seen = _command(["nvidia-smi", "-L"])
+        yield (
+            "GPUs",
+            f"none that torch {torch.__version__} can use"
+            + (f"; nvidia-smi lists {len(seen)}" if seen else ""),
+        )
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        info = torch.cuda.get_device_properties(index)
+        yield (
+            f"GPU {index}",
+            f"{info.name}, {info.total_memory / _GIB:.0f} GiB, {info.multi_processor_count} SMs, "
+            f"compute capability {info.major}.{info.minor}",
+        )
+    for index, gpu in enumerate(_driver_gpus()):
+        yield f"GPU {index} shares", f"memory as {_handle_types(gpu)}"
+    for first in range(count):
+        reached = [str(i) for i in range(count) if i != first and torch.cuda.can_device_access_peer(first, i)]
+        if count > 1:
+            yield f"GPU {first} reaches", ", ".join(reached) or "no other GPU"
+    for line in _command(["nvidia-smi", "nvlink", "--status"]):
+        if line.strip():
+            yield "link", line.strip()
+
+
+def _driver_gpus() -> list[Gpu]:
+    """By ordinal, or none without cuda-bindings or a driver."""
+    try:
+        driver = cuda_driver.load()
+        return [driver.gpu(device) for device in driver.devices()]
+    except (Unsupported, DriverError):
+        return []
+
+
+def _handle_types(gpu: Gpu) -> str:
+    offered = ["file descriptors (ranks of this host)"] if gpu.posix_fd else []
+    if gpu.fabric:
+        offered.append("fabric handles (NVLink domain of several hosts, where IMEX is set up)")
+    return " and ".join(offered) if gpu.virtual_memory and offered else "nothing that other processes can map"
+
+
+def fabric() -> Iterator[tuple[str, str]]:
+    """(name, fact) of libfabric, its providers, and what ranks of this host would use between nodes."""
+    missing = _C.fabric_missing()
+    if missing is not None:
+        yield "libfabric", missing
+        yield "between nodes", "nothing: the ranks of a communicator have to share a host"
+        return
+    yield "libfabric", _C.fabric_version()
+    try:
+        yield "fabric providers", _offers_text(_C.fabric_offers())
+        env = read_env()
+        network, address = _open_network(env)
+    except MoecommError as error:
+        yield "between nodes", f"nothing: {error}"
+        return
+    asked = [
+        f"{name}={value}"
+        for name, value in (
+            ("MOECOMM_FABRIC_PROVIDER", env.fabric_provider),
+            ("MOECOMM_FABRIC_INTERFACE", env.fabric_interface),
+            ("MOECOMM_FABRIC_LANES", env.fabric_lanes),
+        )
+        if value is not None
+    ]
+    reason = f", as {' and '.join(asked)} {'asks' if len(asked) == 1 else 'ask'}" if asked else ""
+    on_gpus = torch.cuda.is_available() and _cuda_missing() is None
+    yield "between nodes", f"{network}{reason}{f'; {_NETWORK_OF_GPUS}' if on_gpus else ''}"
+    yield "control links", f"TCP on {address}, ports that the system chooses"
+
+
+def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
+    """For people: "net (eth0, lo), shm", each provider with its interfaces, best first."""
+    domains: dict[str, list[str]] = {}
+    for provider, domain, *_ in offers:
+        found = domains.setdefault(provider, [])
+        if domain not in found and domain != provider:
+            found.append(domain)
+    return ", ".join(name + (f" ({', '.join(on)})" if on else "") for name, on in domains.items()) or "none"
+
+
+def _open_network(env: Env) -> tuple[str, str]:
+    """(what a rank sends by, the address that its control links listen on), found by opening both. Raises
+    what building a communicator would raise."""
+    shape = window_shape(ranks=1, top_k=1, hidden=4, max_tokens=1, dtype=torch.float32)
+    native = _C.Communicator(shape=shape, rank=0, num_experts=1, threads=1, timeout=10.0, host_ranks=1)
+    try:
+        native.connect([""], [os.getpid()])
+        rail = native.open_rail(
+            job=secrets.token_bytes(16),
+            provider=env.fabric_provider or "",
+            interface=env.fabric_interface or "",
+            lanes=env.fabric_lanes or 0,
+            shuffle=0,
+        )
+        endpoint_address, endpoint = rail.endpoint_address, rail.endpoint
+        native.connect_rail(rail, [endpoint_address], [endpoint])
+        return native.network(), endpoint.rpartition(":")[0]
+    finally:
+        native.close()
+
+
+def transports(
+    ranks: int, ranks_per_node: int | None = None, host_ranks: int | None = None
+) -> Iterator[tuple[str, str]]:
+    """(peer, transport) as rank 0 of `ranks` ranks would use them.
+
+    Args:
+        ranks: of the communicator.
+        ranks_per_node: ranks that share memory; None: MOECOMM_RANKS_PER_NODE, or all of them.
+        host_ranks: ranks on the host of rank 0; None: all of them.
+    """
+    try:
+        nodes = find_nodes([""] * ranks, ranks_per_node or read_env().ranks_per_node)
+    except InvalidArgument as error:
+        yield "none", str(error)
+        return
+    threads = default_threads(host_ranks or ranks)
+    yield (
+        "rank 0 (itself)",
+        f"no copy through the window; {threads} thread{'s' if threads > 1 else ''} a rank"
+        + (", and a proxy for the network" if nodes.nodes > 1 else ""),
+    )
+    network = _network_text() if nodes.nodes > 1 else ""
+    for peer in range(1, ranks):
+        if nodes.node_of(peer) > 0:
+            yield from _remote_transports(nodes, peer, network)
+            continue
+        yield f"rank {peer}", "shared memory (POSIX, /dev/shm), CPU tensors"
+        if torch.cuda.is_available():
+            yield f"rank {peer}", f"{_gpu_transport(peer % torch.cuda.device_count())}, CUDA tensors"
+
+
+def _network_text() -> str:
+    missing = _C.fabric_missing()
+    if missing is not None:
+        return f"none: {missing}"
+    try:
+        return _open_network(read_env())[0]
+    except MoecommError as error:
+        return f"none: {error}"
+
+
+def _remote_transports(nodes: NodeMap, peer: int, network: str) -> Iterator[tuple[str, str]]:
+    node, rail = nodes.node_of(peer), nodes.rail(0)[nodes.node_of(peer)]
+    through = "" if peer == rail or network.startswith("none: ") else f" by way of rank {rail}"
+    yield f"rank {peer}", f"node {node}: {network}{through}, CPU tensors"
+    if torch.cuda.is_available():
+        missing = _cuda_missing()
+        how = f"none: {missing}" if missing is not None else f"{network}{through}"
+        how += "" if how.startswith("none: ") else " and pinned host memory"
+        yield f"rank {peer}", f"node {node}: {how}, CUDA tensors"
+
+
+def _cuda_missing() -> str | None:
+    """What moecomm lacks for CUDA tensors on a machine with GPUs, or nothing."""
+    if _C.cuda_version is None:
+        return "the CUDA part is not built"
+    if cuda_driver.bindings_version() is None:
+        return "cuda-bindings is missing (pip install cuda-bindings)"
+    return None
+
+
+def _gpu_transport(peer: int) -> str:
+    """From GPU 0, which rank 0 has, to the GPU with that ordinal."""
+    missing = _cuda_missing()
+    if missing is not None:
+        return f"none: {missing}"
+    if peer == 0:
+        return "the same GPU: CUDA symmetric memory"
+    if not torch.cuda.can_device_access_peer(0, peer):
+        return f"none: GPU 0 and GPU {peer} have no peer access to each other"
+    return "NVLink/PCIe peer access: CUDA symmetric memory"

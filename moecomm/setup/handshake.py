@@ -1,0 +1,210 @@
+"""The first and the last steps of a communicator's construction: who takes part, the ways to the others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from moecomm import _C
+from moecomm.env import read_env
+from moecomm.errors import InvalidArgument, MismatchedArguments, MoecommError, OutOfMemory, Unsupported
+from moecomm.setup.rendezvous import Rendezvous
+from moecomm.setup.topology import NodeMap, find_nodes
+from moecomm.setup.version import __version__
+
+
+class _Native(Protocol):
+    def close(self) -> None: ...
+    def open_rail(
+        self, *, job: bytes, provider: str, interface: str, lanes: int, shuffle: int
+    ) -> _C.Rail: ...
+    def connect_rail(self, rail: _C.Rail, endpoint_addresses: list[bytes], endpoints: list[str]) -> None: ...
+    def network(self) -> str: ...
+    def network_lanes(self) -> int: ...
+
+
+Native = TypeVar("Native", bound=_Native)
+
+
+def node_identity() -> str:
+    """Equal for processes that can map each other's shared memory and watch each other."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/dev/shm').st_dev}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError as error:
+        raise Unsupported(f"this machine lacks what moecomm needs: {error}") from error
+
+
+class GroupInfo(NamedTuple):
+    """The ranks that build a communicator together, as each told of itself."""
+
+    messages: list[dict[str, Any]]
+    """Every rank's, with the facts that it told."""
+    hosts: list[str]
+    """Of every rank: equal for ranks that can share memory."""
+    nodes: NodeMap
+
+    def host_ranks(self, rank: int) -> int:
+        """Ranks on the host of `rank`."""
+        return self.hosts.count(self.hosts[rank])
+
+    @property
+    def job(self) -> str:
+        """A name of this construction that nobody else can guess: that of rank 0."""
+        return str(self.messages[0]["job"])
+
+
+def handshake(
+    rendezvous: Rendezvous,
+    arguments: dict[str, Any],
+    error: MoecommError | None,
+    facts: Callable[[], dict[str, Any]] = dict,
+) -> GroupInfo:
+    """The first step of a construction: who is there, on which nodes.
+
+    Args:
+        arguments: those of the Communicator that all ranks have to share, as JSON values.
+        error: why this rank's are bad; it still meets the others, so that all raise.
+        facts: more that the others should know.
+    """
+
+    def describe_self() -> dict[str, Any]:
+        if error is not None:
+            raise error
+        return {
+            "version": __version__,
+            "arguments": arguments,
+            "node": node_identity(),
+            "job": secrets.token_hex(16),
+            **facts(),
+        }
+
+    messages = rendezvous.step("construction: arguments", describe_self)
+    for rank, other in enumerate(messages):
+        if other.get("version") != messages[0].get("version"):
+            raise MismatchedArguments(
+                f"ranks run different versions of moecomm: rank 0 has {messages[0].get('version')}, "
+                f"rank {rank} has {other.get('version')}; install the same one on every host"
+            )
+        for name, value in messages[0]["arguments"].items():
+            theirs = other["arguments"].get(name)
+            if theirs != value:
+                raise MismatchedArguments(
+                    f"ranks disagree on {name}: rank 0 has {value!r}, rank {rank} has {theirs!r}"
+                )
+    hosts = [str(message["node"]) for message in messages]
+    return GroupInfo(messages, hosts, find_nodes(hosts, arguments["ranks_per_node"]))
+
+
+def connect(
+    rendezvous: Rendezvous,
+    group_info: GroupInfo,
+    create: Callable[[], Native],
+    link: Callable[[Native], str],
+    map_peers: Callable[[Native, list[str], list[int]], None],
+    unlink: Callable[[Native], None],
+) -> Native:
+    """The last steps of a construction: this rank's native communicator, with the ways to the others open.
+
+    Args:
+        group_info: from `handshake`.
+        create: makes it, with its shared memory.
+        link: names that memory.
+        map_peers: opens those of the node's ranks by name and process id, by local index.
+        unlink: takes the name away again.
+    """
+    made: list[Native] = []
+
+    def make() -> dict[str, Any]:
+        made.append(create())
+        return {}
+
+    def name() -> dict[str, Any]:
+        return {"memory": link(made[0]), "pid": os.getpid()}
+
+    def join() -> dict[str, Any]:
+        node = [peers[rank] for rank in group_info.nodes.local_ranks(rendezvous.rank)]
+        map_peers(made[0], [str(peer["memory"]) for peer in node], [int(peer["pid"]) for peer in node])
+        return {}
+
+    try:
+        rendezvous.step("construction: communicators", make)
+        # Names exist from here until all have mapped: not while memory is taken, which can last.
+        peers = rendezvous.step("construction: names", name)
+        rendezvous.step("construction: mapping", join)
+    except BaseException:
+        if made:
+            made[0].close()
+        raise
+    finally:
+        if made:
+            unlink(made[0])
+    if group_info.nodes.nodes > 1:
+        _connect_rail(rendezvous, group_info, made[0])
+    return made[0]
+
+
+def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) -> None:
+    """Raises OutOfMemory on all ranks where /dev/shm of a host has not `needed` bytes for each of its
+    ranks."""
+    messages = rendezvous.step("construction: host memory", lambda: {"available": _C.shm_available_bytes()})
+    for host in dict.fromkeys(group_info.hosts):
+        ranks = [rank for rank, its_host in enumerate(group_info.hosts) if its_host == host]
+        available = min(int(messages[rank]["available"]) for rank in ranks)
+        if needed * len(ranks) > available:
+            raise OutOfMemory(
+                f"the windows of {len(ranks)} ranks need {needed * len(ranks)} bytes of /dev/shm, "
+                f"{available} are free"
+                + ("" if len(ranks) == rendezvous.size else f" on the host of rank {ranks[0]}")
+                + "; give it more room (docker: --shm-size) or lower max_tokens, hidden or top_k",
+                needed=needed * len(ranks),
+                available=available,
+            )
+
+
+def describe(native: _Native, nodes: NodeMap) -> str:
+    """What a native communicator says of itself and of its network."""
+    network = native.network()
+    return f"{native}{f'; {nodes.nodes} nodes, {network}' if network else ''}"
+
+
+def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native) -> None:
+    """Opens the ways to the ranks of this rank's rail; an error closes the communicator."""
+    rails: list[_C.Rail] = []
+
+    def open_rail() -> dict[str, Any]:
+        env = read_env()
+        rails.append(
+            native.open_rail(
+                job=bytes.fromhex(group_info.job),
+                provider=env.fabric_provider or "",
+                interface=env.fabric_interface or "",
+                lanes=env.fabric_lanes or 0,
+                shuffle=env.fabric_shuffle or 0,
+            )
+        )
+        return {"endpoint_address": rails[0].endpoint_address.hex(), "endpoint": rails[0].endpoint}
+
+    def connect() -> dict[str, Any]:
+        peers = [messages[rank] for rank in group_info.nodes.rail(rendezvous.rank)]
+        endpoint_addresses = [_endpoint_address(peer) for peer in peers]
+        native.connect_rail(rails[0], endpoint_addresses, [str(peer.get("endpoint")) for peer in peers])
+        return {}
+
+    try:
+        messages = rendezvous.step("construction: network", open_rail)
+        # connect() takes up to one and a half times the timeout.
+        rendezvous.step("construction: connections", connect, patience=2.0)
+    except BaseException:
+        native.close()
+        raise
+
+
+def _endpoint_address(message: dict[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(str(message["endpoint_address"]))
+    except (KeyError, ValueError) as error:
+        raise InvalidArgument("a rank sent no endpoint address, expected one in hexadecimal") from error

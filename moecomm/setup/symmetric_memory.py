@@ -1,0 +1,329 @@
+"""Symmetric memory on GPUs: every rank allocates the same number of bytes, and maps every rank's allocation.
+
+Follows the CUDA Driver API reference, "Virtual Memory Management". Physical memory (cuMemCreate) becomes a
+handle that another process can import: a file descriptor between processes of one host, or 64 bytes (a fabric
+handle) within an NVLink domain of several hosts. Both processes map it (cuMemAddressReserve, cuMemMap,
+cuMemSetAccess), and it is freed with the last mapping, however the processes end. No multicast.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+
+from moecomm.device import cuda_driver
+from moecomm.device.cuda_driver import Driver, DriverError
+from moecomm.errors import MismatchedArguments, MoecommError, OutOfMemory, Unsupported
+from moecomm.setup import fd_exchange as descriptors
+from moecomm.setup.rendezvous import Rendezvous
+
+Message = dict[str, Any]
+
+
+class SymmetricMemory:
+    """One allocation a rank, the same size on all, mapped by every rank.
+
+    Owns its mappings. `close`, the garbage collector or the end of the interpreter gives them back, peers'
+    first; this takes no part of the peers, which may have ended. Memory that a peer still maps stays there
+    for it. Not to be closed while a CUDA graph is being captured: it waits for the device.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        bytes: int,
+        device_index: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        api: Any = None,
+    ) -> None:
+        """Collective over `rendezvous`, once a rendezvous; returns when all ranks have mapped all memory,
+        which is zero then.
+
+        `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
+        `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: those that map each other's
+        memory, this one among them, the same list on each of them; None: all of the rendezvous. `api`: stands
+        in for cuda.bindings.driver in tests.
+
+        Raises on all ranks, with everything freed: OutOfMemory with `needed` and `available` bytes of the
+        device; Unsupported if cuda-bindings or a driver is missing, if a GPU cannot share memory, or if two
+        GPUs do not reach each other (the text names ranks and GPUs); MismatchedArguments; PeerTimeout and
+        PeerLost.
+        """
+        self._rendezvous = rendezvous
+        self._ranks = list(range(rendezvous.size) if ranks is None else ranks)
+        self._others = [rank for rank in self._ranks if rank != rendezvous.rank]
+        self._index = device_index
+        self._api = api
+        self._context: Any = None
+        self.bytes = bytes
+        """Size of one allocation."""
+        self.bases: list[int] = []
+        """Device address of the allocation of each of `ranks` as mapped here; empty when closed."""
+        # Freed last in, first out.
+        self._kept = ExitStack()
+        self._close = weakref.finalize(self, _free, self._kept, os.getpid())
+        try:
+            with ExitStack() as passing:
+                self._build(passing)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Waits for the device, then unmaps the peers' memory and this rank's. Again: does nothing.
+
+        Raises nothing; what cannot be freed is a RuntimeWarning.
+        """
+        self.bases.clear()
+        self._close()
+
+    def _build(self, passing: ExitStack) -> None:
+        """`passing` is freed when all ranks have mapped all memory, or on an error."""
+        peers = self._step("construction: GPUs", lambda: self._introduce(passing))
+        self._agree(peers)
+        # Descriptors cannot leave a host, and fabric handles need a machine that is set up for them: they are
+        # used only where they must be.
+        kinds = self._driver.api.CUmemAllocationHandleType
+        across_hosts = len({peers[rank]["host"] for rank in self._ranks}) > 1
+        kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        if across_hosts:
+            kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC
+        own: list[Any] = []
+
+        def allocate() -> Message:
+            self._check_reach(peers, across_hosts)
+            own.append(self._allocate(kind, passing))
+            return {"handle": own[0].data.hex()} if across_hosts else {}
+
+        handles = self._step("construction: GPU memory", allocate)
+        if not across_hosts:
+            self._step("construction: GPU handles", lambda: self._send(peers, own[0]))
+
+        def attach() -> Message:
+            shared: Mapping[int, int | bytes]
+            if across_hosts:
+                shared = {peer: bytes.fromhex(handles[peer]["handle"]) for peer in self._others}
+            else:
+                shared = self._take(peers, passing)
+            for peer in self._others:
+                self._attach(peer, peers[peer], shared[peer], kind)
+            return {}
+
+        self._step("construction: GPU mapping", attach)
+        self.bases.extend(self._address(peer) for peer in self._ranks)
+        self._kept.callback(_synchronize, self._driver, self._context)
+
+    def _introduce(self, passing: ExitStack) -> Message:
+        """What the others have to know before anything is allocated."""
+        self._driver = cuda_driver.load(self._api)
+        self._device = self._driver.call("cuDeviceGet", self._index)
+        self._gpu = self._driver.gpu(self._device)
+        if not self._gpu.virtual_memory:
+            raise Unsupported(f"{self._gpu} has no virtual memory management (cuMemCreate)")
+        # torch has this context too; retained here, it stays as long as the mappings.
+        self._context = self._driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self._kept.callback(self._driver.free, "cuDevicePrimaryCtxRelease", self._device)
+        self._mailbox = descriptors.Mailbox(self._rendezvous.size)
+        passing.callback(self._mailbox.close)
+        return {
+            "bytes": self.bytes,
+            "granularity": self._granularity(),
+            "host": _host(),
+            "pid": os.getpid(),
+            "mailbox": self._mailbox.name,
+            "gpu": str(self._gpu),
+            "uuid": self._gpu.uuid,
+        }
+
+    def _agree(self, peers: list[Message]) -> None:
+        for rank, peer in enumerate(peers):
+            if peer["bytes"] != self.bytes:
+                raise MismatchedArguments(
+                    f"ranks disagree on the bytes of symmetric memory: rank {self._rendezvous.rank} has "
+                    f"{self.bytes}, rank {rank} has {peer['bytes']}"
+                )
+        granularity = max(int(peer["granularity"]) for peer in peers)
+        self.bytes = -(-self.bytes // granularity) * granularity
+        self._alignment = granularity
+
+    def _check_reach(self, peers: list[Message], across_hosts: bool) -> None:
+        """What can be known before mapping. A GPU that this process does not see cannot be asked about."""
+        if not (self._gpu.fabric if across_hosts else self._gpu.posix_fd):
+            raise Unsupported(
+                f"{self._gpu} of rank {self._rendezvous.rank} cannot share memory as "
+                + (
+                    "fabric handles, which ranks of several hosts need"
+                    if across_hosts
+                    else "file descriptors"
+                )
+            )
+        ordinals = {self._driver.gpu(device).uuid: device for device in self._driver.devices()}
+        for rank in self._others:
+            peer = peers[rank]
+            other = ordinals.get(peer["uuid"])
+            if other is None or peer["uuid"] == self._gpu.uuid:
+                continue
+            if not self._driver.call("cuDeviceCanAccessPeer", self._device, other):
+                raise self._unreachable(rank, peer, "cuDeviceCanAccessPeer says no")
+
+    def _allocate(self, kind: Any, passing: ExitStack) -> Any:
+        """This rank's memory, mapped and zero; its shareable handle: a descriptor, or a CUmemFabricHandle."""
+        driver = self._driver
+        handle = self._create(self._properties(kind))
+        passing.callback(driver.free, "cuMemRelease", handle)  # the mapping keeps the memory
+        reserved = self.bytes * len(self._ranks)
+        self._base = int(driver.call("cuMemAddressReserve", reserved, self._alignment, 0, 0))
+        self._kept.callback(driver.free, "cuMemAddressFree", self._base, reserved)
+        self._map(self._rendezvous.rank, handle)
+        with driver.current(self._context):
+            driver.call("cuMemsetD8", self._address(self._rendezvous.rank), 0, self.bytes)
+            driver.call("cuCtxSynchronize")
+        shared = driver.call("cuMemExportToShareableHandle", handle, kind, 0)
+        if isinstance(shared, int):
+            passing.callback(os.close, shared)
+        return shared
+
+    def _create(self, properties: Any) -> Any:
+        try:
+            return self._driver.call("cuMemCreate", self.bytes, properties, 0)
+        except DriverError as error:
+            if not self._driver.out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()  # what torch holds on to without using it, as its own allocations would
+        return self._driver.call("cuMemCreate", self.bytes, properties, 0)
+
+    def _send(self, peers: list[Message], descriptor: int) -> Message:
+        rank = self._rendezvous.rank
+        for peer in self._others:
+            descriptors.send(
+                descriptor,
+                peers[peer]["mailbox"],
+                pid=peers[peer]["pid"],
+                rank=rank,
+                peer=peer,
+                phase="construction: GPU handles",
+                timeout=self._rendezvous.timeout,
+            )
+        return {}
+
+    def _take(self, peers: list[Message], passing: ExitStack) -> dict[int, int]:
+        """Descriptors of the others' memory, by rank. All have been sent before this."""
+        taken = self._mailbox.take(
+            {peer: peers[peer]["pid"] for peer in self._others},
+            rank=self._rendezvous.rank,
+            phase="construction: GPU mapping",
+            timeout=self._rendezvous.timeout,
+        )
+        for descriptor in taken.values():
+            passing.callback(os.close, descriptor)
+        return taken
+
+    def _attach(self, rank: int, peer: Message, shared: int | bytes, kind: Any) -> None:
+        """Maps a peer's memory. `shared`: its descriptor or the bytes of its fabric handle."""
+        try:
+            handle = self._driver.call("cuMemImportFromShareableHandle", shared, kind)
+            try:
+                self._map(rank, handle)
+            finally:
+                self._driver.free("cuMemRelease", handle)
+        except DriverError as error:
+            if self._driver.out_of_memory(error):
+                raise
+            raise self._unreachable(rank, peer, str(error)) from error
+
+    def _map(self, rank: int, handle: Any) -> None:
+        """Into this rank's place for the memory of `rank`, for loads and stores of this GPU."""
+        api = self._driver.api
+        address = self._address(rank)
+        self._driver.call("cuMemMap", address, self.bytes, 0, handle, 0)
+        self._kept.callback(self._driver.free, "cuMemUnmap", address, self.bytes)
+        access = api.CUmemAccessDesc()
+        access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = int(self._device)
+        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._driver.call("cuMemSetAccess", address, self.bytes, [access], 1)
+
+    def _address(self, rank: int) -> int:
+        """This process's place for the memory of one of the ranks."""
+        return self._base + self._ranks.index(rank) * self.bytes
+
+    def _properties(self, kind: Any) -> Any:
+        api = self._driver.api
+        properties = api.CUmemAllocationProp()
+        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(self._device)
+        properties.requestedHandleTypes = kind
+        properties.allocFlags.gpuDirectRDMACapable = int(self._gpu.rdma)
+        return properties
+
+    def _granularity(self) -> int:
+        api = self._driver.api
+        kinds = api.CUmemAllocationHandleType
+        kind = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        if not self._gpu.posix_fd:
+            kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC
+        option = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(kind), option))
+
+    def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
+        """One step of all ranks; whatever fails here is raised as a MoecommError, so that the others learn
+        it."""
+
+        def typed() -> Message:
+            try:
+                return action()
+            except DriverError as error:
+                raise self._typed(error) from error
+            except OSError as error:
+                raise Unsupported(f"{phase}: {error}") from error
+
+        return self._rendezvous.step(phase, typed)
+
+    def _typed(self, error: DriverError) -> MoecommError:
+        if not self._driver.out_of_memory(error):
+            return Unsupported(f"GPU {self._index}: {error}")
+        available = 0
+        with suppress(DriverError), self._driver.current(self._context):
+            available = int(self._driver.call("cuMemGetInfo")[0])
+        return OutOfMemory(
+            f"the window needs {self.bytes} bytes, {available} are free on GPU {self._index} ({error}); "
+            "lower max_tokens, hidden or top_k, or give the model less",
+            needed=self.bytes,
+            available=available,
+        )
+
+    def _unreachable(self, rank: int, peer: Message, why: str) -> Unsupported:
+        return Unsupported(
+            f"rank {self._rendezvous.rank} on {self._gpu} cannot reach the memory of rank {rank} on "
+            f"{peer['gpu']}: {why}; the GPUs of a communicator need peer access to each other (NVLink, or "
+            "PCIe peer to peer)"
+        )
+
+
+def _host() -> str:
+    """Equal for processes that can pass each other open files and know each other's pids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return "/".join((boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")))
+
+
+def _synchronize(driver: Driver, context: Any) -> None:
+    """A kernel that is under way may still use the mappings."""
+    with (
+        suppress(DriverError),
+        driver.current(context),
+    ):  # nothing runs in a context that has failed or is gone
+        driver.call("cuCtxSynchronize")
+
+
+def _free(kept: ExitStack, owner: int) -> None:
+    """A process forked from the owner has a copy of the object, and no part in the driver's memory."""
+    if os.getpid() == owner:
+        kept.close()

@@ -1,0 +1,317 @@
+"""The operators that torch.compile sees, on one rank: descriptions, order, and what breaks a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moecomm
+from moecomm.arguments import WIRE_FP8
+from moecomm.autograd import library as operators
+from tests.unit.loopback import loopback
+
+__all__ = ["loopback"]  # a fixture, which pytest finds by its name here
+
+SIZES: dict[str, Any] = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens": 9, "dtype": torch.float32}
+CAPACITY = 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _inputs(tokens: int = 5, grad: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    ids_TK = torch.rand(tokens, 4, generator=generator).topk(2).indices
+    ids_TK[:1, 1] = -1
+    x_TH, weights_TK = (torch.randn(tokens, width, generator=generator) for width in (8, 2))
+    return x_TH.requires_grad_(grad), ids_TK, weights_TK.requires_grad_(grad)
+
+
+def _layer(comm: moecomm.Communicator, layout: Any) -> Callable[..., tuple[torch.Tensor, Any]]:
+    def layer(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Any:
+        out = comm.dispatch(x_TH * 2, ids_TK, weights_TK, layout=layout, capacity=CAPACITY)
+        y_TH = comm.combine(out.tokens.sin(), out.handle, weights=out.weights if layout == "expert" else None)
+        return y_TH.cos(), out
+
+    return layer
+
+
+def _compare(comm: moecomm.Communicator, layout: Any, backend: str) -> None:
+    layer = _layer(comm, layout)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for tokens in (5, 5, 9, 2):
+        results = []
+        for each in (layer, compiled):
+            x_TH, ids_TK, weights_TK = _inputs(tokens, grad=True)
+            y_TH, out = each(x_TH, ids_TK, weights_TK)
+            y_TH.square().sum().backward()
+            results.append((y_TH, x_TH.grad, weights_TK.grad, out))
+        for eager, traced in zip(*[result[:3] for result in results], strict=True):
+            torch.testing.assert_close(traced, eager)
+        eager_out, traced_out = results[0][3], results[1][3]
+        for name in ("offsets", "tokens_per_expert", "overflow"):
+            assert torch.equal(getattr(traced_out, name), getattr(eager_out, name)), name
+        real = int(eager_out.offsets[-1])
+        assert torch.equal(traced_out.tokens[:real], eager_out.tokens[:real])
+        if layout == "rank":
+            assert torch.equal(traced_out.topk_idx[:real], eager_out.topk_idx[:real])
+        # A handle from a graph serves outside it.
+        again = comm.combine(traced_out.tokens.detach(), traced_out.handle)
+        assert torch.equal(again, comm.combine(eager_out.tokens.detach(), eager_out.handle))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_same_results_without_a_graph_break(backend: str, layout: str) -> None:
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        _compare(comm, layout, backend)
+
+
+@pytest.mark.usefixtures("loopback")
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_same_results_with_the_cuda_backend(layout: str) -> None:
+    with moecomm.Communicator(**SIZES) as comm:
+        _compare(comm, layout, "aot_eager")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_order_is_that_of_the_program(backend: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four dispatches that do not depend on each other, combined last first, and two that nobody uses."""
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        seen: list[str] = []
+        native = comm._open()
+        real = native.run
+
+        def run(name: str, operation: Callable[[], Any]) -> Any:
+            seen.append(name.removeprefix("moecomm "))
+            return real(name, operation)
+
+        def program(x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+            outs = [comm.dispatch(x_TH * i, ids_TK, capacity=CAPACITY + i) for i in range(1, 5)]
+            for i in (5, 6):
+                comm.dispatch(x_TH * i, ids_TK, capacity=CAPACITY)
+            return sum(
+                (comm.combine(out.tokens * 2, out.handle) for out in reversed(outs)), x_TH.new_zeros(())
+            )
+
+        monkeypatch.setattr(native, "run", run)
+        expected = None
+        for each in (program, torch.compile(program, backend=backend, fullgraph=True)):
+            x_TH, ids_TK, _ = _inputs(grad=grad)
+            ids_TK[ids_TK < 0] = 3  # no unused rows: they would be anything
+            seen.clear()
+            y_TH = each(x_TH, ids_TK)
+            assert seen == ["dispatch"] * 6 + ["combine"] * 4
+            if grad:
+                y_TH.sum().backward()
+                assert sorted(seen[10:]) == ["combine backward"] * 4 + ["dispatch backward"] * 4
+            if expected is None:
+                expected = y_TH
+            torch.testing.assert_close(y_TH, expected)
+
+
+def test_tokens_make_a_chain() -> None:
+    """In the graph itself, forward and backward: every operator takes the token of the one before it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+
+        def program(x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+            outs = [comm.dispatch(x_TH * i, ids_TK, capacity=CAPACITY) for i in range(1, 4)]
+            return sum((comm.combine(out.tokens, out.handle) for out in outs), x_TH.new_zeros(()))
+
+        x_TH, ids_TK, _ = _inputs(grad=True)
+        torch.compile(program, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(x_TH, ids_TK).sum()
+        (graph,) = graphs
+        program(x_TH, ids_TK).sum().backward()
+    before = None
+    found = 0
+    for node in graph.graph.nodes:
+        if "moecomm" not in str(node.target):
+            continue
+        assert str(node.target).endswith("_in_order.default"), node.target
+        if before is not None:
+            token = node.args[0]
+            assert token.target.__name__ == "getitem" and token.args == (before, 0)
+        before, found = node, found + 1
+    assert found == 6
+
+
+def test_without_a_capacity_the_graph_breaks() -> None:
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+
+        def layer(x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+            out = comm.dispatch(x_TH + 1, ids_TK)
+            return comm.combine(out.tokens * 2, out.handle) + 1
+
+        x_TH, ids_TK, _ = _inputs()
+        expected = layer(x_TH, ids_TK)
+        torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x_TH, ids_TK), expected)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH, ids_TK)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_views_of_a_plan_are_first_read_in_a_graph(device: str, request: pytest.FixtureRequest) -> None:
+    if device == "cuda":
+        request.getfixturevalue("loopback")
+
+    def share(out: moecomm.DispatchOutput) -> torch.Tensor:
+        rows = out.tokens[: out.tokens_per_expert.shape[0]].sum() * out.offsets[-1]
+        return rows + out.overflow
+
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        x_TH, ids_TK, _ = _inputs()
+        expected = share(comm.dispatch(x_TH, ids_TK))
+        assert torch.equal(
+            torch.compile(share, backend="eager", fullgraph=True)(comm.dispatch(x_TH, ids_TK)), expected
+        )
+        broken = torch.compile(lambda: share(comm.dispatch(x_TH, ids_TK)) + 1, backend="eager")
+        assert torch.equal(broken(), expected + 1)
+
+
+def test_a_layer_is_one_graph() -> None:
+    from moecomm.nn import MoEConfig, MoELayer
+
+    sizes: dict[str, Any] = {"num_experts": 4, "hidden": 64, "top_k": 2, "dtype": torch.bfloat16}
+    config = MoEConfig(**sizes, ffn_hidden=32, capacity_factor=2.0, pad_to_capacity=True)
+    with moecomm.Communicator(**sizes, max_tokens=9, device="cpu") as comm:
+        layer = MoELayer(config, comm)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        grads = []
+        for each in (layer, compiled):
+            x_TH = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            each(x_TH).square().sum().backward()
+            grads.append(x_TH.grad)
+        torch.testing.assert_close(grads[1], grads[0], rtol=2e-2, atol=2e-2)
+
+
+def test_checkpointing_in_a_graph() -> None:
+    """A part that the backward computes again communicates again, and the sums stay the same."""
+    from torch.utils.checkpoint import checkpoint
+
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+
+        def layer(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=CAPACITY)
+            return x_TH + comm.combine(out.tokens.sin(), out.handle, weights=out.weights)
+
+        def model(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x_TH = checkpoint(layer, x_TH, ids_TK, weights_TK, use_reentrant=False)
+            return x_TH
+
+        grads = []
+        for each in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            x_TH, ids_TK, weights_TK = _inputs(grad=True)
+            each(x_TH, ids_TK, weights_TK).square().sum().backward()
+            grads.append((x_TH.grad, weights_TK.grad))
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_shapes_are_checked_while_tracing() -> None:
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        layer = torch.compile(_layer(comm, "expert"), backend="eager", fullgraph=True)
+        x_TH, ids_TK, weights_TK = _inputs()
+        with pytest.raises(Exception, match="InvalidArgument"):
+            layer(x_TH[:, :4], ids_TK, weights_TK)
+        broken = torch.compile(_layer(comm, "expert"), backend="eager")
+        with pytest.raises(moecomm.InvalidArgument, match="x has shape"):
+            broken(x_TH[:, :4], ids_TK, weights_TK)
+
+
+def test_after_close() -> None:
+    comm = moecomm.Communicator(**SIZES, device="cpu")
+    layer = torch.compile(_layer(comm, "expert"), backend="eager", fullgraph=True)
+    layer(*_inputs())
+    comm.close()
+    with pytest.raises(moecomm.CommunicatorClosed):
+        layer(*_inputs())
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_operators_are_what_they_say(layout: str) -> None:
+    """torch.library.opcheck: schema, fake implementation, registration of gradients."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    ops = torch.ops.moecomm
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        x_TH, ids_TK, weights_TK = _inputs()
+        token = torch.empty(0, dtype=torch.uint8)
+        arguments = (token, comm._id, x_TH, None, ids_TK, weights_TK, layout, 1, CAPACITY, True)
+        torch.library.opcheck(ops.dispatch_in_order.default, arguments, test_utils=checks)
+        torch.library.opcheck(
+            ops.dispatch_in_order.default, (*arguments[:5], None, *arguments[6:]), test_utils=checks
+        )
+        _, tokens_PH, weights, _, _, blob = ops.dispatch_in_order(*arguments)
+        plan = (blob, layout, 5, CAPACITY)
+        tokens_PH, factors = torch.randn_like(tokens_PH), torch.rand(CAPACITY)
+        for name, values in {
+            "combine": [(tokens_PH, None), (tokens_PH, factors)],
+            "dispatch_backward": [(tokens_PH, weights), (None, weights), (tokens_PH, None)],
+            "combine_backward": [(x_TH, None, None), (x_TH, factors, tokens_PH)],
+        }.items():
+            for each in values:
+                operator = getattr(ops, f"{name}_in_order").default
+                torch.library.opcheck(operator, (token, comm._id, *each, *plan), test_utils=checks)
+
+
+@pytest.mark.usefixtures("loopback")
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_shapes_on_a_device_that_is_not_there(layout: str) -> None:
+    comm = moecomm.Communicator(**{**SIZES, "hidden": 144}, wire="fp8")
+    with FakeTensorMode():
+        data_TH = torch.empty(5, 144, dtype=WIRE_FP8, device="meta")
+        scales, ids_TK = torch.empty(5, 2, device="meta"), torch.empty(5, 2, dtype=torch.int64, device="meta")
+        weights_TK = torch.empty(5, 2, device="meta")
+        found = torch.ops.moecomm.dispatch(
+            comm._id, data_TH, scales, ids_TK, weights_TK, layout, 8, CAPACITY, False
+        )
+        by_rank = layout == "rank"
+        shapes = [(20, 144), (20, 2) if by_rank else (20,), (20, 2) if by_rank else (0,), (20, 2)]
+        assert [tuple(each.shape) for each in found[:4]] == shapes
+        assert found[0].dtype == WIRE_FP8 and found[4].shape == (comm._plan_fields.words,)
+        assert all(each.device.type == "meta" for each in found)
+        rows_PH = torch.empty(20, 144, device="meta")
+        y_TH = torch.ops.moecomm.combine(comm._id, rows_PH, None, found[4], layout, 5, 20)
+        assert y_TH.shape == (5, 144) and y_TH.dtype == torch.float32
+
+
+def test_a_plan_lives_as_long_as_its_tensor() -> None:
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        x_TH, ids_TK, _ = _inputs()
+        backend: Any = comm._open()
+        out = torch.compile(_layer(comm, "expert"), backend="eager")(x_TH, ids_TK, None)[1]
+        assert len(backend._plans) == 1
+        copy = out.handle.plan._replace(blob=out.handle.plan.blob.clone())
+        assert torch.equal(
+            backend.combine(copy, out.tokens, None, None)[0], comm.combine(out.tokens, out.handle)
+        )
+        del out
+        assert len(backend._plans) == 0
+        with pytest.raises(moecomm.InvalidArgument, match="copy of its plan"):
+            backend.combine(copy, torch.zeros(CAPACITY, 8), None, None)
+
+
+def test_numbers_are_not_reused() -> None:
+    numbers = set()
+    for _ in range(3):
+        with moecomm.Communicator(**SIZES, device="cpu") as comm:
+            numbers.add(comm._id)
+    assert len(numbers) == 3
+    with pytest.raises(moecomm.CommunicatorClosed):
+        operators._backend(max(numbers))

@@ -1,0 +1,250 @@
+"""Symmetric memory over a stand-in for the CUDA driver, one rank: what is called, freed, and raised."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import gc
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecomm.device import cuda_driver
+from moecomm.device.cuda_driver import DriverError
+from moecomm.errors import MoecommError, OutOfMemory, Unsupported
+from moecomm.setup.rendezvous import Rendezvous
+from moecomm.setup.symmetric_memory import SymmetricMemory
+from tests.fake_cuda import GRANULARITY, FakeDriver, Result
+
+PACKAGE = Path(cuda_driver.__file__).parent
+
+
+def _build(fake: FakeDriver, size: int = 1000, device: int = 0) -> SymmetricMemory:
+    return SymmetricMemory(Rendezvous(None, 5.0), size, device, api=fake)
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_is_mapped_zero_and_rounded_up() -> None:
+    fake = FakeDriver()
+    memory = _build(fake, GRANULARITY + 1)
+    assert memory.bytes == 2 * GRANULARITY
+    (base,) = memory.bases
+    assert fake.mappings == {base: memory.bytes}
+    assert ctypes.string_at(base, memory.bytes) == bytes(memory.bytes)
+    ctypes.memset(base, 7, memory.bytes)
+    assert not fake.handles, "the mapping keeps the memory; handles are for construction only"
+    assert not fake.stack, "the context that was current is so again"
+    memory.close()
+    assert not fake.alive()
+
+
+def test_close_frees_in_order_and_once() -> None:
+    fake = FakeDriver()
+    memory = _build(fake)
+    fake.log.clear()
+    memory.close()
+    assert fake.names() == [
+        "cuCtxPushCurrent",
+        "cuCtxSynchronize",
+        "cuCtxPopCurrent",
+        "cuMemUnmap",
+        "cuMemAddressFree",
+        "cuDevicePrimaryCtxRelease",
+    ]
+    assert memory.bases == []
+    memory.close()
+    assert len(fake.log) == 6
+
+
+def test_memory_is_zeroed_before_it_is_shared() -> None:
+    fake = FakeDriver()
+    memory = _build(fake)
+    names = fake.names()
+    assert names.index("cuMemsetD8") < names.index("cuCtxSynchronize")
+    assert names.index("cuCtxSynchronize") < names.index("cuMemExportToShareableHandle")
+    memory.close()
+
+
+def test_garbage_collection_frees() -> None:
+    fake = FakeDriver()
+    memory = _build(fake)
+    assert fake.alive()
+    del memory
+    gc.collect()
+    assert not fake.alive()
+
+
+def test_a_driver_that_is_gone_is_not_reported() -> None:
+    fake = FakeDriver()
+    memory = _build(fake)
+    fake.torn_down = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.close()
+
+
+def test_what_cannot_be_freed_is_a_warning_and_the_rest_is_freed() -> None:
+    fake = FakeDriver(failing={"cuMemAddressFree": (1, Result.CUDA_ERROR_INVALID_VALUE)})
+    memory = _build(fake)
+    with pytest.warns(RuntimeWarning, match="cuMemAddressFree: CUDA_ERROR_INVALID_VALUE"):
+        memory.close()
+    assert fake.alive() == {"reservations": 1}
+
+
+def test_a_forked_child_leaves_the_driver_alone() -> None:
+    fake = FakeDriver()
+    memory = _build(fake)
+    fake.log.clear()
+    child = os.fork()
+    if child == 0:
+        memory.close()
+        os._exit(len(fake.log))
+    assert os.waitpid(child, 0)[1] == 0
+    memory.close()
+    assert not fake.alive()
+
+
+CONSTRUCTION = [
+    ("cuInit", 1),
+    ("cuDeviceGet", 1),
+    ("cuDeviceGetUuid", 1),
+    ("cuDeviceGetAttribute", 2),
+    ("cuDeviceGetName", 1),
+    ("cuDeviceGetPCIBusId", 1),
+    ("cuDevicePrimaryCtxRetain", 1),
+    ("cuMemGetAllocationGranularity", 1),
+    ("cuDeviceGetCount", 1),
+    ("cuMemCreate", 1),
+    ("cuMemAddressReserve", 1),
+    ("cuMemMap", 1),
+    ("cuMemSetAccess", 1),
+    ("cuCtxPushCurrent", 1),
+    ("cuMemsetD8", 1),
+    ("cuCtxSynchronize", 1),
+    ("cuMemExportToShareableHandle", 1),
+]
+
+
+@pytest.mark.parametrize(("call", "which"), CONSTRUCTION)
+def test_an_error_of_any_call_is_typed_and_frees_everything(call: str, which: int) -> None:
+    fake = FakeDriver(failing={call: (which, Result.CUDA_ERROR_NOT_SUPPORTED)})
+    before = _descriptors()
+    with pytest.raises(Unsupported, match=rf"{call}: CUDA_ERROR_NOT_SUPPORTED \(not supported\)"):
+        _build(fake)
+    assert not fake.alive()
+    assert _descriptors() == before
+
+
+def test_every_call_of_construction_is_in_the_list_above() -> None:
+    fake = FakeDriver()
+    memory = _build(fake)
+    made = set(fake.names()) - {"cuCtxPopCurrent", "cuMemRelease"}
+    memory.close()
+    assert made == {call for call, _ in CONSTRUCTION}
+
+
+def test_out_of_memory() -> None:
+    fake = FakeDriver(free_bytes=3 * GRANULARITY)
+    with pytest.raises(OutOfMemory, match="GPU 0") as caught:
+        _build(fake, 4 * GRANULARITY - 5)
+    assert (caught.value.needed, caught.value.available) == (4 * GRANULARITY, 3 * GRANULARITY)
+    assert isinstance(caught.value, MemoryError)
+    assert not fake.alive()
+
+
+def test_memory_that_torch_can_give_back_is_used() -> None:
+    fake = FakeDriver(failing={"cuMemCreate": (1, Result.CUDA_ERROR_OUT_OF_MEMORY)})
+    memory = _build(fake)
+    assert fake.counts["cuMemCreate"] == 2
+    memory.close()
+
+
+def test_out_of_memory_without_a_context() -> None:
+    fake = FakeDriver(failing={"cuDevicePrimaryCtxRetain": (1, Result.CUDA_ERROR_OUT_OF_MEMORY)})
+    with pytest.raises(OutOfMemory):
+        _build(fake)
+    assert not fake.alive()
+
+
+def test_a_gpu_that_cannot_share_memory() -> None:
+    fake = FakeDriver(posix_fd=False)
+    with pytest.raises(Unsupported, match=r"Fake GPU .* rank 0 cannot share memory as file descriptors"):
+        _build(fake)
+    assert not fake.alive()
+
+
+def test_no_such_device() -> None:
+    with pytest.raises(Unsupported, match="GPU 3: cuDeviceGet: CUDA_ERROR_INVALID_DEVICE"):
+        _build(FakeDriver(), device=3)
+
+
+def test_the_device_is_the_one_asked_for() -> None:
+    fake = FakeDriver(gpus=[4, 2])
+    memory = _build(fake, device=1)
+    created = next(entry for entry in fake.log if entry[0] == "cuMemCreate")
+    assert created[2].location.id == 1
+    assert created[2].allocFlags.gpuDirectRDMACapable == 1
+    memory.close()
+
+
+def test_without_cuda_bindings_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(Unsupported, match="pip install cuda-bindings"):
+        SymmetricMemory(Rendezvous(None, 5.0), 1, 0)
+
+
+def test_bindings_without_a_driver() -> None:
+    class NoLibrary(FakeDriver):
+        def cuInit(self, flags: int) -> tuple[Any, ...]:
+            raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    with pytest.raises(Unsupported, match=r"no usable CUDA driver: cuInit: Failed to dlopen libcuda\.so\.1"):
+        _build(NoLibrary())
+
+
+def test_driver_errors_never_escape() -> None:
+    """They are no MoecommError: one that escaped would leave the other ranks waiting."""
+    assert not issubclass(DriverError, MoecommError)
+
+
+def test_facts_of_a_gpu() -> None:
+    driver = cuda_driver.load(FakeDriver(gpus=[7], fabric=True))
+    gpu = driver.gpu(driver.devices()[0])
+    assert str(gpu) == "Fake GPU (0000:07:00.0, GPU-07070707-0707-0707-0707-070707070707)"
+    assert gpu.virtual_memory and gpu.posix_fd and gpu.fabric and gpu.rdma
+
+
+def test_the_real_bindings_have_every_name_used() -> None:
+    """Of the calls, structs and enums; their signatures are compared by the fake's own parameters."""
+    api = pytest.importorskip("cuda.bindings.driver")
+    for file in ("cuda_driver.py", "symmetric.py"):
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            name = None
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value if node.value.isidentifier() and node.value.startswith("cu") else None
+                name = None if name == "cuDeviceGetUuid_v2" else name
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("CU"):
+                name = node.attr
+                if isinstance(node.value, ast.Attribute) and node.value.attr.startswith("CU"):
+                    assert hasattr(getattr(api, node.value.attr), name), f"{node.value.attr}.{name}"
+                    continue
+                if name.startswith(("CU_", "CUDA_")):
+                    continue  # of an enum that a local variable stands for
+            assert name is None or hasattr(api, name), f"{file} uses {name}"
+
+
+def test_importing_the_package_does_not_load_the_bindings() -> None:
+    """They load the driver library, and an installation for the CPU has neither."""
+    for module in ("moecomm.setup.symmetric_memory", "moecomm.device.cuda_driver", "moecomm.setup.discovery"):
+        importlib.import_module(module)
+    tree = ast.parse((PACKAGE / "cuda_driver.py").read_text())
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in imported if name.startswith("cuda")]

@@ -1,0 +1,167 @@
+"""Node maps: pure arithmetic, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.setup.topology import NodeMap, find_nodes
+
+
+def hosts(*counts: int) -> list[str]:
+    """Ranks of so many on each host."""
+    return [f"host{number}" for number, count in enumerate(counts) for _ in range(count)]
+
+
+def test_the_example() -> None:
+    nodes = NodeMap(ranks=6, ranks_per_node=2)
+    assert nodes.nodes == 3
+    assert [nodes.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [nodes.local_of(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert (nodes.rail(3), nodes.local_ranks(3)) == ([1, 3, 5], [2, 3])
+    assert (nodes.rail(4), nodes.local_ranks(4)) == ([0, 2, 4], [4, 5])
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_rank_node_and_local_index_are_one_to_one(count: int, per_node: int) -> None:
+    nodes = NodeMap(count * per_node, per_node)
+    assert nodes.nodes == count
+    for rank in range(nodes.ranks):
+        node, local = nodes.node_of(rank), nodes.local_of(rank)
+        assert 0 <= node < count and 0 <= local < per_node
+        assert node * per_node + local == rank
+        rail, mates = nodes.rail(rank), nodes.local_ranks(rank)
+        assert [nodes.node_of(peer) for peer in rail] == list(range(count))
+        assert {nodes.local_of(peer) for peer in rail} == {local}
+        assert [nodes.local_of(mate) for mate in mates] == list(range(per_node))
+        assert {nodes.node_of(mate) for mate in mates} == {node}
+        assert rail[node] == mates[local] == rank
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(0, 1), (4, 0), (4, 3), (4, -2), (-4, 2), (4, 8)])
+def test_unequal_nodes_are_no_map(ranks: int, per_node: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"ranks_per_node is {per_node} for {ranks} ranks"):
+        NodeMap(ranks, per_node)
+
+
+@pytest.mark.parametrize("rank", [-1, 6, 1000])
+def test_ranks_out_of_range(rank: int) -> None:
+    nodes = NodeMap(6, 2)
+    for ask in (nodes.node_of, nodes.local_of, nodes.rail, nodes.local_ranks):
+        with pytest.raises(InvalidArgument, match=f"rank is {rank}, expected one of 0 to 5"):
+            ask(rank)
+
+
+def test_a_map_is_a_value() -> None:
+    assert NodeMap(6, 2) == NodeMap(6, 2) != NodeMap(6, 3)
+    assert len({NodeMap(6, 2), NodeMap(6, 2), NodeMap(6, 3)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NodeMap(6, 2).ranks = 4
+
+
+@pytest.mark.parametrize(
+    "counts", [(1,), (2,), (7,), (1,) * 7, (2,) * 3, (3, 3), (1, 1), (1,) * 1024, (8,) * 128, (512, 512)]
+)
+def test_each_host_is_a_node(counts: tuple[int, ...]) -> None:
+    assert find_nodes(hosts(*counts), None) == NodeMap(sum(counts), counts[0])
+
+
+@pytest.mark.parametrize(
+    ("counts", "per_node"),
+    [
+        ((4,), 2),
+        ((4,), 4),
+        ((7,), 1),
+        ((6,), 3),
+        ((4, 4), 2),
+        ((4, 4), 1),
+        ((4, 4), 4),
+        ((2, 4), 2),  # hosts of different sizes can be split into equal nodes
+        ((6, 3, 9), 3),
+        ((8,) * 128, 4),
+        ((1024,), 8),
+    ],
+)
+def test_a_number_makes_nodes_within_hosts(counts: tuple[int, ...], per_node: int) -> None:
+    assert find_nodes(hosts(*counts), per_node) == NodeMap(sum(counts), per_node)
+
+
+def test_a_number_takes_hosts_that_alternate() -> None:
+    """Each node is within a host, wherever the next one is."""
+    assert find_nodes(["a", "a", "b", "b", "a", "a"], 2) == NodeMap(6, 2)
+    assert find_nodes(["a", "b", "a", "b"], 1) == NodeMap(4, 1)
+
+
+@pytest.mark.parametrize("per_node", [3, 4, 8])
+def test_a_number_of_all_ranks_or_more_makes_one_node(per_node: int) -> None:
+    assert find_nodes(hosts(3), per_node) == NodeMap(3, 3)
+
+
+def test_hosts_with_different_numbers_are_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        find_nodes(hosts(4, 2), None)
+    text = str(caught.value)
+    assert "4 ranks: 0-3; 2 ranks: 4-5" in text
+    assert "ranks_per_node=2" in text and "MOECOMM_RANKS_PER_NODE=2" in text
+    # The way out that the text offers is one.
+    assert find_nodes(hosts(4, 2), 2).nodes == 3
+    with pytest.raises(Unsupported, match=r"8 ranks: 0-7; 8 ranks: 8-15; 1 rank: 16.*ranks_per_node=1"):
+        find_nodes(hosts(8, 8, 1), None)
+
+
+def test_a_long_list_of_hosts_is_cut() -> None:
+    with pytest.raises(Unsupported) as caught:
+        find_nodes(hosts(*[8] * 127, 4), None)
+    text = str(caught.value)
+    assert "8 ranks: 0-7;" in text and "and 122 more" in text and len(text) < 600
+
+
+def test_ranks_that_go_round_the_hosts_are_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        find_nodes(["a", "b", "a", "b"], None)
+    text = str(caught.value)
+    assert "0 and 2 share one, and rank 1 is on another" in text and "--distribution=block" in text
+    with pytest.raises(Unsupported, match="0-1 and 4-5 share one, and rank 3 is on another"):
+        find_nodes(["a", "a", "b", "b", "a", "a"], None)
+
+
+def test_a_node_does_not_span_hosts() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        find_nodes(hosts(6, 2), 4)
+    text = str(caught.value)
+    assert "ranks_per_node is 4" in text and "ranks 4-7" in text
+    assert "2 ranks: 4-5; 2 ranks: 6-7" in text and "MOECOMM_RANKS_PER_NODE" in text
+    with pytest.raises(InvalidArgument, match=r"ranks 0-3.*2 ranks: 0-1; 2 ranks: 2-3"):
+        find_nodes(hosts(2, 2), 8)
+
+
+@pytest.mark.parametrize("per_node", [3, 5, 0, -2])
+def test_a_number_has_to_divide_the_ranks(per_node: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"ranks_per_node is {per_node} for 8 ranks"):
+        find_nodes(hosts(8), per_node)
+
+
+def test_nobody() -> None:
+    for per_node in (None, 1):
+        with pytest.raises(InvalidArgument, match="hosts is empty"):
+            find_nodes([], per_node)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.none() | st.integers(1, 13))
+def test_any_hosts_make_a_map_whose_nodes_are_within_them(found: list[int], per_node: int | None) -> None:
+    names = [f"host{number}" for number in found]
+    try:
+        nodes = find_nodes(names, per_node)
+    except (InvalidArgument, Unsupported):
+        return
+    assert nodes.ranks == len(names)
+    for rank in range(nodes.ranks):
+        assert {names[mate] for mate in nodes.local_ranks(rank)} == {names[rank]}
+    if per_node is None:
+        assert nodes.nodes == len(set(names))
+    else:
+        assert nodes.ranks_per_node == min(per_node, len(names))
