@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.gpu import harness
 from tests.gpu.harness import GpuPool
@@ -56,7 +57,7 @@ def widest() -> str:
 def _rows_that_gpus_have(request: pytest.FixtureRequest) -> None:
     """Tests shared with ranks on CPUs take their dtypes from a list that has float64 in it."""
     call = getattr(request.node, "callspec", None)
-    if call is not None and call.params.get("dtype") == "float64" and not harness.on_cpu():
+    if call is not None and call.params.get("dtype") in ("float64", torch.float64) and not harness.on_cpu():
         pytest.skip("rows of float64 are for the CPU")
 
 
