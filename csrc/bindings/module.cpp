@@ -157,7 +157,7 @@ PYBIND11_MODULE(_C, m) {
 
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Rail>(m, "Rail")
-      .def_property_readonly("endpoint address",
+      .def_property_readonly("endpoint_address",
                              [](const Rail& self) {
                                const auto endpoint_address = self.endpoint_address();
                                return py::bytes(reinterpret_cast<const char*>(endpoint_address.data()),

@@ -109,7 +109,7 @@ def _another_version(rank: int, world_size: int) -> Caught | None:
 
     import moecomm
 
-    with mock.patch("moecomm.backends.base.__version__", "9.9.9" if rank == 2 else moecomm.__version__):
+    with mock.patch("moecomm.setup.handshake.__version__", "9.9.9" if rank == 2 else moecomm.__version__):
         caught = catch(lambda: moecomm.Communicator(**GOOD))
     with moecomm.Communicator(**GOOD) as comm:
         assert comm.size == world_size

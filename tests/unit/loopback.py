@@ -68,7 +68,15 @@ class LoopbackNative:
     """One rank's dispatch and combine, expert-major or rank-major, in plain torch."""
 
     def __init__(
-        self, *, shape: Any, rank: int, timeout: float, num_sms: int, device: Any, host_ranks: int
+        self,
+        *,
+        shape: Any,
+        rank: int,
+        timeout: float,
+        num_sms: int,
+        device: Any,
+        host_ranks: int,
+        first_epoch: int,
     ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
         self.num_sms = num_sms or 99

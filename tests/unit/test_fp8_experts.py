@@ -264,7 +264,8 @@ def in_place(experts: GroupedExperts) -> None:
 
 
 def loaded(experts: GroupedExperts) -> None:
-    experts.load_state_dict({name: -value for name, value in experts.state_dict().items()})
+    weights = {name: -parameter for name, parameter in experts.named_parameters()}
+    experts.load_state_dict({**experts.state_dict(), **weights})
 
 
 def other_memory(experts: GroupedExperts) -> None:
