@@ -135,10 +135,10 @@ class BackwardPass:
         )
 
     def _up_again(self, results: Results) -> Tensor:
-        return self.products.rows_by_weights(self._rows(results), self.w_in, self.offsets_L)
+        return self.products.grouped_mm(self._rows(results), self.w_in, self.offsets_L)
 
     def _down_backward(self, results: Results) -> Tensor:
-        return self.products.rows_by_weights_transposed(results["gradient rows"], self.w_out, self.offsets_L)
+        return self.products.grouped_mm_dgrad(results["gradient rows"], self.w_out, self.offsets_L)
 
     def _activation_backward(self, results: Results) -> Tensor:
         """The gradient of the first product; and that of the routing weights, and z."""
@@ -166,9 +166,7 @@ class BackwardPass:
         return grad_inner_PI
 
     def _up_backward(self, results: Results) -> Tensor:
-        return self.products.rows_by_weights_transposed(
-            results["activation backward"], self.w_in, self.offsets_L
-        )
+        return self.products.grouped_mm_dgrad(results["activation backward"], self.w_in, self.offsets_L)
 
     def _home(self, results: Results) -> tuple[Tensor, Tensor | None]:
         results["activation backward"]  # the weights' gradients were made there
@@ -180,14 +178,14 @@ class BackwardPass:
 
     def _down_weights(self, results: Results) -> Tensor:
         assert self.z_PF is not None
-        gradient = self.products.rows_by_rows(self.z_PF, results["gradient rows"], self.offsets_L)
+        gradient = self.products.grouped_mm_wgrad(self.z_PF, results["gradient rows"], self.offsets_L)
         results.drop("gradient rows")
         self.z_PF = None
         return gradient
 
     def _up_weights(self, results: Results) -> Tensor:
         grad_inner_PI: Tensor = results["activation backward"]
-        return self.products.rows_by_rows(self._rows(results), grad_inner_PI, self.offsets_L)
+        return self.products.grouped_mm_wgrad(self._rows(results), grad_inner_PI, self.offsets_L)
 
     def _sum(self, results: Results) -> Tensor | None:
         grad_x_TH, _ = results["home"]

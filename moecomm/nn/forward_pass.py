@@ -213,13 +213,13 @@ class ForwardPass:
         self._inner_PI = self._first_product(results["rows again"])
 
     def _first_product(self, rows_PH: Tensor) -> Tensor:
-        return self.call.products.rows_by_weights(rows_PH, self.weights.w_in, self.known.offsets_L)
+        return self.call.products.grouped_mm(rows_PH, self.weights.w_in, self.known.offsets_L)
 
     def _activation(self, inner_PI: Tensor) -> Tensor:
         return self._activated(inner_PI, self.known.weights_P, self.known.offsets_L)
 
     def _down(self, z_PF: Tensor) -> Tensor:
-        return self.call.products.rows_by_weights(z_PF, self.weights.w_out, self.known.offsets_L)
+        return self.call.products.grouped_mm(z_PF, self.weights.w_out, self.known.offsets_L)
 
     def _combine(self, results: Results) -> Tensor:
         y_TH = self.call.comm.combine(results["down"], self.known.handle)

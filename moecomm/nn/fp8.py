@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moecomm.errors import Unsupported
 from moecomm.kernels.grouped_mm import PlainProducts, Products
 from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.kernels.scaled_mm import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
+from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.parameters import is_expert_parameter
 
@@ -72,17 +72,17 @@ class Fp8Products:
         kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
         return sum(part.nbytes for each in kept for part in each)
 
-    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_transposed)
-        return scaled_rows_by_weights(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
 
-    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_rows)
-        return scaled_rows_by_weights(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
 
-    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
         left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
-        return scaled_columns_by_columns(left, right).to(rows_PA.dtype)
+        return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
         """Values along what is summed."""
