@@ -11,7 +11,7 @@ from torch import Tensor
 from moecomm.arguments import weight_dtype
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_backward_into
 from moecomm.nn.passes import Call, Deferred, without_autocast
-from moecomm.nn.pool import Ticket
+from moecomm.nn.pool import PoolHandle
 from moecomm.overlap import Results, backward_schedule, in_turns
 from moecomm.types import Handle
 
@@ -36,7 +36,7 @@ class BackwardPass:
             self.shared_inner_TI,
             inner_or_table,
         ) = ctx.saved_tensors
-        self.ticket: Ticket | None = ctx.ticket
+        self.ticket: PoolHandle | None = ctx.ticket
         if self.ticket is not None:
             # A checkpoint has thrown the first table away and made another.
             self.ticket = self.ticket._replace(table=inner_or_table)
@@ -109,7 +109,7 @@ class BackwardPass:
 
     def _from_pool(self) -> None:
         assert self.call.pool is not None and self.ticket is not None
-        self.rows_PH, *inner = self.call.pool.pop(self.ticket)
+        self.rows_PH, *inner = self.call.pool.restore(self.ticket)
         self.inner_PI = inner[0] if inner else None
 
     def _rows(self, results: Results) -> Tensor:

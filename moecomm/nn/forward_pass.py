@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecomm.kernels.activation import INPUTS, weighted_activation_into
 from moecomm.nn.passes import Call, Weights, without_autocast
-from moecomm.nn.pool import Ticket
+from moecomm.nn.pool import PoolHandle
 from moecomm.overlap import Results, forward_schedule, in_turns, recompute_schedule
 from moecomm.types import DispatchOutput, Handle
 
@@ -44,7 +44,7 @@ class ForwardPass:
         self._shared_inner_TI: Tensor | None = None
         self.keeps = True
         """False: nothing goes to the pool; the ticket is like one of a pass that keeps."""
-        self.ticket: Ticket | None = None
+        self.ticket: PoolHandle | None = None
         """Of what the pool has."""
 
     @property
@@ -139,7 +139,7 @@ class ForwardPass:
         inner = (self._inner_PI,) if self._inner_PI is not None else ()
         kept, pool = (self._rows_PH, *inner), self.call.pool
         if self.keeps:
-            self.ticket = pool.owned(pool.push(*kept, ends=self.known.offsets_L))
+            self.ticket = pool.owned(pool.stash(*kept, ends=self.known.offsets_L))
         else:
             self.ticket = pool.blank(*kept)
 

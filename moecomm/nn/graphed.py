@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.overflow_check import Verdict
+from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.pool import ActivationPool, lost_rows
 from moecomm.nn.recorder import CudaRecorder, Recorder
 from moecomm.nn.token_dropping import rows_for_headroom
@@ -143,7 +143,7 @@ class GraphedStep:
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._verdict = Verdict(self.device, self._group(group))
+        self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
         self._inputs: tuple[Any, ...] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -162,20 +162,20 @@ class GraphedStep:
         be equal to what it was then. Returns what `step_fn` does, as copies without gradients."""
         if self._replay is None:
             self._prepare(inputs)
-        self._take(inputs)
+        self._copy_inputs(inputs)
         assert self._replay is not None
         before = self._before()
         try:
-            done, needed = self._try(self._replay)
+            done, needed = self._replay_and_check(self._replay)
             if needed is not None:
                 self._count(needed)
-                self._take(inputs)  # the replay may have written them
-                done = self._again(before, done)
+                self._copy_inputs(inputs)  # the replay may have written them
+                done = self._rerun_eager(before, done)
             assert done is not None
         except BaseException:
             self._put_grads(before.grads)
             raise
-        self._deliver(done, before)
+        self._accumulate_grads(done, before)
         self._run_update()
         return _map(lambda tensor: tensor.detach().clone(), done.output)
 
@@ -246,7 +246,7 @@ class GraphedStep:
             self._set_random(before.random)
             self._put_grads(before.grads)
 
-    def _take(self, inputs: tuple[Any, ...]) -> None:
+    def _copy_inputs(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self._inputs):
             raise InvalidArgument(
                 f"{len(inputs)} inputs were given, must be {len(self._inputs)}, as captured"
@@ -274,8 +274,8 @@ class GraphedStep:
 
     def _body(self) -> _Done:
         """The step with capacities and pool; and what it would have needed."""
-        with self._settings(self._capacities, self.pool, self._verdict.rows):
-            self._verdict.clear()
+        with self._settings(self._capacities, self.pool, self._overflow_check.rows):
+            self._overflow_check.clear()
             if self.pool is not None:
                 self.pool.reset()
             with torch.no_grad():
@@ -283,7 +283,7 @@ class GraphedStep:
                     kept.copy_(buffer)
             done = self._run_step()
             if self.pool is not None:
-                self.pool.record(self._verdict.pool)
+                self.pool.record(self._overflow_check.pool)
         return done
 
     def _run_step(self) -> _Done:
@@ -337,7 +337,7 @@ class GraphedStep:
         on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 
-    def _try(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
+    def _replay_and_check(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
         """A replay, and what it lacked on any rank; all ranks of the group come to the same."""
         self.replays += 1
         done: _Done | None = None
@@ -348,21 +348,21 @@ class GraphedStep:
             # The CPU's dispatch says so at the next one, on all ranks; a graph's does not.
             rows_on_host = error.needed
         try:
-            verdict = self._verdict.read(rows_on_host)
+            overflow = self._overflow_check.read(rows_on_host)
         except BaseException:
             self._check_comms()  # a lost peer says more than that ranks could not agree
             raise
-        overflowed = verdict.rows > 0 or verdict.bytes > 0
+        overflowed = overflow.rows > 0 or overflow.bytes > 0
         self._check_comms(overflowed)
-        if verdict.lost:
+        if overflow.lost:
             raise lost_rows()
         if not overflowed:
             return done, None
         available = 0 if self.pool is None else self.pool.bytes
-        return done, Needed(verdict.rows, min(self._capacities), verdict.bytes, available)
+        return done, Needed(overflow.rows, min(self._capacities), overflow.bytes, available)
 
     def _check_comms(self, overflowed: bool = False) -> None:
-        """Raises what the device has found, but for passed capacities: the verdict has these. After an
+        """Raises what the device has found, but for passed capacities, which `_overflow_check` reports. After an
         overflow wrong arguments may be the routing of unspecified rows; if not, the second run raises them.
         """
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
@@ -371,7 +371,7 @@ class GraphedStep:
                 with contextlib.suppress(*passed_over):
                     comm.check()
 
-    def _again(self, before: _Before, failed: _Done | None) -> _Done:
+    def _rerun_eager(self, before: _Before, failed: _Done | None) -> _Done:
         """The step without graph, at exact size, from where the replay began."""
         self._set_random(before.random)
         with torch.no_grad():
@@ -390,7 +390,7 @@ class GraphedStep:
                 grads.append(own if own is not None and exact is not None else exact)
         return done._replace(grads=grads)
 
-    def _deliver(self, done: _Done, before: _Before) -> None:
+    def _accumulate_grads(self, done: _Done, before: _Before) -> None:
         """Adds the step's gradients to those that there were, and says what the layers saw."""
         with torch.no_grad():
             for parameter, grad, prior, is_own in zip(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from moecomm.types import Group, GroupReference
 
 
-class Found(NamedTuple):
+class Overflow(NamedTuple):
     """The most that any rank has found."""
 
     rows: int
@@ -21,7 +21,7 @@ class Found(NamedTuple):
     """Rows were asked for that the pool had no more."""
 
 
-class Verdict:
+class OverflowCheck:
     """Words on the device that a step writes, and their maximum over the ranks of a group (None: this rank
     alone). NCCL takes it on the device, so that the host's wait is the only one; another backend takes it
     between the hosts, afterwards."""
@@ -43,7 +43,7 @@ class Verdict:
         self.rows.zero_()
         self.pool.zero_()
 
-    def read(self, rows_on_host: int) -> Found:
+    def read(self, rows_on_host: int) -> Overflow:
         """Waits for the step. rows_on_host: what the host knows already of its overflow."""
         words, group = self._words, self._group()
         words[:1].copy_(self.rows.view(1))
@@ -57,4 +57,4 @@ class Verdict:
         if group is not None and not self._reduces_on_gpu:
             dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
         rows, needed, lost = self._on_host.tolist()
-        return Found(rows, needed, bool(lost))
+        return Overflow(rows, needed, bool(lost))

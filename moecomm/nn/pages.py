@@ -1,8 +1,8 @@
 """The pages of an ActivationPool: on a GPU by kernels, elsewhere by torch, with the same outcome.
 
 Both keep the same words. A pool's state is int64: free pages on the device and in host memory, pages held
-(also by tickets that did not get theirs), the most held, whether a ticket failed, whether rows were asked for
-that were gone, the serial of the last ticket, and that at the last reset (csrc/kernels/pool/pages.hpp).
+(also by handles that did not get theirs), the most held, whether a handle failed, whether rows were asked for
+that were gone, the serial of the last handle, and that at the last reset (csrc/kernels/pool/pages.hpp).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moecomm.errors import OutOfMemory
 STATE_WORDS = 8
 FREE_DEVICE, FREE_HOST, HELD, PEAK, FAILED, LOST, SERIAL, RESET = range(STATE_WORDS)
 
-TICKET_WORDS = 8
-"""int32 words of a ticket before its pages' numbers: the serial (two of them), then those below."""
+TABLE_WORDS = 8
+"""int32 words of a handle before its pages' numbers: the serial (two of them), then those below."""
 _STATUS, _ROWS, _PAGES, _DEVICE_PAGES = 2, 3, 4, 5
 _TAKEN, _FAILED, _GIVEN_BACK = 1, 2, 3
 
@@ -32,17 +32,17 @@ class Pages(Protocol):
     state: Tensor
     """(STATE_WORDS,) int64."""
 
-    def push(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
-        """Takes pages for the real rows, and copies them there; fills the ticket `table`."""
+    def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
+        """Takes pages for the real rows, and copies them there; fills the handle `table`."""
 
-    def pop(self, tensors: Sequence[Tensor], table: Tensor) -> None:
+    def restore(self, tensors: Sequence[Tensor], table: Tensor) -> None:
         """Copies the rows back, and gives their pages back."""
 
     def drop(self, table: Tensor) -> None:
         """Gives the pages back."""
 
     def reset(self) -> None:
-        """All pages are free; tickets from before have none."""
+        """All pages are free; handles from before have none."""
 
     def follow(self) -> None:
         """What the caller does with `state` comes after all of the above."""
@@ -78,7 +78,7 @@ class CudaPages:
     def __init__(self, device: torch.device, device_pages: int, host_pages: int, page_bytes: int) -> None:
         if not hasattr(_C, "PagePool"):
             raise no_kernels(f"device is {device}")
-        assert _C.PagePool.ticket_words == TICKET_WORDS
+        assert _C.PagePool.ticket_words == TABLE_WORDS
         self._gpu = CudaDevice(device.index)
         with self._gpu.current():
             pages = device_pages + host_pages
@@ -102,7 +102,7 @@ class CudaPages:
             self._last: dict[bool, torch.cuda.Stream | None] = {False: None, True: None}
             self.reset()
 
-    def push(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
+    def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
         """Two kernels."""
         ends_L = None if ends_L is None else ends_L.contiguous()
         with self._gpu.current():
@@ -112,11 +112,11 @@ class CudaPages:
                 0 if ends_L is None else ends_L.data_ptr(),
                 0 if ends_L is None else ends_L.shape[0],
                 table.data_ptr(),
-                table.shape[0] - TICKET_WORDS,
+                table.shape[0] - TABLE_WORDS,
                 self._stream(),
             )
 
-    def pop(self, tensors: Sequence[Tensor], table: Tensor) -> None:
+    def restore(self, tensors: Sequence[Tensor], table: Tensor) -> None:
         """Two kernels."""
         with self._gpu.current():
             rows = tensors[0].shape[0]
@@ -177,7 +177,7 @@ class HostPages:
         self._free: tuple[list[int], list[int]] = ([], [])
         self.reset()
 
-    def push(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
+    def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
         """As the kernels do it."""
         table, rows = table.data, tensors[0].shape[0]
         count = rows if ends_L is None else max(0, min(rows, int(ends_L[-1])))
@@ -198,14 +198,14 @@ class HostPages:
             state[FAILED] = 1
             return
         pages = [on_device.pop() if on_device else in_host.pop() for _ in range(needed)]
-        table[TICKET_WORDS : TICKET_WORDS + needed] = torch.tensor(pages, dtype=torch.int32)
+        table[TABLE_WORDS : TABLE_WORDS + needed] = torch.tensor(pages, dtype=torch.int32)
         for page in pages:
             self._owner[page] = serial
         self._count()
         for piece, stored in self._pieces(tensors, table):
             stored.copy_(piece)
 
-    def pop(self, tensors: Sequence[Tensor], table: Tensor) -> None:
+    def restore(self, tensors: Sequence[Tensor], table: Tensor) -> None:
         """As the kernels do it."""
         if self._has_rows(table):
             for piece, stored in self._pieces(tensors, table):
@@ -271,7 +271,7 @@ class HostPages:
     def _pages(self, table: Tensor) -> list[int]:
         if int(table[_STATUS]) == _FAILED:
             return []
-        pages: list[int] = table[TICKET_WORDS : TICKET_WORDS + int(table[_PAGES])].tolist()
+        pages: list[int] = table[TABLE_WORDS : TABLE_WORDS + int(table[_PAGES])].tolist()
         return pages
 
     def _pieces(self, tensors: Sequence[Tensor], table: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from moecomm.nn.pages import (
     HELD,
     LOST,
     PEAK,
-    TICKET_WORDS,
+    TABLE_WORDS,
     count_pages,
     make_pages,
     row_bytes_of,
@@ -25,11 +25,11 @@ from moecomm.nn.pages import (
 PAGE_BYTES = 1 << 16
 LEAST_PAGE_BYTES, MOST_PAGE_BYTES = 1 << 12, 1 << 30
 MOST_TENSORS = 4
-"""Of one ticket."""
+"""Of one handle."""
 _ALIGNMENT = 16
 
 
-class Ticket(NamedTuple):
+class PoolHandle(NamedTuple):
     """What a push has put into the pool. Only `table` changes from one replay of a graph to the next."""
 
     table: Tensor
@@ -44,7 +44,7 @@ class PoolUse(NamedTuple):
     """Bytes of a pool, in whole pages."""
 
     held: int
-    """Of all tickets that are not popped, also of those that did not get their pages."""
+    """Of all handles that are not popped, also of those that did not get their pages."""
     peak: int
     """The most that was held since the last `reset`, or the last error of `check`."""
     available: int
@@ -75,23 +75,23 @@ class ActivationPool:
     """Pages of one size, which hold the real rows of tensors whose shape is sized for the worst case.
 
         pool = ActivationPool("cuda", 8 << 30)
-        ticket = pool.push(rows_PH, inner_PI, ends=offsets_L)    # the first offsets_L[-1] rows of both
-        rows_PH, inner_PI = pool.pop(ticket)
+        handle = pool.stash(rows_PH, inner_PI, ends=offsets_L)    # the first offsets_L[-1] rows of both
+        rows_PH, inner_PI = pool.restore(handle)
 
     A push takes as many pages as the rows need, which only the device knows, from a stack of free ones; so a
     captured CUDA graph takes in each replay what that replay needs. The host waits for nothing, and the same
-    pushes and pops take the same pages. Tickets may be popped in any order. Work of several streams on one
+    pushes and pops take the same pages. Handles may be popped in any order. Work of several streams on one
     pool is put in the order of the calls.
 
     Where pages do not suffice a push writes and takes nothing, and its pop leaves the rows unspecified.
     Nothing traps. The pool goes on counting as if the rows were there: `check` raises PoolExceeded with what
-    all tickets together would have needed.
+    all handles together would have needed.
 
     Args:
         device: of the tensors. On the CPU the same is done by torch, step by step.
         bytes: of the pages in the device's memory; rounded down to whole pages.
         page_bytes: a power of two from 4 KiB to 1 GiB. A tensor leaves half a page unused on average; a
-            ticket has 4 bytes a page of the worst case.
+            handle has 4 bytes a page of the worst case.
         spill_bytes: of further pages in pinned host memory, which kernels read and write over the bus, and
             which are taken when there are no others. (torch's allocator of pinned memory rounds up to a power
             of two.)
@@ -130,7 +130,7 @@ class ActivationPool:
             self.device, self.device_bytes // page_bytes, self.spill_bytes // page_bytes, page_bytes
         )
         self._owners: weakref.WeakValueDictionary[int, _Owner] = weakref.WeakValueDictionary()
-        """Those of tickets from `owned` that are not popped, by the addresses of their tables."""
+        """Those of handles from `owned` that are not popped, by the addresses of their tables."""
         self._given_up: deque[tuple[Tensor, int]] = deque()
         """Tables whose owners are gone, and the captures that they belong to."""
 
@@ -139,62 +139,62 @@ class ActivationPool:
         """Of all pages."""
         return self.device_bytes + self.spill_bytes
 
-    def push(self, *tensors: Tensor, ends: Tensor | None = None) -> Ticket:
+    def stash(self, *tensors: Tensor, ends: Tensor | None = None) -> PoolHandle:
         """Keeps the real rows of 1 to 4 tensors (P, C), each with its own C and dtype.
 
         ends: (L,) int32 on the device; rows from ends[-1] on are not real. None: all are.
         """
         self._check(tensors, ends)
         self._settle()
-        ticket = self._ticket(tensors)
-        self._pages.push(tuple(_readable(each) for each in tensors), ends, ticket.table)
-        return ticket
+        handle = self._new_handle(tensors)
+        self._pages.stash(tuple(_readable(each) for each in tensors), ends, handle.table)
+        return handle
 
-    def owned(self, ticket: Ticket) -> Ticket:
-        """The same ticket with a table whose memory owns the pages: they go back with the last tensor that
+    def owned(self, handle: PoolHandle) -> PoolHandle:
+        """The same handle with a table whose memory owns the pages: they go back with the last tensor that
         shares it, if they have not been popped or dropped before.
 
         So whoever saves the table, or an alias of it, keeps the pages, and nobody else does: neither a
         backward that never runs nor an exception leaves pages behind. They are free for the next call of this
         pool. Of a push in a capture, they go back within that capture or, in each replay, not at all.
         """
-        owner = _Owner(ticket.table)
+        owner = _Owner(handle.table)
         # What ends an owner may be the garbage collector, at any point of any thread: so this does no more
         # than take a note.
-        owner.on_end = weakref.finalize(owner, self._given_up.append, (ticket.table, self._pages.capture()))
+        owner.on_end = weakref.finalize(owner, self._given_up.append, (handle.table, self._pages.capture()))
         owner.on_end.atexit = False
-        self._owners[ticket.table.data_ptr()] = owner
+        self._owners[handle.table.data_ptr()] = owner
         if self.device.type == "cpu":
-            return ticket._replace(table=torch.from_numpy(np.asarray(owner)))
-        return ticket._replace(table=torch.as_tensor(owner, device=self.device))
+            return handle._replace(table=torch.from_numpy(np.asarray(owner)))
+        return handle._replace(table=torch.as_tensor(owner, device=self.device))
 
-    def blank(self, *tensors: Tensor) -> Ticket:
-        """A ticket as a push of these tensors would give, for which nothing is kept and nothing counted. To
+    def blank(self, *tensors: Tensor) -> PoolHandle:
+        """A handle as a push of these tensors would give, for which nothing is kept and nothing counted. To
         pop it is an error, as to pop one twice."""
         self._check(tensors, None)
-        ticket = self._ticket(tensors)
-        ticket.table[:TICKET_WORDS].zero_()
-        return ticket
+        handle = self._new_handle(tensors)
+        handle.table[:TABLE_WORDS].zero_()
+        return handle
 
-    def pop(self, ticket: Ticket) -> tuple[Tensor, ...]:
+    def restore(self, handle: PoolHandle) -> tuple[Tensor, ...]:
         """The tensors (P, C) of a push, contiguous, and their pages go back. Rows that were not real are
-        unspecified. Once for a ticket: the second time all rows are unspecified, and `check` raises
+        unspecified. Once for a handle: the second time all rows are unspecified, and `check` raises
         InvalidArgument; so it is after a `reset`.
         """
-        table, rows, columns = ticket
+        table, rows, columns = handle
         self._settle()
         self._disown(table)
         tensors = tuple(torch.empty(rows, count, dtype=dtype, device=self.device) for count, dtype in columns)
-        self._pages.pop(tensors, table)
+        self._pages.restore(tensors, table)
         return tensors
 
-    def drop(self, ticket: Ticket) -> None:
-        """Gives the pages of a ticket back; nobody wants its rows any more."""
-        self._disown(ticket.table)
-        self._pages.drop(ticket.table)
+    def drop(self, handle: PoolHandle) -> None:
+        """Gives the pages of a handle back; nobody wants its rows any more."""
+        self._disown(handle.table)
+        self._pages.drop(handle.table)
 
     def reset(self) -> None:
-        """All pages are free, and nothing has failed. Rows of earlier tickets are gone: this belongs to the
+        """All pages are free, and nothing has failed. Rows of earlier handles are gone: this belongs to the
         start of a step, where no backward is outstanding. It frees also what a pass has kept whose backward
         never came. Can be captured."""
         self._pages.reset()
@@ -247,11 +247,11 @@ class ActivationPool:
                 others.append((table, its_capture))
         self._given_up.extend(others)
 
-    def _ticket(self, tensors: tuple[Tensor, ...]) -> Ticket:
+    def _new_handle(self, tensors: tuple[Tensor, ...]) -> PoolHandle:
         rows = tensors[0].shape[0]
         room = count_pages(rows, row_bytes_of(tensors), self.page_bytes)
-        table = torch.empty(TICKET_WORDS + room, dtype=torch.int32, device=self.device)
-        return Ticket(table, rows, tuple((each.shape[1], each.dtype) for each in tensors))
+        table = torch.empty(TABLE_WORDS + room, dtype=torch.int32, device=self.device)
+        return PoolHandle(table, rows, tuple((each.shape[1], each.dtype) for each in tensors))
 
     def _check(self, tensors: tuple[Tensor, ...], ends: Tensor | None) -> None:
         if not 1 <= len(tensors) <= MOST_TENSORS:
