@@ -1,4 +1,4 @@
-"""The backward of a pass of tokens through the experts, as the stages of a schedule."""
+"""The backward of tokens through the experts, as the stages of a schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moecomm.types import Handle
 
 
 class BackwardPass:
-    """One backward: its stages take each other's results and what the forward has kept."""
+    """One backward: each stage takes the results of others and the tensors that the forward has kept."""
 
     def __init__(self, ctx: Any, grad_y_TH: Tensor) -> None:
         self.call: Call = ctx.call
@@ -46,7 +46,7 @@ class BackwardPass:
         self.z_PF: Tensor | None = None
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of the forward's inputs."""
+        """Runs the backward and returns gradients in the order of the forward's inputs."""
         call, (need_in, need_out, *need_shared) = self.call, self.need
         shared = self.shared_in is not None and (self.need_x or any(need_shared))
         home = self.need_x or self.need_weights
@@ -117,7 +117,7 @@ class BackwardPass:
         return rows_PH
 
     def _shared_backward(self, results: Results) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of x, shared_in and shared_out."""
+        """Returns the gradients of x, shared_in and shared_out."""
         *_, need_shared_in, need_shared_out = self.need
         grad_inner_TI, _, z_TF = weighted_activation_backward(
             self.grad_y_TH @ self.shared_out.t(),
@@ -141,7 +141,7 @@ class BackwardPass:
         return self.products.grouped_mm_dgrad(results["gradient rows"], self.w_out, self.offsets_L)
 
     def _activation_backward(self, results: Results) -> Tensor:
-        """The gradient of the first product; and that of the routing weights, and z."""
+        """Returns the gradient of the first product; sets that of the routing weights, and z."""
         inner_PI: Tensor | None = self.inner_PI if self.call.keep == "all" else results["up again"]
         assert inner_PI is not None
         grad_z_PF = results["down backward"]
