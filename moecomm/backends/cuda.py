@@ -68,7 +68,7 @@ class CudaBackend:
         self._raw_stream = 0
         self._last: torch.cuda.Stream | None = None  # the stream of the last operation that no graph recorded
         self._last_raw = -1
-        self._last_captured: torch.cuda.Stream | None = None  # the stream of the last operation that a graph recorded
+        self._last_captured: torch.cuda.Stream | None = None  # same, for operations that a graph recorded
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
         self._unfinished: SideWork[Any] | None = None

@@ -29,7 +29,7 @@ RESULT = torch.bfloat16
 
 
 def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Tensor:
-    """(P, N) in bfloat16.
+    """Returns the product (P, N) in bfloat16.
 
     rows: values (P, K) and scales (P,), of `quantize_rows`. weights: values (L, N, K) and scales (L, N), of
     `quantize_transposed` for weights (L, K, N), of `quantize_rows` for weights that are used transposed.
@@ -43,7 +43,8 @@ def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Te
 
 
 def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
-    """(L, A, B) in bfloat16: for each group the sum over its rows of left^T right, zero for an empty one.
+    """Returns (L, A, B) in bfloat16: for each group the sum over its rows of left^T right, zero for an empty
+    one.
 
     left, right: values (A, Q) and (B, Q), of `quantize_columns` with the same ends. Errors are those of
     `scaled_grouped_mm`.
@@ -55,7 +56,7 @@ def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> 
 
 
 def missing_on(device: torch.device) -> str | None:
-    """Why CUDA tensors there have no such product; None: they have."""
+    """Returns the reason why CUDA tensors on `device` have no such product; None if they have."""
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
         return None
@@ -94,7 +95,7 @@ def _check_ends(ends_L: Tensor) -> None:
 def _weights_product(
     rows_PK: Tensor, scales_P: Tensor, weights_LNK: Tensor, scales_LN: Tensor, ends_L: Tensor
 ) -> tuple[int, int]:
-    """The product's shape."""
+    """Checks the arguments and returns the product's shape (P, N)."""
     _check_ends(ends_L)
     if rows_PK.dim() != 2 or weights_LNK.dim() != 3 or weights_LNK.shape[2] != rows_PK.shape[1]:
         raise InvalidArgument(
@@ -114,7 +115,7 @@ def _weights_product(
 def _columns_product(
     left_AQ: Tensor, scales_LA: Tensor, right_BQ: Tensor, scales_LB: Tensor, ends_L: Tensor
 ) -> tuple[int, int, int]:
-    """The product's shape."""
+    """Checks the arguments and returns the product's shape (L, A, B)."""
     _check_ends(ends_L)
     if left_AQ.dim() != 2 or right_BQ.dim() != 2 or left_AQ.shape[1] != right_BQ.shape[1]:
         raise InvalidArgument(

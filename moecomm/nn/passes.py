@@ -86,10 +86,10 @@ class Call(NamedTuple):
     """SMs of a transfer beside another program's products, by its stage; None: as many as for any transfer.
     """
     deferred: Deferred | None
-    """Where the computation of the weights' gradients is put off to; None: they are computed in the backward.
-    """
+    """The list to which the computation of the weights' gradients is put off; None: they are computed in the
+    backward."""
     runs: Runs | None
-    """Where the timelines go; None: nothing is recorded."""
+    """The object that gets the timelines; None: nothing is recorded."""
     pool: ActivationPool | None = None
     """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: Tensor | None = None
