@@ -517,7 +517,7 @@ class Communicator:
 
         Args:
             rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             weights: (P,) factors, float32 (float64 for float64 rows); for the expert layout this is
                 `DispatchOutput.weights`.
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
@@ -592,7 +592,7 @@ class Communicator:
 
         Args:
             x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
 
         Returns:
@@ -656,7 +656,7 @@ class Communicator:
 
         Args:
             grad_rows_PH: (P, H) in the communicator's dtype.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             grad_weights: gradient of the output's `weights`, of the same shape; None: they need none.
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 

@@ -67,7 +67,8 @@ def grouped_matmul(
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    # The backward of torch's grouped_mm refuses gradients that are not contiguous, such as the expanded one of a sum.
+    # The backward of torch's grouped_mm refuses gradients that are not contiguous, such as the expanded one
+    # of a sum.
 
     @staticmethod
     def forward(

@@ -47,11 +47,11 @@ class Fp8Products:
     """Grouped products in e4m3. Quantised weights are kept until the weight changes, so that the microbatches
     of a step pay for them once: a byte a value in the forward, two with the backward.
 
-    Only a module's own expert parameters are kept. A tensor that FSDP gathers or functional_call puts in their
-    place is quantised for each product, and so is everything while a CUDA graph is captured: a replay has to
-    see what weights are then. A change is noticed by the parameter's version counter and address, and by
-    steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go past
-    all of these.
+    Only a module's own expert parameters are kept. A tensor that FSDP gathers or functional_call puts in
+    their place is quantised for each product, and so is everything while a CUDA graph is captured: a replay
+    has to see what weights are then. A change is noticed by the parameter's version counter and address, and
+    by steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go
+    past all of these.
     """
 
     def __init__(self) -> None:

@@ -83,19 +83,19 @@ class GraphedStep:
             preserve_rng_state=False. The RNG is the default one of the GPU.
         model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes.
             Buffers have to be changed in place.
-        pool: for what the layers keep, of all of them together; None: it has the size of the capacity and
-            belongs to the graph. None other may use it.
-        headroom: rows of each layer: headroom * max_tokens * top_k, where max_tokens is the communicator's;
+        pool: the pool for tensors that all layers together keep, used by nothing else; None: these tensors
+            have the size of the capacity and belong to the graph.
+        headroom: factor of the rows of each layer: headroom * max_tokens * top_k, where max_tokens is the communicator's;
             at most what any routing can bring.
-        update: what is done with the gradients once a step is accepted: an optimizer (capturable=True where
+        update: runs on the gradients once a step is accepted: an optimizer (capturable=True where
             it has that, its rate a tensor on the GPU if it is to change), or a function without arguments,
             such as sync_gradients, clip_grad_norm and step together. The first time it runs as it is, then
             as a second graph. None: nothing. With it, gradients that there were are added to the graph's.
-        group: ranks that decide together: all that `step_fn` communicates with. None: those of the layers'
+        group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the layers'
             communicators, which have to have one group then.
         warmup: runs before the capture, in the first call, at least one; they leave no trace.
         report_every: overflows between two warnings.
-        recorder: another way to record; None: CUDA graphs.
+        recorder: records the graphs in another way; None: CUDA graphs.
 
     A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
     rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded. After an
@@ -103,7 +103,7 @@ class GraphedStep:
     on a GPU and no recorder is given.
 
     Attributes:
-        device: where the layers are.
+        device: the device of the layers.
         replays: how often the graph ran, with those that overflowed.
         overflows: how many steps ran again without graph.
         last_needed: what the last of these steps would have needed: rows, capacity, bytes, available.
@@ -395,8 +395,7 @@ class GraphedStep:
         return done._replace(grads=grads)
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:
-        """Adds the step's gradients to those before it, and sets the losses and token counts of the layers.
-        """
+        """Adds the step's gradients to those before it, and sets the losses and token counts of the layers."""
         with torch.no_grad():
             for parameter, grad, prior, is_own in zip(
                 self._parameters, done.grads, before.grads, before.are_own, strict=True

@@ -189,8 +189,8 @@ class MoELayer(nn.Module):
         rows_TH = x_TH.to(self.config.dtype)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
-        # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute stops
-        # before the combine.
+        # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute
+        # stops before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         if self._own_experts:
             self._refuse_without_effect()

@@ -47,8 +47,8 @@ def combine_own_experts(
     if not isinstance(expert_rows_PH, Tensor):
         kind = type(expert_rows_PH).__name__
         raise InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
-    # Rows of a wrong shape or dtype are refused by combine, on all ranks. With no rows at all the module's result may not depend
-    # on its input, and this rank would be missing in the backward of the others.
+    # Rows of a wrong shape or dtype are refused by combine, on all ranks. With no rows at all the module's
+    # result may not depend on its input, and this rank would be missing in the backward of the others.
     if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:
         if real_P1 is not None:
             expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)

@@ -1,8 +1,9 @@
 """The pages of an ActivationPool: on a GPU by kernels, elsewhere by torch, with the same outcome.
 
 Both keep the same words. A pool's state is eight int64: free pages on the device and in host memory, pages
-held (also by handles that did not get theirs), the most held, whether a handle failed, whether rows were asked for
-that were gone, the serial of the last handle, and that at the last reset (csrc/kernels/pool/pages.hpp).
+held (also by handles that did not get theirs), the most held, whether a handle failed, whether rows were
+asked for that were gone, the serial of the last handle, and that at the last reset
+(csrc/kernels/pool/pages.hpp).
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def init_shared_weight(weight: Tensor, std: float) -> None:
 def init_expert_weights(weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float) -> None:
     """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone.
 
-    So a model starts the same at every EP size. Numbers are drawn in float32 on the CPU, so that neither dtype
-    nor device matters beyond rounding.
+    So a model starts the same at every EP size. Numbers are drawn in float32 on the CPU, so that neither
+    dtype nor device matters beyond rounding.
     """
     generator = torch.Generator("cpu")
     for local, weight_AB in enumerate(weight_LAB.detach()):

@@ -95,8 +95,8 @@ class ActivationPool:
         page_bytes: a power of two from 4 KiB to 1 GiB. A tensor leaves half a page unused on average; a
             handle has 4 bytes a page of the worst case.
         spill_bytes: size of further pages in pinned host memory, which kernels read and write over the bus,
-            and which are taken when there are no others. (torch's allocator of pinned memory rounds up to a power
-            of two.)
+            and which are taken when there are no others. (torch's allocator of pinned memory rounds up to a
+            power of two.)
 
     Raises InvalidArgument, OutOfMemory, and Unsupported on CUDA where this build has no CUDA part.
 

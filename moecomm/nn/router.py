@@ -40,10 +40,10 @@ class TopKRouter(nn.Module):
     """Linear router without bias; the order of its steps is that of Megatron-Core's TopKRouter.
 
     jitter on the input -> logits -> scores -> choice of k (group-limited and with balancing bias if
-    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32, whatever
-    the tokens' dtype and also inside autocast (float64 for float64 tokens). `weight` is (E, H) float32
-    (float64 for a float64 config) and starts from the default generator: ranks that call torch.manual_seed
-    alike have the same router.
+    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32,
+    whatever the tokens' dtype and also inside autocast (float64 for float64 tokens). `weight` is (E, H)
+    float32 (float64 for a float64 config) and starts from the default generator: ranks that call
+    torch.manual_seed alike have the same router.
 
     With bias_update_rate the buffers are expert_bias_E float32 (saved) and load_E int64, the choices counted
     since the last `update_expert_bias` (not saved).
