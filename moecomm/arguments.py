@@ -67,7 +67,8 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
 def check_rows(
     name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of rows."""
+    """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of
+    rows."""
     if _is(rows_XH, (count, hidden), dtype, device):
         return
     _require_tensor(name, rows_XH, device)
@@ -169,7 +170,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, int, int]:
-    """Checks the options of a dispatch and returns (layout, alignment, capacity), with capacity -1 for None."""
+    """Checks the options of a dispatch and returns (layout, alignment, capacity), with capacity -1 for
+    None."""
     if layout == "expert" and type(alignment) is int and 1 <= alignment <= _MOST_ALIGNMENT:
         if capacity is None:
             return layout, alignment, -1

@@ -49,8 +49,8 @@ class CapacityExceeded(MoecommError):
 
 
 class PoolExceeded(MoecommError):
-    """What layers kept for their backward needed more than the budget of their ActivationPool; the gradients
-    of that step are unspecified.
+    """The tensors that layers kept for their backward needed more than the budget of their ActivationPool;
+    the gradients of that step are unspecified.
 
     Attributes:
         needed: bytes that would have been held at once, in whole pages.

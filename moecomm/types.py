@@ -93,7 +93,7 @@ class Handle:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchOutput:
-    """What a dispatch brings to this rank.
+    """The rows and facts that a dispatch brings to this rank.
 
     Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token;
     each expert's group is padded with zero rows to a multiple of `alignment`.

@@ -197,7 +197,8 @@ class CudaBackend:
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` as `run` does, for a caller that holds the lock and has left nothing unfinished."""
+        """Runs `operation` as `run` does, for a caller that holds the lock and has left nothing
+        unfinished."""
         gpu = self._gpu
         if not gpu.is_current():
             with gpu.current():
@@ -556,7 +557,8 @@ def _out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception)
 
 
 def _translated(look: Callable[[], Result]) -> Result:
-    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be told to the other ranks."""
+    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be told to the other
+    ranks."""
     try:
         return look()
     except MoecommError:

@@ -49,7 +49,8 @@ class SideWork(Generic[Result]):
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """Runs the first half, or the whole operation if it has one part only; an error is kept for `wait`."""
+        """Runs the first half, or the whole operation if it has one part only; an error is kept for
+        `wait`."""
         self._step(self._begin, "_result" if self._complete is None else "_begun")
         self._done = self._complete is None or self._error is not None
 

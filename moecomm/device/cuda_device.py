@@ -23,7 +23,7 @@ def no_kernels(what: str) -> Unsupported:
 class CudaDevice:
     """One GPU. Current streams are those of this GPU, whichever is the current device.
 
-    What every operation asks goes to the functions of torch._C that torch.cuda wraps: the wrappers take
+    Queries of every operation call the functions of torch._C that torch.cuda wraps: the wrappers take
     longer than what they wrap. torch has set CUDA up by then, as the communicator has memory there.
     """
 

@@ -84,7 +84,8 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, DeviceMe
 
 
 def _shard(tensor: Any, mesh: DeviceMesh | None) -> Any:
-    """Returns this rank's experts as a shard of all experts; without a mesh the tensor is returned as it is."""
+    """Returns this rank's experts as a shard of all experts; without a mesh the tensor is returned as it
+    is."""
     if mesh is None:
         return tensor
     if not isinstance(tensor, DTensor):

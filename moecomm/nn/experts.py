@@ -95,9 +95,9 @@ class GroupedExperts(nn.Module):
         has_tail: bool = True,
         run: Run | None = None,
     ) -> Tensor:
-        """rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive
-        ends of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights, which multiply the
-        rows between the two products.
+        """Computes the experts on grouped rows. rows_PH: (P, H) of the weights' dtype, grouped by local
+        expert; offsets_L: (L,) int32 inclusive ends of groups; weights_P: (P,) float32 (float64 for float64
+        rows) routing weights, which multiply the rows between the two products.
 
         Returns (P, H). Rows past offsets[-1], which a communicator leaves unspecified in fixed-capacity mode,
         may hold anything: they come out zero, get a zero gradient and reach no weight's gradient. The caller

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Needed(NamedTuple):
-    """What the last step that had to run again would have needed, on the rank that needed most."""
+    """The needs of the last step that had to run again, on the rank that needed most."""
 
     rows: int
     """Rows that its fullest dispatch needed; 0 if all dispatches fitted."""
@@ -85,14 +85,14 @@ class GraphedStep:
             Buffers have to be changed in place.
         pool: the pool for tensors that all layers together keep, used by nothing else; None: these tensors
             have the size of the capacity and belong to the graph.
-        headroom: factor of the rows of each layer: headroom * max_tokens * top_k, where max_tokens is the communicator's;
-            at most what any routing can bring.
+        headroom: factor of the rows of each layer: headroom * max_tokens * top_k, where max_tokens is
+            the communicator's; at most what any routing can bring.
         update: runs on the gradients once a step is accepted: an optimizer (capturable=True where
             it has that, its rate a tensor on the GPU if it is to change), or a function without arguments,
             such as sync_gradients, clip_grad_norm and step together. The first time it runs as it is, then
             as a second graph. None: nothing. With it, gradients that there were are added to the graph's.
-        group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the layers'
-            communicators, which have to have one group then.
+        group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the
+            layers' communicators, which have to have one group then.
         warmup: runs before the capture, in the first call, at least one; they leave no trace.
         report_every: overflows between two warnings.
         recorder: records the graphs in another way; None: CUDA graphs.
@@ -395,7 +395,8 @@ class GraphedStep:
         return done._replace(grads=grads)
 
     def _accumulate_grads(self, done: _Done, before: _Before) -> None:
-        """Adds the step's gradients to those before it, and sets the losses and token counts of the layers."""
+        """Adds the step's gradients to those before it, and sets the losses and token counts of the
+        layers."""
         with torch.no_grad():
             for parameter, grad, prior, is_own in zip(
                 self._parameters, done.grads, before.grads, before.are_own, strict=True

@@ -1,4 +1,4 @@
-"""Which parameters belong to experts, and so differ between the ranks of an expert-parallel group."""
+"""Marks which parameters belong to experts, and so differ between the ranks of an expert-parallel group."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ class Runs:
     backward: Recorded | None = None
 
     def timelines(self) -> dict[str, Timeline]:
-        """Returns the timelines of the recorded runs, by the names "forward" and "backward". Waits for them."""
+        """Returns the timelines of the recorded runs, by the names "forward" and "backward". Waits for
+        them."""
         runs = {"forward": self.forward, "backward": self.backward}
         return {name: recorded.timeline() for name, recorded in runs.items() if recorded is not None}
 

@@ -1,4 +1,4 @@
-"""How a GraphedStep makes graphs: it warms a step up, records it, and replays it."""
+"""Recorders make the graphs of a GraphedStep: they warm a step up, record it, and replay it."""
 
 from __future__ import annotations
 

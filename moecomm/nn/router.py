@@ -85,10 +85,9 @@ class TopKRouter(nn.Module):
         init_shared_weight(self.weight, self.config.init_std)
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
-        """x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
+        """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
         aux_loss="sequence" (default: all T are one sequence). Raises InvalidArgument on a wrong shape or a
-        seq_len that does not divide T.
-        """
+        seq_len that does not divide T."""
         config = self.config
         self._check(x_TH, seq_len)
         with torch.autocast(x_TH.device.type, enabled=False):

@@ -40,7 +40,7 @@ class Results:
 
     def drop(self, name: str) -> None:
         """Forgets a result that no stage needs any more, so that its memory can be used again. Within a
-        capture that another stream's work reads stays until the end of the run."""
+        capture, a result that another stream's work reads stays until the end of the run."""
         if name not in self._held:
             del self._values[name]
 

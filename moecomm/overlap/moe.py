@@ -34,7 +34,7 @@ kept plan, together with the gradients, and the first product is made again."""
 
 
 class Split(NamedTuple):
-    """How the SMs of a GPU are shared where rows travel beside products.
+    """The division of the SMs of a GPU where rows travel beside products.
 
     Attributes:
         sms: all SMs of the GPU.

@@ -166,7 +166,8 @@ def fabric() -> Iterator[tuple[str, str]]:
 
 
 def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
-    """Returns the offers as a text like "net (eth0, lo), shm", each provider with its interfaces, best first."""
+    """Returns the offers as a text like "net (eth0, lo), shm", each provider with its interfaces, best
+    first."""
     domains: dict[str, list[str]] = {}
     for provider, domain, *_ in offers:
         found = domains.setdefault(provider, [])

@@ -27,7 +27,7 @@ class Mailbox:
     """
 
     def __init__(self, senders: int) -> None:
-        """`senders`: how many files may lie here at once. Raises OSError."""
+        """Opens the mailbox. `senders`: how many files may lie here at once. Raises OSError."""
         self.name = f"moecomm-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -276,7 +276,8 @@ class SymmetricMemory:
         return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(kind), option))
 
     def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
-        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn it."""
+        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn
+        it."""
 
         def typed() -> Message:
             try:

@@ -1,4 +1,4 @@
-"""Which ranks share a node: rank = node * ranks_per_node + local index.
+"""The nodes of a group, whose ranks share memory: rank = node * ranks_per_node + local index.
 
 Ranks of a node reach each other's memory. Between nodes rows travel on rails: a rail is the ranks of one
 local index, one on each node.
@@ -114,7 +114,8 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def _spans(hosts: Sequence[str], first: int) -> list[tuple[int, int]]:
-    """Returns (first rank, count) of each run of ranks on one host, where hosts[0] is that of rank `first`."""
+    """Returns (first rank, count) of each run of ranks on one host, where hosts[0] is that of rank
+    `first`."""
     spans = []
     for _, run in groupby(hosts):
         count = sum(1 for _ in run)
