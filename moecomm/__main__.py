@@ -55,7 +55,7 @@ def _try_out() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report; 0, or 1 if the ranks of torchrun could not exchange rows."""
+    """Prints the report; returns 0, or 1 if the ranks of torchrun could not exchange rows."""
     parser = argparse.ArgumentParser(prog="python -m moecomm", description=__doc__.split("\n")[0])
     parser.add_argument(
         "-g", "--ranks", type=int, default=2, help="ranks on this host to describe (default 2)"

@@ -10,20 +10,21 @@ from moecomm.errors import InvalidArgument, InvalidRouting
 from moecomm.types import Layout
 
 WIRE_FP8 = torch.float8_e4m3fn
-"""What wire="fp8" sends, with a float32 scale for each SCALE_COLUMNS columns of a row; the last ones of a row
-may be fewer."""
+"""The type of the values that wire="fp8" sends, with a float32 scale for each SCALE_COLUMNS columns of a row;
+the last group of a row may have fewer columns."""
 SCALE_COLUMNS = 128
 
 _MOST_ALIGNMENT = 1 << 20
 
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of routing weights and sums for rows of `dtype`."""
+    """Returns the dtype of routing weights and sums for rows of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """True for a dense tensor of that shape, type and place: the quick way to find nothing wrong."""
+    """Returns True for a dense tensor of that shape, dtype and device; this is the quick check of good
+    arguments."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -57,7 +58,7 @@ def _require_dtype(name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """`value` as an int within bounds, or InvalidArgument."""
+    """Returns `value` as an int; raises InvalidArgument if it is no integer or out of bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(f"{name} is {value!r}, expected an integer from {least} to {most}")
     return value
@@ -66,7 +67,8 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
 def check_rows(
     name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """`rows_XH` is (count, hidden) of dtype on device; count None: any."""
+    """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of
+    rows."""
     if _is(rows_XH, (count, hidden), dtype, device):
         return
     _require_tensor(name, rows_XH, device)
@@ -91,8 +93,8 @@ def fits_dispatch(
     weights_dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """True for tensors in which `check_dispatch` (without scales) finds nothing wrong: one quick look, as
-    this is on the way of every call. False only means that it has to look."""
+    """Returns True for tensors in which `check_dispatch` (without scales) would find nothing wrong. It runs
+    in every call, so it looks once and quickly; False only means that `check_dispatch` has to look."""
     if not isinstance(x_TH, torch.Tensor) or x_TH.dim() != 2:
         return False
     tokens = x_TH.shape[0]
@@ -117,8 +119,8 @@ def check_dispatch(
     device: torch.device,
     x_scales: Any = None,
 ) -> None:
-    """The tensors of a dispatch, all but the values of the ids, which the runtime checks as it copies
-    them. With `x_scales`, x has the type that wire="fp8" sends."""
+    """Checks the tensors of a dispatch, all but the values of the expert ids, which the runtime checks as it
+    copies them. With `x_scales`, x has the dtype that wire="fp8" sends."""
     check_rows("x", x_TH, None, hidden, dtype if x_scales is None else WIRE_FP8, device)
     if x_scales is not None:
         _require_tensor("scales of x", x_scales, device)
@@ -139,7 +141,7 @@ def check_dispatch(
 def check_weights(
     name: str, weights: Any, shape: tuple[int, ...], letters: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """`weights` has the shape and the weight type of `dtype`."""
+    """Checks that `weights` has the given shape and the weight dtype of rows of `dtype`."""
     if _is(weights, shape, weight_dtype(dtype), device):
         return
     _require_tensor(name, weights, device)
@@ -148,7 +150,8 @@ def check_weights(
 
 
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
-    """That rows may come, or be handed on, as they travel."""
+    """Checks that rows may be given as a pair (`x_scales`), or handed on undequantized, as the wire format
+    has them."""
     if dequantize is True and x_scales is None:
         return
     if not isinstance(dequantize, bool):
@@ -167,7 +170,8 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
 
 
 def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, int, int]:
-    """(layout, alignment, capacity) of a dispatch, capacity -1 for None."""
+    """Checks the options of a dispatch and returns (layout, alignment, capacity), with capacity -1 for
+    None."""
     if layout == "expert" and type(alignment) is int and 1 <= alignment <= _MOST_ALIGNMENT:
         if capacity is None:
             return layout, alignment, -1

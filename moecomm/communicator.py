@@ -65,7 +65,7 @@ Array = Any
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
-    """(rows, None), or (data, scales) of a pair."""
+    """Returns (rows, None), or (data, scales) if `x` is a pair."""
     return (x[0], x[1]) if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
 
 
@@ -189,7 +189,7 @@ class Communicator:
         self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
-        self._begun: object = None  # what begin_dispatch has sent and nobody received
+        self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
         self._backend = backend
 
     @staticmethod
@@ -205,8 +205,8 @@ class Communicator:
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
     ) -> MemoryPlan:
-        """The memory that a communicator of these arguments would take on each rank, without building it;
-        print it.
+        """Returns the memory that a communicator of these arguments would take on each rank, without building
+        it; print it.
 
         The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
         part. Raises InvalidArgument and Unsupported as the constructor does.
@@ -247,9 +247,11 @@ class Communicator:
     @contextlib.contextmanager
     def limit_sms(self, num_sms: int | None) -> Iterator[None]:
         """Within the block, operations that begin use `num_sms` SMs, from 2 (with several nodes 3) to all;
-        None: as many as the communicator was built with. Ranks need not agree, and results are the same.
+        None is the number that the communicator was built with. Ranks need not agree, and results are the
+        same.
 
-        For what travels beside a product that leaves it so many: few SMs take longer, and hold up less. Their
+        Use it for a transfer beside a product that leaves it so many SMs: on few SMs a transfer takes
+        longer, and holds up less. Its
         blocks are put on neighbouring SMs in pairs then, since products come in clusters of two
         (docs/overlap.md). One thread at a time; a graph keeps what it was captured with. Raises
         InvalidArgument for another number, Unsupported on the CPU.
@@ -262,9 +264,9 @@ class Communicator:
             backend.limit_sms(before)
 
     def settle(self) -> None:
-        """Lets a dropless dispatch of `async_op`, if one was begun last, go on now: the host waits for its
-        number of rows, and `stream` receives them. The next operation does that too; this is for those who
-        make `stream` wait for something before they call that. On the CPU it does nothing."""
+        """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number
+        of rows, and `stream` receives them. The next operation does that too; call this before making
+        `stream` wait for something else. On the CPU it does nothing."""
         self._open().settle_begun()
 
     @overload
@@ -426,7 +428,7 @@ class Communicator:
             ids, weights = shared_tensor(ids, self.device), shared_tensor(weights, self.device)
 
         def checked() -> DispatchCall:
-            backend.ready()  # before the arguments: what ends the communicator comes first
+            backend.ready()  # an error that ends the communicator comes before one in the arguments
             try:
                 options = check_options(layout, alignment, capacity)
                 if not fits:
@@ -515,7 +517,7 @@ class Communicator:
 
         Args:
             rows_PH: (P, H) in the communicator's dtype and in the order of the dispatch's output.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             weights: (P,) factors, float32 (float64 for float64 rows); for the expert layout this is
                 `DispatchOutput.weights`.
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
@@ -582,15 +584,15 @@ class Communicator:
     def redispatch(
         self, x_TH: Array, handle: Handle, *, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
-        """Brings other rows along the way of an earlier dispatch: no new plan, and no wait on the host.
+        """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
 
-        What the backward of a combine does with the gradient of its result, for those who schedule it
-        themselves, and how a backward gets rows again that the forward did not keep. Differentiable in
-        `x_TH`. Breaks a graph of torch.compile.
+        The backward of a combine does this with the gradient of its result; call it to schedule a backward
+        yourself, or to get rows again in a backward that the forward did not keep. Differentiable in `x_TH`.
+        Breaks a graph of torch.compile.
 
         Args:
             x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
 
         Returns:
@@ -648,13 +650,13 @@ class Communicator:
         grad_weights: Array | None = None,
         async_op: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and `weights`: what
-        autograd runs, for those who schedule a backward themselves. Not differentiable. Breaks a graph of
-        torch.compile.
+        """Returns the gradients of a dispatch's `x` and `topk_weights` from those of its `tokens` and
+        `weights`. Autograd runs this; call it to schedule a backward yourself. Not differentiable. Breaks a
+        graph of torch.compile.
 
         Args:
             grad_rows_PH: (P, H) in the communicator's dtype.
-            handle: of that dispatch.
+            handle: the handle of that dispatch.
             grad_weights: gradient of the output's `weights`, of the same shape; None: they need none.
             async_op: return a Work at once; its `wait()` gives the result. On CUDA as for `dispatch`.
 
@@ -731,8 +733,8 @@ class Communicator:
         return receive
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """An uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it lies in
-        the window; on CUDA it is like any other, as rows go out from wherever they are.
+        """Returns an uninitialised (num_tokens, H) tensor whose dispatch costs no extra copy: on the CPU it
+        lies in the window; on CUDA it is like any other, as rows go out from wherever they are.
 
         CPU: at most two such tensors can be alive at a time; their memory is taken at the first call. Fill
         it, dispatch it, let go of it, and ask for another: asking waits until all ranks have read what was
@@ -749,9 +751,9 @@ class Communicator:
     # -- state -----------------------------------------------------------------------------------------
 
     def refuse(self, error: InvalidArgument) -> NoReturn:
-        """Raises `error` here and, in the operation that they call instead, on all other ranks, which learn
-        whose it is. For a layer that finds something wrong on its rank alone: raising without a word would
-        leave the others waiting until their deadline. The communicator stays usable."""
+        """Raises `error` on this rank and, in the operation that they call instead, on all other ranks, which
+        learn which rank it was. A layer calls it for an error that it finds on its rank alone: a plain
+        exception would leave the other ranks waiting until their deadline. The communicator stays usable."""
         backend = self._open()
 
         def announce() -> NoReturn:
@@ -773,7 +775,7 @@ class Communicator:
         self._open().check()
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction or `reset_stats()`.
+        """Returns the counters since construction or `reset_stats()`.
 
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
         and backward), wait_seconds (of both, waiting for peers), rows_in (tokens brought), rows_out (rows
@@ -793,7 +795,8 @@ class Communicator:
 
     @property
     def group(self) -> Group | None:
-        """The ranks; None: this process alone. Raises CommunicatorClosed after destroy_process_group()."""
+        """The process group of the ranks; None stands for this process alone. Raises CommunicatorClosed after
+        destroy_process_group()."""
         return self._group()
 
     @property

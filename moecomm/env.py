@@ -12,7 +12,7 @@ from moecomm.errors import InvalidArgument
 
 @dataclass(frozen=True, kw_only=True)
 class Env:
-    """What the environment asks for; None where it says nothing."""
+    """The settings of the environment; a field is None where its variable is not set."""
 
     timeout: float | None = None
     """MOECOMM_TIMEOUT: seconds that a wait for a peer may take where the caller gives no timeout."""
@@ -68,7 +68,7 @@ def _number(
 
 
 def read_env(environ: Mapping[str, str] | None = None) -> Env:
-    """The settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no
+    """Reads the settings in `environ` (default: the process's). Raises InvalidArgument for a value that is no
     number."""
     environ = os.environ if environ is None else environ
     timeout = _number(environ, "MOECOMM_TIMEOUT", float, 1e-3)

@@ -49,8 +49,8 @@ class CapacityExceeded(MoecommError):
 
 
 class PoolExceeded(MoecommError):
-    """What layers kept for their backward needed more than the budget of their ActivationPool; the gradients
-    of that step are unspecified.
+    """The tensors that layers kept for their backward needed more than the budget of their ActivationPool;
+    the gradients of that step are unspecified.
 
     Attributes:
         needed: bytes that would have been held at once, in whole pages.
@@ -108,7 +108,7 @@ class Unsupported(MoecommError):
     """This build, machine or combination of arguments is not supported; the text says what would be."""
 
 
-# By the names of csrc/common/error.hpp.
+# The keys are the names of csrc/common/error.hpp.
 _KINDS: dict[str, type[MoecommError]] = {
     "invalid_argument": InvalidArgument,
     "invalid_routing": InvalidRouting,
@@ -123,17 +123,17 @@ _KINDS: dict[str, type[MoecommError]] = {
 
 
 def kind_of(error: MoecommError) -> str:
-    """The runtime's name for the type of `error`."""
+    """Returns the runtime's name for the type of `error`."""
     return next(name for name, error_type in _KINDS.items() if type(error) is error_type)
 
 
 def to_message(error: MoecommError) -> dict[str, Any]:
-    """`error` as JSON values, so that a rank can tell its peers what went wrong."""
+    """Returns `error` as JSON values, so that a rank can tell its peers what went wrong."""
     return {"kind": kind_of(error), "text": str(error), "facts": dict(vars(error))}
 
 
 def from_message(message: dict[str, Any], rank: int) -> MoecommError:
-    """The error that `rank` sent by `to_message`; its text says whose it is."""
+    """Returns the error that `rank` sent by `to_message`; its text says which rank it was."""
     return _KINDS[message["kind"]](f"rank {rank}: {message['text']}", **message["facts"])
 
 
@@ -148,7 +148,7 @@ def from_native(
     needed: int,
     available: int,
 ) -> MoecommError:
-    """The exception for an error of the C++ runtime (csrc/common/error.hpp)."""
+    """Returns the exception for an error of the C++ runtime (csrc/common/error.hpp)."""
     from moecomm import _C
 
     error_type = _KINDS[_C.ErrorKind(kind).name]

@@ -20,17 +20,18 @@ from moecomm.errors import CommunicatorClosed, InvalidArgument
 
 Group = dist.ProcessGroup
 AnyGroup = dist.ProcessGroup | DeviceMesh
-"""What names ranks: a process group, or a DeviceMesh of one dimension."""
+"""The types that name ranks: a process group, or a DeviceMesh of one dimension."""
 Layout = Literal["expert", "rank"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
 PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow")
-"""Fields of a DispatchOutput that tell of its plan, and (PlanViews) their values."""
+"""The fields of a DispatchOutput that are views of its plan. A PlanViews holds their values."""
 PlanViews = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
-    """The process group of a one-dimensional DeviceMesh; a process group or None as it is.
+    """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned as it
+    is.
 
     Raises InvalidArgument, on every rank that calls, for a mesh of more dimensions: `mesh["ep"]` takes one.
     """
@@ -52,7 +53,7 @@ class GroupReference:
         self._find = None if group is None else weakref.ref(group)
 
     def __call__(self) -> Group | None:
-        """Raises CommunicatorClosed if the group was destroyed."""
+        """Returns the group. Raises CommunicatorClosed if it was destroyed."""
         group = None if self._find is None else self._find()
         if self._find is not None and group is None:
             raise CommunicatorClosed("the process group was destroyed")
@@ -60,7 +61,8 @@ class GroupReference:
 
 
 def build(kind: type[Built], **fields: Any) -> Built:
-    """`kind(**fields)` of a frozen dataclass, in half the time: its own way is a call for each field."""
+    """Builds a frozen dataclass as `kind(**fields)` would, in half the time: its own constructor calls a
+    function for each field."""
     made = object.__new__(kind)
     made.__dict__.update(fields)
     return made
@@ -91,7 +93,7 @@ class Handle:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchOutput:
-    """What a dispatch brings to this rank.
+    """The rows and facts that a dispatch brings to this rank.
 
     Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token;
     each expert's group is padded with zero rows to a multiple of `alignment`.
@@ -148,7 +150,8 @@ class Work(Generic[Result]):
         is_completed: Callable[[], bool],
         join: Callable[[], None] | None = None,
     ) -> None:
-        """`join`: makes the caller's current stream wait, at each `wait()`."""
+        """`wait` completes the operation and returns its result, `is_completed` says whether it is done, and
+        `join` makes the caller's current stream wait at each `wait()`."""
         self._wait, self._is_completed, self._join = wait, is_completed, join
         self._result: Result | None = None
         self._waited = False
@@ -168,5 +171,5 @@ class Work(Generic[Result]):
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """True when the operation is done."""
+        """Returns True when the operation is done."""
         return self._is_completed()

@@ -66,19 +66,19 @@ def random_order(
             given = rng.random() < 0.8
             count = min(said, rows) if given else rows
             needed = pages_for(tensors, count, page_bytes)
-            ticket = pool.push(*tensors, ends=ends if given else None)
+            handle = pool.stash(*tensors, ends=ends if given else None)
             fits = needed <= free
             free -= needed if fits else 0
             held += needed
             peak = max(peak, held)
             failures += not fits
-            alive.append((ticket, tensors, count, needed, fits))
+            alive.append((handle, tensors, count, needed, fits))
         elif alive:
-            ticket, tensors, count, needed, fits = alive.pop(rng.randrange(len(alive)))
+            handle, tensors, count, needed, fits = alive.pop(rng.randrange(len(alive)))
             if rng.random() < 0.2:
-                pool.drop(ticket)
+                pool.drop(handle)
             else:
-                for number, (got, want) in enumerate(zip(pool.pop(ticket), tensors, strict=True)):
+                for number, (got, want) in enumerate(zip(pool.restore(handle), tensors, strict=True)):
                     if got.shape != want.shape or (fits and not same(got, want, count)):
                         problems.append(f"step {step}: tensor {number} of {count} rows came back differently")
             free += needed if fits else 0

@@ -87,7 +87,8 @@ class _Redispatch(torch.autograd.Function):
 
 
 def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """False where nothing would come of the nodes, which cost the host more than the rest of a call."""
+    """Returns False where no gradient can flow. The autograd nodes are skipped then; they cost the host more
+    than the rest of a call."""
     return torch.is_grad_enabled() and (
         (first is not None and first.requires_grad) or (second is not None and second.requires_grad)
     )

@@ -1,7 +1,7 @@
 """Dispatch and combine as torch.compile sees them: operators moecomm::dispatch and moecomm::combine.
 
 A graph holds each as a whole: tensors and numbers in, tensors out, the plan among them; the backend is found
-by its number. That needs a fixed capacity, so that all shapes are known. Gradients are as in ops.py.
+by its number. That needs a fixed capacity, so that all shapes are known. Gradients are those of functions.py.
 
 All ranks have to run the operators in one order. Where a graph holds several that are independent of each
 other, nothing in their data says which comes first, and compilers do move them. (torch's own notion of
@@ -35,11 +35,11 @@ Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
-_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by who traces
+_last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the key is the mode that traces
 
 
 def register(backend: Backend) -> int:
-    """A number by which operators find `backend` for as long as it lives."""
+    """Gives `backend` a number by which operators find it for as long as it lives."""
     number = next(_numbers)
     _backends[number] = backend
     return number
@@ -134,7 +134,7 @@ def _new_token(like: Tensor) -> Tensor:
 
 
 def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
-    """A new token and the results, with empty tensors for those that are absent."""
+    """Returns a new token and the results, with empty tensors in the place of those that are absent."""
     return _new_token(like), *(like.new_empty(0) if each is None else each for each in results)
 
 
@@ -287,7 +287,8 @@ _library = torch.library.Library("moecomm", "DEF")
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
-    """Operators `name` and `name`_in_order: the first becomes the second when it is traced or called."""
+    """Defines the operators `name` and `name`_in_order; the first becomes the second when it is traced or
+    called."""
     tensors = ", ".join(["Tensor"] * results)
     _library.define(f"{name}({arguments}) -> {tensors if results == 1 else f'({tensors})'}")
     ordered = f"{name}_in_order"

@@ -31,7 +31,7 @@ def make_backend(
     num_sms: int | None,
 ) -> Backend:
     """Builds the backend of `device` together with the other ranks of `rendezvous`; `arguments` and `error`
-    as in `setup.handshake.handshake`."""
+    are those of `setup.handshake.handshake`."""
     if device.type == "cuda":
         return CudaBackend(device, rendezvous, arguments, error, dtype, num_sms)
     return CpuBackend(rendezvous, arguments, error, dtype, num_sms)

@@ -9,8 +9,8 @@ from torch.utils.dlpack import from_dlpack
 
 
 def shared_tensor(value: Any, device: torch.device) -> Any:
-    """`value` itself if it is a tensor, a tensor of its memory if it offers that, else `value` for a check to
-    refuse.
+    """Returns `value` itself if it is a tensor, a tensor of the same memory if it offers one, else `value`,
+    which a later check refuses.
 
     By DLPack the library puts its own stream in order with torch's current one. An object with
     `__cuda_array_interface__` alone is taken to be ready for the current stream.

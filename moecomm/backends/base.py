@@ -1,4 +1,4 @@
-"""What a backend is: the methods that the communicator and autograd call, whatever the memory."""
+"""The interface of a backend: the methods that the communicator and autograd call, whatever the memory."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ class RawDispatch(NamedTuple):
     weights: torch.Tensor | None
     topk_idx_PK: torch.Tensor | None
     plan_views: Callable[[], PlanViews]
-    """Makes them; called when one is first asked for, if ever."""
+    """Makes the views of the plan; it is called when one is first asked for, if ever."""
     plan: Any
-    """The backend's own: it has `tokens` and `rows`. Redispatch and combine take it, or a TensorPlan."""
+    """The plan, of a type that only the backend knows; it has `tokens` and `rows`. Redispatch and combine
+    take it, or a TensorPlan."""
     scales: torch.Tensor | None = None
-    """With tokens handed on as they travelled: (P, ceil(H / 128)) float32."""
+    """(P, ceil(H / 128)) float32 where tokens are handed on in the wire format; else None."""
 
 
 class TensorPlan(NamedTuple):
     """A plan as a tensor and numbers that are known without looking into it."""
 
     blob: torch.Tensor
-    """(words,) int32 with the fields of `PlanFields`; the rest is the backend's own. In device memory it is
-    the device that writes it, so it stays valid over replays of a CUDA graph."""
+    """(words,) int32 with the fields of `PlanFields`; the other words are the backend's own. In device memory
+    the device writes it, so it stays valid over replays of a CUDA graph."""
     layout: Layout
     tokens: int
     rows: int
     stream: int = 0
-    """That the blob's memory belongs to."""
+    """The CUDA stream that the blob's memory belongs to."""
 
 
 class PlanFields(NamedTuple):
-    """Where to find what a DispatchOutput tells of its plan, in int32 words of a blob."""
+    """Positions of the views of a plan (PLAN_VIEWS), in int32 words of a blob."""
 
     words: int
     overflow: int
     expert_rows: slice
     offsets: slice
-    """Expert layout."""
+    """Ends of the groups of experts, in the expert layout."""
     source_ends: slice
-    """Rank layout."""
+    """Ends of the rows of each source rank, in the rank layout."""
 
     def views(self, blob: torch.Tensor, layout: Layout) -> PlanViews:
-        """Those of the plan in `blob`."""
+        """Returns the views of the plan in `blob`."""
         ends = self.source_ends if layout == "rank" else self.offsets
         return blob[self.expert_rows], blob[ends], blob[self.overflow]
 
@@ -65,13 +66,13 @@ class DispatchCall(NamedTuple):
 
     x_TH: torch.Tensor
     x_scales: torch.Tensor | None
-    """With x_TH in the wire format already: (T, ceil(H / 128)) float32."""
+    """(T, ceil(H / 128)) float32 where x_TH is in the wire format already; else None."""
     topk_idx_TK: torch.Tensor
     topk_weights_TK: torch.Tensor | None
     layout: Layout
     alignment: int
     capacity: int
-    """-1 for exact sizes."""
+    """Rows of the output; -1 gives it exactly as many as arrive."""
     dequantize: bool
 
 
@@ -89,25 +90,25 @@ class Backend(Protocol):
     memory: MemoryPlan
     nodes: NodeMap
     network_lanes: int
-    """Endpoints towards other nodes; 0 on one node."""
+    """The number of endpoints towards other nodes; 0 on one node."""
     num_sms: int
-    """SMs that an operation holds; on the CPU, threads."""
+    """The number of SMs that an operation holds; on the CPU, of threads."""
     plan_fields: PlanFields
-    """Of the blob in a TensorPlan."""
+    """The fields of the blob in a TensorPlan."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Where operations of `launch` run; None where there are no streams."""
+        """The CUDA stream on which operations of `launch` run; None where there are no streams."""
 
     def limit_sms(self, num_sms: int | None) -> int | None:
-        """Operations that begin from now on use so many SMs; None: as many as the communicator was made with.
-        Returns what it was before."""
+        """Sets the SMs of operations that begin from now on; None sets the number that the communicator was
+        made with. Returns the setting before."""
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """The result of `operation` after all before it; `name` is for profilers."""
+        """Runs `operation` after all before it and returns its result; `name` is for profilers."""
 
     def settle_begun(self) -> None:
-        """Completes what `launch` has only begun."""
+        """Completes the operation that `launch` has begun and not completed, if there is one."""
 
     def launch(
         self,
@@ -125,20 +126,21 @@ class Backend(Protocol):
         """
 
     def ready(self) -> None:
-        """Raises what must keep the next dispatch from running; on all ranks alike."""
+        """Raises the error that must keep the next dispatch from running, the same on all ranks."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""
 
     def begin_dispatch(self, call: DispatchCall) -> Any:
-        """The first half of one without capacity: brings the rows on their way. What it returns goes to
+        """Sends the rows of a dispatch without a capacity: its first half. The result is the argument of
         `finish_dispatch`."""
 
     def finish_dispatch(self, begun: Any) -> RawDispatch:
-        """The second half: the rows that arrive."""
+        """Receives the rows that arrive: the second half of a dispatch."""
 
     def tensor_plan(self, plan: Any) -> TensorPlan:
-        """The plan of a RawDispatch as a tensor; it lives as long as the blob's memory."""
+        """Returns the plan of a RawDispatch as a tensor and numbers; the plan lives as long as the blob's
+        memory."""
 
     def redispatch(
         self,
@@ -147,7 +149,8 @@ class Backend(Protocol):
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
+        <row p, other[p]> with `other_PH`, else dots is None."""
 
     def combine(
         self,
@@ -156,23 +159,23 @@ class Backend(Protocol):
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
-        weight_grads)."""
+        """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
+        weights, or None without weight_grads)."""
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """(num_tokens, H), in the window if that saves a copy."""
+        """Returns an uninitialised (num_tokens, H) tensor, in the window if that saves a copy."""
 
     def fail(self, error: MoecommError) -> NoReturn:
-        """Tells all ranks that this one's arguments are bad, and raises `error`."""
+        """Tells all ranks that this rank's arguments are bad, and raises `error`."""
 
     def check(self) -> None:
-        """Raises what is pending: CapacityExceeded, or what broke the communicator."""
+        """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction or the last reset."""
+        """Returns the counters since construction or the last reset."""
 
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
 
     def close(self) -> None:
-        """Waits for what is under way, tells the peers, and lets go of the window."""
+        """Waits for operations under way, tells the peers, and frees the window."""

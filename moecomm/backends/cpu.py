@@ -30,16 +30,16 @@ _POOLED_BYTES = 1 << 16
 
 
 class _Begun(NamedTuple):
-    """A dispatch between its halves."""
+    """A dispatch whose rows are sent and not received yet."""
 
     plan: _C.Plan
     by_rank: bool
     has_weights: bool
-    x_TH: torch.Tensor  # this rank's own rows are read where they are, so it has to live
+    x_TH: torch.Tensor  # kept alive, since this rank's own rows are read from it
 
 
 class _PlanWords(np.ndarray):
-    """The memory of a plan's tensor, and with it the plan."""
+    """The memory of a plan's tensor, which keeps the plan alive."""
 
     plan: _C.Plan
 
@@ -81,8 +81,9 @@ class CpuBackend:
         dtype: torch.dtype,
         threads: int | None,
     ) -> None:
-        """`arguments`: those of the Communicator that all ranks have to share, as JSON values.
-        `argument_error`: why this rank's are bad; it still meets the others, so that all raise."""
+        """Builds the native communicator together with the other ranks. `arguments`: arguments of the
+        Communicator that all ranks have to share, as JSON values. `argument_error`: the error in this rank's
+        arguments, if any; the rank still meets the others, so that all raise."""
         self._order = InOrder()
         self.device = torch.device("cpu")
         self.dtype = dtype
@@ -135,7 +136,7 @@ class CpuBackend:
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """The result of `operation` after all before it."""
+        """Runs `operation` after all before it and returns its result."""
         return self._order.run(operation)
 
     def launch(
@@ -151,14 +152,14 @@ class CpuBackend:
         return Work(lambda: finish(future.result()), future.done)
 
     def settle_begun(self) -> None:
-        """Nothing to do: the thread does all of an operation."""
+        """Does nothing: the thread completes each operation itself."""
 
     def ready(self) -> None:
-        """Raises what is pending: every rank sees a passed capacity, and none may go on."""
+        """Raises the pending error, if any: every rank sees a passed capacity, and none may go on."""
         self._native.check()
 
     def limit_sms(self, num_sms: int | None) -> int | None:
-        """A rank's threads are there from the beginning."""
+        """Raises Unsupported: a rank's threads are made once, with the communicator."""
         raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
@@ -182,7 +183,7 @@ class CpuBackend:
         return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Pulls the rows into tensors of their own."""
+        """Copies the rows from the peers into new tensors."""
         plan, by_rank, has_weights, *_ = begun
         tokens_PH = self._empty((plan.rows, self.hidden), self.dtype)
         weights = None
@@ -201,7 +202,8 @@ class CpuBackend:
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
-        """A tensor whose memory keeps `plan`, with a key to it and what the output tells of it."""
+        """Returns a tensor whose memory keeps `plan` alive; it holds a key to the plan and the views of the
+        output."""
         fields, layout = self.plan_fields, cast(Layout, plan.layout.name)
         words = np.zeros(fields.words, dtype=np.int32).view(_PlanWords)
         words.plan = plan
@@ -227,7 +229,8 @@ class CpuBackend:
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
+        <row p, other[p]> with `other_PH`, else dots is None."""
         plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
@@ -249,8 +252,8 @@ class CpuBackend:
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
-        weight_grads)."""
+        """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
+        weights, or None without weight_grads)."""
         plan = self._plan(plan)
         rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
         weight_grads = _dense_or_none(weight_grads)
@@ -269,14 +272,14 @@ class CpuBackend:
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """(num_tokens, H) in the window."""
+        """Returns an uninitialised (num_tokens, H) tensor in the window."""
         if num_tokens == 0:
             return torch.empty((0, self.hidden), dtype=self.dtype)
         buffer = self._native.take_input(num_tokens)
         return torch.frombuffer(buffer, dtype=self.dtype).view(num_tokens, self.hidden)
 
     def fail(self, error: MoecommError) -> NoReturn:
-        """Tells all ranks that this one's arguments are bad, and raises `error`."""
+        """Tells all ranks that this rank's arguments are bad, and raises `error`."""
         try:
             self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error))
         except InvalidArgument:
@@ -284,11 +287,11 @@ class CpuBackend:
         raise AssertionError("announcing an error has to raise one")
 
     def check(self) -> None:
-        """Raises what is pending: CapacityExceeded, or what broke the communicator."""
+        """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
         self._native.check()
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction or the last reset."""
+        """Returns the counters since construction or the last reset."""
         return dict(self._native.stats())
 
     def reset_stats(self) -> None:
@@ -296,7 +299,7 @@ class CpuBackend:
         self._native.reset_stats()
 
     def close(self) -> None:
-        """Waits for what is under way, tells the peers, and lets go of the window."""
+        """Waits for operations under way, tells the peers, and frees the window."""
         self._order.finish()
         self._native.close()
 
@@ -313,8 +316,8 @@ def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _address(tensor: torch.Tensor | None) -> int:
-    """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets one
-    that is not."""
+    """Returns the address of a tensor, 0 for None. The runtime takes null for an absent tensor. An empty
+    tensor has a null address as well, so it gets another one."""
     if tensor is None:
         return 0
     return tensor.data_ptr() or _NOWHERE.data_ptr()

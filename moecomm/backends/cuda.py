@@ -37,7 +37,7 @@ _Inputs = tuple[torch.Tensor | None, ...]
 
 
 class _Begun(NamedTuple):
-    """A dispatch between its halves."""
+    """A dispatch whose rows are sent and not received yet."""
 
     call: DispatchCall
     blob: torch.Tensor
@@ -56,8 +56,9 @@ class CudaBackend:
         dtype: torch.dtype,
         num_sms: int | None,
     ) -> None:
-        """`arguments`, `argument_error`: as in `setup.handshake.handshake`. `num_sms`: SMs of one operation;
-        None: what the runtime finds best."""
+        """Builds the native communicator together with the other ranks. `arguments`, `argument_error`: as in
+        `setup.handshake.handshake`. `num_sms`: the number of SMs of one operation; None lets the runtime
+        choose."""
         self.device, self.dtype = device, dtype
         self._weight_dtype = weight_dtype(dtype)
         self._layouts = {"expert": _C.RowLayout.expert, "rank": _C.RowLayout.rank}
@@ -65,9 +66,9 @@ class CudaBackend:
         self._lock = threading.RLock()
         self._capturing = False
         self._raw_stream = 0
-        self._last: torch.cuda.Stream | None = None  # of the last operation that no graph recorded
+        self._last: torch.cuda.Stream | None = None  # the stream of the last operation that no graph recorded
         self._last_raw = -1
-        self._last_captured: torch.cuda.Stream | None = None  # of the last operation that a graph recorded
+        self._last_captured: torch.cuda.Stream | None = None  # same, for operations that a graph recorded
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
         self._unfinished: SideWork[Any] | None = None
@@ -98,7 +99,7 @@ class CudaBackend:
                 source_ends=_slice(fields["source_ends"]),
             )
             self._check_room(rendezvous, group_info)
-            self._kinds = {  # what new tensors are like
+            self._kinds = {  # an empty tensor of each dtype, from which new ones are made
                 each: torch.empty(0, dtype=each, device=device)
                 for each in (dtype, self._weight_dtype, torch.int32, torch.float32, WIRE_FP8)
             }
@@ -108,7 +109,7 @@ class CudaBackend:
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
-        # Also when the backend is forgotten, and when the interpreter ends.
+        # This also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
     # -- construction ----------------------------------------------------------------------------------
@@ -184,19 +185,20 @@ class CudaBackend:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Where operations of `launch` run; made when first asked for."""
+        """The CUDA stream on which operations of `launch` run; it is made when first asked for."""
         if self._side is None:
             self._side = self._gpu.new_stream()
         return self._side
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """The result of `operation`, on the caller's current stream, after all before it."""
+        """Runs `operation` on the caller's current stream, after all before it, and returns its result."""
         with self._lock:
             self.settle_begun()
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
-        """As `run`, with the lock held and nothing unfinished."""
+        """Runs `operation` as `run` does, for a caller that holds the lock and has left nothing
+        unfinished."""
         gpu = self._gpu
         if not gpu.is_current():
             with gpu.current():
@@ -211,7 +213,9 @@ class CudaBackend:
             gpu.pop_range()
 
     def _follow(self) -> None:
-        """Puts the current stream behind the last operation, if that was on another one.
+        """Makes the current stream wait for the last operation, if that was on another one. Within a capture
+        only the captured operations count: the order of a graph and of work beside its replays is the
+        caller's responsibility, as for any other work.
 
         Within a capture only what the capture recorded counts: the order of a graph and what runs beside its
         replays is the caller's, as for any other work.
@@ -241,7 +245,9 @@ class CudaBackend:
         finish: Callable[[Result], Finished],
         inputs: tuple[Any, ...],
     ) -> Work[Finished]:
-        """Puts an operation on `stream`, after what the caller's current stream holds now.
+        """Puts an operation on `stream`, after all work on the caller's current stream. An operation that
+        keeps the host waiting is only begun; it is completed in `wait`, or before the next operation, on as
+        many SMs.
 
         One that keeps the host waiting is begun only; the rest comes in `wait`, or before the next operation,
         on as many SMs.
@@ -275,25 +281,26 @@ class CudaBackend:
         return Work(wait, work.is_completed, work.join)
 
     def settle_begun(self) -> None:
-        """Completes what `launch` has only begun."""
+        """Completes the operation that `launch` has begun and not completed, if there is one."""
         with self._lock:
             if self._unfinished is not None:
                 self._unfinished.complete()
 
     def settle(self, work: SideWork[Any]) -> None:
-        """Completes `work` if that is still to do."""
+        """Completes `work` if it is not complete yet."""
         with self._lock:
             work.complete()
 
     def completed(self, work: SideWork[Any]) -> None:
-        """`work` needs nothing more from the host."""
+        """Notes that `work` needs nothing more from the host."""
         if self._unfinished is work:
             self._unfinished = None
 
     # -- operations ------------------------------------------------------------------------------------
 
     def limit_sms(self, num_sms: int | None) -> int | None:
-        """Of operations that begin from now on; None: as given to the communicator."""
+        """Sets the SMs of operations that begin from now on; None sets the number given to the communicator.
+        Returns the setting before."""
         with self._lock:
             before, self._limit = self._limit, self._num_sms if num_sms is None else num_sms
             if self._limit != before:
@@ -301,8 +308,8 @@ class CudaBackend:
         return before
 
     def ready(self) -> None:
-        """Nothing to do: the runtime refuses work when it is closed or broken, and a passed capacity is for
-        `check` or the row count of a dropless dispatch, where all ranks see the same."""
+        """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
+        reported by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
@@ -323,12 +330,13 @@ class CudaBackend:
         return _Begun(call, blob, inputs)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Waits for the number of rows, and receives them."""
+        """Waits on the host for the number of rows, and receives them."""
         return self._receive(begun.call, begun.blob, self._native.wait_rows(), self._native.finish_dispatch)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
-        """What the runtime's `begin_dispatch` takes but for the stream, the plan's memory, and what the
-        kernels read. (They do so while those that receive write: an output must not get that memory.)"""
+        """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
+        the tensors that the kernels read. (Receiving kernels write while these are read, so an output must
+        not get their memory.)"""
         x_TH, x_address = self._readable(call.x_TH)
         ids_TK, ids_address = self._readable(call.topk_idx_TK)
         x_scales, weights_TK = call.x_scales, call.topk_weights_TK
@@ -358,7 +366,7 @@ class CudaBackend:
     def _receive(
         self, call: DispatchCall, blob: torch.Tensor, rows: int, receive: Callable[..., None]
     ) -> RawDispatch:
-        """Receives into tensors of their own, by a call of the runtime that takes the number of rows,
+        """Receives the rows into new tensors, by a function of the runtime that takes the number of rows,
         addresses, and the stream."""
         by_rank = call.layout == "rank"
         weights = topk_idx_PK = scales = None
@@ -389,7 +397,7 @@ class CudaBackend:
         return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales)
 
     def tensor_plan(self, plan: TensorPlan) -> TensorPlan:
-        """`plan` itself."""
+        """Returns `plan` itself, which is a TensorPlan already."""
         return plan
 
     def redispatch(
@@ -399,7 +407,8 @@ class CudaBackend:
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows along a kept plan, times scales; with `other_PH` also <row, other[p]> for each place."""
+        """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
+        <row p, other[p]> with `other_PH`, else dots is None."""
         rows_TH, rows_address = self._readable(rows_TH)
         scales_address = other_address = 0
         if scales_P is not None:
@@ -434,8 +443,8 @@ class CudaBackend:
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(y_TH, or None without rows; gradients (T, K) of the routing weights, or None without
-        weight_grads)."""
+        """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
+        weights, or None without weight_grads)."""
         y_TH = grads_TK = None
         rows_address = weights_address = grads_address = 0
         if weights_P is not None:
@@ -463,25 +472,26 @@ class CudaBackend:
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
-        """(num_tokens, H), an ordinary tensor: rows go out from wherever they are."""
+        """Returns an uninitialised (num_tokens, H) tensor of ordinary memory: rows are sent from wherever
+        they are."""
         return self._empty((num_tokens, self.hidden), self.dtype)
 
     # -- state -----------------------------------------------------------------------------------------
 
     def fail(self, error: MoecommError) -> NoReturn:
-        """Tells all ranks that this one's arguments are bad, unless a capture is on, and raises `error`."""
+        """Tells all ranks that this rank's arguments are bad, unless a capture is on, and raises `error`."""
         if not self._capturing:
             self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error), self._raw_stream)
         raise error
 
     def check(self) -> None:
-        """Raises what the device has reported by now."""
+        """Raises the error that the device has reported by now, if any."""
         with self._lock:
             self._native.check()
 
     def stats(self) -> dict[str, float]:
-        """Counters since construction or the last reset. Those that the device keeps are copied from it, and
-        never set to zero: what they were at the last reset is taken off."""
+        """Returns the counters since construction or the last reset. Counters on the device are copied and
+        never set to zero: their values at the last reset are subtracted."""
         with self._lock:
             before = self._stats_before
             found = {name: value - before.get(name, 0) for name, value in self._native.stats().items()}
@@ -494,7 +504,7 @@ class CudaBackend:
             self._stats_before = dict(self._native.stats())
 
     def close(self) -> None:
-        """Waits for what is under way, tells the peers, and lets go of the window."""
+        """Waits for operations under way, tells the peers, and frees the window."""
         with self._lock:
             if self._unfinished is not None:
                 self._unfinished.complete()
@@ -506,7 +516,8 @@ class CudaBackend:
     # -- tensors ---------------------------------------------------------------------------------------
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As torch.empty, which takes half as long again: less is to be said and looked at here."""
+        """Returns an uninitialised tensor. This is faster than torch.empty, which parses dtype and device: it
+        takes half as long again."""
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         try:
             return self._kinds[dtype].new_empty_strided(shape, strides)
@@ -520,13 +531,12 @@ class CudaBackend:
         return plan.blob.data_ptr()
 
     def _address(self, tensor: torch.Tensor) -> int:
-        """The runtime takes null for what is absent. An empty tensor's address is null as well, so it gets
-        one that is not."""
+        """Returns the address of a tensor. The runtime takes null for an absent tensor. An empty tensor has a
+        null address as well, so it gets another one."""
         return tensor.data_ptr() or self._nowhere_address
 
     def _readable(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """`tensor` as the kernels read it, row by row and from an address that bulk copies take; and that
-        address."""
+        """Returns `tensor` contiguous and at an address that bulk copies take, and that address."""
         address = tensor.data_ptr()
         if address % _ALIGNMENT or not tensor.is_contiguous():
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -547,7 +557,8 @@ def _out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, error: Exception)
 
 
 def _translated(look: Callable[[], Result]) -> Result:
-    """An error of the CUDA runtime as one that the other ranks can be told."""
+    """Runs `look`; turns an error of the CUDA runtime into Unsupported, which can be told to the other
+    ranks."""
     try:
         return look()
     except MoecommError:
@@ -557,7 +568,7 @@ def _translated(look: Callable[[], Result]) -> Result:
 
 
 def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
-    """Lets go of a communicator: first what uses the window, then the window."""
+    """Frees a communicator: first the native object, which uses the window, then the window."""
     try:
         with gpu.current():
             if not gpu.capturing():

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 
 class InOrder:
-    """`run` works in the caller's thread unless operations of `submit` are under way; then it queues up
-    behind them."""
+    """Orders operations: `run` works in the caller's thread unless operations of `submit` are under way; then
+    it queues up behind them."""
 
     def __init__(self) -> None:
         self._begin()
@@ -26,13 +26,13 @@ class InOrder:
         self._last: Future[object] | None = None
 
     def _in_child(self) -> None:
-        """A forked child has neither the thread, nor those that held the locks: what was under way is not its
-        own. (Its operations are refused further down.)"""
+        """Starts afresh in a forked child, which has neither the thread nor the holders of the locks:
+        operations under way are not its own. (Its operations are refused further down.)"""
         if os.getpid() != self._owner:
             self._begin()
 
     def run(self, operation: Callable[[], Result]) -> Result:
-        """The result of `operation` after everything before it."""
+        """Runs `operation` after everything before it and returns its result."""
         self._in_child()
         with self._gate:
             if self._last is not None and not self._last.done():
@@ -65,7 +65,7 @@ class InOrder:
         return future
 
     def finish(self) -> None:
-        """Waits for what was submitted; nothing may be submitted afterwards."""
+        """Waits for the submitted operations; nothing may be submitted afterwards."""
         self._in_child()
         with self._gate:
             pool, self._pool = self._pool, None

@@ -1,4 +1,4 @@
-"""An operation on the stream of a CUDA communicator, beside the caller's: what a Work holds."""
+"""An operation on a CUDA communicator's own stream, beside the caller's stream; a Work holds it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Owner(Protocol):
     """The backend, which puts operations into one order."""
 
     def run_now(self, name: str, operation: Callable[[], Outcome]) -> Outcome:
-        """The result of `operation`, on the current stream, with the lock held."""
+        """Runs `operation` on the current stream, with the lock held, and returns its result."""
 
     def settle(self, work: SideWork[Any]) -> None:
-        """Completes `work` if that is still to do."""
+        """Completes `work` if it is not complete yet."""
 
     def completed(self, work: SideWork[Any]) -> None:
-        """`work` needs nothing more from the host."""
+        """Notes that `work` needs nothing more from the host."""
 
 
 class SideWork(Generic[Result]):
@@ -49,12 +49,13 @@ class SideWork(Generic[Result]):
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """The first half, or all if there is one only; an error is kept for `wait`."""
+        """Runs the first half, or the whole operation if it has one part only; an error is kept for
+        `wait`."""
         self._step(self._begin, "_result" if self._complete is None else "_begun")
         self._done = self._complete is None or self._error is not None
 
     def complete(self) -> None:
-        """The second half, once."""
+        """Runs the second half, if that was not done yet."""
         self._owner.completed(self)
         if not self._done:
             self._done = True
@@ -71,7 +72,7 @@ class SideWork(Generic[Result]):
             self._event = self._side.record_event()
 
     def wait(self) -> Result:
-        """The result, or the error; the device may still be working on it."""
+        """Returns the result, or raises the error; the device may still be working on it."""
         self._owner.settle(self)
         if self._error is not None:
             raise self._error
@@ -88,7 +89,7 @@ class SideWork(Generic[Result]):
             tensor.record_stream(caller)
 
     def is_completed(self) -> bool:
-        """True when the device is done. A dispatch whose count has arrived goes on here."""
+        """Returns True when the device is done. A dispatch whose row count has arrived is continued here."""
         if self._error is None and self._event is not None and not self._event.query():
             return False
         if self._done:
@@ -98,12 +99,12 @@ class SideWork(Generic[Result]):
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    """What holds memory in the result of an operation."""
+    """Returns the tensors in the result of an operation."""
     if isinstance(result, torch.Tensor):
         return [result]
     found: tuple[torch.Tensor | None, ...]
     if isinstance(result, RawDispatch):
         found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
     else:
-        found = result  # gradients of a dispatch
+        found = result  # the gradients of a dispatch, some of them None
     return [each for each in found if each is not None]

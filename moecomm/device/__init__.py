@@ -1,1 +1,2 @@
-"""What the rest asks of a GPU: the driver's API, and torch's streams and events at little cost."""
+"""Access to a GPU for the rest of moecomm: the driver's API, and torch's streams and events at little
+cost."""

@@ -1,4 +1,4 @@
-"""What the CUDA backend asks of torch.cuda: streams and events of one GPU, at little cost on the host."""
+"""Streams and events of one GPU, at little cost on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moecomm.errors import Unsupported
 
 
 def no_kernels(what: str) -> Unsupported:
-    """The error of a build that has not the kernels which `what` needs."""
+    """Returns the error for a build without the CUDA kernels that `what` needs."""
     return Unsupported(
         f"{what}, but this moecomm was built without its CUDA part (no CUDA toolkit at build time), or "
         "before it had this operation: build it again where nvcc is on PATH"
@@ -23,7 +23,7 @@ def no_kernels(what: str) -> Unsupported:
 class CudaDevice:
     """One GPU. Current streams are those of this GPU, whichever is the current device.
 
-    What every operation asks goes to the functions of torch._C that torch.cuda wraps: the wrappers take
+    Queries of every operation call the functions of torch._C that torch.cuda wraps: the wrappers take
     longer than what they wrap. torch has set CUDA up by then, as the communicator has memory there.
     """
 
@@ -32,16 +32,17 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._current_device = torch._C._cuda_getDevice
         self.raw_stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
-        """The current stream as the CUDA runtime knows it."""
+        """Returns the handle (cudaStream_t) of the current stream."""
         self.capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-        """True if the current stream is recording a CUDA graph. This has to be the current device."""
+        """Returns True if the current stream is recording a CUDA graph; this GPU has to be the current
+        device."""
         self.push_range: Callable[[str], int] = torch._C._nvtx.rangePushA
         """Opens an NVTX range: a few tens of nanoseconds when no profiler listens."""
         self.pop_range: Callable[[], int] = torch._C._nvtx.rangePop
         """Closes the last NVTX range of this thread."""
 
     def is_current(self) -> bool:
-        """True if a call that names no device means this one."""
+        """Returns True if a call that names no device means this one."""
         return self._current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
@@ -49,17 +50,19 @@ class CudaDevice:
         return torch.cuda.device(self.index)
 
     def stream(self) -> torch.cuda.Stream:
-        """The current stream."""
+        """Returns the current stream of this GPU."""
         return torch.cuda.current_stream(self.index)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """A stream of high priority: the few blocks of a transfer get their SMs before the many of a GEMM."""
+        """Returns a new stream of high priority, so that the few blocks of a transfer get their SMs before
+        the many of a GEMM."""
         return torch.cuda.Stream(self.index, priority=-1)
 
     def record_event(
         self, stream: torch.cuda.Stream | None = None, *, timed: bool = False
     ) -> torch.cuda.Event:
-        """An event behind what a stream, or else the current one, holds now; `timed`: for `elapsed_time`."""
+        """Records an event after the work now on `stream` (None: the current one); `timed`: the event can be
+        used with `elapsed_time`."""
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.stream() if stream is None else stream)
         return event
@@ -86,7 +89,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.index)
 
     def free_bytes(self, wanted: int) -> int:
-        """Memory that can be allocated; if it is less than `wanted`, torch gives back what it only caches."""
+        """Returns the bytes that can be allocated; if they are fewer than `wanted`, torch frees its cached
+        memory first."""
         free = int(torch.cuda.mem_get_info(self.index)[0])
         if free < wanted:
             torch.cuda.empty_cache()
@@ -94,20 +98,20 @@ class CudaDevice:
         return free
 
     def count_sms(self) -> int:
-        """Streaming multiprocessors of the GPU."""
+        """Returns the number of streaming multiprocessors of the GPU."""
         return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
     def capability(self) -> tuple[int, int]:
-        """Compute capability, as (9, 0)."""
+        """Returns the compute capability, such as (9, 0)."""
         return torch.cuda.get_device_capability(self.index)
 
     def leave_sms(self, sms: int | None) -> int | None:
-        """Matrix products that torch issues from now on leave so many SMs alone, as far as their kernels know
-        how: those of grouped_mm do. None: none. Returns what it was before."""
+        """Makes matrix products that torch issues from now on leave so many SMs alone, if their kernels can:
+        those of grouped_mm do. None leaves none. Returns the setting before."""
         before: int | None = torch._C._get_sm_carveout_experimental()
         torch._C._set_sm_carveout_experimental(sms)
         return before
 
     def uuid(self) -> str:
-        """Names the GPU on this host, whatever its index in this process."""
+        """Returns the GPU's UUID, which names it on this host whatever its index in this process."""
         return str(torch.cuda.get_device_properties(self.index).uuid)

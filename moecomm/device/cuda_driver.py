@@ -19,8 +19,7 @@ from moecomm.errors import Unsupported
 
 
 class DriverError(Exception):
-    """A driver call failed; the text names it and says why. Turned into a MoecommError by who made the
-    call."""
+    """A driver call failed; the text names it and says why. The caller turns it into a MoecommError."""
 
     def __init__(self, text: str, *, call: str, code: Any) -> None:
         super().__init__(text)
@@ -31,29 +30,29 @@ class DriverError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What tells a GPU from others, and how its memory can be shared."""
+    """The identity of a GPU, and how its memory can be shared."""
 
     name: str
     uuid: str
-    """As nvidia-smi -L prints it; the same in all processes, whatever CUDA_VISIBLE_DEVICES is."""
+    """The UUID as nvidia-smi -L prints it; the same in all processes, whatever CUDA_VISIBLE_DEVICES is."""
     bus_id: str
-    """PCI domain:bus:device.function."""
+    """The PCI address, domain:bus:device.function."""
     virtual_memory: bool
-    """cuMemCreate and cuMemMap work."""
+    """True if cuMemCreate and cuMemMap work."""
     posix_fd: bool
-    """Memory can be handed to processes of this host as file descriptors."""
+    """True if memory can be handed to processes of this host as file descriptors."""
     fabric: bool
-    """Memory can be handed to processes within the NVLink domain, on other hosts too, as 64-byte handles. The
-    machine also has to be set up for that (IMEX)."""
+    """True if memory can be handed to processes within the NVLink domain, on other hosts too, as 64-byte
+    handles. The machine also has to be set up for that (IMEX)."""
     rdma: bool
-    """Network adapters can reach such memory."""
+    """True if network adapters can reach memory of cuMemCreate."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.bus_id}, {self.uuid})"
 
 
 class Driver:
-    """Driver calls by name, every result checked."""
+    """Makes driver calls by their names and checks every result."""
 
     def __init__(self, api: Any) -> None:
         """`api`: the module cuda.bindings.driver, or something with the same functions and enums."""
@@ -66,7 +65,7 @@ class Driver:
         )
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the call gives besides its CUresult: None, a value, or a tuple of several.
+        """Makes a call and returns its values besides the CUresult: None, a value, or a tuple of several.
 
         Raises DriverError.
         """
@@ -81,9 +80,8 @@ class Driver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def free(self, name: str, *arguments: Any) -> None:
-        """A call that gives something back. Never raises DriverError, so that what comes after it is freed
-        too: an error becomes a RuntimeWarning, and none at all if the driver itself is gone (end of the
-        process)."""
+        """Makes a call that frees something. It never raises DriverError, so that later frees still run: an
+        error becomes a RuntimeWarning, or nothing if the driver itself is gone (end of the process)."""
         try:
             self.call(name, *arguments)
         except DriverError as error:
@@ -91,12 +89,12 @@ class Driver:
                 warnings.warn(f"moecomm could not free GPU memory: {error}", RuntimeWarning, stacklevel=2)
 
     def out_of_memory(self, error: DriverError) -> bool:
-        """Whether that is why the call failed."""
+        """Returns True if the call failed for lack of memory."""
         return bool(error.code == self.api.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 
     @contextmanager
     def current(self, context: Any) -> Iterator[None]:
-        """Makes a context current on this thread, and restores the one that was."""
+        """Makes a context current on this thread for a block, and restores the one before."""
         self.call("cuCtxPushCurrent", context)
         try:
             yield
@@ -104,7 +102,7 @@ class Driver:
             self.call("cuCtxPopCurrent")
 
     def gpu(self, device: Any) -> Gpu:
-        """Facts about one device (what cuDeviceGet returned)."""
+        """Returns facts about one device (a result of cuDeviceGet)."""
         # CUDA 13 has the form that tells MIG instances apart under the plain name, CUDA 12 as _v2.
         uuid_call = "cuDeviceGetUuid_v2" if hasattr(self.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         octets = bytes(self.call(uuid_call, device).bytes)
@@ -124,7 +122,7 @@ class Driver:
         )
 
     def devices(self) -> list[Any]:
-        """Those that this process may use, by ordinal."""
+        """Returns the devices that this process may use, by ordinal."""
         return [self.call("cuDeviceGet", i) for i in range(self.call("cuDeviceGetCount"))]
 
     def _describe(self, code: Any) -> str:
@@ -135,7 +133,7 @@ class Driver:
 
 
 def load(api: Any = None) -> Driver:
-    """The driver, initialised (cuInit). `api`: see Driver; None for cuda-bindings.
+    """Returns the driver, initialised (cuInit). `api`: see Driver; None for cuda-bindings.
 
     Raises Unsupported: the package is missing, or this machine has no usable driver.
     """
@@ -156,7 +154,7 @@ def load(api: Any = None) -> Driver:
 
 
 def bindings_version() -> str | None:
-    """Of cuda-bindings; None if it cannot be imported. Needs no driver."""
+    """Returns the version of cuda-bindings; None if it cannot be imported. Needs no driver."""
     try:
         importlib.import_module("cuda.bindings.driver")
         return importlib.metadata.version("cuda-bindings")
@@ -165,5 +163,6 @@ def bindings_version() -> str | None:
 
 
 def _text(buffer: bytes) -> str:
-    """Up to its terminating zero: some calls return the whole buffer that they were given."""
+    """Returns the text of a buffer up to its terminating zero: some calls return the whole buffer that they
+    were given."""
     return buffer.split(b"\0")[0].decode(errors="replace")

@@ -1,1 +1,1 @@
-"""What experts compute with: grouped products, activations with the routing weight inside, fp8 operands."""
+"""The kernels of the experts: grouped products, activations with the routing weight inside, fp8 operands."""

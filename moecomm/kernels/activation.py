@@ -29,13 +29,13 @@ from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 Tensor = torch.Tensor
 
 INPUTS = {"swiglu": 2, "gelu": 1}
-"""I / F of each activation."""
+"""The ratio I / F of each activation."""
 
 
 def weighted_activation(
     inner_PI: Tensor, weights_P: Tensor | None = None, ends_L: Tensor | None = None, *, activation: str
 ) -> Tensor:
-    """z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
+    """Returns z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
     activation: "swiglu", silu of the first half of a row times its second half (arXiv 2002.05202), I = 2F;
     "gelu", the exact one (arXiv 1606.08415), I = F. inner: bfloat16, float16, float32; not on CUDA float64.
@@ -60,7 +60,7 @@ def weighted_activation_backward(
     need_weights: bool,
     need_z: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(grad_inner_PI, grad_weights_P, z_PF) of a `weighted_activation` with these arguments.
+    """Returns (grad_inner_PI, grad_weights_P, z_PF) of a `weighted_activation` with these arguments.
 
     With need_weights, grad_weights[p] is the sum over f of grad_z[p, f] * act(inner[p])[f], of the weights'
     dtype; it is added up in an order that depends on F and the dtype alone. With need_z, z is the forward's
@@ -80,8 +80,8 @@ def weighted_activation_into(
     *,
     activation: str,
 ) -> None:
-    """As `weighted_activation`, with the result in a contiguous tensor of the caller. Not differentiable, and
-    unknown to torch.compile, whose operators take the host twice as long."""
+    """Computes `weighted_activation` into a contiguous tensor of the caller. Not differentiable, and unknown
+    to torch.compile, whose operators take the host twice as long."""
     width = _width(inner_PI, weights_P, ends_L, activation)
     _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
     if _has_kernel(inner_PI):
@@ -101,8 +101,8 @@ def weighted_activation_backward_into(
     *,
     activation: str,
 ) -> None:
-    """As `weighted_activation_backward`, with the results in tensors of the caller: contiguous ones, parts of
-    larger ones for example. None: not needed. Unknown to torch.compile."""
+    """Computes `weighted_activation_backward` into contiguous tensors of the caller, parts of larger ones for
+    example; None for a result that is not needed. Unknown to torch.compile."""
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     rows, dtype, device = inner_PI.shape[0], inner_PI.dtype, inner_PI.device
     _require_result("grad_inner", grad_inner_PI, tuple(inner_PI.shape), dtype, device)
@@ -123,7 +123,9 @@ def weighted_activation_backward_into(
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time.
+    """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time. The first
+    use does this too. But loading may wait for kernels under way, and those of a communicator may wait for
+    other ranks, so a program that runs both side by side calls this first.
 
     The first use does this too. But loading may wait for kernels under way, and those of a communicator may
     wait for other ranks: who runs both side by side calls this first.
@@ -143,7 +145,7 @@ def _width(
     activation: str,
     grad_z_PF: Tensor | None = None,
 ) -> int:
-    """F, once everything has the right shape, dtype and device."""
+    """Checks shapes, dtypes and devices and returns F."""
     if activation not in INPUTS:
         raise InvalidArgument(f"activation is {activation!r}, expected one of {', '.join(INPUTS)}")
     if inner_PI.dtype not in NATIVE_DTYPES:
@@ -221,7 +223,8 @@ def _backward(
 def _new_gradients(
     inner_PI: Tensor, width: int, need_weights: bool, need_z: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous tensors for the results of the backward: what is not needed is empty."""
+    """Returns contiguous tensors for the results of the backward; a result that is not needed gets an empty
+    one."""
     rows = inner_PI.shape[0]
     return (
         inner_PI.new_empty(inner_PI.shape),
@@ -264,8 +267,8 @@ def _launch(
     activation: str,
     *others: Tensor | None,
 ) -> None:
-    """Puts a kernel of the extension on the current stream of inner's device. What is empty or None has
-    address 0: it is absent there."""
+    """Puts a kernel of the extension on the current stream of inner's device. Empty tensors and None get
+    address 0, which the kernel takes as absent."""
     gpu = _gpu(inner_PI.device.index)
     _prepare(gpu.index, inner_PI.dtype)
     inner_PI = inner_PI.contiguous()
@@ -324,7 +327,7 @@ def _backward_by_torch(
 
 
 def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """act(inner), not yet rounded, and its derivatives with respect to the parts of `inner`."""
+    """Returns act(inner), not yet rounded, and its derivatives with respect to the parts of `inner`."""
     inner_PI = inner_PI.contiguous().to(weight_dtype(inner_PI.dtype))
     if activation == "swiglu":
         gate_PF, up_PF = inner_PI.chunk(2, dim=1)
@@ -342,7 +345,7 @@ def _weighted(value_PF: Tensor, weights_P: Tensor | None) -> Tensor:
 
 
 def _real(value: Tensor, ends_L: Tensor | None) -> Tensor:
-    """`value` with rows that are not real set to zero, whatever they hold."""
+    """Returns `value` with rows that are not real set to zero, whatever they hold."""
     if ends_L is None:
         return value
     real_P = torch.arange(value.shape[0], device=value.device) < ends_L[-1]

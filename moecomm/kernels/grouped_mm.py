@@ -12,37 +12,37 @@ _ALIGNMENT_BYTES = 16
 
 
 class Products(Protocol):
-    """How the experts' products are computed: `forward`, its data gradient and its weight gradient, none of
-    them differentiable. Shapes, offsets and what is unspecified are as in `grouped_matmul`; results have the
-    rows' dtype."""
+    """The experts' grouped products: the forward, its data gradient and its weight gradient, none of them
+    differentiable. Shapes, offsets and unspecified rows are as in `grouped_matmul`; results have the rows'
+    dtype."""
 
-    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        """(P, B): rows of each group times its weight."""
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        """Returns (P, B): rows of each group times its weight."""
 
-    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        """(P, A): rows of each group times its weight, transposed."""
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        """Returns (P, A): rows of each group times its weight, transposed."""
 
-    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-        """(L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one."""
+    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+        """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one."""
 
     def forget(self) -> None:
-        """Throws away what is kept of weights, if anything."""
+        """Throws away what is kept of weights (quantised copies), if anything."""
 
 
 class PlainProducts:
-    """In the dtype of the operands."""
+    """Products in the dtype of the operands."""
 
-    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        return rows_by_weights(rows_PA, weight_LAB, offsets_L)
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        return grouped_mm(rows_PA, weight_LAB, offsets_L)
 
-    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        return rows_by_weights(rows_PB, weight_LAB.transpose(1, 2), offsets_L)
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), offsets_L)
 
-    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-        return rows_by_rows(rows_PA, grad_PB, offsets_L)
+    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+        return grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no weights are kept."""
 
 
 _PLAIN = PlainProducts()
@@ -51,7 +51,7 @@ _PLAIN = PlainProducts()
 def grouped_matmul(
     rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products = _PLAIN
 ) -> Tensor:
-    """(P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
+    """Returns (P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
 
     rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
     P; a group may be empty. Rows past offsets[-1] come out unspecified and get an unspecified gradient; the
@@ -67,7 +67,8 @@ def grouped_matmul(
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    # grouped_mm's own backward refuses gradients that are not contiguous, such as the expanded one of a sum.
+    # The backward of torch's grouped_mm refuses gradients that are not contiguous, such as the expanded one
+    # of a sum.
 
     @staticmethod
     def forward(
@@ -75,42 +76,43 @@ class _GroupedMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows_PA, weight_LAB, offsets_L)
         ctx.products = products
-        return products.rows_by_weights(rows_PA, weight_LAB, offsets_L)
+        return products.grouped_mm(rows_PA, weight_LAB, offsets_L)
 
     @staticmethod
     def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
         grad_rows_PA = grad_weight_LAB = None
         if ctx.needs_input_grad[0]:
-            grad_rows_PA = ctx.products.rows_by_weights_transposed(grad_PB, weight_LAB, offsets_L)
+            grad_rows_PA = ctx.products.grouped_mm_dgrad(grad_PB, weight_LAB, offsets_L)
         if ctx.needs_input_grad[1]:
-            grad_weight_LAB = ctx.products.rows_by_rows(rows_PA, grad_PB, offsets_L)
+            grad_weight_LAB = ctx.products.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
         return grad_rows_PA, grad_weight_LAB, None, None
 
 
 def _row_major(rows_PA: Tensor) -> Tensor:
-    """With strides (A, 1) exactly: grouped_mm insists on them, also where P is 1 and contiguous() does
-    not."""
+    """Returns the rows with strides (A, 1) exactly: torch's grouped_mm insists on them, also where P is 1 and
+    contiguous() does not."""
     return rows_PA.contiguous().view(-1).view(rows_PA.shape)
 
 
-def rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-    """As `grouped_matmul`, with no gradient."""
+def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    """Computes `grouped_matmul` without a gradient."""
     if _is_opaque(rows_PA, weight_LAB.shape[2]):
         product_PB: Tensor = torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
         return product_PB
-    return _rows_by_weights(rows_PA, weight_LAB, offsets_L)
+    return _grouped_mm(rows_PA, weight_LAB, offsets_L)
 
 
-def rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-    """(L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; no gradient."""
+def grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; no
+    gradient."""
     if _is_opaque(rows_PA, grad_PB.shape[1]):
         product_LAB: Tensor = torch.ops.moecomm.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
         return product_LAB
-    return _rows_by_rows(rows_PA, grad_PB, offsets_L)
+    return _grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
 
 
-def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+def _grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     rows_PA = _row_major(rows_PA)
     if _has_grouped_kernel(rows_PA, weight_LAB.shape[2]):
         return functional.grouped_mm(rows_PA, weight_LAB, offs=offsets_L)
@@ -120,7 +122,7 @@ def _rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> 
     return product_PB
 
 
-def _rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+def _grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
     rows_PA, grad_PB = _row_major(rows_PA), _row_major(grad_PB)
     if _has_grouped_kernel(rows_PA, grad_PB.shape[1]):
         return functional.grouped_mm(rows_PA.t(), grad_PB, offs=offsets_L)
@@ -137,18 +139,19 @@ def _has_grouped_kernel(rows_PA: Tensor, width: int) -> bool:
 
 
 def _is_opaque(rows_PA: Tensor, width: int) -> bool:
-    """Whether torch.compile is tracing a product that it has to hold as one operator of ours: torch's fake
-    grouped_mm refuses every dtype but bfloat16, and a loop over groups has bounds that no trace knows."""
+    """Returns True if torch.compile is tracing a product that it has to hold as one operator of moecomm:
+    torch's fake grouped_mm refuses every dtype but bfloat16, and a loop over groups has bounds that no trace
+    knows."""
     if not torch.compiler.is_compiling():
         return False
     return rows_PA.dtype != torch.bfloat16 or not _has_grouped_kernel(rows_PA, width)
 
 
-def _fake_rows_by_weights(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+def _fake_grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
     return rows_PA.new_empty(rows_PA.shape[0], weight_LAB.shape[2])
 
 
-def _fake_rows_by_rows(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+def _fake_grouped_mm_wgrad(rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
     return rows_PA.new_empty(offsets_L.shape[0], rows_PA.shape[1], grad_PB.shape[1])
 
 
@@ -159,10 +162,15 @@ def _groups(offsets_L: Tensor) -> list[tuple[int, int]]:
 
 _library = torch.library.Library("moecomm", "FRAGMENT")
 for _name, _arguments, _run, _fake in (
-    ("grouped_mm", "Tensor rows, Tensor weight, Tensor offsets", _rows_by_weights, _fake_rows_by_weights),
-    ("grouped_mm_wgrad", "Tensor rows, Tensor grad, Tensor offsets", _rows_by_rows, _fake_rows_by_rows),
+    ("grouped_mm", "Tensor rows, Tensor weight, Tensor offsets", _grouped_mm, _fake_grouped_mm),
+    (
+        "grouped_mm_wgrad",
+        "Tensor rows, Tensor grad, Tensor offsets",
+        _grouped_mm_wgrad,
+        _fake_grouped_mm_wgrad,
+    ),
 ):
-    # Where the host reads the offsets, no CUDA graph may hold the operator.
+    # The host may read the offsets, so no CUDA graph may hold the operator.
     _library.define(f"{_name}({_arguments}) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

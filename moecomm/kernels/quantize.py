@@ -40,7 +40,8 @@ from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 Tensor = torch.Tensor
 
 QUANTUM = 16
-"""Columns, and rows of a group among columns, come in multiples of this: torch's products want it."""
+"""Columns, and rows of a group among columns, come in multiples of this number, as torch's products require.
+"""
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST, _LEAST = 448.0, 2.0**-126
@@ -48,7 +49,7 @@ _ALIGNMENT = 16
 
 
 class Quantized(NamedTuple):
-    """`values` times `scales`, which have one dimension less."""
+    """A quantised tensor: `values` times `scales`, which have one dimension less."""
 
     values: Tensor
     """torch.float8_e4m3fn, contiguous."""
@@ -57,7 +58,7 @@ class Quantized(NamedTuple):
 
 
 class QuantizedColumns(NamedTuple):
-    """The columns of groups of rows."""
+    """The quantised columns of groups of rows."""
 
     values_CQ: Tensor
     """torch.float8_e4m3fn, contiguous: group l of a line ends before padded_ends[l] and begins where the one
@@ -70,7 +71,7 @@ class QuantizedColumns(NamedTuple):
 
 
 def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
-    """values of x's shape (..., C), scales of shape (...).
+    """Quantises rows: returns values of x's shape (..., C) and scales of shape (...).
 
     x: bfloat16, float16 or float32 of at least two dimensions, C a multiple of 16. ends: int32 inclusive
     ends of groups of rows, on the same device, for x of two dimensions; rows from ends[-1] on are not real.
@@ -83,7 +84,8 @@ def quantize_rows(x: Tensor, ends_L: Tensor | None = None) -> Quantized:
 
 
 def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
-    """The columns of each group of rows as lines: Q is 16 * (P // 16 + L), enough for groups of any sizes.
+    """Quantises the columns of each group of rows as lines: Q is 16 * (P // 16 + L), enough for groups of any
+    sizes.
 
     x: bfloat16, float16 or float32, C a multiple of 16. ends: (L,) int32 inclusive ends of groups, ascending,
     at most P, on the same device; rows from ends[-1] on are not read. Values from padded_ends[-1] on are
@@ -96,7 +98,7 @@ def quantize_columns(x_PC: Tensor, ends_L: Tensor) -> QuantizedColumns:
 
 
 def quantize_transposed(x_LAB: Tensor) -> Quantized:
-    """(L, B, A) and (L, B): each matrix transposed, with a scale a column of x.
+    """Quantises each matrix transposed: returns values (L, B, A) and scales (L, B), one for each column of x.
 
     x: bfloat16, float16 or float32, A and B multiples of 16. Errors are those of `quantize_rows`.
     """
@@ -104,8 +106,8 @@ def quantize_transposed(x_LAB: Tensor) -> Quantized:
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
-    """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time. Why one
-    would: moecomm.kernels.activation.prepare."""
+    """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time.
+    moecomm.kernels.activation.prepare says why to call it."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         _prepare(index, dtype)
@@ -115,7 +117,7 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check(x: Tensor, dimensions: str, *multiples: int) -> None:
-    """`multiples`: dimensions of x that are multiples of 16."""
+    """Checks x's dtype, and that the dimensions `multiples` are multiples of 16."""
     if x.dtype not in CUDA_DTYPES:
         raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, CUDA_DTYPES))}")
     if any(x.shape[at] < QUANTUM or x.shape[at] % QUANTUM for at in multiples):
@@ -147,7 +149,7 @@ def _check_rows(x: Tensor, ends_L: Tensor | None) -> None:
 
 
 def _check_columns(x_PC: Tensor, ends_L: Tensor) -> int:
-    """Q."""
+    """Checks the arguments of quantize_columns and returns Q."""
     _check_dimensions(x_PC, 2, "(P, C)")
     _check(x_PC, "columns in", -1)
     _check_ends(x_PC, ends_L)
@@ -292,7 +294,7 @@ def _prepare(index: int, dtype: torch.dtype) -> None:
 
 
 def _gpu_of(x: Tensor) -> tuple[CudaDevice, Tensor, _C.DType]:
-    """Its device, ready; x as the kernels want it; and its dtype."""
+    """Returns x's device with kernels loaded, x as the kernels take it, and its dtype."""
     gpu = _gpu(x.device.index)
     _prepare(gpu.index, x.dtype)
     x = x.contiguous()
@@ -317,12 +319,12 @@ def _scales(x32: Tensor, dim: int) -> Tensor:
 
 
 def _values(x32: Tensor, scales: Tensor) -> Tensor:
-    # The conversion does not saturate.
+    # The conversion does not saturate, so values are clamped first.
     return (x32 * (1.0 / scales)).clamp(-_LARGEST, _LARGEST).to(E4M3)
 
 
 def _real(x: Tensor, ends_L: Tensor | None) -> Tensor:
-    """`x` with rows that are not real set to zero, whatever they hold."""
+    """Returns `x` with rows that are not real set to zero, whatever they hold."""
     if ends_L is None:
         return x
     return x.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)

@@ -28,8 +28,8 @@ Tensor = torch.Tensor
 RESULT = torch.bfloat16
 
 
-def scaled_rows_by_weights(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Tensor:
-    """(P, N) in bfloat16.
+def scaled_grouped_mm(rows: Quantized, weights: Quantized, ends_L: Tensor) -> Tensor:
+    """Returns the product (P, N) in bfloat16.
 
     rows: values (P, K) and scales (P,), of `quantize_rows`. weights: values (L, N, K) and scales (L, N), of
     `quantize_transposed` for weights (L, K, N), of `quantize_rows` for weights that are used transposed.
@@ -38,24 +38,25 @@ def scaled_rows_by_weights(rows: Quantized, weights: Quantized, ends_L: Tensor) 
 
     Raises InvalidArgument; Unsupported for CUDA tensors on a GPU that has no such product (`missing_on`).
     """
-    product_PN: Tensor = torch.ops.moecomm.scaled_rows_by_weights(*rows, *weights, ends_L)
+    product_PN: Tensor = torch.ops.moecomm.scaled_grouped_mm(*rows, *weights, ends_L)
     return product_PN
 
 
-def scaled_columns_by_columns(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
-    """(L, A, B) in bfloat16: for each group the sum over its rows of left^T right, zero for an empty one.
+def scaled_grouped_mm_wgrad(left: QuantizedColumns, right: QuantizedColumns) -> Tensor:
+    """Returns (L, A, B) in bfloat16: for each group the sum over its rows of left^T right, zero for an empty
+    one.
 
     left, right: values (A, Q) and (B, Q), of `quantize_columns` with the same ends. Errors are those of
-    `scaled_rows_by_weights`.
+    `scaled_grouped_mm`.
     """
-    product_LAB: Tensor = torch.ops.moecomm.scaled_columns_by_columns(
+    product_LAB: Tensor = torch.ops.moecomm.scaled_grouped_mm_wgrad(
         left.values_CQ, left.scales_LC, right.values_CQ, right.scales_LC, left.padded_ends_L
     )
     return product_LAB
 
 
 def missing_on(device: torch.device) -> str | None:
-    """Why CUDA tensors there have no such product; None: they have."""
+    """Returns the reason why CUDA tensors on `device` have no such product; None if they have."""
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9:
         return None
@@ -94,7 +95,7 @@ def _check_ends(ends_L: Tensor) -> None:
 def _weights_product(
     rows_PK: Tensor, scales_P: Tensor, weights_LNK: Tensor, scales_LN: Tensor, ends_L: Tensor
 ) -> tuple[int, int]:
-    """The product's shape."""
+    """Checks the arguments and returns the product's shape (P, N)."""
     _check_ends(ends_L)
     if rows_PK.dim() != 2 or weights_LNK.dim() != 3 or weights_LNK.shape[2] != rows_PK.shape[1]:
         raise InvalidArgument(
@@ -114,7 +115,7 @@ def _weights_product(
 def _columns_product(
     left_AQ: Tensor, scales_LA: Tensor, right_BQ: Tensor, scales_LB: Tensor, ends_L: Tensor
 ) -> tuple[int, int, int]:
-    """The product's shape."""
+    """Checks the arguments and returns the product's shape (L, A, B)."""
     _check_ends(ends_L)
     if left_AQ.dim() != 2 or right_BQ.dim() != 2 or left_AQ.shape[1] != right_BQ.shape[1]:
         raise InvalidArgument(
@@ -132,7 +133,7 @@ def _columns_product(
 # -- what runs ---------------------------------------------------------------------------------------------
 
 
-def _rows_by_weights(
+def _grouped_mm(
     rows_PK: Tensor, scales_P: Tensor, weights_LNK: Tensor, scales_LN: Tensor, ends_L: Tensor
 ) -> Tensor:
     count, width = _weights_product(rows_PK, scales_P, weights_LNK, scales_LN, ends_L)
@@ -146,7 +147,7 @@ def _rows_by_weights(
     return (sums_PN * scales_P.unsqueeze(1) * scales_PN).to(RESULT)
 
 
-def _columns_by_columns(
+def _grouped_mm_wgrad(
     left_AQ: Tensor, scales_LA: Tensor, right_BQ: Tensor, scales_LB: Tensor, ends_L: Tensor
 ) -> Tensor:
     _columns_product(left_AQ, scales_LA, right_BQ, scales_LB, ends_L)
@@ -173,14 +174,14 @@ def _on_tensor_cores(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, end
 # -- what a trace sees -------------------------------------------------------------------------------------
 
 
-def _fake_rows_by_weights(
+def _fake_grouped_mm(
     rows_PK: Tensor, scales_P: Tensor, weights_LNK: Tensor, scales_LN: Tensor, ends_L: Tensor
 ) -> Tensor:
     shape = _weights_product(rows_PK, scales_P, weights_LNK, scales_LN, ends_L)
     return rows_PK.new_empty(shape, dtype=RESULT)
 
 
-def _fake_columns_by_columns(
+def _fake_grouped_mm_wgrad(
     left_AQ: Tensor, scales_LA: Tensor, right_BQ: Tensor, scales_LB: Tensor, ends_L: Tensor
 ) -> Tensor:
     shape = _columns_product(left_AQ, scales_LA, right_BQ, scales_LB, ends_L)
@@ -189,16 +190,16 @@ def _fake_columns_by_columns(
 
 _library = torch.library.Library("moecomm", "FRAGMENT")
 _library.define(
-    "scaled_rows_by_weights(Tensor rows, Tensor row_scales, Tensor weights, Tensor weight_scales, "
+    "scaled_grouped_mm(Tensor rows, Tensor row_scales, Tensor weights, Tensor weight_scales, "
     "Tensor ends) -> Tensor"
 )
 _library.define(
-    "scaled_columns_by_columns(Tensor left, Tensor left_scales, Tensor right, Tensor right_scales, "
+    "scaled_grouped_mm_wgrad(Tensor left, Tensor left_scales, Tensor right, Tensor right_scales, "
     "Tensor ends) -> Tensor"
 )
 for _name, _run, _fake in (
-    ("scaled_rows_by_weights", _rows_by_weights, _fake_rows_by_weights),
-    ("scaled_columns_by_columns", _columns_by_columns, _fake_columns_by_columns),
+    ("scaled_grouped_mm", _grouped_mm, _fake_grouped_mm),
+    ("scaled_grouped_mm_wgrad", _grouped_mm_wgrad, _fake_grouped_mm_wgrad),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

@@ -1,4 +1,4 @@
-"""The backward of a pass of tokens through the experts, as the stages of a schedule."""
+"""The backward of tokens through the experts, as the stages of a schedule."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from moecomm.arguments import weight_dtype
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_backward_into
 from moecomm.nn.passes import Call, Deferred, without_autocast
-from moecomm.nn.pool import Ticket
+from moecomm.nn.pool import PoolHandle
 from moecomm.overlap import Results, backward_schedule, in_turns
 from moecomm.types import Handle
 
 
 class BackwardPass:
-    """One backward: its stages take each other's results and what the forward has kept."""
+    """One backward: each stage takes the results of others and the tensors that the forward has kept."""
 
     def __init__(self, ctx: Any, grad_y_TH: Tensor) -> None:
         self.call: Call = ctx.call
@@ -36,7 +36,7 @@ class BackwardPass:
             self.shared_inner_TI,
             inner_or_table,
         ) = ctx.saved_tensors
-        self.ticket: Ticket | None = ctx.ticket
+        self.ticket: PoolHandle | None = ctx.ticket
         if self.ticket is not None:
             # A checkpoint has thrown the first table away and made another.
             self.ticket = self.ticket._replace(table=inner_or_table)
@@ -46,7 +46,7 @@ class BackwardPass:
         self.z_PF: Tensor | None = None
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of the forward's inputs."""
+        """Runs the backward and returns gradients in the order of the forward's inputs."""
         call, (need_in, need_out, *need_shared) = self.call, self.need
         shared = self.shared_in is not None and (self.need_x or any(need_shared))
         home = self.need_x or self.need_weights
@@ -109,7 +109,7 @@ class BackwardPass:
 
     def _from_pool(self) -> None:
         assert self.call.pool is not None and self.ticket is not None
-        self.rows_PH, *inner = self.call.pool.pop(self.ticket)
+        self.rows_PH, *inner = self.call.pool.restore(self.ticket)
         self.inner_PI = inner[0] if inner else None
 
     def _rows(self, results: Results) -> Tensor:
@@ -117,7 +117,7 @@ class BackwardPass:
         return rows_PH
 
     def _shared_backward(self, results: Results) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of x, shared_in and shared_out."""
+        """Returns the gradients of x, shared_in and shared_out."""
         *_, need_shared_in, need_shared_out = self.need
         grad_inner_TI, _, z_TF = weighted_activation_backward(
             self.grad_y_TH @ self.shared_out.t(),
@@ -135,13 +135,13 @@ class BackwardPass:
         )
 
     def _up_again(self, results: Results) -> Tensor:
-        return self.products.rows_by_weights(self._rows(results), self.w_in, self.offsets_L)
+        return self.products.grouped_mm(self._rows(results), self.w_in, self.offsets_L)
 
     def _down_backward(self, results: Results) -> Tensor:
-        return self.products.rows_by_weights_transposed(results["gradient rows"], self.w_out, self.offsets_L)
+        return self.products.grouped_mm_dgrad(results["gradient rows"], self.w_out, self.offsets_L)
 
     def _activation_backward(self, results: Results) -> Tensor:
-        """The gradient of the first product; and that of the routing weights, and z."""
+        """Returns the gradient of the first product; sets that of the routing weights, and z."""
         inner_PI: Tensor | None = self.inner_PI if self.call.keep == "all" else results["up again"]
         assert inner_PI is not None
         grad_z_PF = results["down backward"]
@@ -166,9 +166,7 @@ class BackwardPass:
         return grad_inner_PI
 
     def _up_backward(self, results: Results) -> Tensor:
-        return self.products.rows_by_weights_transposed(
-            results["activation backward"], self.w_in, self.offsets_L
-        )
+        return self.products.grouped_mm_dgrad(results["activation backward"], self.w_in, self.offsets_L)
 
     def _home(self, results: Results) -> tuple[Tensor, Tensor | None]:
         results["activation backward"]  # the weights' gradients were made there
@@ -180,14 +178,14 @@ class BackwardPass:
 
     def _down_weights(self, results: Results) -> Tensor:
         assert self.z_PF is not None
-        gradient = self.products.rows_by_rows(self.z_PF, results["gradient rows"], self.offsets_L)
+        gradient = self.products.grouped_mm_wgrad(self.z_PF, results["gradient rows"], self.offsets_L)
         results.drop("gradient rows")
         self.z_PF = None
         return gradient
 
     def _up_weights(self, results: Results) -> Tensor:
         grad_inner_PI: Tensor = results["activation backward"]
-        return self.products.rows_by_rows(self._rows(results), grad_inner_PI, self.offsets_L)
+        return self.products.grouped_mm_wgrad(self._rows(results), grad_inner_PI, self.offsets_L)
 
     def _sum(self, results: Results) -> Tensor | None:
         grad_x_TH, _ = results["home"]

@@ -19,8 +19,8 @@ from moecomm.types import AnyGroup, Group, as_group
 def sharded_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ep_group: AnyGroup | None = None
 ) -> dict[str, Any]:
-    """What `torch.distributed.checkpoint.save` and `.load` take: {"model": ..., "optimizer": ...,
-    "param_groups": ...}.
+    """Returns the state dict for `torch.distributed.checkpoint.save` and `.load`: {"model": ..., "optimizer":
+    ..., "param_groups": ...}.
 
     Expert parameters, and the optimizer's tensors of their shape, are DTensors sharded by expert (dimension
     0) over the ranks of their layer's communicator, and where `fully_shard_experts` has sharded them further
@@ -62,8 +62,8 @@ def sharded_state(
 
 
 def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, DeviceMesh]:
-    """Over which mesh each expert parameter is a shard: its EP group, and for one that is sharded already
-    those that hold the same experts as a second dimension."""
+    """Returns the mesh over which each expert parameter is a shard: its EP group, and for a parameter that is
+    sharded already the holders of the same experts as a second dimension."""
     if not dist.is_initialized():
         return {}
     owners = expert_owners(model)
@@ -84,7 +84,8 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, DeviceMe
 
 
 def _shard(tensor: Any, mesh: DeviceMesh | None) -> Any:
-    """This rank's experts as a shard of all; without a mesh it is left as it is."""
+    """Returns this rank's experts as a shard of all experts; without a mesh the tensor is returned as it
+    is."""
     if mesh is None:
         return tensor
     if not isinstance(tensor, DTensor):
@@ -98,7 +99,7 @@ def _shard(tensor: Any, mesh: DeviceMesh | None) -> Any:
 
 @torch.no_grad()
 def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state tensors of an optimizer that has none: a step of zero gradients at rate zero."""
+    """Makes the state tensors of an optimizer that has none, by a step of zero gradients at rate zero."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if optimizer.state or not parameters:
         return
@@ -108,7 +109,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    # The plain class's step: a scheduler wraps the instance's and would count this one.
+    # This calls the step of the plain class: a scheduler wraps the instance's and would count this one.
     type(optimizer).step(optimizer)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

@@ -170,9 +170,9 @@ class MoEConfig:
         )
 
     def for_nodes(self, nodes: int) -> MoEConfig:
-        """This config for a job on `nodes` nodes, which hold equal parts of the experts in order of their
-        ids: with limit_nodes replaced by num_groups=nodes and topk_groups=limit_nodes, or by no groups where
-        the limit is not below the nodes. Without limit_nodes the config itself.
+        """Returns this config for a job on `nodes` nodes, which hold equal parts of the experts in order of
+        their ids: with limit_nodes replaced by num_groups=nodes and topk_groups=limit_nodes, or by no groups
+        where the limit is not below the nodes. Without limit_nodes it returns the config itself.
 
         Example: 256 experts with limit_nodes=4 become 8 groups, 4 of them a token, on 8 nodes; on 4 nodes or
         fewer nothing is limited.

@@ -63,7 +63,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
         if hasattr(parameter, AVERAGED_BY_DDP):
             continue
         if len(replicas[layer.comm].ranks) > 1:
-            _ = replicas[layer.comm].group  # made now, not within a backward
+            _ = replicas[layer.comm].group  # makes the process group now and not within a backward
         average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
         setattr(parameter, AVERAGED_BY_DDP, average)
         parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))
@@ -114,8 +114,8 @@ def fully_shard_experts(
 
 
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
-    """Keeps fully_shard of what is around from experts without replicas, and divides their gradients. FSDP
-    over a single rank would do so too, but divides twice for some dtypes (seen with torch 2.13)."""
+    """Keeps fully_shard of the modules around from experts without replicas, and divides their gradients.
+    FSDP over a single rank would do so too, but divides twice for some dtypes (seen with torch 2.13)."""
     fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     for parameter in experts.parameters():
         setattr(parameter, DIVIDED, True)
@@ -123,7 +123,8 @@ def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
 
 
 def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
-    """A hook of a parameter; None is a gradient that the layer leaves for later (`defer_weights`)."""
+    """Divides a gradient, as a hook of a parameter; the gradient is None if the layer leaves it for later
+    (`defer_weights`)."""
     return None if gradient is None else gradient / divisor
 
 
@@ -134,7 +135,7 @@ class _ReplicaAverage:
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
         self.ranks = ranks
-        """Over which DistributedDataParallel averages."""
+        """The ranks over which DistributedDataParallel averages."""
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._replicas = replicas
 
@@ -150,8 +151,9 @@ class _ReplicaAverage:
 
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    """Called by torch for each module that becomes a part of another one. DistributedDataParallel takes its
-    model so before it compares and broadcasts weights."""
+    """Checks a model that DistributedDataParallel wraps. torch calls this for each module that becomes part
+    of another one, and DistributedDataParallel takes its model so before it compares and broadcasts weights.
+    """
     if name != "module" or not isinstance(wrapper, DistributedDataParallel) or model is None:
         return
     owners, ranks = expert_owners(model), ranks_of(wrapper.process_group)

@@ -95,9 +95,9 @@ class GroupedExperts(nn.Module):
         has_tail: bool = True,
         run: Run | None = None,
     ) -> Tensor:
-        """rows_PH: (P, H) of the weights' dtype, grouped by local expert; offsets_L: (L,) int32 inclusive
-        ends of groups; weights_P: (P,) float32 (float64 for float64 rows) routing weights, which multiply the
-        rows between the two products.
+        """Computes the experts on grouped rows. rows_PH: (P, H) of the weights' dtype, grouped by local
+        expert; offsets_L: (L,) int32 inclusive ends of groups; weights_P: (P,) float32 (float64 for float64
+        rows) routing weights, which multiply the rows between the two products.
 
         Returns (P, H). Rows past offsets[-1], which a communicator leaves unspecified in fixed-capacity mode,
         may hold anything: they come out zero, get a zero gradient and reach no weight's gradient. The caller
@@ -131,9 +131,10 @@ class GroupedExperts(nn.Module):
             return self._apply_experts(rows_PH, offsets_L, weights_P).where(real_P1, 0.0)
 
     def forget_quantized(self) -> None:
-        """To be called after weights have changed in a way that torch does not count: through `.data`, or in
-        a CUDA graph that has an optimizer's step alone. Quantised weights (expert_precision="fp8") are made
-        again then. Steps of optimizers, load_state_dict and in-place operations need no call."""
+        """Forgets quantised weights; call it after weights have changed in a way that torch does not count:
+        through `.data`, or in a CUDA graph that has an optimizer's step alone. Quantised weights
+        (expert_precision="fp8") are made again then. Steps of optimizers, load_state_dict and in-place
+        operations need no call."""
         self.products.forget()
 
     def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
@@ -164,12 +165,12 @@ class GroupedExperts(nn.Module):
         super().__setattr__(name, value)
 
     def get_extra_state(self) -> Tensor:
-        """The record of the experts that a state_dict holds: (3,) int64 of first_expert, L and E."""
+        """Returns the record of the experts that a state_dict holds: (3,) int64 of first_expert, L and E."""
         held = [self.first_expert, self.num_local_experts, self.config.num_experts]
         return torch.tensor(held, dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing: `_load_from_state_dict` has compared the record, before any weight."""
+        """Does nothing: `_load_from_state_dict` has compared the record, before any weight."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         own = self.get_extra_state()
@@ -228,7 +229,7 @@ class SharedExperts(nn.Module):
         init_shared_weight(self.w_out, self.config.init_std)
 
     def forward(self, x_TH: Tensor, *, run: Run | None = None) -> Tensor:
-        """(T, H) of the weights' dtype -> (T, H). `run`: as in GroupedExperts."""
+        """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts."""
         if run is not None:
             return run(x_TH)
         with torch.autocast(x_TH.device.type, enabled=False):

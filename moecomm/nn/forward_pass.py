@@ -1,5 +1,5 @@
-"""The forward of a pass of tokens through the experts, as the stages of a schedule; and what of it has to be
-done again where a checkpoint has thrown away what it kept."""
+"""The forward of tokens through the experts, as the stages of a schedule, and its recomputation for a
+checkpoint that has thrown the saved tensors away."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moecomm.kernels.activation import INPUTS, weighted_activation_into
 from moecomm.nn.passes import Call, Weights, without_autocast
-from moecomm.nn.pool import Ticket
+from moecomm.nn.pool import PoolHandle
 from moecomm.overlap import Results, forward_schedule, in_turns, recompute_schedule
 from moecomm.types import DispatchOutput, Handle
 
 
 class Known(NamedTuple):
-    """What a dispatch has found, so that nobody need find it again."""
+    """The saved outcome of a dispatch, from which rows can be sent again without a new plan."""
 
     handle: Handle
     weights_P: Tensor
@@ -25,8 +25,8 @@ class Known(NamedTuple):
 
 
 class ForwardPass:
-    """One forward. `run` does all of it. With what an earlier one has found, `prepare` makes again what a
-    backward needs, with no new plan, and `finish` the rest, if that is wanted at all."""
+    """One forward. `run` computes all of it. With the outcome of an earlier dispatch, `prepare` recomputes
+    what a backward needs, with no new plan, and `finish` computes the result, if it is wanted."""
 
     def __init__(
         self,
@@ -43,18 +43,18 @@ class ForwardPass:
         self._inner_PI: Tensor | None = None
         self._shared_inner_TI: Tensor | None = None
         self.keeps = True
-        """False: nothing goes to the pool; the ticket is like one of a pass that keeps."""
-        self.ticket: Ticket | None = None
-        """Of what the pool has."""
+        """False keeps nothing in the pool; the handle in `ticket` is then a blank one."""
+        self.ticket: PoolHandle | None = None
+        """The handle of the tensors in the pool."""
 
     @property
     def known(self) -> Known:
-        """From the dispatch on."""
+        """The outcome of the dispatch; set from the dispatch on."""
         assert self._known is not None
         return self._known
 
     def run(self) -> Tensor:
-        """(T, H)."""
+        """Runs the forward and returns y (T, H)."""
         call = self.call
         shared = self.weights.shared_in is not None
         work: dict[str, Callable[[Results], Any]] = {
@@ -81,7 +81,7 @@ class ForwardPass:
         return y_TH
 
     def prepare(self) -> None:
-        """What `kept` has, along the plan that is known."""
+        """Recomputes the tensors of `kept`, along the known plan."""
         call = self.call
         shared = self.weights.shared_in is not None
         work: dict[str, Callable[[Results], Any]] = {}
@@ -97,7 +97,7 @@ class ForwardPass:
         self._execute(recompute_schedule(shared=shared, keep=call.keep, pool=pool), work)
 
     def finish(self) -> Tensor:
-        """(T, H), after `prepare`."""
+        """Returns y (T, H), after `prepare`."""
         with self._without_autocast():
             if self.call.keep == "nothing":
                 self._rows_again()
@@ -109,8 +109,8 @@ class ForwardPass:
             return y_TH if self.weights.shared_in is None else y_TH.add_(self._share_second())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
-        """What a backward needs, beside the weights; what is in the pool is not among it, but the ticket's
-        table comes last. `need_in`: w_in needs a gradient."""
+        """Returns the tensors that a backward needs besides the weights. Tensors in the pool are not among
+        them; the table of the pool's handle comes last instead. `need_in`: w_in needs a gradient."""
         keep = self.call.keep
         shared = self.weights.shared_in is not None
         if self.ticket is not None:
@@ -133,13 +133,14 @@ class ForwardPass:
         )
 
     def _to_pool(self, results: Results, rows_from: str) -> None:
-        """`rows_from`: the stage that has received them."""
+        """Puts the rows, and the first product if kept, into the pool. `rows_from`: the stage that has
+        received the rows."""
         results[rows_from]
         assert self.call.pool is not None and self._rows_PH is not None
         inner = (self._inner_PI,) if self._inner_PI is not None else ()
         kept, pool = (self._rows_PH, *inner), self.call.pool
         if self.keeps:
-            self.ticket = pool.owned(pool.push(*kept, ends=self.known.offsets_L))
+            self.ticket = pool.owned(pool.stash(*kept, ends=self.known.offsets_L))
         else:
             self.ticket = pool.blank(*kept)
 
@@ -174,8 +175,9 @@ class ForwardPass:
         return z
 
     def _publish(self) -> None:
-        """Sends the rows; without a capacity the rest waits for their number. In a program of `interleave`
-        operations of others may come before that, and they are received on the communicator's stream."""
+        """Sends the rows. Without a capacity, receiving waits for their number. In a program of `interleave`
+        other programs' operations may come before that, and the rows are received on the communicator's
+        stream."""
         call = self.call
         tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
         if call.capacity is not None:
@@ -213,13 +215,13 @@ class ForwardPass:
         self._inner_PI = self._first_product(results["rows again"])
 
     def _first_product(self, rows_PH: Tensor) -> Tensor:
-        return self.call.products.rows_by_weights(rows_PH, self.weights.w_in, self.known.offsets_L)
+        return self.call.products.grouped_mm(rows_PH, self.weights.w_in, self.known.offsets_L)
 
     def _activation(self, inner_PI: Tensor) -> Tensor:
         return self._activated(inner_PI, self.known.weights_P, self.known.offsets_L)
 
     def _down(self, z_PF: Tensor) -> Tensor:
-        return self.call.products.rows_by_weights(z_PF, self.weights.w_out, self.known.offsets_L)
+        return self.call.products.grouped_mm(z_PF, self.weights.w_out, self.known.offsets_L)
 
     def _combine(self, results: Results) -> Tensor:
         y_TH = self.call.comm.combine(results["down"], self.known.handle)

@@ -5,7 +5,7 @@ results in bfloat16.
     y  = z W_out     rows of z by columns of W_out        dz = dy W_out^T   rows of dy by rows of W_out
     dW_in = x^T dh   columns of x by columns of dh        dW_out = z^T dy   columns of z by columns of dy
 
-with the columns of rows' tensors within each expert's group. docs/fp8.md has the error of it.
+with the columns of rows' tensors within each expert's group. docs/fp8.md has the errors of these products.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moecomm.errors import Unsupported
 from moecomm.kernels.grouped_mm import PlainProducts, Products
 from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.kernels.scaled_mm import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
+from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.parameters import is_expert_parameter
 
 
 def make_products(config: MoEConfig, device: torch.device) -> Products:
-    """Those of config.expert_precision. Raises Unsupported where the device has none of e4m3."""
+    """Makes the products of config.expert_precision. Raises Unsupported where the device has no product of
+    e4m3."""
     if config.expert_precision is None:
         return PlainProducts()
     if device.type == "cuda":
@@ -43,14 +44,14 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
 
 
 class Fp8Products:
-    """All three products in e4m3. Quantised weights are kept until the weight changes, so that the
-    microbatches of a step pay for them once: a byte a value in the forward, two with the backward.
+    """Grouped products in e4m3. Quantised weights are kept until the weight changes, so that the microbatches
+    of a step pay for them once: a byte a value in the forward, two with the backward.
 
-    Kept are those of a module's own expert parameters. What FSDP gathers or functional_call puts in their
-    place is quantised for each product, and so is everything while a CUDA graph is captured: a replay has to
-    see what weights are then. A change is noticed by the parameter's version counter and address, and by
-    steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go past
-    all of these.
+    Only a module's own expert parameters are kept. A tensor that FSDP gathers or functional_call puts in
+    their place is quantised for each product, and so is everything while a CUDA graph is captured: a replay
+    has to see what weights are then. A change is noticed by the parameter's version counter and address, and
+    by steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go
+    past all of these.
     """
 
     def __init__(self) -> None:
@@ -68,30 +69,30 @@ class Fp8Products:
         self._kept.clear()
 
     def kept_bytes(self) -> int:
-        """Of quantised weights, with their scales."""
+        """Returns the bytes of kept quantised weights, with their scales."""
         kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
         return sum(part.nbytes for each in kept for part in each)
 
-    def rows_by_weights(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_transposed)
-        return scaled_rows_by_weights(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
 
-    def rows_by_weights_transposed(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_rows)
-        return scaled_rows_by_weights(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
 
-    def rows_by_rows(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
         left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
-        return scaled_columns_by_columns(left, right).to(rows_PA.dtype)
+        return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
-        """Values along what is summed."""
+        """Returns the quantised weight, with the summed dimension last in memory."""
         if not _may_keep(weight_LAB):
             return quantize(weight_LAB.detach())
         forms = self._kept.setdefault(weight_LAB, {})
         kept, state = forms.get(quantize.__name__), _state_of(weight_LAB)
         if kept is None or kept.state != state:
-            # Its own memory is free for the new one.
+            # The new weight may take the memory of the old one.
             forms.pop(quantize.__name__, None)
             kept = _Kept(quantize(weight_LAB.detach()), state, _made_now(weight_LAB))
             forms[quantize.__name__] = kept
@@ -112,11 +113,11 @@ class _Kept(NamedTuple):
     quantized: Quantized
     state: tuple[int, int, int]
     made: _Made | None
-    """On a GPU."""
+    """The stream and event of the quantisation on a GPU; None on the CPU."""
 
 
 class _Steps:
-    """Of all optimizers of this process."""
+    """A count of the steps of all optimizers of this process."""
 
     count = 0
 
@@ -147,7 +148,7 @@ def _made_now(weight: Tensor) -> _Made | None:
 
 
 def _wait_for(kept: _Kept) -> None:
-    """Lets the current stream use what another one may have made."""
+    """Makes the current stream wait for quantised weights that another stream may have made."""
     assert kept.made is not None
     stream = torch.cuda.current_stream(kept.quantized.values.device)
     if stream != kept.made.stream:

@@ -20,9 +20,10 @@ from moecomm.types import AnyGroup, Group, as_group
 _BUCKET_BYTES = 64 << 20
 
 AVERAGED_BY_DDP = "moecomm_averaged_by_ddp"
-"""What `prepare_ddp` writes on parameters of experts."""
+"""The attribute that `prepare_ddp` sets on parameters of experts."""
 DIVIDED = "moecomm_divided"
-"""What `fully_shard_experts` writes on those that it leaves whole, whose gradients are final."""
+"""The attribute that `fully_shard_experts` sets on parameters that it leaves whole, whose gradients are
+final."""
 
 
 @torch.no_grad()
@@ -131,7 +132,8 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def ep_group_of(layer: MoELayer | None, given: Group | None) -> Group | None:
-    """The ranks that share out the experts of a layer; None: those of a parameter without one."""
+    """Returns the process group that shares out the experts of a layer; without a layer the given group, or
+    the default one."""
     if layer is None:
         return dist.group.WORLD if given is None else given
     own = layer.comm.group
@@ -163,7 +165,8 @@ def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:
 
 
 def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:
-    """Over which the squares of a parameter's shards are summed; none for one that is whole on a rank."""
+    """Returns the groups over which the squares of a parameter's shards are summed; none for a parameter that
+    is whole on a rank."""
     if not isinstance(parameter, DTensor):
         return ()
     placements = enumerate(parameter.placements)
@@ -175,7 +178,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _zero(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """float64, so that the order in which shards are added does not show in the norm."""
+    """Returns a zero in float64, so that the order in which shards are added does not show in the norm."""
     device = _local(parameters[0]).device if parameters else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64, device=device)
 
@@ -187,7 +190,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _all_reduce(gradients: list[Tensor], group: Group) -> None:
-    """Sums in place over the group, in buckets: many small all-reduces cost a round trip each."""
+    """Sums gradients in place over the group, in buckets: many small all-reduces cost a round trip each."""
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)

@@ -1,5 +1,5 @@
-"""A whole training step in CUDA graphs, dropless: with rows for a little more than a balanced routing, and
-the same step again without graphs where that was not enough."""
+"""A whole training step in CUDA graphs, dropless: the graph has rows for a little more than a balanced
+routing, and a step that needs more is run again without graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.overflow_check import Verdict
+from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.pool import ActivationPool, lost_rows
 from moecomm.nn.recorder import CudaRecorder, Recorder
 from moecomm.nn.token_dropping import rows_for_headroom
@@ -24,34 +24,35 @@ _log = logging.getLogger(__name__)
 
 
 class Needed(NamedTuple):
-    """What the last step would have needed that had to run again; of the rank that needed most."""
+    """The needs of the last step that had to run again, on the rank that needed most."""
 
     rows: int
-    """Of its fullest dispatch; 0 if all dispatches fitted."""
+    """Rows that its fullest dispatch needed; 0 if all dispatches fitted."""
     capacity: int
-    """Rows there were, in the layer with fewest."""
+    """Rows of the capacity, in the layer with the smallest one."""
     bytes: int
-    """Of the activation pool; 0 if that sufficed. A step whose dispatches did not fit needs more yet."""
+    """Bytes that the activation pool needed; 0 if it sufficed. A step whose dispatches did not fit needs more
+    yet."""
     available: int
-    """Bytes of the pool; 0 without one."""
+    """Bytes of the activation pool; 0 without one."""
 
 
 class _Done(NamedTuple):
-    """What a run of the step has made."""
+    """The outcome of a run of the step."""
 
     output: Any
     grads: list[Tensor | None]
     seen: list[tuple[dict[str, Tensor], Tensor]]
-    """Of each layer: last_losses, last_tokens_per_expert."""
+    """last_losses and last_tokens_per_expert of each layer."""
 
 
 class _Before(NamedTuple):
-    """What a step may change, as it was."""
+    """The state before a step, of everything that it may change."""
 
     grads: list[Tensor | None]
-    """Those of the graph as copies: a replay writes them."""
+    """Gradients before the step; those in tensors of the graph are copies, since a replay writes them."""
     are_own: list[bool]
-    """Those that are the graph's."""
+    """True for each gradient that is a tensor of the graph."""
     random: tuple[Tensor, Tensor | None]
 
 
@@ -82,19 +83,19 @@ class GraphedStep:
             preserve_rng_state=False. The RNG is the default one of the GPU.
         model: has the MoELayers, all parameters that get gradients, and all buffers that the step changes.
             Buffers have to be changed in place.
-        pool: for what the layers keep, of all of them together; None: it has the size of the capacity and
-            belongs to the graph. None other may use it.
-        headroom: rows of each layer: headroom * max_tokens * top_k, where max_tokens is the communicator's;
-            at most what any routing can bring.
-        update: what is done with the gradients once a step is accepted: an optimizer (capturable=True where
+        pool: the pool for tensors that all layers together keep, used by nothing else; None: these tensors
+            have the size of the capacity and belong to the graph.
+        headroom: factor of the rows of each layer: headroom * max_tokens * top_k, where max_tokens is
+            the communicator's; at most what any routing can bring.
+        update: runs on the gradients once a step is accepted: an optimizer (capturable=True where
             it has that, its rate a tensor on the GPU if it is to change), or a function without arguments,
             such as sync_gradients, clip_grad_norm and step together. The first time it runs as it is, then
             as a second graph. None: nothing. With it, gradients that there were are added to the graph's.
-        group: ranks that decide together: all that `step_fn` communicates with. None: those of the layers'
-            communicators, which have to have one group then.
+        group: ranks that decide together: all that `step_fn` communicates with. None: the ranks of the
+            layers' communicators, which have to have one group then.
         warmup: runs before the capture, in the first call, at least one; they leave no trace.
         report_every: overflows between two warnings.
-        recorder: another way to record; None: CUDA graphs.
+        recorder: records the graphs in another way; None: CUDA graphs.
 
     A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
     rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded. After an
@@ -102,7 +103,7 @@ class GraphedStep:
     on a GPU and no recorder is given.
 
     Attributes:
-        device: where the layers are.
+        device: the device of the layers.
         replays: how often the graph ran, with those that overflowed.
         overflows: how many steps ran again without graph.
         last_needed: what the last of these steps would have needed: rows, capacity, bytes, available.
@@ -143,7 +144,7 @@ class GraphedStep:
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._verdict = Verdict(self.device, self._group(group))
+        self._overflow_check = OverflowCheck(self.device, self._group(group))
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
         self._inputs: tuple[Any, ...] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -154,33 +155,34 @@ class GraphedStep:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Rows of each MoELayer in the graph, in the order of `model.modules()`."""
+        """The capacity in rows of each MoELayer in the graph, in the order of `model.modules()`."""
         return tuple(self._capacities)
 
     def __call__(self, *inputs: Any) -> Any:
-        """One step. inputs: tensors without gradients, of the shapes of the first call; anything else has to
-        be equal to what it was then. Returns what `step_fn` does, as copies without gradients."""
+        """Runs one step. inputs: tensors without gradients, of the shapes of the first call; anything else
+        has to be equal to its value then. Returns the result of `step_fn`, as copies without gradients."""
         if self._replay is None:
             self._prepare(inputs)
-        self._take(inputs)
+        self._copy_inputs(inputs)
         assert self._replay is not None
         before = self._before()
         try:
-            done, needed = self._try(self._replay)
+            done, needed = self._replay_and_check(self._replay)
             if needed is not None:
                 self._count(needed)
-                self._take(inputs)  # the replay may have written them
-                done = self._again(before, done)
+                self._copy_inputs(inputs)  # the replay may have written them
+                done = self._rerun_eager(before, done)
             assert done is not None
         except BaseException:
             self._put_grads(before.grads)
             raise
-        self._deliver(done, before)
+        self._accumulate_grads(done, before)
         self._run_update()
         return _map(lambda tensor: tensor.detach().clone(), done.output)
 
     def report(self) -> str:
-        """One line: how many steps there were, how many had to run again, and what the last one lacked."""
+        """Returns one line: how many steps there were, how many had to run again, and what the last of these
+        lacked."""
         share = f" ({self.overflows / self.replays:.1%})" if self.replays else ""
         text = f"{self.replays} replayed steps, {self.overflows} run again without graph{share}"
         needed = self.last_needed
@@ -207,7 +209,7 @@ class GraphedStep:
         return next(iter(groups.values()))
 
     def _prepare(self, inputs: tuple[Any, ...]) -> None:
-        """Static inputs, runs beforehand that leave no trace, and the capture."""
+        """Makes the static inputs, runs the step beforehand without leaving a trace, and captures it."""
         for number, each in enumerate(inputs):
             if isinstance(each, Tensor) and each.requires_grad:
                 raise InvalidArgument(f"input {number} requires a gradient, must not: it is copied")
@@ -246,7 +248,7 @@ class GraphedStep:
             self._set_random(before.random)
             self._put_grads(before.grads)
 
-    def _take(self, inputs: tuple[Any, ...]) -> None:
+    def _copy_inputs(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self._inputs):
             raise InvalidArgument(
                 f"{len(inputs)} inputs were given, must be {len(self._inputs)}, as captured"
@@ -273,9 +275,9 @@ class GraphedStep:
     # -- what a graph has ------------------------------------------------------------------------------
 
     def _body(self) -> _Done:
-        """The step with capacities and pool; and what it would have needed."""
-        with self._settings(self._capacities, self.pool, self._verdict.rows):
-            self._verdict.clear()
+        """Runs the step with capacities and pool, and records what it would have needed."""
+        with self._settings(self._capacities, self.pool, self._overflow_check.rows):
+            self._overflow_check.clear()
             if self.pool is not None:
                 self.pool.reset()
             with torch.no_grad():
@@ -283,7 +285,7 @@ class GraphedStep:
                     kept.copy_(buffer)
             done = self._run_step()
             if self.pool is not None:
-                self.pool.record(self._verdict.pool)
+                self.pool.record(self._overflow_check.pool)
         return done
 
     def _run_step(self) -> _Done:
@@ -310,13 +312,14 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _at_exact_size(self) -> Iterator[None]:
-        """Without capacities and pool."""
+        """Sets the layers to run without capacities and pool within the block."""
         with self._settings([None] * len(self._layers), None, None), self._one_run_at_a_time():
             yield
 
     @contextlib.contextmanager
     def _one_run_at_a_time(self) -> Iterator[None]:
-        """Without a graph a layer takes memory only when the one before it is done with its own."""
+        """Makes each layer take memory only when the one before it is done with its own, as it has to outside
+        a graph."""
         try:
             for layer in self._layers:
                 layer._executor.waits = True
@@ -337,42 +340,43 @@ class GraphedStep:
         on_gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return _Before(kept, are_own, (torch.get_rng_state(), on_gpu))
 
-    def _try(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
-        """A replay, and what it lacked on any rank; all ranks of the group come to the same."""
+    def _replay_and_check(self, replay: Callable[[], _Done]) -> tuple[_Done | None, Needed | None]:
+        """Replays the step; returns its outcome and what it lacked on any rank, which all ranks of the group
+        agree on."""
         self.replays += 1
         done: _Done | None = None
         rows_on_host = 0
         try:
             done = replay()
         except CapacityExceeded as error:
-            # The CPU's dispatch says so at the next one, on all ranks; a graph's does not.
+            # On the CPU the next dispatch raises this, on all ranks; in a graph none does.
             rows_on_host = error.needed
         try:
-            verdict = self._verdict.read(rows_on_host)
+            overflow = self._overflow_check.read(rows_on_host)
         except BaseException:
             self._check_comms()  # a lost peer says more than that ranks could not agree
             raise
-        overflowed = verdict.rows > 0 or verdict.bytes > 0
+        overflowed = overflow.rows > 0 or overflow.bytes > 0
         self._check_comms(overflowed)
-        if verdict.lost:
+        if overflow.lost:
             raise lost_rows()
         if not overflowed:
             return done, None
         available = 0 if self.pool is None else self.pool.bytes
-        return done, Needed(verdict.rows, min(self._capacities), verdict.bytes, available)
+        return done, Needed(overflow.rows, min(self._capacities), overflow.bytes, available)
 
     def _check_comms(self, overflowed: bool = False) -> None:
-        """Raises what the device has found, but for passed capacities: the verdict has these. After an
-        overflow wrong arguments may be the routing of unspecified rows; if not, the second run raises them.
-        """
+        """Raises the error that the device has found, except CapacityExceeded, which `_overflow_check`
+        reports. After an overflow wrong arguments may be the routing of unspecified rows; if not, the second
+        run raises them."""
         passed_over = (CapacityExceeded, InvalidArgument) if overflowed else (CapacityExceeded,)
         for comm in self._comms:
-            for _ in range(2):  # it raises one error a call
+            for _ in range(2):  # check raises one error a call
                 with contextlib.suppress(*passed_over):
                     comm.check()
 
-    def _again(self, before: _Before, failed: _Done | None) -> _Done:
-        """The step without graph, at exact size, from where the replay began."""
+    def _rerun_eager(self, before: _Before, failed: _Done | None) -> _Done:
+        """Runs the step without graph, at exact size, from the state before the replay."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:
@@ -381,7 +385,7 @@ class GraphedStep:
             done = self._run_step()
         if failed is None:
             return done
-        # In the tensors of the graph, where `update` looks for them.
+        # The gradients go into the tensors of the graph, where `update` looks for them.
         grads: list[Tensor | None] = []
         with torch.no_grad():
             for own, exact in zip(failed.grads, done.grads, strict=True):
@@ -390,8 +394,9 @@ class GraphedStep:
                 grads.append(own if own is not None and exact is not None else exact)
         return done._replace(grads=grads)
 
-    def _deliver(self, done: _Done, before: _Before) -> None:
-        """Adds the step's gradients to those that there were, and says what the layers saw."""
+    def _accumulate_grads(self, done: _Done, before: _Before) -> None:
+        """Adds the step's gradients to those before it, and sets the losses and token counts of the
+        layers."""
         with torch.no_grad():
             for parameter, grad, prior, is_own in zip(
                 self._parameters, done.grads, before.grads, before.are_own, strict=True
@@ -410,7 +415,7 @@ class GraphedStep:
         if self._update is None:
             return
         if not self._has_updated:
-            self._update()  # makes what an optimizer makes once
+            self._update()  # the first step of an optimizer makes its state
             self._has_updated = True
             return
         if self._replay_update is None:
@@ -420,7 +425,7 @@ class GraphedStep:
                 parameter.grad = None
 
     def _update_body(self) -> list[bool]:
-        """The update, and which gradients it set to None."""
+        """Runs the update; returns which gradients it set to None."""
         assert self._update is not None
         self._update()
         return [each.grad is None for each in self._parameters]
@@ -471,7 +476,7 @@ def _update_function(
 
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with each of its tensors changed."""
+    """Returns `value` with `change` applied to each of its tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

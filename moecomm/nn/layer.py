@@ -176,8 +176,8 @@ class MoELayer(nn.Module):
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
 
     def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
-        """x: (T, H), or (B, S, H) for B sequences of S tokens; any float dtype. Returns the same shape and
-        dtype.
+        """Routes tokens to the experts and returns their weighted sum. x: (T, H), or (B, S, H) for B
+        sequences of S tokens; any float dtype. The result has the same shape and dtype.
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
         input. A bad x raises the communicator's error on all ranks; a seq_len that does not divide T raises
@@ -189,8 +189,8 @@ class MoELayer(nn.Module):
         rows_TH = x_TH.to(self.config.dtype)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
-        # To the weights, if they take part: what comes last keeps nothing then, so that a checkpoint need not
-        # go so far again.
+        # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute
+        # stops before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         if self._own_experts:
             self._refuse_without_effect()
@@ -207,17 +207,16 @@ class MoELayer(nn.Module):
         return y_TH.view(x.shape)
 
     def backward_weights(self) -> None:
-        """Computes the gradients of the experts' weights that backwards have left (`defer_weights`), and adds
-        them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run, and
-        they must not be sharded. Without any it does nothing.
-        """
+        """Computes the gradients of the experts' weights that backwards have put off (`defer_weights`), and
+        adds them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run,
+        and they must not be sharded. Without any it does nothing."""
         if self._own_experts:
             return
         self._deferred.run(self.experts.w_in, self.experts.w_out)
 
     def timelines(self) -> dict[str, Timeline]:
-        """When the stages of the last "forward" and "backward" ran, of those that there were since
-        `record` was set. Waits for them."""
+        """Returns when the stages of the last "forward" and "backward" ran, of those since `record` was set.
+        Waits for them."""
         return self._runs.timelines()
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -248,7 +247,7 @@ class MoELayer(nn.Module):
             )
             return run_experts(call, x_TH, topk_weights_TK, weights)
 
-        # Within the calls of both modules, whose hooks may have to make their weights ready.
+        # This runs within the calls of both modules, whose hooks may have to make their weights ready.
         y_TH: Tensor = (
             experts(rows_TH, run=run)
             if shared is None
@@ -273,11 +272,11 @@ class MoELayer(nn.Module):
 
     @functools.cached_property
     def _default_sms(self) -> dict[str, int]:
-        """Of transfers beside products, by stage. Asked for when the weights are there: they may be put in
-        after the layer was made."""
+        """The default SMs of transfers beside products, by stage. They are computed at first use, since
+        weights may be put in after the layer was made."""
         config = self.config
         if self._sms is None or config.expert_precision is not None or config.dtype is not torch.bfloat16:
-            return {}  # products with other kernels in them, which leave no SMs
+            return {}  # the kernels of other products leave no SMs
         return sms_beside_products(
             sms=self._sms,
             ranks=self.comm.size,
@@ -288,8 +287,8 @@ class MoELayer(nn.Module):
         )
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """The same, one after another and differentiated by autograd; own experts run in this way alone, and
-        the shared ones then beside the dispatch."""
+        """Runs dispatch, experts and combine one after another, differentiated by autograd. Own experts run
+        in this way alone, with shared experts beside the dispatch."""
         shared_TH: Tensor | None = None
         if self._own_experts and self.overlap and self.shared and not torch.compiler.is_compiling():
             work = self.comm.dispatch(
@@ -312,7 +311,7 @@ class MoELayer(nn.Module):
         return y_TH + (self.shared(rows_TH) if shared_TH is None else shared_TH)
 
     def _refuse_without_effect(self) -> None:
-        """Raises InvalidArgument for settings that experts of one's own do not follow."""
+        """Raises InvalidArgument for settings that have no effect on own experts."""
         has_pool = self.pool is not None and self.capacity is not None
         settings = {
             "keep": (self.keep, "all"),
@@ -329,8 +328,8 @@ class MoELayer(nn.Module):
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        """A copy (an average of the weights, say) has its own parameters and shares the communicator and the
-        pool."""
+        """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
+        the communicator and the pool."""
         memo[id(self.comm)] = self.comm
         for shared in (self._executor, self.pool, self._overflow):
             memo[id(shared)] = shared
@@ -343,8 +342,8 @@ class MoELayer(nn.Module):
         return twin
 
     def _check_weights(self) -> None:
-        """That the weights have the dtype in which rows travel. Of those that FSDP shards there is nothing to
-        see before their module's own call, in which they may have another one."""
+        """Checks that the weights have the dtype in which rows travel. Weights that FSDP shards are not
+        checked: they may have another dtype before the call of their module."""
         for name, module in (
             ("experts", None if self._own_experts else self.experts),
             ("shared", self.shared),
@@ -379,9 +378,8 @@ class MoELayer(nn.Module):
 
 
 def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
-    """Rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens each rank
-    brings.
-    """
+    """Returns the rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens
+    each rank brings."""
     worst = rows_at_worst(
         ranks=comm.size,
         max_tokens=comm.max_tokens,
@@ -393,7 +391,8 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
 
 
 def _find_split(comm: Communicator) -> Split | None:
-    """None where operations take more than half of the GPU: they are better alone then."""
+    """Returns the split of the SMs between operations and products, or None where operations take more than
+    half of the GPU and run better alone."""
     if comm.device.type != "cuda":
         return None
     sms = CudaDevice(comm.device.index).count_sms()
@@ -401,8 +400,8 @@ def _find_split(comm: Communicator) -> Split | None:
 
 
 def _sms_to_share(comm: Communicator) -> int | None:
-    """SMs of a GPU on which something can travel on a few of them beside products, which have to leave them
-    (torch's grouped ones do for compute capability 9.0); on one node."""
+    """Returns the number of SMs of a GPU on which a transfer can run on a few SMs beside products that leave
+    them to it (torch's grouped products do for compute capability 9.0), on one node; else None."""
     if comm.device.type != "cuda" or comm.nodes > 1:
         return None
     gpu = CudaDevice(comm.device.index)
@@ -410,14 +409,15 @@ def _sms_to_share(comm: Communicator) -> int | None:
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """Sets loss_scale of every MoELayer in the model: what multiplies the model's loss before backward."""
+    """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
+    before backward."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.loss_scale = scale
 
 
 def _expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str | None) -> AnyGroup | None:
-    """`group`, or dimension `ep_dim` of `mesh`."""
+    """Returns `group`, or dimension `ep_dim` of `mesh`."""
     if mesh is None:
         if ep_dim is not None:
             raise InvalidArgument(f"ep_dim is {ep_dim!r}, must be None without a mesh")

@@ -30,7 +30,8 @@ def load_balancing_loss(probs_TE: Tensor, topk_idx_TK: Tensor, sequence_len: int
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). 0-d; 0 when T is 0."""
+    """Returns the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5). 0-d; 0 when T is
+    0."""
     return logits_TE.logsumexp(dim=-1).square().sum() / max(logits_TE.shape[0], 1)
 
 

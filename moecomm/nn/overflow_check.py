@@ -1,4 +1,5 @@
-"""Whether a step had room, found on the device and agreed upon between ranks with one wait of the host."""
+"""Checks whether a step had room: found on the device and agreed upon between ranks, with one wait of the
+host."""
 
 from __future__ import annotations
 
@@ -10,27 +11,27 @@ import torch.distributed as dist
 from moecomm.types import Group, GroupReference
 
 
-class Found(NamedTuple):
-    """The most that any rank has found."""
+class Overflow(NamedTuple):
+    """The largest overflow that any rank has found."""
 
     rows: int
-    """That a dispatch would have needed, where one overflowed."""
+    """Rows that a dispatch would have needed, if one overflowed; else 0."""
     bytes: int
-    """That the pool would have needed, where it did not suffice."""
+    """Bytes that the pool would have needed, if it did not suffice; else 0."""
     lost: bool
-    """Rows were asked for that the pool had no more."""
+    """True if rows were restored that the pool did not have any more."""
 
 
-class Verdict:
+class OverflowCheck:
     """Words on the device that a step writes, and their maximum over the ranks of a group (None: this rank
-    alone). NCCL takes it on the device, so that the host's wait is the only one; another backend takes it
-    between the hosts, afterwards."""
+    alone). With NCCL the device takes the maximum, so that the host waits once; with another backend the
+    hosts take it afterwards."""
 
     def __init__(self, device: torch.device, group: Group | None) -> None:
         self.rows = torch.zeros((), dtype=torch.int32, device=device)
-        """The layers write it (`MoELayer._overflow`)."""
+        """Rows that a dispatch would have needed; the layers write it (`MoELayer._overflow`)."""
         self.pool = torch.zeros(2, dtype=torch.int64, device=device)
-        """By ActivationPool.record."""
+        """The two words that ActivationPool.record writes."""
         self._words = torch.zeros(3, dtype=torch.int64, device=device)
         self._group = GroupReference(group if group is not None and dist.get_world_size(group) > 1 else None)
         self._on_gpu = device.type == "cuda"
@@ -39,12 +40,13 @@ class Verdict:
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
 
     def clear(self) -> None:
-        """At the start of a step."""
+        """Sets the words to zero; it belongs to the start of a step."""
         self.rows.zero_()
         self.pool.zero_()
 
-    def read(self, rows_on_host: int) -> Found:
-        """Waits for the step. rows_on_host: what the host knows already of its overflow."""
+    def read(self, rows_on_host: int) -> Overflow:
+        """Waits for the step and returns the overflow. rows_on_host: rows of an overflow that the host knows
+        of already."""
         words, group = self._words, self._group()
         words[:1].copy_(self.rows.view(1))
         words[1:].copy_(self.pool)
@@ -57,4 +59,4 @@ class Verdict:
         if group is not None and not self._reduces_on_gpu:
             dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
         rows, needed, lost = self._on_host.tolist()
-        return Found(rows, needed, bool(lost))
+        return Overflow(rows, needed, bool(lost))

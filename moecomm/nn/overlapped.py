@@ -30,18 +30,18 @@ _NO_TABLE = torch.empty(0, dtype=torch.int32)
 
 
 class _Plans(NamedTuple):
-    """Of the passes within one checkpoint, in their order."""
+    """Dispatch outcomes of the passes within one checkpoint, in their order."""
 
     found: list[Known]
     again: bool
-    """The passes are computed again."""
+    """True while the passes are computed again."""
 
 
 _plans: ContextVar[_Plans | None] = ContextVar("moecomm plans", default=None)
 
 
 def keep_plans() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """For torch.utils.checkpoint: what is computed again has the plans of the first time.
+    """Makes torch.utils.checkpoint recompute with the plans of the first time.
 
         y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans)
 
@@ -55,14 +55,15 @@ def keep_plans() -> tuple[contextlib.AbstractContextManager[None], contextlib.Ab
 
 
 class _Within(contextlib.AbstractContextManager[None]):
-    """May be entered several times: a graph whose backward runs twice is computed again twice."""
+    """A context in which passes keep or reuse their plans. It may be entered several times: a graph whose
+    backward runs twice is computed again twice."""
 
     def __init__(self, found: list[Known], again: bool) -> None:
         self._found, self._again = found, again
         self._tokens: list[Token[_Plans | None]] = []
 
     def __enter__(self) -> None:
-        # Each time from the first plan on.
+        # Each recomputation begins with the first plan.
         plans = _Plans(list(self._found) if self._again else self._found, self._again)
         self._tokens.append(_plans.set(plans))
 
@@ -71,7 +72,7 @@ class _Within(contextlib.AbstractContextManager[None]):
 
 
 def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
-    """(T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
+    """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
     x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
@@ -93,16 +94,16 @@ def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weig
 
 
 class _Pass:
-    """What the two functions of one pass have in common."""
+    """The state that the two autograd functions of one pass share."""
 
     def __init__(self, call: Call, known: Known | None, is_first: bool) -> None:
-        """`is_first`: what it keeps is thrown away, and made again by a second pass."""
+        """`is_first`: tensors kept in this pass are thrown away, and made again by a second pass."""
         self.call, self.known, self.is_first = call, known, is_first
         self.forward: ForwardPass | None = None
         self.y_TH: Tensor | None = None
 
     def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> ForwardPass:
-        """All of it, or what a backward needs."""
+        """Computes the whole forward, or, along a known plan, only the tensors that a backward needs."""
         forward = ForwardPass(self.call, x_TH, topk_weights_TK, weights, self.known)
         self.forward, forward.keeps = forward, not self.is_first
         if self.known is None:
@@ -112,7 +113,7 @@ class _Pass:
         return forward
 
     def result(self) -> Tensor:
-        """Once."""
+        """Returns y (T, H), computing it if that was not done yet; may be called once."""
         assert self.forward is not None
         y_TH, self.y_TH = self.y_TH, None
         if y_TH is None:
@@ -130,12 +131,13 @@ class _Keep(torch.autograd.Function):
         assert w_in is not None and w_out is not None
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, shared_in, shared_out))
         ctx.call, ctx.handle = passing.call, found.known.handle
-        # Without the table, which autograd is to hold alone: a checkpoint's hook, for example, throws away
-        # what the first pass would keep, and with the table its pages go back (ActivationPool.owned).
+        # The handle in ctx has no table, so that autograd alone holds it: a checkpoint's hook, for example,
+        # throws away what the first pass would keep, and with the table its pages are freed
+        # (ActivationPool.owned).
         ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)
         ctx.save_for_backward(w_in, w_out, shared_in, shared_out, *found.kept(ctx.needs_input_grad[3]))
         found.ticket = None
-        return x_TH.new_empty(()).expand(x_TH.shape)  # that nobody reads
+        return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
 
     @staticmethod
     @once_differentiable

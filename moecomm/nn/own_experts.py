@@ -35,8 +35,8 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
 def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
-    """(T, H): the sum over a token's experts of weight * the module's row. `has_tail`: rows past the last
-    are unspecified, because there is a capacity."""
+    """Returns (T, H): the sum over a token's experts of weight * the module's row. `has_tail`: rows past the
+    last are unspecified, because there is a capacity."""
     rows_PH, real_P1 = out.tokens, None
     if has_tail:
         # NaN times zero is not zero: where() keeps what the tail holds from the module, and from gradients.
@@ -47,8 +47,8 @@ def combine_own_experts(
     if not isinstance(expert_rows_PH, Tensor):
         kind = type(expert_rows_PH).__name__
         raise InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
-    # Wrong ones are refused by combine, on all ranks. With no rows at all the module's result may not depend
-    # on its input, and this rank would be missing in the backward of the others.
+    # Rows of a wrong shape or dtype are refused by combine, on all ranks. With no rows at all the module's
+    # result may not depend on its input, and this rank would be missing in the backward of the others.
     if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:
         if real_P1 is not None:
             expert_rows_PH = expert_rows_PH.where(real_P1, rows_PH)

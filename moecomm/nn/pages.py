@@ -1,8 +1,9 @@
 """The pages of an ActivationPool: on a GPU by kernels, elsewhere by torch, with the same outcome.
 
-Both keep the same words. A pool's state is int64: free pages on the device and in host memory, pages held
-(also by tickets that did not get theirs), the most held, whether a ticket failed, whether rows were asked for
-that were gone, the serial of the last ticket, and that at the last reset (csrc/kernels/pool/pages.hpp).
+Both keep the same words. A pool's state is eight int64: free pages on the device and in host memory, pages
+held (also by handles that did not get theirs), the most held, whether a handle failed, whether rows were
+asked for that were gone, the serial of the last handle, and that at the last reset
+(csrc/kernels/pool/pages.hpp).
 """
 
 from __future__ import annotations
@@ -20,39 +21,40 @@ from moecomm.errors import OutOfMemory
 STATE_WORDS = 8
 FREE_DEVICE, FREE_HOST, HELD, PEAK, FAILED, LOST, SERIAL, RESET = range(STATE_WORDS)
 
-TICKET_WORDS = 8
-"""int32 words of a ticket before its pages' numbers: the serial (two of them), then those below."""
+TABLE_WORDS = 8
+"""int32 words of a handle's table before its pages' numbers: the serial (two of them), then those below.
+(csrc/kernels/pool/pages.hpp calls the table a ticket.)"""
 _STATUS, _ROWS, _PAGES, _DEVICE_PAGES = 2, 3, 4, 5
 _TAKEN, _FAILED, _GIVEN_BACK = 1, 2, 3
 
 
 class Pages(Protocol):
-    """Pages and who has them. Tensors are contiguous (P, C), at multiples of 16 bytes."""
+    """The pages of a pool and their owners. Tensors are contiguous (P, C), at multiples of 16 bytes."""
 
     state: Tensor
-    """(STATE_WORDS,) int64."""
+    """(STATE_WORDS,) int64, the words FREE_DEVICE to RESET."""
 
-    def push(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
-        """Takes pages for the real rows, and copies them there; fills the ticket `table`."""
+    def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
+        """Takes pages for the real rows, copies the rows there, and fills the handle's `table`."""
 
-    def pop(self, tensors: Sequence[Tensor], table: Tensor) -> None:
-        """Copies the rows back, and gives their pages back."""
+    def restore(self, tensors: Sequence[Tensor], table: Tensor) -> None:
+        """Copies the rows into `tensors`, and frees their pages."""
 
     def drop(self, table: Tensor) -> None:
-        """Gives the pages back."""
+        """Frees the pages."""
 
     def reset(self) -> None:
-        """All pages are free; tickets from before have none."""
+        """Frees all pages; handles from before have none."""
 
     def follow(self) -> None:
-        """What the caller does with `state` comes after all of the above."""
+        """Makes later work of the caller with `state` come after all of the above."""
 
     def capture(self) -> int:
-        """Names the capture of a CUDA graph that the caller is in; 0: none."""
+        """Returns the number of the CUDA graph capture that the caller is in; 0 if it is in none."""
 
 
 def make_pages(device: torch.device, device_pages: int, host_pages: int, page_bytes: int) -> Pages:
-    """Raises OutOfMemory, or Unsupported where there are no kernels for the device."""
+    """Makes the pages. Raises OutOfMemory, or Unsupported where there are no kernels for the device."""
     try:
         if device.type == "cuda":
             return CudaPages(device, device_pages, host_pages, page_bytes)
@@ -63,22 +65,23 @@ def make_pages(device: torch.device, device_pages: int, host_pages: int, page_by
 
 
 def count_pages(rows: int, row_bytes: Sequence[int], page_bytes: int) -> int:
-    """Of tensors with so many rows: each begins with a page of its own."""
+    """Returns the pages of tensors with so many rows: each tensor begins with a page of its own."""
     return sum(-(-rows * each // page_bytes) for each in row_bytes)
 
 
 def row_bytes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Bytes of one row of each."""
+    """Returns the bytes of one row of each tensor."""
     return [each.shape[1] * each.element_size() for each in tensors]
 
 
 class CudaPages:
-    """By the kernels of csrc/kernels/pool. Launches follow each other, also from several streams."""
+    """Pages on a GPU, by the kernels of csrc/kernels/pool. Launches follow each other, also from several
+    streams."""
 
     def __init__(self, device: torch.device, device_pages: int, host_pages: int, page_bytes: int) -> None:
         if not hasattr(_C, "PagePool"):
             raise no_kernels(f"device is {device}")
-        assert _C.PagePool.ticket_words == TICKET_WORDS
+        assert _C.PagePool.ticket_words == TABLE_WORDS
         self._gpu = CudaDevice(device.index)
         with self._gpu.current():
             pages = device_pages + host_pages
@@ -98,12 +101,12 @@ class CudaPages:
                 host_pages=host_pages,
                 page_bytes=page_bytes,
             )
-            # The last stream that was used, without a capture and within one.
+            # The last stream that was used outside a capture (False) and within one (True).
             self._last: dict[bool, torch.cuda.Stream | None] = {False: None, True: None}
             self.reset()
 
-    def push(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
-        """Two kernels."""
+    def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
+        """Launches two kernels: one takes the pages, one copies the rows."""
         ends_L = None if ends_L is None else ends_L.contiguous()
         with self._gpu.current():
             self._native.push(
@@ -112,40 +115,40 @@ class CudaPages:
                 0 if ends_L is None else ends_L.data_ptr(),
                 0 if ends_L is None else ends_L.shape[0],
                 table.data_ptr(),
-                table.shape[0] - TICKET_WORDS,
+                table.shape[0] - TABLE_WORDS,
                 self._stream(),
             )
 
-    def pop(self, tensors: Sequence[Tensor], table: Tensor) -> None:
-        """Two kernels."""
+    def restore(self, tensors: Sequence[Tensor], table: Tensor) -> None:
+        """Launches two kernels: one copies the rows, one frees the pages."""
         with self._gpu.current():
             rows = tensors[0].shape[0]
             self._native.pop(_described(tensors), rows, table.data_ptr(), self._stream())
 
     def drop(self, table: Tensor) -> None:
-        """One kernel."""
+        """Launches one kernel, which frees the pages."""
         with self._gpu.current():
             self._native.drop(table.data_ptr(), self._stream())
             table.record_stream(self._gpu.stream())
 
     def reset(self) -> None:
-        """One kernel."""
+        """Launches one kernel, which frees all pages."""
         with self._gpu.current():
             self._native.reset(self._stream())
 
     def follow(self) -> None:
-        """The current stream waits, if it has to."""
+        """Makes the current stream wait for the pool's work, if that was on another one."""
         with self._gpu.current():
             self._stream()
 
     def capture(self) -> int:
-        """As the CUDA runtime numbers them."""
+        """Returns the number that the CUDA runtime gives the capture; 0 without one."""
         with self._gpu.current():
             return _C.PagePool.capture(self._gpu.raw_stream()) if self._gpu.capturing() else 0
 
     def _stream(self) -> int:
-        """The current stream, which now comes after the pool's work so far; within a capture, after what the
-        capture has of it."""
+        """Returns the current stream and makes it wait for the pool's work so far; within a capture, for the
+        captured work."""
         gpu = self._gpu
         capturing = gpu.capturing()
         stream, last = gpu.stream(), self._last[capturing]
@@ -165,8 +168,8 @@ def _described(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 class HostPages:
-    """On the CPU, at once. Host pages are pages like the others, taken last. As kernels do, it writes tables
-    that autograd has saved without autograd's knowing."""
+    """Pages on the CPU; work is done at once. Host pages are pages like the others, taken last. Like the
+    kernels, it writes tables that autograd has saved without autograd's knowing."""
 
     def __init__(self, device_pages: int, host_pages: int, page_bytes: int) -> None:
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int64)
@@ -177,8 +180,8 @@ class HostPages:
         self._free: tuple[list[int], list[int]] = ([], [])
         self.reset()
 
-    def push(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
-        """As the kernels do it."""
+    def stash(self, tensors: Sequence[Tensor], ends_L: Tensor | None, table: Tensor) -> None:
+        """Takes pages and copies the rows there, as the kernels do."""
         table, rows = table.data, tensors[0].shape[0]
         count = rows if ends_L is None else max(0, min(rows, int(ends_L[-1])))
         sizes = row_bytes_of(tensors)
@@ -198,22 +201,22 @@ class HostPages:
             state[FAILED] = 1
             return
         pages = [on_device.pop() if on_device else in_host.pop() for _ in range(needed)]
-        table[TICKET_WORDS : TICKET_WORDS + needed] = torch.tensor(pages, dtype=torch.int32)
+        table[TABLE_WORDS : TABLE_WORDS + needed] = torch.tensor(pages, dtype=torch.int32)
         for page in pages:
             self._owner[page] = serial
         self._count()
         for piece, stored in self._pieces(tensors, table):
             stored.copy_(piece)
 
-    def pop(self, tensors: Sequence[Tensor], table: Tensor) -> None:
-        """As the kernels do it."""
+    def restore(self, tensors: Sequence[Tensor], table: Tensor) -> None:
+        """Copies the rows back and frees their pages, as the kernels do."""
         if self._has_rows(table):
             for piece, stored in self._pieces(tensors, table):
                 piece.copy_(stored)
         self.drop(table)
 
     def drop(self, table: Tensor) -> None:
-        """As the kernels do it."""
+        """Frees the pages, as the kernels do."""
         table = table.data
         status = int(table[_STATUS])
         table[_STATUS] = _GIVEN_BACK
@@ -233,7 +236,7 @@ class HostPages:
             self._count()
 
     def reset(self) -> None:
-        """As the kernel does it."""
+        """Frees all pages, as the kernel does."""
         on_device, in_host = self._counts
         self._free = (
             list(range(on_device - 1, -1, -1)),
@@ -245,10 +248,10 @@ class HostPages:
         self._count()
 
     def follow(self) -> None:
-        """All has been done."""
+        """Does nothing: all work is done at once."""
 
     def capture(self) -> int:
-        """None."""
+        """Returns 0: there are no captures on the CPU."""
         return 0
 
     def _count(self) -> None:
@@ -271,11 +274,11 @@ class HostPages:
     def _pages(self, table: Tensor) -> list[int]:
         if int(table[_STATUS]) == _FAILED:
             return []
-        pages: list[int] = table[TICKET_WORDS : TICKET_WORDS + int(table[_PAGES])].tolist()
+        pages: list[int] = table[TABLE_WORDS : TABLE_WORDS + int(table[_PAGES])].tolist()
         return pages
 
     def _pieces(self, tensors: Sequence[Tensor], table: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The parts of the tensors, and where each lies in a page."""
+        """Returns the parts of the tensors, each with its place in a page."""
         pages, count = self._pages(table), int(table[_ROWS])
         found = []
         for tensor in tensors:

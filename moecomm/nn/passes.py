@@ -1,4 +1,4 @@
-"""What a pass of tokens through the experts is told, and what is kept of it."""
+"""Arguments and saved state of one MoE forward or backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from moecomm.overlap import Executor, Keep, Recorded, Split, Timeline
 
 
 class Weights(NamedTuple):
-    """Of the experts here, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), if any."""
+    """Weights of the local experts, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), if
+    any."""
 
     w_in: Tensor
     w_out: Tensor
@@ -29,14 +30,14 @@ class Weights(NamedTuple):
 
 @dataclass
 class Deferred:
-    """Gradients of the experts' weights that are still to be computed, oldest first: each makes those of
-    w_in and of w_out, or None."""
+    """Weight gradients of the experts that are still to be computed, oldest first: each function returns
+    those of w_in and of w_out, or None."""
 
     pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
 
     def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
-        """Computes them all and adds them to the parameters' `grad`. Raises InvalidArgument where those have
-        hooks, which would not run, or are sharded."""
+        """Computes all pending gradients and adds them to the parameters' `grad`. Raises InvalidArgument
+        where the parameters have hooks, which would not run, or are sharded."""
         for parameter in (w_in, w_out) if self.pending else ():
             hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
             if hooked or isinstance(parameter, DTensor):
@@ -53,20 +54,21 @@ class Deferred:
 
 @dataclass
 class Runs:
-    """The last forward and backward that were recorded. What they have made is not held: that has autograd's
-    graph, which holds this."""
+    """Timelines of the last forward and backward that were recorded. Their results are not held here, since
+    autograd's graph holds this object."""
 
     forward: Recorded | None = None
     backward: Recorded | None = None
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of those that there were, by their names. Waits for them."""
+        """Returns the timelines of the recorded runs, by the names "forward" and "backward". Waits for
+        them."""
         runs = {"forward": self.forward, "backward": self.backward}
         return {name: recorded.timeline() for name, recorded in runs.items() if recorded is not None}
 
 
 class Call(NamedTuple):
-    """What a pass needs beside the tensors that have gradients."""
+    """Arguments of a pass besides the tensors that have gradients."""
 
     comm: Communicator
     executor: Executor
@@ -76,24 +78,26 @@ class Call(NamedTuple):
     products: Products
     keep: Keep
     split: Split | None
-    """None: products leave no SMs to what travels meanwhile."""
+    """The split of the SMs between transfers and products; None: products leave no SMs to transfers."""
     home_split: Split | None
-    """How the way home of the gradients, and those of the first weights, share the SMs; None: not."""
+    """The split of the SMs between the dispatch backward and the weight gradients of the first product, which
+    overlap; None: no split."""
     in_turns_sms: Mapping[str, int] | None
-    """SMs of a transfer beside another program's products, by its stage; None: as any."""
+    """SMs of a transfer beside another program's products, by its stage; None: as many as for any transfer.
+    """
     deferred: Deferred | None
-    """None: the weights' gradients are computed in the backward."""
+    """The list to which the computation of the weights' gradients is put off; None: they are computed in the
+    backward."""
     runs: Runs | None
-    """None: nothing is recorded."""
+    """The object that gets the timelines; None: nothing is recorded."""
     pool: ActivationPool | None = None
-    """Where the rows go that are kept; only with a capacity, and if any are."""
+    """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: Tensor | None = None
-    """0-d int32: becomes the most rows that a dispatch would have needed beyond its capacity, if that is
-    more."""
+    """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Products within the block are in the dtype of their operands."""
+    """Turns autocast off for the block, so that products are in the dtype of their operands."""
     if not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()  # the context takes some ten microseconds to do nothing
     return torch.autocast(device_type, enabled=False)

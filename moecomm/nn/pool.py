@@ -1,4 +1,5 @@
-"""Memory for what layers of a fixed capacity keep for their backward, by the rows that there really are."""
+"""A memory pool for tensors that layers of a fixed capacity keep for their backward; it holds their real rows
+only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from moecomm.nn.pages import (
     HELD,
     LOST,
     PEAK,
-    TICKET_WORDS,
+    TABLE_WORDS,
     count_pages,
     make_pages,
     row_bytes_of,
@@ -25,35 +26,36 @@ from moecomm.nn.pages import (
 PAGE_BYTES = 1 << 16
 LEAST_PAGE_BYTES, MOST_PAGE_BYTES = 1 << 12, 1 << 30
 MOST_TENSORS = 4
-"""Of one ticket."""
+"""The most tensors of one handle."""
 _ALIGNMENT = 16
 
 
-class Ticket(NamedTuple):
-    """What a push has put into the pool. Only `table` changes from one replay of a graph to the next."""
+class PoolHandle(NamedTuple):
+    """A reference to tensors that `stash` has put into the pool. Only `table` changes from one replay of a
+    graph to the next."""
 
     table: Tensor
     """int32, on the pool's device: how many rows there are, and the numbers of their pages."""
     rows: int
-    """P, of the tensors that were pushed."""
+    """P of the stashed tensors."""
     columns: tuple[tuple[int, torch.dtype], ...]
-    """C and dtype of each."""
+    """C and dtype of each stashed tensor."""
 
 
 class PoolUse(NamedTuple):
-    """Bytes of a pool, in whole pages."""
+    """The use of a pool in bytes, of whole pages."""
 
     held: int
-    """Of all tickets that are not popped, also of those that did not get their pages."""
+    """Bytes of all handles that are not restored or dropped, also of those that did not get their pages."""
     peak: int
-    """The most that was held since the last `reset`, or the last error of `check`."""
+    """The most bytes held since the last `reset`, or the last error of `check`."""
     available: int
-    """Of the pool."""
+    """Bytes of the pool."""
 
 
 class _Owner:
-    """The memory of a table, for a tensor that shares it: that tensor's storage holds this object, and with
-    the last tensor of the storage it goes."""
+    """The memory of a table, for a tensor that shares it: that tensor's storage holds this object and frees
+    it when the last tensor of the storage is gone."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
@@ -75,26 +77,26 @@ class ActivationPool:
     """Pages of one size, which hold the real rows of tensors whose shape is sized for the worst case.
 
         pool = ActivationPool("cuda", 8 << 30)
-        ticket = pool.push(rows_PH, inner_PI, ends=offsets_L)    # the first offsets_L[-1] rows of both
-        rows_PH, inner_PI = pool.pop(ticket)
+        handle = pool.stash(rows_PH, inner_PI, ends=offsets_L)    # the first offsets_L[-1] rows of both
+        rows_PH, inner_PI = pool.restore(handle)
 
-    A push takes as many pages as the rows need, which only the device knows, from a stack of free ones; so a
+    `stash` takes as many pages as the rows need, which only the device knows, from a stack of free ones; so a
     captured CUDA graph takes in each replay what that replay needs. The host waits for nothing, and the same
-    pushes and pops take the same pages. Tickets may be popped in any order. Work of several streams on one
+    calls take the same pages. Handles may be restored in any order. Work of several streams on one
     pool is put in the order of the calls.
 
-    Where pages do not suffice a push writes and takes nothing, and its pop leaves the rows unspecified.
+    Where pages do not suffice `stash` takes and writes nothing, and `restore` leaves the rows unspecified.
     Nothing traps. The pool goes on counting as if the rows were there: `check` raises PoolExceeded with what
-    all tickets together would have needed.
+    all handles together would have needed.
 
     Args:
-        device: of the tensors. On the CPU the same is done by torch, step by step.
-        bytes: of the pages in the device's memory; rounded down to whole pages.
+        device: device of the tensors. On the CPU torch does the same, step by step.
+        bytes: size of the pages in the device's memory; rounded down to whole pages.
         page_bytes: a power of two from 4 KiB to 1 GiB. A tensor leaves half a page unused on average; a
-            ticket has 4 bytes a page of the worst case.
-        spill_bytes: of further pages in pinned host memory, which kernels read and write over the bus, and
-            which are taken when there are no others. (torch's allocator of pinned memory rounds up to a power
-            of two.)
+            handle has 4 bytes a page of the worst case.
+        spill_bytes: size of further pages in pinned host memory, which kernels read and write over the bus,
+            and which are taken when there are no others. (torch's allocator of pinned memory rounds up to a
+            power of two.)
 
     Raises InvalidArgument, OutOfMemory, and Unsupported on CUDA where this build has no CUDA part.
 
@@ -130,86 +132,83 @@ class ActivationPool:
             self.device, self.device_bytes // page_bytes, self.spill_bytes // page_bytes, page_bytes
         )
         self._owners: weakref.WeakValueDictionary[int, _Owner] = weakref.WeakValueDictionary()
-        """Those of tickets from `owned` that are not popped, by the addresses of their tables."""
+        """Owners of handles from `owned` that are not restored, by the addresses of their tables."""
         self._given_up: deque[tuple[Tensor, int]] = deque()
         """Tables whose owners are gone, and the captures that they belong to."""
 
     @property
     def bytes(self) -> int:
-        """Of all pages."""
+        """The bytes of all pages."""
         return self.device_bytes + self.spill_bytes
 
-    def push(self, *tensors: Tensor, ends: Tensor | None = None) -> Ticket:
+    def stash(self, *tensors: Tensor, ends: Tensor | None = None) -> PoolHandle:
         """Keeps the real rows of 1 to 4 tensors (P, C), each with its own C and dtype.
 
         ends: (L,) int32 on the device; rows from ends[-1] on are not real. None: all are.
         """
         self._check(tensors, ends)
         self._settle()
-        ticket = self._ticket(tensors)
-        self._pages.push(tuple(_readable(each) for each in tensors), ends, ticket.table)
-        return ticket
+        handle = self._new_handle(tensors)
+        self._pages.stash(tuple(_readable(each) for each in tensors), ends, handle.table)
+        return handle
 
-    def owned(self, ticket: Ticket) -> Ticket:
-        """The same ticket with a table whose memory owns the pages: they go back with the last tensor that
-        shares it, if they have not been popped or dropped before.
+    def owned(self, handle: PoolHandle) -> PoolHandle:
+        """Returns the same handle with a table whose memory owns the pages: they are freed with the last
+        tensor that shares it, if they have not been restored or dropped before.
 
         So whoever saves the table, or an alias of it, keeps the pages, and nobody else does: neither a
         backward that never runs nor an exception leaves pages behind. They are free for the next call of this
-        pool. Of a push in a capture, they go back within that capture or, in each replay, not at all.
+        pool. Pages of a `stash` in a capture are freed within that capture or, in each replay, not at all.
         """
-        owner = _Owner(ticket.table)
-        # What ends an owner may be the garbage collector, at any point of any thread: so this does no more
-        # than take a note.
-        owner.on_end = weakref.finalize(owner, self._given_up.append, (ticket.table, self._pages.capture()))
+        owner = _Owner(handle.table)
+        # The garbage collector may end an owner at any point of any thread, so this only takes a note.
+        owner.on_end = weakref.finalize(owner, self._given_up.append, (handle.table, self._pages.capture()))
         owner.on_end.atexit = False
-        self._owners[ticket.table.data_ptr()] = owner
+        self._owners[handle.table.data_ptr()] = owner
         if self.device.type == "cpu":
-            return ticket._replace(table=torch.from_numpy(np.asarray(owner)))
-        return ticket._replace(table=torch.as_tensor(owner, device=self.device))
+            return handle._replace(table=torch.from_numpy(np.asarray(owner)))
+        return handle._replace(table=torch.as_tensor(owner, device=self.device))
 
-    def blank(self, *tensors: Tensor) -> Ticket:
-        """A ticket as a push of these tensors would give, for which nothing is kept and nothing counted. To
-        pop it is an error, as to pop one twice."""
+    def blank(self, *tensors: Tensor) -> PoolHandle:
+        """Returns a handle as `stash` of these tensors would, but keeps nothing and counts nothing. Restoring
+        it is an error, as restoring a handle twice is."""
         self._check(tensors, None)
-        ticket = self._ticket(tensors)
-        ticket.table[:TICKET_WORDS].zero_()
-        return ticket
+        handle = self._new_handle(tensors)
+        handle.table[:TABLE_WORDS].zero_()
+        return handle
 
-    def pop(self, ticket: Ticket) -> tuple[Tensor, ...]:
-        """The tensors (P, C) of a push, contiguous, and their pages go back. Rows that were not real are
-        unspecified. Once for a ticket: the second time all rows are unspecified, and `check` raises
-        InvalidArgument; so it is after a `reset`.
-        """
-        table, rows, columns = ticket
+    def restore(self, handle: PoolHandle) -> tuple[Tensor, ...]:
+        """Returns the tensors (P, C) of a handle, contiguous, and frees their pages. Rows that were not real
+        are unspecified. A handle can be restored once: the second time all rows are unspecified, and `check`
+        raises InvalidArgument; the same holds after a `reset`."""
+        table, rows, columns = handle
         self._settle()
         self._disown(table)
         tensors = tuple(torch.empty(rows, count, dtype=dtype, device=self.device) for count, dtype in columns)
-        self._pages.pop(tensors, table)
+        self._pages.restore(tensors, table)
         return tensors
 
-    def drop(self, ticket: Ticket) -> None:
-        """Gives the pages of a ticket back; nobody wants its rows any more."""
-        self._disown(ticket.table)
-        self._pages.drop(ticket.table)
+    def drop(self, handle: PoolHandle) -> None:
+        """Frees the pages of a handle without restoring its rows."""
+        self._disown(handle.table)
+        self._pages.drop(handle.table)
 
     def reset(self) -> None:
-        """All pages are free, and nothing has failed. Rows of earlier tickets are gone: this belongs to the
-        start of a step, where no backward is outstanding. It frees also what a pass has kept whose backward
-        never came. Can be captured."""
+        """Frees all pages and clears all errors. Rows of earlier handles are gone: this belongs to the start
+        of a step, where no backward is outstanding. It also frees rows whose backward never came. Can be
+        captured."""
         self._pages.reset()
 
     def use(self) -> PoolUse:
-        """What is held now. Waits for the device."""
+        """Returns the use of the pool now. Waits for the device."""
         self._settle()
         self._pages.follow()
         held, peak = self._pages.state[HELD : PEAK + 1].tolist()
         return PoolUse(held * self.page_bytes, peak * self.page_bytes, self.bytes)
 
     def check(self) -> None:
-        """Raises PoolExceeded, once, if a push since the last check or reset did not get its pages;
-        InvalidArgument, once, if rows were popped that were not there any more. Waits for the device.
-        """
+        """Raises PoolExceeded, once, if a `stash` since the last check or reset did not get its pages;
+        InvalidArgument, once, if rows were restored that were not there any more. Waits for the device."""
         self._settle()
         self._pages.follow()
         state = self._pages.state
@@ -222,8 +221,9 @@ class ActivationPool:
             raise exceeded(words[PEAK] * self.page_bytes, self.bytes)
 
     def record(self, words: Tensor) -> None:
-        """Writes two int64 words on the device, without a wait: bytes that the pushes since the last reset
-        would have needed at once, 0 if all got their pages; and whether rows were popped that were gone."""
+        """Writes two int64 words on the device, without a wait: bytes that all `stash` since the last reset
+        would have needed at once, 0 if all got their pages; and 1 if rows were restored that were gone, else
+        0."""
         self._settle()
         self._pages.follow()
         state = self._pages.state
@@ -236,22 +236,22 @@ class ActivationPool:
             owner.on_end.detach()
 
     def _settle(self) -> None:
-        """Gives back the pages whose owners are gone."""
+        """Frees the pages whose owners are gone."""
         capture = self._pages.capture()
         others = []
         while self._given_up:
             table, its_capture = self._given_up.popleft()
             if its_capture == capture:
                 self._pages.drop(table)
-            elif its_capture == 0:  # for later: a replay must not give them back once more
+            elif its_capture == 0:  # kept for a call outside: a replay must not free them once more
                 others.append((table, its_capture))
         self._given_up.extend(others)
 
-    def _ticket(self, tensors: tuple[Tensor, ...]) -> Ticket:
+    def _new_handle(self, tensors: tuple[Tensor, ...]) -> PoolHandle:
         rows = tensors[0].shape[0]
         room = count_pages(rows, row_bytes_of(tensors), self.page_bytes)
-        table = torch.empty(TICKET_WORDS + room, dtype=torch.int32, device=self.device)
-        return Ticket(table, rows, tuple((each.shape[1], each.dtype) for each in tensors))
+        table = torch.empty(TABLE_WORDS + room, dtype=torch.int32, device=self.device)
+        return PoolHandle(table, rows, tuple((each.shape[1], each.dtype) for each in tensors))
 
     def _check(self, tensors: tuple[Tensor, ...], ends: Tensor | None) -> None:
         if not 1 <= len(tensors) <= MOST_TENSORS:
@@ -279,7 +279,7 @@ class ActivationPool:
 
 
 def exceeded(needed: int, available: int) -> PoolExceeded:
-    """The error of a pool that was too small."""
+    """Returns the error of a pool that was too small."""
     return PoolExceeded(
         f"the activation pool has {available} bytes, what was kept at once needed {needed}: give it at least "
         "that, in device memory or as spill_bytes",
@@ -289,7 +289,7 @@ def exceeded(needed: int, available: int) -> PoolExceeded:
 
 
 def lost_rows() -> InvalidArgument:
-    """The error of a backward whose rows are not in the pool."""
+    """Returns the error of a backward whose rows are not in the pool."""
     return InvalidArgument(
         "rows were asked for that are not in the activation pool any more: a backward ran twice "
         "(retain_graph), after pool.reset(), or on tensors that a hook had saved elsewhere"
@@ -304,6 +304,6 @@ def _whole_device(device: torch.device | str) -> torch.device:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Without a gradient, row by row, from an address that kernels read 16 bytes at a time."""
+    """Returns the tensor detached, contiguous, and at an address that kernels can read 16 bytes at a time."""
     tensor = tensor.detach().contiguous()
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

@@ -1,4 +1,4 @@
-"""What a GraphedStep asks of graphs: to run a step beforehand, to record it, and to replay it."""
+"""Recorders make the graphs of a GraphedStep: they warm a step up, record it, and replay it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ Result = TypeVar("Result")
 
 
 class Recorder(Protocol):
-    """One that just calls the step at each replay serves the tests of what is around it."""
+    """Records and replays a step. Tests use one that just calls the step at each replay."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Runs it as it will be recorded, so that nothing has to be set up then."""
+        """Runs the step as it will be recorded, so that nothing has to be set up then."""
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """What replays it, and returns what `run` did. That may be the same tensors each time."""
+        """Records `run`; returns a function that replays it and returns its result, perhaps in the same
+        tensors each time."""
 
 
 class CudaRecorder:
@@ -30,7 +31,8 @@ class CudaRecorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """On the stream that records: autograd accumulates gradients where it did the first time."""
+        """Runs the step on the stream that records: autograd accumulates gradients where it did the first
+        time."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -38,7 +40,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
+        """Captures `run`. Other threads may call CUDA meanwhile; a watching thread of NCCL does."""
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None
         torch.cuda.synchronize(self._device)

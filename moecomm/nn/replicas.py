@@ -1,4 +1,4 @@
-"""Which ranks hold the same experts: found out from the layers of a model, by all ranks together.
+"""Finds which ranks hold the same experts, from the layers of a model, by all ranks together.
 
 With the experts of a layer spread over the ranks of its communicator (its EP group), the ranks of a job are
 several EP groups, and rank number p of each holds the same experts, its replicas. Example: 4 ranks, EP groups
@@ -40,7 +40,7 @@ class Replicas:
 
     @property
     def group(self) -> Group:
-        """The process group of `ranks`, which ask for it together; made the first time."""
+        """The process group of `ranks`. All of these ranks ask for it together; it is made the first time."""
         if self.ranks == ranks_of(None):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -51,7 +51,8 @@ class Replicas:
         return _groups[self.ranks]
 
     def mesh(self, comm: Communicator, device_type: str) -> DeviceMesh:
-        """(R, replicas): the experts in R parts, and within them what FSDP shards over the replicas."""
+        """Returns a mesh (R, replicas): the experts in R parts, and within each part the replicas over which
+        FSDP shards it."""
         assert comm.group is not None
         ranks = torch.tensor(self.blocks, dtype=torch.int).t().contiguous()
         names = ("experts", "replicas")
@@ -59,12 +60,13 @@ class Replicas:
 
 
 def layers_of(model: nn.Module) -> list[MoELayer]:
-    """The MoELayers of a model, each once, in order."""
+    """Returns the MoELayers of a model, each once, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
 def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
-    """The parameters of which other ranks hold others, with their layer (None: marked by the caller alone).
+    """Returns the parameters that differ between ranks, each with its layer (None: marked by the caller
+    alone).
 
     They are known by their layer, as FSDP puts others in their place, which have no mark. Experts that are
     all on every rank are parameters like any.
@@ -86,13 +88,13 @@ def _has_all(module: nn.Module) -> bool:
 
 
 def ranks_of(group: Group | None) -> Ranks:
-    """Of a group; None is the default group."""
+    """Returns the ranks of a group; None is the default group."""
     return tuple(dist.get_process_group_ranks(group))
 
 
 def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
-    """The EP groups of `ranks`, of which own[i] is that of ranks[i]. Raises InvalidArgument where they do not
-    part them equally."""
+    """Returns the EP groups of `ranks`, where own[i] is that of ranks[i]. Raises InvalidArgument where they
+    do not divide the ranks equally."""
     blocks = tuple(sorted(set(own)))
     whole = sorted(rank for block in blocks for rank in block) == sorted(ranks)
     if not whole or len({len(block) for block in blocks}) != 1:
@@ -105,7 +107,7 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
 
 
 def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
-    """For each communicator of the model's layers: who holds this rank's experts.
+    """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts.
 
     group: all ranks that hold the model (None: all of the job); they call together. The first time for a
     communicator its EP groups are told to all of them; later they are looked up. Raises InvalidArgument, on
@@ -131,7 +133,8 @@ def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, R
 
 
 def replicas_of_shards(comm: Communicator, mesh: DeviceMesh) -> Replicas:
-    """Those of the ranks of `mesh`, over which `fully_shard_experts` has sharded the experts."""
+    """Returns the replicas whose ranks are those of `mesh`, over which `fully_shard_experts` has sharded the
+    experts."""
     over = {int(rank) for rank in mesh.mesh.flatten()}
     return next(found for found in _known[comm].values() if set(found.ranks) == over)
 

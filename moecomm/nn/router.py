@@ -18,7 +18,7 @@ from moecomm.nn.token_dropping import kept_choices, tokens_per_expert_limit
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Where the tokens go.
+    """The routing of tokens to experts.
 
     Attributes:
         topk_idx_TK: (T, K) int32 global expert ids, -1 where the capacity dropped the choice.
@@ -40,10 +40,10 @@ class TopKRouter(nn.Module):
     """Linear router without bias; the order of its steps is that of Megatron-Core's TopKRouter.
 
     jitter on the input -> logits -> scores -> choice of k (group-limited and with balancing bias if
-    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All of it in float32, whatever
-    the tokens' dtype and also inside autocast (float64 for float64 tokens). `weight` is (E, H) float32
-    (float64 for a float64 config) and starts from the default generator: ranks that call torch.manual_seed
-    alike have the same router.
+    configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32,
+    whatever the tokens' dtype and also inside autocast (float64 for float64 tokens). `weight` is (E, H)
+    float32 (float64 for a float64 config) and starts from the default generator: ranks that call
+    torch.manual_seed alike have the same router.
 
     With bias_update_rate the buffers are expert_bias_E float32 (saved) and load_E int64, the choices counted
     since the last `update_expert_bias` (not saved).
@@ -85,10 +85,9 @@ class TopKRouter(nn.Module):
         init_shared_weight(self.weight, self.config.init_std)
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
-        """x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
+        """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
         aux_loss="sequence" (default: all T are one sequence). Raises InvalidArgument on a wrong shape or a
-        seq_len that does not divide T.
-        """
+        seq_len that does not divide T."""
         config = self.config
         self._check(x_TH, seq_len)
         with torch.autocast(x_TH.device.type, enabled=False):
@@ -187,7 +186,8 @@ class TopKRouter(nn.Module):
 
 
 def limit_to_groups(rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k: int) -> Tensor:
-    """(T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """Returns (T, E) with -inf outside each token's best groups (DeepSeek-V3, arXiv 2412.19437, section
+    2.1.2).
 
     A group is worth the sum of its best top_k // topk_groups (at least one) entries; a token keeps
     topk_groups groups. Where groups are nodes, a row then crosses to at most topk_groups of them.
@@ -205,7 +205,7 @@ def limit_to_groups(rank_by_TE: Tensor, num_groups: int, topk_groups: int, top_k
 
 
 def balanced_choice(num_tokens: int, num_experts: int, top_k: int, device: Any) -> Tensor:
-    """(T, K) int64: k different experts a token, each expert equally often in any run of E tokens.
+    """Returns (T, K) int64: k different experts a token, each expert equally often in any run of E tokens.
 
     A token's choices lie E // K apart, so that they spread over the ranks as those of a balanced router
     would. Example: 3 tokens, E = 4, K = 2 gives [[0, 2], [1, 3], [2, 0]].

@@ -11,7 +11,8 @@ from moecomm.nn.config import MoEConfig
 
 
 def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
-    """What a rank with T tokens may send to one expert: ceil(T * K / E * capacity_factor), at most T.
+    """Returns how many tokens a rank with T tokens may send to one expert: ceil(T * K / E * capacity_factor),
+    at most T.
 
     Megatron-Core's get_capacity. The limit holds per sending rank, so that dropping needs no communication.
     """
@@ -21,16 +22,16 @@ def tokens_per_expert_limit(config: MoEConfig, num_tokens: int) -> int:
 
 
 def rows_at_worst(*, ranks: int, max_tokens: int, top_k: int, num_local_experts: int) -> int:
-    """Rows that no routing can exceed on one rank: each token with as many of its choices as there are
-    experts."""
+    """Returns the rows that no routing can exceed on one rank: each token with as many of its choices as
+    there are experts."""
     return ranks * max_tokens * min(top_k, num_local_experts)
 
 
 def rows_for_headroom(
     headroom: float, *, ranks: int, max_tokens: int, top_k: int, num_local_experts: int
 ) -> int:
-    """Rows that a rank gets where the tokens of all ranks spread evenly over the experts, times `headroom`;
-    never more than any routing can bring.
+    """Returns the rows that a rank gets where the tokens of all ranks spread evenly over the experts, times
+    `headroom`; never more than any routing can bring.
 
     Example: 4 ranks with 1000 tokens each, top-2, 8 experts a rank: 2000 rows by balance, 8000 at worst; with
     a headroom of 1.25 it is 2500.
@@ -42,7 +43,7 @@ def rows_for_headroom(
 
 
 def kept_choices(topk_idx_TK: Tensor, weights_TK: Tensor | None, num_experts: int, limit: int) -> Tensor:
-    """(T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
+    """Returns (T, K) bool: the choices that fit when each expert takes at most `limit` tokens.
 
     With weights an expert keeps the tokens of highest weight, the earlier token among equals; without, the
     first ones. Shapes do not depend on the data, and the host waits for nothing. Every entry of topk_idx_TK

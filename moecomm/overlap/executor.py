@@ -19,7 +19,7 @@ from moecomm.types import DispatchOutput
 
 
 class Results:
-    """What the stages of a run have returned, by their names; a stage takes what it needs from here.
+    """The results of the stages of a run, by their names; a stage takes its inputs from here.
 
     A tensor of another stream is kept from reuse for as long as the stage's stream still works with it.
     """
@@ -28,7 +28,7 @@ class Results:
         self._order, self._schedule = order, schedule
         self._values: dict[str, Any] = {}
         self._stage: Stage | None = None
-        self._held: set[str] = set()  # by nothing but this
+        self._held: set[str] = set()  # results that only this object keeps alive
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
@@ -40,34 +40,34 @@ class Results:
 
     def drop(self, name: str) -> None:
         """Forgets a result that no stage needs any more, so that its memory can be used again. Within a
-        capture that another stream's work reads stays until the end of the run."""
+        capture, a result that another stream's work reads stays until the end of the run."""
         if name not in self._held:
             del self._values[name]
 
     def timeline(self) -> Timeline:
-        """When the stages ran. Waits for the last of them. Raises InvalidArgument if the run did not
+        """Returns when the stages ran. Waits for the last of them. Raises InvalidArgument if the run did not
         record."""
         return self._order.timeline()
 
     @property
     def recorded(self) -> Recorded:
-        """What gives the timeline later, and holds no result."""
+        """The object that gives the timeline later; it holds no result."""
         return self._order
 
 
 class Recorded(Protocol):
-    """Of a run with `record`."""
+    """The recording of a run with `record`."""
 
     def timeline(self) -> Timeline:
-        """As `Results.timeline`."""
+        """Returns the timeline, as `Results.timeline` does."""
 
 
 LimitSms = Callable[[int], contextlib.AbstractContextManager[Any]]
 _NO_LIMIT = contextlib.nullcontext()
 
 Work = Mapping[str, Callable[[Results], Any]]
-"""What to do in each stage, by its name: puts work on the current stream, and returns what later stages take.
-"""
+"""The function of each stage, by its name: it puts work on the current stream, and returns what later stages
+take."""
 
 
 class Executor:
@@ -78,11 +78,11 @@ class Executor:
     beside these.
 
     Args:
-        device: where the work is.
+        device: the device of the work.
         streams: CUDA streams that stages name, such as a communicator's; the first stream of a schedule is
             always the caller's current one, and streams that are not given are made here.
-        limit_sms: within what it gives, what communicates takes so many SMs: `Communicator.limit_sms`. For
-            stages that say how many they use.
+        limit_sms: returns a context in which communication takes so many SMs: `Communicator.limit_sms`. It is
+            used for stages that say how many they use.
         settle: in a program of `interleave`, called before a stage that communicates, so that what another
             program has begun is not behind what that stage's stream waits for: `Communicator.settle`.
 
@@ -116,7 +116,7 @@ class Executor:
         """Runs each stage of `schedule` once. What the caller puts on its current stream afterwards comes
         after all of it, also if a stage raises; that error is raised here, and later stages are not begun.
 
-        record: measure, for `Results.timeline`; not within a CUDA graph capture.
+        record: measures the stages, for `Results.timeline`; not within a CUDA graph capture.
 
         in_turns_sms: in a program of `interleave`, SMs on which a stage communicates, by its name, where
         another program goes on with a product meanwhile. That product leaves them, if it can
@@ -161,7 +161,7 @@ class Executor:
         return _NO_LIMIT if sms is None or self._limit_sms is None else self._limit_sms(sms)
 
     def _sms(self, stage: Stage, in_turns_sms: Mapping[str, int] | None) -> int | None:
-        """Those on which a stage is to communicate; None: as the communicator likes."""
+        """Returns the SMs on which a stage is to communicate; None for the setting of the communicator."""
         if not stage.communicates or self._limit_sms is None:
             return None
         if SMS in stage.uses:
@@ -185,26 +185,26 @@ class Executor:
 
 
 class _Order(Protocol):
-    """How the stages of one run follow each other."""
+    """The order of the stages of one run, on the streams of a device."""
 
     apart: bool
-    """Tensors of one stream may be taken to another."""
+    """True if tensors of one stream may be used on another."""
 
     def begin(self, stage: Stage, leave: int) -> None:
-        """What follows belongs to the stage; its products leave so many SMs at least."""
+        """Begins a stage: later work belongs to it, and its products leave at least `leave` SMs."""
 
     def end(self, stage: Stage) -> None:
-        """All of the stage has been issued."""
+        """Ends a stage: all of its work has been issued."""
 
     def take(self, stream: str, value: Any) -> bool:
-        """Work on `stream` uses the tensors in a value that another one has made. True: from now on their
-        memory is kept for it, also if nobody holds them any more."""
+        """Notes that work on `stream` uses the tensors in `value`, which another stream has made. Returns
+        True if their memory is kept for it from now on, also if nobody holds them any more."""
 
     def close(self) -> None:
-        """The caller goes on after all that was issued, be it within a stage that has failed."""
+        """Makes the caller continue after all work that was issued, also within a stage that has failed."""
 
     def timeline(self) -> Timeline:
-        """What was recorded."""
+        """Returns the timeline that was recorded."""
 
 
 class _HostOrder:
@@ -234,8 +234,9 @@ class _HostOrder:
 
 
 class _StreamOrder:
-    """Side streams that are not given are the caller's. Streams are switched between stages and not for the
-    time of each: to switch there and back takes the host longer than most of what else there is here.
+    """Stages on CUDA streams; side streams that are not given are the caller's. Streams are switched between
+    stages and not for the time of each: to switch there and back takes the host longer than most other work
+    here.
 
     `shared`: other runs put work on the same streams between the stages of this one; the caller does not wait
     for theirs at the end."""
@@ -253,11 +254,11 @@ class _StreamOrder:
         self._side, self.apart = streams, bool(streams)
         self._ends: dict[str, torch.cuda.Event] = {}
         self._begins: dict[str, torch.cuda.Event] = {}
-        self._begun: set[str] = set()  # side streams
+        self._begun: set[str] = set()  # side streams that have work of this run
         self._shared = shared
-        self._last: dict[str, torch.cuda.Event] = {}  # of shared side streams: the end of this run's work
+        self._last: dict[str, torch.cuda.Event] = {}  # the end of this run's work on shared side streams
         self._whole = schedule.resources.get(SMS, 0.0)
-        self._left: int | None = None  # SMs, by products outside this run
+        self._left: int | None = None  # SMs that products outside this run leave
         self._leaving = self._open = False
         self._fork = self._event(self._caller) if record or streams else None
 
@@ -286,14 +287,14 @@ class _StreamOrder:
 
     def take(self, stream: str, value: Any) -> bool:
         if self._gpu.capturing():
-            return False  # a graph's memory is its own until the graph goes
+            return False  # the graph owns the memory for as long as it lives
         for tensor in _tensors(value):
             if tensor.is_cuda:
                 tensor.record_stream(self._side.get(stream, self._caller))
         return True
 
     def close(self) -> None:
-        failed = self._open  # within a stage, which may have put work on its stream
+        failed = self._open  # a stage has failed, which may have put work on its stream
         self._leave()
         if self._now is not self._caller:
             self._gpu.switch(self._caller)
@@ -315,7 +316,7 @@ class _StreamOrder:
         return Timeline(spans, streams=self._schedule.streams)
 
     def _follow(self, stage: Stage, stream: torch.cuda.Stream) -> None:
-        """Puts the stage's stream behind what the stage needs."""
+        """Makes the stage's stream wait for the stages that the stage needs."""
         if stage.stream in self._side and stage.stream not in self._begun:
             assert self._fork is not None
             stream.wait_event(self._fork)
@@ -343,7 +344,8 @@ def _require_recorded(record: bool) -> None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those that a stage may return: tensors, in tuples, lists and dicts too, and outputs of dispatches."""
+    """Yields the tensors in a result of a stage: tensors, in tuples, lists and dicts too, and outputs of
+    dispatches."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, DispatchOutput):

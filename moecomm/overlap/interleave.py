@@ -27,30 +27,30 @@ Result = TypeVar("Result")
 
 
 class _Ended(BaseException):
-    """In a program whose turn will not come: the caller was interrupted."""
+    """Raised in a program whose turn will not come, since the caller was interrupted."""
 
 
 class _Turns:
-    """Whose turn it is. Programs are numbered; the lowest begins."""
+    """The turns of the programs, which are numbered; the lowest begins."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._alive = [True] * count
         self._paused = [False] * count
         self._turn = 0
-        self._told = [0] * count  # SMs that what a program has on its way holds, and no product has left yet
+        self._told = [0] * count  # SMs of each program's transfer that no product has left yet
         self._ended = False
 
     def wait(self, number: int) -> None:
-        """Until it is the turn of a program; raises _Ended if it will not be."""
+        """Waits until it is the turn of a program; raises _Ended if it will not be."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._turn == number)
             if self._ended:
                 raise _Ended
 
     def pass_on(self, number: int, sms: int) -> None:
-        """The next program's, if there is another one; comes back when it is this one's again. `sms`: of what
-        this one has sent on its way; 0: nothing more."""
+        """Passes the turn on, if there is another program; returns when it comes back. `sms`: SMs of the
+        transfer that this program has issued; 0: no new transfer."""
         with self._changed:
             self._paused[number] = True
             self._told[number] = sms or self._told[number]
@@ -58,27 +58,27 @@ class _Turns:
         self.wait(number)
 
     def others_go_on(self, number: int) -> bool:
-        """Is there another program that has had a turn and is not over?"""
+        """Returns True if there is another program that has had a turn and is not over."""
         with self._changed:
             each = zip(self._paused, self._alive, strict=True)
             return any(paused and alive and other != number for other, (paused, alive) in enumerate(each))
 
     def take(self, number: int) -> int:
-        """The most SMs that another program has told of, once. What this one has told is over: its product
-        comes after it."""
+        """Returns and clears the largest SM count that another program has announced. The announcement of
+        this program is cleared too: its product comes after its transfer."""
         with self._changed:
             self._told[number] = 0
             sms, self._told = max(self._told), [0] * len(self._told)
         return sms
 
     def leave(self, number: int) -> None:
-        """A program is over."""
+        """Ends a program and passes its turn on."""
         with self._changed:
             self._alive[number], self._told[number] = False, 0
             self._next(number)
 
     def end(self) -> None:
-        """No program gets another turn."""
+        """Ends the turns of all programs."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -96,10 +96,10 @@ _place: contextvars.ContextVar[tuple[_Turns, int] | None] = contextvars.ContextV
 
 
 def pause(sms: int = 0) -> None:
-    """Within a program of `interleave`: the next one's turn. Elsewhere it does nothing.
+    """Passes the turn to the next program of `interleave`; outside a program it does nothing.
 
-    sms: of a GPU, that what this program has sent on its way holds, where it was given few: the next product
-    of another one (`Stage.leaves_sms`) leaves them.
+    sms: SMs of the GPU that this program's transfer holds, where it was given few: the next product of
+    another program (`Stage.leaves_sms`) leaves them.
     """
     place = _place.get()
     if place is not None:
@@ -108,20 +108,20 @@ def pause(sms: int = 0) -> None:
 
 
 def others_go_on() -> bool:
-    """Within a program: another one has begun, and goes on when this one pauses."""
+    """Returns True within a program if another one has begun and continues when this one pauses."""
     place = _place.get()
     return place is not None and place[0].others_go_on(place[1])
 
 
 def sms_to_leave() -> int:
-    """Within a program, before a product: SMs that others have said in `pause`, and nobody has left yet; else
-    0."""
+    """Returns the SMs that other programs have announced in `pause` and no product has left yet, and clears
+    them; a program calls it before a product. Outside a program it returns 0."""
     place = _place.get()
     return 0 if place is None else place[0].take(place[1])
 
 
 def in_turns() -> bool:
-    """Within a program of `interleave`?"""
+    """Returns True within a program of `interleave`."""
     return _place.get() is not None
 
 
@@ -182,8 +182,8 @@ os.register_at_fork(after_in_child=_idle_crews.clear)
 
 @contextlib.contextmanager
 def _crew(count: int) -> Iterator[list[ThreadPoolExecutor]]:
-    """A thread for each program, the same ones for the next call: libraries keep things by thread, such as
-    cuDNN's plans of attention, that take them long to make."""
+    """Gives each program a thread, the same one in the next call: libraries keep state by thread that takes
+    long to make, such as cuDNN's plans of attention."""
     crew = _idle_crews.pop() if _idle_crews else []
     for number in range(len(crew), count):
         crew.append(ThreadPoolExecutor(1, thread_name_prefix=f"moecomm program {number}"))
@@ -194,7 +194,8 @@ def _crew(count: int) -> Iterator[list[ThreadPoolExecutor]]:
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Makes what torch keeps for each thread as it is in this one."""
+    """Returns a context that gives another thread this thread's torch state: stream, grad mode, inference
+    mode, autocast."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = ["cpu"]
     stream = None

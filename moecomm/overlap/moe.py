@@ -28,17 +28,17 @@ from moecomm.overlap.schedule import SMS, Schedule, Stage
 COMPUTE, COMM = "compute", "comm"
 
 Keep = Literal["all", "rows", "nothing"]
-"""What a forward keeps for its backward, of what the experts have per row. "all": the rows and the first
-product, P * (H + I) values. "rows": the rows; the first product is made again. "nothing": the rows come once
-more along the kept plan, while the gradients are on their way too, and then the first product."""
+"""The tensors per row that a forward keeps for its backward. "all": the rows and the first product, P * (H +
+I) values. "rows": the rows; the first product is made again. "nothing": the rows are sent once more along the
+kept plan, together with the gradients, and the first product is made again."""
 
 
 class Split(NamedTuple):
-    """How the SMs of a GPU are shared where rows travel beside products.
+    """The division of the SMs of a GPU where rows travel beside products.
 
     Attributes:
-        sms: all of them.
-        comm: those of an operation of the communicator.
+        sms: all SMs of the GPU.
+        comm: the SMs of an operation of the communicator.
     """
 
     sms: int
@@ -46,27 +46,27 @@ class Split(NamedTuple):
 
     @property
     def products(self) -> dict[str, float]:
-        """What a product uses beside an operation."""
+        """The resources of a product beside an operation."""
         return {SMS: float(self.sms - self.comm)}
 
 
 _SMS_TIMES_COLUMNS = 210
-"""Share of a GPU's SMs for a dispatch, times the columns of the product beside it."""
+"""The share of a GPU's SMs for a dispatch, times the columns of the product beside it."""
 _HOME_SUMS = 4
-"""Expert rows that bringing a token home and adding it up there is worth on few SMs."""
+"""The cost on few SMs of sending a token's gradient back and adding it up, in expert rows."""
 
 
 def sms_beside_products(
     *, sms: int, ranks: int, top_k: int, row_bytes: int, inner: int, ffn: int
 ) -> dict[str, int]:
-    """SMs for a transfer beside a product, so many that both take about the same time, by the transfer's
-    stage. A stage that is not named is better alone, on the default SMs.
+    """Returns the SMs for each transfer beside a product, by the transfer's stage, so many that both take
+    about the same time. A stage that is not named runs better alone, on the default SMs.
 
     Both the bytes that a dispatch moves and the products' operations grow with rows times H, so the share of
-    the SMs follows from the columns of the product alone; a way home has sums on top, one more row a token.
-    "home" and "combine" lie beside the gradients of the first weights (`inner` columns, I), "dispatch" beside
-    the backward of a second product (`ffn`, F; "publish" is its first half), "gradient rows" beside a first
-    product (I). A transfer of fewer than eight SMs takes much longer; docs/performance.md has the
+    the SMs follows from the columns of the product alone; a return of rows also sums them, one more row a
+    token. "home" and "combine" lie beside the gradients of the first weights (`inner` columns, I), "dispatch"
+    beside the backward of a second product (`ffn`, F; "publish" is its first half), "gradient rows" beside a
+    first product (I). A transfer of fewer than eight SMs takes much longer; docs/performance.md has the
     measurements.
 
     Left out are transfers for which that would be more than a quarter of the GPU, or less than 3 % (leaving
@@ -100,7 +100,7 @@ def _transfer(
 def _compute(
     name: str, *after: str, beside: Split | None = None, yields: bool = False, leaves_sms: bool = False
 ) -> Stage:
-    """`beside`: something travels meanwhile."""
+    """Makes a stage that computes. `beside`: the split of the SMs with a transfer that runs meanwhile."""
     uses = {} if beside is None else beside.products
     return Stage(name=name, stream=COMPUTE, after=after, uses=uses, yields=yields, leaves_sms=leaves_sms)
 
@@ -117,10 +117,10 @@ def _schedule(stages: list[Stage], split: Split | None) -> Schedule:
 def forward_schedule(
     *, shared: bool, split: Split | None = None, pool: bool = False, in_turns: bool = False
 ) -> Schedule:
-    """`shared`: there are shared experts. `split`: what runs while rows travel leaves them SMs. `pool`: what
-    is kept goes to one. `in_turns`: another program goes on where rows travel, before the host waits for
-    their number. They are received on the communicator's stream by themselves then (`Communicator.settle`),
-    whenever that comes, and "dispatch" waits for just that."""
+    """Returns the stages of a forward. `shared`: there are shared experts. `split`: products that run beside
+    transfers leave them SMs. `pool`: kept tensors go to a pool. `in_turns`: another program computes while
+    rows travel, before the host waits for their number. They are then received on the communicator's stream
+    (`Communicator.settle`), whenever that comes, and "dispatch" waits for just that."""
     stream = COMPUTE if in_turns else COMM
     stages = [Stage(name="publish", stream=COMM, communicates=True, yields=in_turns)]
     if shared:
@@ -151,17 +151,17 @@ def backward_schedule(
     pool: bool = False,
     in_turns: bool = False,
 ) -> Schedule:
-    """`home`: tokens or routing weights need gradients; `weights`: those of the experts do, now.
-    `home_split`, without a split of all transfers: that of "home" and "up weights". `pool`: what was kept is
-    in one. `in_turns`: another program goes on where rows travel. The shared experts come before its turn
-    then, where they lie beside its rows as well."""
+    """Returns the stages of a backward. `home`: tokens or routing weights need gradients; `weights`: the
+    weights of the experts need them, now. `home_split`, without a split of all transfers: the split of "home"
+    and "up weights". `pool`: kept tensors are in a pool. `in_turns`: another program computes while rows
+    travel. The shared experts come before its turn then, where they run beside its transfers as well."""
     if split is not None or not (home and weights):
         home_split = None
-    # Where the weights' gradients cannot lie beside the way home, one of them comes before it: the gradients'
-    # rows are not needed any more then.
+    # Where the weights' gradients cannot run beside "home", one of them comes before it: the rows of
+    # "gradient rows" are not needed any more then.
     first_of_two = weights and home and split is None
     ways = (["rows again"] if keep == "nothing" else []) + ["gradient rows"]
-    # A second stream takes the host time.
+    # A second stream costs the host time.
     alone = home_split is not None and not (shared or keep == "nothing" or pool or in_turns)
     stream = COMPUTE if alone else COMM
     shared_first = shared and in_turns
@@ -193,8 +193,8 @@ def backward_schedule(
             stages.append(
                 _product("down weights", "gradient rows", "activation backward", beside=beside_home)
             )
-        # A grouped product takes all SMs for as long as it runs, and those that it has to wait for hold up
-        # all of it: it runs beside a transfer only where it leaves it SMs.
+        # A grouped product takes all SMs for as long as it runs, and waits as a whole for SMs that a transfer
+        # holds: it runs beside a transfer only where it leaves it SMs.
         later = ("home",) if first_of_two and home_split is None else ()
         stages.append(_product("up weights", "activation backward", *later, beside=home_split))
     if shared and home:
@@ -204,7 +204,8 @@ def backward_schedule(
 
 @lru_cache
 def recompute_schedule(*, shared: bool, keep: Keep, pool: bool = False) -> Schedule:
-    """What a forward has kept, again, for a checkpoint that has thrown it away; `pool`: it goes to one."""
+    """Returns the stages that recompute the tensors kept by a forward, for a checkpoint that has thrown them
+    away; `pool`: they go to a pool."""
     stages = []
     if keep != "nothing":
         stages.append(_transfer("rows again"))

@@ -22,7 +22,7 @@ class Stage:
     """One piece of work, such as a transfer or a matrix product.
 
     Attributes:
-        name: by which other stages and the work name it; unique in a schedule.
+        name: the name by which other stages and the work refer to it; unique in a schedule.
         stream: stages of one stream run one after another, in the order of the schedule.
         after: names of the stages whose results it needs.
         uses: what it holds while it runs, of the schedule's resources: {"sms": 24}.
@@ -44,7 +44,7 @@ class Schedule:
     """Stages in an order in which a host can issue them: after all that they depend on, and else as listed.
 
     Args:
-        stages: in the wanted order.
+        stages: the stages in the wanted order.
         streams: names of all streams. The first is the caller's own; `Executor` ends with it.
         resources: how much there is of each thing that stages use.
 
@@ -119,7 +119,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _in_order(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """The stages so that each comes after those it depends on: always the first listed that can."""
+    """Returns the stages so that each comes after those it depends on, always taking the first listed that
+    can run."""
     number = {stage.name: i for i, stage in enumerate(stages)}
     missing = [len(set(stage.after)) for stage in stages]
     needed_by: list[list[int]] = [[] for _ in stages]
@@ -141,7 +142,7 @@ def _in_order(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
 
 
 def _cycle(stages: tuple[Stage, ...], ordered: list[Stage]) -> list[str]:
-    """Names along a cycle, the first one again at the end; `ordered`: stages that are in none."""
+    """Returns the names along a cycle, the first one again at the end; `ordered`: stages that are in none."""
     fine = {stage.name for stage in ordered}
     waits_for = {
         stage.name: next(other for other in stage.after if other not in fine)

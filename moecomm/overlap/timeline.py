@@ -1,4 +1,4 @@
-"""When stages ran, and how to look at it."""
+"""The timeline of a run: when its stages ran, and how to look at it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Span(NamedTuple):
     """One stage on its stream, in seconds from the start.
 
     Attributes:
-        name: the stage's.
-        stream: that it ran on.
+        name: name of the stage.
+        stream: name of the stream that it ran on.
         begin: seconds from the start of the run.
         end: seconds from the start of the run.
         communicates: whether it was a transfer, not a computation.
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans by their begin, of one `Executor.run`.
+    """The spans of one `Executor.run`, by their begin.
 
     Attributes:
         spans: all stages, by their begin.
@@ -42,20 +42,20 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end."""
+        """The time in seconds from the first begin to the last end."""
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - self.spans[0].begin
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which some stage communicates and none computes."""
+        """The time in seconds in which some stage communicates and none computes."""
         computing = _union(span for span in self.spans if not span.communicates)
         return _length(_union(self.spans)) - _length(computing)
 
     @property
     def exposed_share(self) -> float:
-        """exposed_seconds as a part of `seconds`."""
+        """The fraction exposed_seconds / seconds; 0 for an empty timeline."""
         return self.exposed_seconds / self.seconds if self.seconds > 0 else 0.0
 
     def chrome_trace(self, path: str | Path, *, process: str = "moecomm") -> None:
@@ -115,7 +115,7 @@ class Timeline:
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Disjoint intervals that cover the spans."""
+    """Returns disjoint intervals that cover the spans."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted((span.begin, span.end) for span in spans):
         if merged and begin <= merged[-1][1]:

@@ -1,6 +1,6 @@
-"""Checks of a Communicator's own arguments, and what it takes where the caller leaves them out.
+"""Checks of a Communicator's own arguments, and their defaults.
 
-The arguments of its calls are checked in routing.py.
+moecomm/arguments.py checks the arguments of its calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.setup.memory_plan import CUDA_DTYPES, window_shape
 
 DEFAULT_TIMEOUT = 60.0
-"""Seconds."""
+"""The default deadline of a wait, in seconds."""
 
 
 def timeout_seconds(timeout: float | timedelta | None) -> float:
-    """How long one wait for peers may take."""
+    """Returns how many seconds one wait for peers may take."""
     if timeout is None:
         return read_env().timeout or DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -71,7 +71,7 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
 
 
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
-    """Ranks a node as the caller or the environment wants them, None where the hosts decide."""
+    """Returns the ranks a node that the caller or the environment wants, None where the hosts decide."""
     if ranks_per_node is None:
         ranks_per_node = read_env().ranks_per_node
     if ranks_per_node is None:
@@ -85,7 +85,7 @@ def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
 
 
 def check_num_sms(num_sms: Any, device: torch.device) -> int | None:
-    """What an operation may use, None for what the backend finds best."""
+    """Returns the SMs (on the CPU, threads) that an operation may use, None to let the backend choose."""
     if device.type == "cpu":
         return read_env().threads if num_sms is None else require_integer("num_sms", num_sms, 1, 4096)
     if num_sms is None:

@@ -1,4 +1,5 @@
-"""Which devices a communicator of this build and machine can serve, and with how many threads on the CPU."""
+"""Finds the devices that a communicator of this build and machine can serve, and the threads of a rank on the
+CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def why_no_cuda() -> str | None:
-    """What keeps a Communicator of this build and machine from serving CUDA tensors; None if nothing does."""
+    """Returns why a Communicator of this build and machine cannot serve CUDA tensors; None if it can."""
     if _C.cuda_version is None:
         return "moecomm was built without its CUDA part (no CUDA toolkit at build time)"
     if not hasattr(_C, "DeviceCommunicator"):
@@ -36,18 +37,18 @@ def why_no_cuda() -> str | None:
 def _has_driver_bindings() -> bool:
     try:
         return importlib.util.find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the package `cuda` itself is missing
         return False
 
 
 def available_devices() -> tuple[str, ...]:
-    """Types of device that a Communicator of this build and machine can serve, best first: ("cuda", "cpu")
-    with a GPU, else ("cpu",)."""
+    """Returns the types of device that a Communicator of this build and machine can serve, best first:
+    ("cuda", "cpu") with a GPU, else ("cpu",)."""
     return ("cpu",) if why_no_cuda() else ("cuda", "cpu")
 
 
 def choose_device(device: Any) -> torch.device:
-    """The device that a Communicator serves; Unsupported if this build and machine can't."""
+    """Returns the device that a Communicator serves; raises Unsupported if this build and machine can't."""
     types = available_devices()
     try:
         chosen = torch.device(types[0] if device is None else device)
@@ -69,5 +70,5 @@ def choose_device(device: Any) -> torch.device:
 
 
 def default_threads(local_ranks: int) -> int:
-    """Threads a rank: the cores that this process may use, shared by the ranks of the host."""
+    """Returns the threads of a rank: the cores that this process may use, shared by the ranks of the host."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)

@@ -1,4 +1,4 @@
-"""What this machine has, for `python -m moecomm`. Looks only; changes nothing and needs no GPU."""
+"""Finds facts about this machine, for `python -m moecomm`. It changes nothing and needs no GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NICs nearest
 
 
 def _command(arguments: list[str]) -> list[str]:
-    """Lines of a tool's output, or none if it is missing or fails."""
+    """Returns the lines of a tool's output, or none if it is missing or fails."""
     if shutil.which(arguments[0]) is None:
         return []
     try:
@@ -46,7 +46,7 @@ def _cpu_model() -> str:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """(name, version) of everything that matters in a bug report."""
+    """Yields (name, version) of everything that matters in a bug report."""
     yield "moecomm", __version__
     yield "torch", torch.__version__
     yield "python", sys.version.split()[0]
@@ -63,7 +63,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def left_out() -> Iterator[str]:
-    """What this build, or this machine, leaves out: a line each, which says what adds it."""
+    """Returns what this build, or this machine, leaves out: a line each, which says what adds it."""
     missing = _C.fabric_missing()
     if missing is not None:
         yield f"links between nodes: left out, {missing}"
@@ -81,7 +81,7 @@ def left_out() -> Iterator[str]:
 
 
 def processors() -> Iterator[tuple[str, str]]:
-    """(name, fact) of the host's cores and memory."""
+    """Yields (name, fact) of the host's cores and memory."""
     cores = len(os.sched_getaffinity(0))
     yield "CPU", f"{_cpu_model()}, {cores} cores for this process"
     yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / _GIB:.1f} GiB"
@@ -90,7 +90,7 @@ def processors() -> Iterator[tuple[str, str]]:
 
 
 def gpus() -> Iterator[tuple[str, str]]:
-    """(name, fact) of each GPU and of the links between them."""
+    """Yields (name, fact) of each GPU and of the links between them."""
     if not torch.cuda.is_available():
         seen = _command(["nvidia-smi", "-L"])
         yield (
@@ -119,7 +119,7 @@ def gpus() -> Iterator[tuple[str, str]]:
 
 
 def _driver_gpus() -> list[Gpu]:
-    """By ordinal, or none without cuda-bindings or a driver."""
+    """Returns the GPUs by ordinal, or none without cuda-bindings or a driver."""
     try:
         driver = cuda_driver.load()
         return [driver.gpu(device) for device in driver.devices()]
@@ -135,7 +135,8 @@ def _handle_types(gpu: Gpu) -> str:
 
 
 def fabric() -> Iterator[tuple[str, str]]:
-    """(name, fact) of libfabric, its providers, and what ranks of this host would use between nodes."""
+    """Yields (name, fact) of libfabric, its providers, and the network that ranks of this host would use
+    between nodes."""
     missing = _C.fabric_missing()
     if missing is not None:
         yield "libfabric", missing
@@ -165,7 +166,8 @@ def fabric() -> Iterator[tuple[str, str]]:
 
 
 def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
-    """For people: "net (eth0, lo), shm", each provider with its interfaces, best first."""
+    """Returns the offers as a text like "net (eth0, lo), shm", each provider with its interfaces, best
+    first."""
     domains: dict[str, list[str]] = {}
     for provider, domain, *_ in offers:
         found = domains.setdefault(provider, [])
@@ -175,8 +177,8 @@ def _offers_text(offers: list[tuple[str, str, str, int, bool]]) -> str:
 
 
 def _open_network(env: Env) -> tuple[str, str]:
-    """(what a rank sends by, the address that its control links listen on), found by opening both. Raises
-    what building a communicator would raise."""
+    """Opens a network endpoint and a control link; returns (the network that a rank sends by, the address
+    that its control links listen on). Raises the errors of building a communicator."""
     shape = window_shape(ranks=1, top_k=1, hidden=4, max_tokens=1, dtype=torch.float32)
     native = _C.Communicator(shape=shape, rank=0, num_experts=1, threads=1, timeout=10.0, host_ranks=1)
     try:
@@ -198,10 +200,10 @@ def _open_network(env: Env) -> tuple[str, str]:
 def transports(
     ranks: int, ranks_per_node: int | None = None, host_ranks: int | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(peer, transport) as rank 0 of `ranks` ranks would use them.
+    """Yields (peer, transport) as rank 0 of `ranks` ranks would use them.
 
     Args:
-        ranks: of the communicator.
+        ranks: number of ranks of the communicator.
         ranks_per_node: ranks that share memory; None: MOECOMM_RANKS_PER_NODE, or all of them.
         host_ranks: ranks on the host of rank 0; None: all of them.
     """
@@ -248,7 +250,7 @@ def _remote_transports(nodes: NodeMap, peer: int, network: str) -> Iterator[tupl
 
 
 def _cuda_missing() -> str | None:
-    """What moecomm lacks for CUDA tensors on a machine with GPUs, or nothing."""
+    """Returns what moecomm lacks for CUDA tensors on a machine with GPUs; None if nothing."""
     if _C.cuda_version is None:
         return "the CUDA part is not built"
     if cuda_driver.bindings_version() is None:
@@ -257,7 +259,7 @@ def _cuda_missing() -> str | None:
 
 
 def _gpu_transport(peer: int) -> str:
-    """From GPU 0, which rank 0 has, to the GPU with that ordinal."""
+    """Returns the transport from GPU 0, which rank 0 has, to the GPU with ordinal `peer`."""
     missing = _cuda_missing()
     if missing is not None:
         return f"none: {missing}"

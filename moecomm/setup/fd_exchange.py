@@ -1,4 +1,4 @@
-"""Open files handed from process to process of one host (SCM_RIGHTS, unix(7)).
+"""Hands open files from process to process of one host (SCM_RIGHTS, unix(7)).
 
 The sockets stand in the abstract namespace under a random name: there is no file to leave behind, and other
 users can see the name but gain nothing from it, since both ends look at who is on the other (SO_PEERCRED).
@@ -20,14 +20,14 @@ _INT = struct.Struct("i")
 
 
 class Mailbox:
-    """Where the other ranks of this host leave one file each.
+    """A socket in which the other ranks of this host leave one file each.
 
     Nothing waits for a receiver: a file that was sent lies in the socket until it is taken or the mailbox is
     closed, also if its sender has ended by then. So ranks send, meet, and take, without threads.
     """
 
     def __init__(self, senders: int) -> None:
-        """`senders`: how many files may lie here at once. Raises OSError."""
+        """Opens the mailbox. `senders`: how many files may lie here at once. Raises OSError."""
         self.name = f"moecomm-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -38,8 +38,9 @@ class Mailbox:
             raise
 
     def take(self, senders: dict[int, int], *, rank: int, phase: str, timeout: float) -> dict[int, int]:
-        """The files that were left here: an open descriptor for each rank in `senders`, which are pids by
-        rank. The caller closes them.
+        """Returns the files that were left here: an open descriptor for each rank in `senders`, which are
+        pids by rank. The caller closes them. Connections of other processes are closed and nothing is read
+        from them.
 
         Connections of other processes are closed and nothing is read from them. Raises PeerTimeout, naming a
         rank whose file did not come within `timeout` seconds, PeerLost for one that sent something else,
@@ -70,14 +71,15 @@ class Mailbox:
         return taken
 
     def close(self) -> None:
-        """Also drops what was not taken."""
+        """Closes the mailbox and drops files that were not taken."""
         self._socket.close()
 
 
 def send(
     descriptor: int, mailbox: str, *, pid: int, rank: int, peer: int, phase: str, timeout: float
 ) -> None:
-    """Leaves an open file in the mailbox of that name, which rank `peer`, process `pid`, has to own.
+    """Sends an open file to the mailbox of that name, which rank `peer`, process `pid`, has to own. Raises
+    PeerLost if it is not there or belongs to another process, PeerTimeout if it stays full, OSError.
 
     Raises PeerLost if it is not there or somebody else's, PeerTimeout if it stays full, OSError.
     """
@@ -88,7 +90,7 @@ def send(
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection.connect(f"\0{mailbox}")
                 break
-            except (BlockingIOError, TimeoutError) as error:  # as many wait there as it has room for
+            except (BlockingIOError, TimeoutError) as error:  # the queue of the socket is full
                 if time.monotonic() >= deadline:
                     raise _late(rank, peer, phase, timeout) from error
                 time.sleep(0.001)
@@ -140,7 +142,7 @@ def _receive(connection: socket.socket, rank: int, peer: int, phase: str) -> int
 
 
 def _other_end(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process that connected, or that listens."""
+    """Returns (pid, uid) of the process that connected, or that listens."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid

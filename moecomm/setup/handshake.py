@@ -1,4 +1,5 @@
-"""The first and the last steps of a communicator's construction: who takes part, the ways to the others."""
+"""The first and the last steps of a communicator's construction: its ranks find each other, and open their
+connections."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Native = TypeVar("Native", bound=_Native)
 
 
 def node_identity() -> str:
-    """Equal for processes that can map each other's shared memory and watch each other."""
+    """Returns a text that is equal for processes that can map each other's shared memory and watch each
+    other."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -39,21 +41,21 @@ def node_identity() -> str:
 
 
 class GroupInfo(NamedTuple):
-    """The ranks that build a communicator together, as each told of itself."""
+    """The ranks that build a communicator together, with what each told of itself."""
 
     messages: list[dict[str, Any]]
-    """Every rank's, with the facts that it told."""
+    """The message of every rank, with its facts."""
     hosts: list[str]
-    """Of every rank: equal for ranks that can share memory."""
+    """The host of every rank: equal for ranks that can share memory."""
     nodes: NodeMap
 
     def host_ranks(self, rank: int) -> int:
-        """Ranks on the host of `rank`."""
+        """Returns the number of ranks on the host of `rank`."""
         return self.hosts.count(self.hosts[rank])
 
     @property
     def job(self) -> str:
-        """A name of this construction that nobody else can guess: that of rank 0."""
+        """A name of this construction that nobody else can guess; rank 0 made it."""
         return str(self.messages[0]["job"])
 
 
@@ -63,12 +65,12 @@ def handshake(
     error: MoecommError | None,
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> GroupInfo:
-    """The first step of a construction: who is there, on which nodes.
+    """Runs the first step of a construction: finds which ranks take part, on which nodes.
 
     Args:
-        arguments: those of the Communicator that all ranks have to share, as JSON values.
-        error: why this rank's are bad; it still meets the others, so that all raise.
-        facts: more that the others should know.
+        arguments: arguments of the Communicator that all ranks have to share, as JSON values.
+        error: the error in this rank's arguments, if any; it still meets the others, so that all raise.
+        facts: returns further facts for the others.
     """
 
     def describe_self() -> dict[str, Any]:
@@ -107,13 +109,14 @@ def connect(
     map_peers: Callable[[Native, list[str], list[int]], None],
     unlink: Callable[[Native], None],
 ) -> Native:
-    """The last steps of a construction: this rank's native communicator, with the ways to the others open.
+    """Runs the last steps of a construction and returns this rank's native communicator, connected to the
+    others.
 
     Args:
-        group_info: from `handshake`.
-        create: makes it, with its shared memory.
-        link: names that memory.
-        map_peers: opens those of the node's ranks by name and process id, by local index.
+        group_info: the result of `handshake`.
+        create: makes the communicator, with its shared memory.
+        link: gives that memory a name.
+        map_peers: maps the memory of the node's ranks by name and process id, both by local index.
         unlink: takes the name away again.
     """
     made: list[Native] = []
@@ -132,7 +135,8 @@ def connect(
 
     try:
         rendezvous.step("construction: communicators", make)
-        # Names exist from here until all have mapped: not while memory is taken, which can last.
+        # The names exist from here until all ranks have mapped; they are not made before, since taking memory
+        # can last.
         peers = rendezvous.step("construction: names", name)
         rendezvous.step("construction: mapping", join)
     except BaseException:
@@ -166,13 +170,13 @@ def check_host_room(rendezvous: Rendezvous, group_info: GroupInfo, needed: int) 
 
 
 def describe(native: _Native, nodes: NodeMap) -> str:
-    """What a native communicator says of itself and of its network."""
+    """Returns the description of a native communicator and of its network."""
     network = native.network()
     return f"{native}{f'; {nodes.nodes} nodes, {network}' if network else ''}"
 
 
 def _connect_rail(rendezvous: Rendezvous, group_info: GroupInfo, native: _Native) -> None:
-    """Opens the ways to the ranks of this rank's rail; an error closes the communicator."""
+    """Connects to the ranks of this rank's rail; an error closes the communicator."""
     rails: list[_C.Rail] = []
 
     def open_rail() -> dict[str, Any]:

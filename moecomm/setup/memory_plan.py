@@ -16,7 +16,7 @@ NATIVE_DTYPES: dict[torch.dtype, _C.DType] = {
     torch.float64: _C.DType.float64,
 }
 CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
-"""Those that rows have on GPUs, and that the kernels of the experts take."""
+"""The dtypes of rows on GPUs, which the kernels of the experts take as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ def window_shape(
     dtype: torch.dtype,
     ranks_per_node: int | None = None,
 ) -> _C.WindowShape:
-    """The runtime's description of a window. Raises InvalidArgument for sizes that no window can have."""
+    """Returns the runtime's description of a window. Raises InvalidArgument for sizes that no window can
+    have."""
     if dtype not in NATIVE_DTYPES:
         names = ", ".join(str(known) for known in NATIVE_DTYPES)
         raise InvalidArgument(f"dtype is {dtype}, expected one of {names}")
@@ -105,7 +106,7 @@ def device_shape(
     wire: str | None,
     ranks_per_node: int | None = None,
 ) -> _C.DeviceShape:
-    """The runtime's description of a window in device memory, for sizes that `window_shape` takes."""
+    """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes."""
     return _C.DeviceShape(
         ranks=ranks,
         num_experts=num_experts,
@@ -119,7 +120,7 @@ def device_shape(
 
 
 def plan_device_memory(shape: _C.DeviceShape, ranks: int) -> MemoryPlan:
-    """The sections of a window of `shape` in device memory; `ranks`: of a node."""
+    """Returns the sections of a window of `shape` in device memory; `ranks`: ranks of a node."""
     total = _C.device_window_bytes(shape)
     return MemoryPlan(
         sections=tuple(_C.device_window_sections(shape)),
@@ -131,7 +132,7 @@ def plan_device_memory(shape: _C.DeviceShape, ranks: int) -> MemoryPlan:
 
 
 def plan_memory(shape: _C.WindowShape, ranks: int) -> MemoryPlan:
-    """The sections of a window of `shape`; `ranks`: of a node."""
+    """Returns the sections of a window of `shape`; `ranks`: ranks of a node."""
     total, committed = _C.window_bytes(shape)
     return MemoryPlan(
         sections=tuple(_C.window_sections(shape)), total_bytes=total, committed_bytes=committed, ranks=ranks

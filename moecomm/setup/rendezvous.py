@@ -1,4 +1,4 @@
-"""How the ranks of a new communicator find each other: small JSON messages through the store of
+"""The rendezvous of the ranks of a new communicator: small JSON messages through the store of
 torch.distributed.
 
 The store is there with every backend (gloo, NCCL), has its own deadline, and carries text that is parsed as
@@ -21,16 +21,16 @@ from moecomm.errors import MoecommError, PeerLost, PeerTimeout, from_message, to
 from moecomm.types import Group
 
 _EXPLANATION_S = 1.0
-"""How long a rank that has lost a peer waits for what that one has to say of it."""
+"""The seconds that a rank which has lost a peer waits for an explanation from that peer."""
 
 _LOST = (PeerTimeout, PeerLost)
-"""Errors that speak of another rank, which may know more."""
+"""The errors about another rank, which may know more."""
 
 _built: dict[str, int] = defaultdict(int)  # communicators begun so far, by name of their group
 
 
 class Rendezvous:
-    """One construction: a numbered rendezvous of all ranks of a group (None: this process alone)."""
+    """The rendezvous of one construction, numbered, of all ranks of a group (None: this process alone)."""
 
     def __init__(self, group: Group | None, timeout: float) -> None:
         self.timeout = timeout
@@ -45,7 +45,7 @@ class Rendezvous:
         )
 
     def exchange(self, phase: str, message: dict[str, Any], patience: float = 1.0) -> list[dict[str, Any]]:
-        """Every rank's message of this phase, by rank.
+        """Sends a message and returns every rank's message of this phase, by rank.
 
         Raises PeerTimeout, naming the rank that did not come within `patience` times the timeout, or PeerLost
         if the store is gone.
@@ -60,11 +60,11 @@ class Rendezvous:
     def step(
         self, phase: str, action: Callable[[], dict[str, Any]], patience: float = 1.0
     ) -> list[dict[str, Any]]:
-        """One step of all ranks: exchanges what `action` returns; what it raises on one rank, all raise, and
-        not that the others have lost that one because of it.
+        """Runs one step on all ranks: exchanges the result of `action`. An error that it raises on one rank
+        is raised on all, instead of errors that say that this rank was lost.
 
-        An `action` that waits for peers itself needs more `patience`: ranks that find theirs at once would
-        else blame those that wait for one that is missing.
+        An `action` that waits for peers itself needs more `patience`: otherwise early ranks time out on ranks
+        that still wait for a missing one.
         """
         error: MoecommError | None = None
         try:
@@ -73,7 +73,7 @@ class Rendezvous:
             error = failed
             message = {"error": to_message(failed)}
         if isinstance(error, _LOST):
-            # It has waited, and a peer that is gone would not answer here either.
+            # `action` has waited already, and a peer that is gone would not answer here either.
             self._tell(phase, message)
             raise self._cause(phase, error)
         messages = self.exchange(phase, message, patience)
@@ -87,8 +87,8 @@ class Rendezvous:
         return messages
 
     def _cause(self, phase: str, error: PeerTimeout | PeerLost) -> MoecommError:
-        """What the peer that `error` names has raised itself, or the one that this names, and so on; `error`
-        where they all lost somebody, or say nothing."""
+        """Returns the error that the peer named by `error` has raised itself, or the one that this names, and
+        so on; `error` where all of them lost a peer, or say nothing."""
         found: MoecommError = error
         asked = {self.rank}
         while isinstance(found, _LOST):

@@ -42,8 +42,8 @@ class SymmetricMemory:
         ranks: Sequence[int] | None = None,
         api: Any = None,
     ) -> None:
-        """Collective over `rendezvous`, once a rendezvous; returns when all ranks have mapped all memory,
-        which is zero then.
+        """Builds the memory; collective over `rendezvous`, once a rendezvous. It returns when all ranks have
+        mapped all memory, which is zero then.
 
         `bytes`: at least 1, the same on all ranks; rounded up to the granularity of the GPUs (2 MiB).
         `device_index`: as torch.cuda counts. Ranks may share a GPU. `ranks`: those that map each other's
@@ -62,10 +62,10 @@ class SymmetricMemory:
         self._api = api
         self._context: Any = None
         self.bytes = bytes
-        """Size of one allocation."""
+        """The size of one allocation in bytes."""
         self.bases: list[int] = []
-        """Device address of the allocation of each of `ranks` as mapped here; empty when closed."""
-        # Freed last in, first out.
+        """The device address of the allocation of each of `ranks` as mapped here; empty when closed."""
+        # Resources are freed last in, first out.
         self._kept = ExitStack()
         self._close = weakref.finalize(self, _free, self._kept, os.getpid())
         try:
@@ -76,7 +76,7 @@ class SymmetricMemory:
             raise
 
     def close(self) -> None:
-        """Waits for the device, then unmaps the peers' memory and this rank's. Again: does nothing.
+        """Waits for the device, then unmaps the peers' memory and this rank's. A second call does nothing.
 
         Raises nothing; what cannot be freed is a RuntimeWarning.
         """
@@ -84,7 +84,8 @@ class SymmetricMemory:
         self._close()
 
     def _build(self, passing: ExitStack) -> None:
-        """`passing` is freed when all ranks have mapped all memory, or on an error."""
+        """Builds all mappings. `passing` holds resources that are freed when all ranks have mapped all
+        memory, or on an error."""
         peers = self._step("construction: GPUs", lambda: self._introduce(passing))
         self._agree(peers)
         # Descriptors cannot leave a host, and fabric handles need a machine that is set up for them: they are
@@ -120,7 +121,7 @@ class SymmetricMemory:
         self._kept.callback(_synchronize, self._driver, self._context)
 
     def _introduce(self, passing: ExitStack) -> Message:
-        """What the others have to know before anything is allocated."""
+        """Opens the GPU and returns the facts that the other ranks need before anything is allocated."""
         self._driver = cuda_driver.load(self._api)
         self._device = self._driver.call("cuDeviceGet", self._index)
         self._gpu = self._driver.gpu(self._device)
@@ -153,7 +154,8 @@ class SymmetricMemory:
         self._alignment = granularity
 
     def _check_reach(self, peers: list[Message], across_hosts: bool) -> None:
-        """What can be known before mapping. A GPU that this process does not see cannot be asked about."""
+        """Checks what can be checked before mapping. A GPU that this process does not see cannot be asked
+        about."""
         if not (self._gpu.fabric if across_hosts else self._gpu.posix_fd):
             raise Unsupported(
                 f"{self._gpu} of rank {self._rendezvous.rank} cannot share memory as "
@@ -173,7 +175,8 @@ class SymmetricMemory:
                 raise self._unreachable(rank, peer, "cuDeviceCanAccessPeer says no")
 
     def _allocate(self, kind: Any, passing: ExitStack) -> Any:
-        """This rank's memory, mapped and zero; its shareable handle: a descriptor, or a CUmemFabricHandle."""
+        """Allocates and maps this rank's memory, zeroed; returns its shareable handle, a descriptor or a
+        CUmemFabricHandle."""
         driver = self._driver
         handle = self._create(self._properties(kind))
         passing.callback(driver.free, "cuMemRelease", handle)  # the mapping keeps the memory
@@ -195,7 +198,7 @@ class SymmetricMemory:
         except DriverError as error:
             if not self._driver.out_of_memory(error):
                 raise
-        torch.cuda.empty_cache()  # what torch holds on to without using it, as its own allocations would
+        torch.cuda.empty_cache()  # frees torch's unused cached memory, as torch's own allocations would
         return self._driver.call("cuMemCreate", self.bytes, properties, 0)
 
     def _send(self, peers: list[Message], descriptor: int) -> Message:
@@ -213,7 +216,7 @@ class SymmetricMemory:
         return {}
 
     def _take(self, peers: list[Message], passing: ExitStack) -> dict[int, int]:
-        """Descriptors of the others' memory, by rank. All have been sent before this."""
+        """Returns the descriptors of the others' memory, by rank. All have been sent before this."""
         taken = self._mailbox.take(
             {peer: peers[peer]["pid"] for peer in self._others},
             rank=self._rendezvous.rank,
@@ -238,7 +241,7 @@ class SymmetricMemory:
             raise self._unreachable(rank, peer, str(error)) from error
 
     def _map(self, rank: int, handle: Any) -> None:
-        """Into this rank's place for the memory of `rank`, for loads and stores of this GPU."""
+        """Maps a handle at the address for the memory of `rank`, for loads and stores of this GPU."""
         api = self._driver.api
         address = self._address(rank)
         self._driver.call("cuMemMap", address, self.bytes, 0, handle, 0)
@@ -250,7 +253,7 @@ class SymmetricMemory:
         self._driver.call("cuMemSetAccess", address, self.bytes, [access], 1)
 
     def _address(self, rank: int) -> int:
-        """This process's place for the memory of one of the ranks."""
+        """Returns the address in this process for the memory of one of the ranks."""
         return self._base + self._ranks.index(rank) * self.bytes
 
     def _properties(self, kind: Any) -> Any:
@@ -273,7 +276,7 @@ class SymmetricMemory:
         return int(self._driver.call("cuMemGetAllocationGranularity", self._properties(kind), option))
 
     def _step(self, phase: str, action: Callable[[], Message]) -> list[Message]:
-        """One step of all ranks; whatever fails here is raised as a MoecommError, so that the others learn
+        """Runs one step on all ranks; any failure is raised as a MoecommError, so that the others learn
         it."""
 
         def typed() -> Message:
@@ -308,14 +311,15 @@ class SymmetricMemory:
 
 
 def _host() -> str:
-    """Equal for processes that can pass each other open files and know each other's pids."""
+    """Returns a text that is equal for processes that can pass each other open files and know each other's
+    pids."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return "/".join((boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")))
 
 
 def _synchronize(driver: Driver, context: Any) -> None:
-    """A kernel that is under way may still use the mappings."""
+    """Waits for the device: a kernel that is under way may still use the mappings."""
     with (
         suppress(DriverError),
         driver.current(context),
@@ -324,6 +328,7 @@ def _synchronize(driver: Driver, context: Any) -> None:
 
 
 def _free(kept: ExitStack, owner: int) -> None:
-    """A process forked from the owner has a copy of the object, and no part in the driver's memory."""
+    """Frees the memory, but not in a process forked from the owner: that has a copy of the object, and no
+    part in the driver's memory."""
     if os.getpid() == owner:
         kept.close()

@@ -1,4 +1,4 @@
-"""Which ranks share a node: rank = node * ranks_per_node + local index.
+"""The nodes of a group, whose ranks share memory: rank = node * ranks_per_node + local index.
 
 Ranks of a node reach each other's memory. Between nodes rows travel on rails: a rail is the ranks of one
 local index, one on each node.
@@ -14,13 +14,13 @@ from itertools import groupby
 from moecomm.errors import InvalidArgument, Unsupported
 
 _NAMED = 6
-"""Hosts that an error text names one by one."""
+"""The number of hosts that an error text names one by one."""
 
 
 @dataclass(frozen=True)
 class NodeMap:
-    """Ranks in equal nodes. Example: NodeMap(ranks=6, ranks_per_node=2) has the nodes 0 1 | 2 3 | 4 5; rank 3
-    is on node 1 with local index 1, and its rail is 1 3 5."""
+    """A division of the ranks into equally large nodes. Example: NodeMap(ranks=6, ranks_per_node=2) has the
+    nodes 0 1 | 2 3 | 4 5; rank 3 is on node 1 with local index 1, and its rail is 1 3 5."""
 
     ranks: int
     ranks_per_node: int
@@ -34,23 +34,23 @@ class NodeMap:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
+        """The number of nodes."""
         return self.ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """The node that `rank` is on."""
+        """Returns the node that `rank` is on."""
         return self._known(rank) // self.ranks_per_node
 
     def local_of(self, rank: int) -> int:
-        """The index of `rank` on its node."""
+        """Returns the index of `rank` on its node."""
         return self._known(rank) % self.ranks_per_node
 
     def rail(self, rank: int) -> list[int]:
-        """Ranks of the same local index, by node, `rank` included."""
+        """Returns the ranks of the same local index, by node, `rank` included."""
         return list(range(self.local_of(rank), self.ranks, self.ranks_per_node))
 
     def local_ranks(self, rank: int) -> list[int]:
-        """Ranks on the same node, by local index, `rank` included."""
+        """Returns the ranks on the same node, by local index, `rank` included."""
         first = self.node_of(rank) * self.ranks_per_node
         return list(range(first, first + self.ranks_per_node))
 
@@ -61,7 +61,7 @@ class NodeMap:
 
 
 def find_nodes(hosts: Sequence[str], ranks_per_node: int | None) -> NodeMap:
-    """The nodes of a group; every rank finds the same from the same arguments.
+    """Returns the nodes of a group; every rank finds the same from the same arguments.
 
     Args:
         hosts: of each rank, equal for ranks that can share memory (`setup.handshake.node_identity`).
@@ -114,7 +114,8 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def _spans(hosts: Sequence[str], first: int) -> list[tuple[int, int]]:
-    """(first rank, count) of each run of ranks on one host, where hosts[0] is that of rank `first`."""
+    """Returns (first rank, count) of each run of ranks on one host, where hosts[0] is that of rank
+    `first`."""
     spans = []
     for _, run in groupby(hosts):
         count = sum(1 for _ in run)
@@ -128,7 +129,7 @@ def _text(first: int, count: int) -> str:
 
 
 def _parts(spans: list[tuple[int, int]]) -> str:
-    """For people: "4 ranks: 0-3; 1 rank: 4"."""
+    """Returns a text like "4 ranks: 0-3; 1 rank: 4"."""
     named = [f"{count} rank{'s' * (count > 1)}: {_text(first, count)}" for first, count in spans[:_NAMED]]
     left = len(spans) - len(named)
     return "; ".join(named) + (f"; and {left} more" if left else "")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.kernels.scaled_mm import scaled_columns_by_columns, scaled_rows_by_weights
+from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_activation import Output
@@ -315,7 +315,7 @@ def _products(rank: int, world_size: int, seed: int) -> list[str]:
             ("dx", "dy", quantize_rows, b),
         ):
             left, right = quantize_rows(there[source], offsets), quantize(there["w"])
-            got = scaled_rows_by_weights(left, right, offsets)
+            got = scaled_grouped_mm(left, right, offsets)
             left, right = quantize_rows(x if source == "x" else dy), quantize(weight)
             p = left.values.double() * left.scales.double().unsqueeze(1)
             q = (right.values.double() * right.scales.double().unsqueeze(2)).transpose(1, 2)
@@ -329,7 +329,7 @@ def _products(rank: int, world_size: int, seed: int) -> list[str]:
         for fill in (NAN, 0):
             for each in columns:
                 each.values_CQ.view(torch.uint8)[:, end:] = fill
-            results.append(scaled_columns_by_columns(*columns))
+            results.append(scaled_grouped_mm_wgrad(*columns))
         if not torch.equal(*results):
             problems.append(f"{text}: values past the last padded end matter")
         for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):

@@ -42,10 +42,10 @@ def _within(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
         pushed = pushed.expand(rows, width).contiguous()
         pushed.copy_(torch.randint(0, 256, (rows, width), dtype=torch.uint8, device=device))
         ends = torch.tensor([count], dtype=torch.int32, device=device)
-        ticket = pool.push(pushed, ends=ends)
+        handle = pool.stash(pushed, ends=ends)
         memory = torch.full((4096 + rows * width + 4096,), 0xA5, dtype=torch.uint8, device=device)
         into = memory[4096 : 4096 + rows * width].view(rows, width)
-        pool._pages.pop([into], ticket.table)
+        pool._pages.restore([into], handle.table)
         if not torch.equal(into[:count], pushed[:count]):
             problems.append(f"turn {turn}: {count} of {rows} x {width} came back differently")
         rest = memory.clone()
@@ -71,7 +71,7 @@ def _owned(rank: int, world_size: int, seed: int) -> list[str]:
     generator = torch.Generator(device).manual_seed(seed)
     rows = torch.randn(64, 256, device=device, generator=generator)  # 4 pages
     problems = []
-    kept = pool.owned(pool.push(rows))
+    kept = pool.owned(pool.stash(rows))
     alias = kept.table[1:]
     del kept
     if pool.use().held != 4 * PAGE:
@@ -79,13 +79,13 @@ def _owned(rank: int, world_size: int, seed: int) -> list[str]:
     del alias
     if pool.use().held:
         problems.append(f"{pool.use()} after the last one")
-    eager = pool.owned(pool.push(rows))
+    eager = pool.owned(pool.stash(rows))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        pool.owned(pool.push(rows))
-        ticket = pool.owned(pool.push(rows))
-        (back,) = pool.pop(ticket)
-        del ticket
+        pool.owned(pool.stash(rows))
+        handle = pool.owned(pool.stash(rows))
+        (back,) = pool.restore(handle)
+        del handle
     del eager
     for replay in range(4):
         back.fill_(7.0)
@@ -118,10 +118,10 @@ def _graph(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
 
     def step() -> list[tuple[torch.Tensor, ...]]:
         pool.reset()
-        tickets = [pool.push(*each, ends=end) for each, end in zip(sources, ends, strict=True)]
+        handles = [pool.stash(*each, ends=end) for each, end in zip(sources, ends, strict=True)]
         found: dict[int, tuple[torch.Tensor, ...]] = {}
         for index in (1, 0, 2):
-            found[index] = pool.pop(tickets[index])
+            found[index] = pool.restore(handles[index])
         pool.record(words)
         return [found[index] for index in range(3)]
 
@@ -179,14 +179,14 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     pages = sum(pages_for(each, 2000, PAGE) for each in sources)
     pool = ActivationPool(device, pages * PAGE, page_bytes=PAGE)
     torch.cuda.synchronize()
-    tickets = []
+    handles = []
     for index, each in enumerate(sources):
         with torch.cuda.stream(streams[index % 3]):
-            tickets.append(pool.push(*each))
+            handles.append(pool.stash(*each))
     results = []
-    for index, ticket in enumerate(tickets):
+    for index, handle in enumerate(handles):
         with torch.cuda.stream(streams[(index + 1) % 3]):
-            results.append(pool.pop(ticket))
+            results.append(pool.restore(handle))
     torch.cuda.synchronize()
     for index, (each, result) in enumerate(zip(sources, results, strict=True)):
         for tensor, got in zip(each, result, strict=True):
@@ -210,8 +210,8 @@ def _no_waits(rank: int, world_size: int) -> None:
     words = torch.zeros(2, dtype=torch.int64, device=harness.device())
     torch.cuda.set_sync_debug_mode("error")
     pool.reset()
-    pool.pop(pool.push(rows, ends=ends))
-    pool.drop(pool.push(rows))
+    pool.restore(pool.stash(rows, ends=ends))
+    pool.drop(pool.stash(rows))
     pool.record(words)
     torch.cuda.set_sync_debug_mode("default")
 
@@ -229,7 +229,7 @@ def _large(rank: int, world_size: int, seed: int) -> list[str]:
     rows = torch.randint(0, 1 << 30, (70_000, 16_384), dtype=torch.int32, device=device)
     ends = torch.tensor([69_999], dtype=torch.int32, device=device)
     pool = ActivationPool(device, 5 << 30)
-    (got,) = pool.pop(pool.push(rows, ends=ends))
+    (got,) = pool.restore(pool.stash(rows, ends=ends))
     pool.check()
     return [] if torch.equal(got[:69_999], rows[:69_999]) else ["rows came back differently"]
 

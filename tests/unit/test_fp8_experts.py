@@ -23,7 +23,7 @@ from moecomm.kernels.quantize import (
     quantize_rows,
     quantize_transposed,
 )
-from moecomm.kernels.scaled_mm import missing_on, scaled_columns_by_columns, scaled_rows_by_weights
+from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn import GroupedExperts, MoEConfig
 from moecomm.nn import fp8 as module
 from moecomm.nn.fp8 import Fp8Products, make_products
@@ -73,7 +73,7 @@ def test_products_of_quantised_operands(ends: list[int], seed: int) -> None:
     x, forward, backward = quantize_rows(rows, offsets), quantize_transposed(weight), quantize_rows(weight)
     dy = quantize_rows(grad, offsets)
     for left, right in ((x, forward), (dy, backward)):
-        got = scaled_rows_by_weights(left, right, offsets)
+        got = scaled_grouped_mm(left, right, offsets)
         a, b = real(left), real(right).transpose(1, 2)
         want = torch.cat(by_groups(ends, lambda g, part, a=a, b=b: a[part] @ b[g]))
         size = torch.cat(by_groups(ends, lambda g, part, a=a, b=b: a[part].abs() @ b[g].abs()))
@@ -86,7 +86,7 @@ def test_products_of_quantised_operands(ends: list[int], seed: int) -> None:
         parts.append([v * s.double().unsqueeze(1) for v, s in zip(values, each.scales_LC, strict=True)])
     want = torch.stack([a @ b.t() for a, b in zip(*parts, strict=True)])
     size = torch.stack([a.abs() @ b.abs().t() for a, b in zip(*parts, strict=True)])
-    near(scaled_columns_by_columns(*columns), want, size)
+    near(scaled_grouped_mm_wgrad(*columns), want, size)
 
 
 @pytest.mark.parametrize("ends", GROUPS, ids=str)
@@ -108,9 +108,9 @@ def test_how_far_off_a_product_is(ends: list[int], seed: int) -> None:
         assert bool((error <= bound).all())
         assert error.max() > 1e-3 * size.max() or size.max() == 0
 
-    y = products.rows_by_weights(rows, weight, offsets)
-    dx = products.rows_by_weights_transposed(grad, weight, offsets)
-    dw = products.rows_by_rows(rows, grad, offsets)
+    y = products.grouped_mm(rows, weight, offsets)
+    dx = products.grouped_mm_dgrad(grad, weight, offsets)
+    dw = products.grouped_mm_wgrad(rows, grad, offsets)
     for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end == begin:
             assert not bool(dw[group].any())
@@ -182,7 +182,7 @@ def test_refuses_operands(changed: dict[str, Any], text: str) -> None:
     weights = changed.get("weights", torch.zeros(4, 32, 48)).transpose(1, 2).to(torch.float8_e4m3fn)
     right = Quantized(weights, torch.ones(weights.shape[:2]))
     with pytest.raises(InvalidArgument, match=text):
-        scaled_rows_by_weights(left, right, changed.get("ends", ends_of([1, 2, 3, 50])))
+        scaled_grouped_mm(left, right, changed.get("ends", ends_of([1, 2, 3, 50])))
 
 
 def test_refuses_columns() -> None:
@@ -194,7 +194,7 @@ def test_refuses_columns() -> None:
         (good._replace(values_CQ=good.values_CQ.float()), "right columns are torch.float32"),
     ):
         with pytest.raises(InvalidArgument, match=text):
-            scaled_columns_by_columns(good, QuantizedColumns(*bad))
+            scaled_grouped_mm_wgrad(good, QuantizedColumns(*bad))
 
 
 def test_in_a_graph(seed: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecomm.errors import InvalidArgument, PoolExceeded
 from moecomm.nn import ActivationPool, MoEConfig, MoELayer, keep_plans
-from moecomm.nn.pages import TICKET_WORDS
+from moecomm.nn.pages import TABLE_WORDS
 from moecomm.nn.token_dropping import rows_for_headroom
 from tests.pool_cases import ORDERS, random_order
 
@@ -34,11 +34,11 @@ def test_only_real_rows_are_written(seed: int) -> None:
     """Two tensors of 40 rows, 25 of them real, with 400 and 512 bytes a row: 3 and 4 pages of 4096."""
     pool = ActivationPool("cpu", 16 * PAGE, page_bytes=PAGE)
     first, second = numbers(40, 100, seed), numbers(40, 128, seed + 1)
-    ticket = pool.push(first, second, ends=torch.tensor([3, 25], dtype=torch.int32))
+    handle = pool.stash(first, second, ends=torch.tensor([3, 25], dtype=torch.int32))
     assert pool.use().held == 7 * PAGE
-    assert ticket.table.shape == (TICKET_WORDS + 4 + 5,), "pages of the worst case"
+    assert handle.table.shape == (TABLE_WORDS + 4 + 5,), "pages of the worst case"
     into = [torch.full_like(each, float("nan")) for each in (first, second)]
-    pool._pages.pop(into, ticket.table)
+    pool._pages.restore(into, handle.table)
     for got, want in zip(into, (first, second), strict=True):
         assert torch.equal(got[:25], want[:25])
         assert got[25:].isnan().all()
@@ -49,14 +49,14 @@ def test_what_does_not_fit_is_left_alone(seed: int) -> None:
     """Of three pages one push takes two; the next needs three, and says five in all; the third has room."""
     pool = ActivationPool("cpu", 3 * PAGE, page_bytes=PAGE)
     kept, too_much, small = numbers(8, 256, seed), numbers(12, 256, seed + 1), numbers(4, 256, seed + 2)
-    tickets = [pool.push(each) for each in (kept, too_much)]
+    handles = [pool.stash(each) for each in (kept, too_much)]
     assert pool.use() == (5 * PAGE, 5 * PAGE, 3 * PAGE)
-    tickets.append(pool.push(small))
+    handles.append(pool.stash(small))
     into = torch.full_like(too_much, 7.0)
-    pool._pages.pop([into], tickets[1].table)
-    assert (into == 7.0).all(), "a ticket without pages brings nothing back"
-    assert torch.equal(pool.pop(tickets[2])[0], small)
-    assert torch.equal(pool.pop(tickets[0])[0], kept)
+    pool._pages.restore([into], handles[1].table)
+    assert (into == 7.0).all(), "a handle without pages brings nothing back"
+    assert torch.equal(pool.restore(handles[2])[0], small)
+    assert torch.equal(pool.restore(handles[0])[0], kept)
     with pytest.raises(PoolExceeded, match=f"has {3 * PAGE} bytes, .* needed {6 * PAGE}") as caught:
         pool.check()
     assert (caught.value.needed, caught.value.available) == (6 * PAGE, 3 * PAGE)
@@ -67,33 +67,33 @@ def test_what_does_not_fit_is_left_alone(seed: int) -> None:
 def test_reset(seed: int) -> None:
     pool = ActivationPool("cpu", 2 * PAGE, page_bytes=PAGE)
     rows = numbers(8, 256, seed)
-    lost, failed = pool.push(rows), pool.push(rows)
+    lost, failed = pool.stash(rows), pool.stash(rows)
     pool.reset()
     assert pool.use() == (0, 0, 2 * PAGE)
     pool.check()
-    again = pool.push(rows)
+    again = pool.stash(rows)
     pool.drop(failed)
-    assert pool.use().held == 2 * PAGE, "a ticket from before the reset counts no more"
-    pool.pop(lost)
+    assert pool.use().held == 2 * PAGE, "a handle from before the reset counts no more"
+    pool.restore(lost)
     with pytest.raises(InvalidArgument, match="not in the activation pool any more"):
         pool.check()
-    assert torch.equal(pool.pop(again)[0], rows)
+    assert torch.equal(pool.restore(again)[0], rows)
     pool.check()
 
 
 def test_twice_is_an_error(seed: int) -> None:
     pool = ActivationPool("cpu", 4 * PAGE, page_bytes=PAGE)
     rows = numbers(8, 256, seed)
-    ticket = pool.push(rows)
-    copied = ticket._replace(table=ticket.table.clone())
-    pool.pop(ticket)
-    other = pool.push(rows)
-    for stale in (ticket, copied):
-        pool.pop(stale)
+    handle = pool.stash(rows)
+    copied = handle._replace(table=handle.table.clone())
+    pool.restore(handle)
+    other = pool.stash(rows)
+    for stale in (handle, copied):
+        pool.restore(stale)
         with pytest.raises(InvalidArgument, match="a backward ran twice"):
             pool.check()
-    assert torch.equal(pool.pop(other)[0], rows), "and takes nothing from others"
-    pool.pop(pool.blank(rows))
+    assert torch.equal(pool.restore(other)[0], rows), "and takes nothing from others"
+    pool.restore(pool.blank(rows))
     with pytest.raises(InvalidArgument):
         pool.check()
 
@@ -102,7 +102,7 @@ def test_twice_is_an_error(seed: int) -> None:
 def test_any_strides_and_addresses(transpose: bool, seed: int) -> None:
     pool = ActivationPool("cpu", 8 * PAGE, page_bytes=PAGE)
     rows = numbers(9, 9, seed).t() if transpose else numbers(1, 82, seed).view(-1)[1:].view(9, 9)
-    assert torch.equal(pool.pop(pool.push(rows))[0], rows)
+    assert torch.equal(pool.restore(pool.stash(rows))[0], rows)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_bad_pushes() -> None:
         ((rows,), torch.zeros(0, dtype=torch.int32), "ends is torch.int32 \\(0,\\)"),
     ):
         with pytest.raises(InvalidArgument, match=text):
-            pool.push(*arguments, ends=ends)
+            pool.stash(*arguments, ends=ends)
     assert pool.use().held == 0
 
 
@@ -149,21 +149,21 @@ def test_rows_for_headroom() -> None:
 
 
 def test_pages_go_back_with_the_last_tensor_of_the_table(seed: int) -> None:
-    """A ticket of one page, whose table has an alias; a second one that is popped before its table goes."""
+    """A handle of one page, whose table has an alias; a second one that is popped before its table goes."""
     pool = ActivationPool("cpu", 4 * PAGE, page_bytes=PAGE)
     rows = numbers(4, 256, seed)
-    ticket = pool.owned(pool.push(rows))
-    alias = ticket.table.detach()[2:]
-    del ticket
+    handle = pool.owned(pool.stash(rows))
+    alias = handle.table.detach()[2:]
+    del handle
     assert pool.use().held == PAGE
-    popped = pool.owned(pool.push(rows))
-    assert torch.equal(pool.pop(popped)[0], rows)
-    other = pool.push(rows)
+    popped = pool.owned(pool.stash(rows))
+    assert torch.equal(pool.restore(popped)[0], rows)
+    other = pool.stash(rows)
     del popped
     assert pool.use().held == 2 * PAGE, "what is popped does not go back once more"
     del alias
     assert pool.use().held == PAGE
-    assert torch.equal(pool.pop(other)[0], rows)
+    assert torch.equal(pool.restore(other)[0], rows)
     pool.check()
 
 
@@ -191,16 +191,16 @@ def test_pages_go_back_in_the_capture_that_took_them(seed: int) -> None:
     pool = ActivationPool("cpu", 8 * PAGE, page_bytes=PAGE)
     pages = Captures(pool._pages)
     pool._pages = pages
-    tickets = []
+    handles = []
     for pages.now in (0, 7, 7, 8):
-        tickets.append(pool.owned(pool.push(numbers(4, 256, seed))))
+        handles.append(pool.owned(pool.stash(numbers(4, 256, seed))))
     pages.now = 7
-    tickets[1:2] = []
-    tickets[0:1] = []
+    handles[1:2] = []
+    handles[0:1] = []
     pool.use()
     assert pages.dropped == [(7, 2)]
     pages.now = 8
-    tickets.clear()
+    handles.clear()
     pool.use()
     assert pages.dropped == [(7, 2), (8, 4)]
     pages.now = 0
