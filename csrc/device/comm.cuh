@@ -66,8 +66,8 @@ struct Comm {
   Rail rail;
 
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
-  /// The rank of this node that has to do with `r`: itself, or the one on its rail.
-  __device__ int32_t through(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
+  /// The local rank that relays for `r`: itself if it is on this node, else the one on its rail.
+  __device__ int32_t relay_rank(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
   /// Whose slot the sum of `owner` (-1: none) takes at a home on this node: its own, or that of the first
   /// rank of its node where this is another one.
   __device__ int32_t sender(int32_t owner) const {

@@ -102,7 +102,7 @@ __device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdic
     const char* const text =
         comm.is_local(rank)
             ? comm.at<char>(comm.bases[rank], comm.window.error_text[epoch & 1])
-            : comm.at<char>(comm.bases[comm.through(rank)], comm.window.relay_text[epoch & 1]) +
+            : comm.at<char>(comm.bases[comm.relay_rank(rank)], comm.window.relay_text[epoch & 1]) +
                   comm.other_of(rank) * kErrorText;
     for (int i = 0; i < kErrorText; ++i) comm.host->text[i] = text[i];
   }

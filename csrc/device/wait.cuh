@@ -71,7 +71,7 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     // What a rank on another node sends comes through the one of its rail here.
     const PeerLoss& own = losses[info.peer];
     const bool peer_lost = ptx::load_acquire_sys(&own.set) != 0;
-    const PeerLoss& loss = peer_lost ? own : losses[comm.through(info.peer)];
+    const PeerLoss& loss = peer_lost ? own : losses[comm.relay_rank(info.peer)];
     const bool lost = peer_lost || ptx::load_acquire_sys(&loss.set) != 0;
     // What a peer signalled before it ended counts.
     if (lost && !read.arrived()) {

@@ -44,7 +44,7 @@ class Rail {
 
  private:
   int32_t node() const { return options_.nodes.node_of(options_.rank); }
-  void introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses);
+  void insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses);
   void connect_lanes(double timeout_seconds, const std::function<void()>& interrupt);
   void require_peers();
 

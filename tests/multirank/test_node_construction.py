@@ -294,7 +294,7 @@ def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
-def test_forged_cards_are_refused_by_all(size: int, per_node: int, seed: int) -> None:
+def test_forged_addresses_are_refused_by_all(size: int, per_node: int, seed: int) -> None:
     results = run(size, _forged, per_node, seed)
     cases.verify(small_case(size, per_node), [arrays for _, arrays in results])
     for rank, (found, _) in enumerate(results):

@@ -65,7 +65,7 @@ __device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t 
   const int64_t chunks = comm.window.max_chunks;
   for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
     const auto source = static_cast<int32_t>(i / chunks);
-    ptx::store_release_sys(comm.flag(comm.bases[comm.through(source)], comm.window.credits,
+    ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(source)], comm.window.credits,
                                      comm.pair(source, comm.rank), i % chunks),
                            epoch);
   }

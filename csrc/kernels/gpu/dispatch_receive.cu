@@ -465,7 +465,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (!in_turn) continue;
     __syncwarp();  // the loads of all lanes come before the release
     if (lane_id() == 0)
-      ptx::store_release_sys(comm.flag(comm.bases[comm.through(item.source)], comm.window.credits,
+      ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(item.source)], comm.window.credits,
                                        comm.pair(item.source, comm.rank), item.chunk),
                              epoch);
   }

@@ -59,7 +59,7 @@ class FabricTransport final : public Transport {
   /// Takes the endpoint addresses, endpoint addresses[i] of peer i; that at own_index has to be this one's.
   /// Errors: of the endpoint addresses. Once. From then on files of the shm provider that killed peers leave
   /// are removed at the end.
-  void introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index);
+  void insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index);
   /// Establishes the connections to all peers, both ways: sends a hello to each and returns when one of every
   /// peer has arrived and all of its own are sent. Calls `interrupt` every few milliseconds; what it throws
   /// passes through. Errors: peer_timeout naming the peers that are missing; peer_lost if a peer refuses.
@@ -68,7 +68,7 @@ class FabricTransport final : public Transport {
   /// Both.
   void connect(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index,
                double timeout_seconds, const std::function<void()>& interrupt = {}) {
-    introduce(endpoint_addresses, own_index);
+    insert_peers(endpoint_addresses, own_index);
     connect(timeout_seconds, interrupt);
   }
 
