@@ -268,8 +268,8 @@ def test_ddp_of_what_is_not_prepared_is_refused(pool: Callable[[int], RankPool],
 
 
 def refused_load_counts(rank: int, world_size: int, seed: int) -> None:
-    """Checks that DistributedDataParallel is refused until a rank's load counts are left out: with all experts
-    on each rank parameters may be copied, counts may not."""
+    """Checks that DistributedDataParallel is refused until a rank's load counts are left out: with all
+    experts on each rank parameters may be copied, counts may not."""
     model, _ = build(rank, world_size, 1, seed)
     with model.moe.comm:
         found = catch(lambda: DistributedDataParallel(model))

@@ -410,7 +410,7 @@ print(json.dumps(found))
 
 
 def test_a_host_without_libfabric(tmp_path: Path) -> None:
-    """A host whose file of libfabric's name is no library counts as without it: no other file is looked for."""
+    """A host whose libfabric.so.1 is no library counts as without libfabric: no other file is looked for."""
     (tmp_path / "libfabric.so.1").write_bytes(b"")
     ranks = []
     for rank in range(2):

@@ -377,7 +377,7 @@ else:
 
 
 def test_ctrl_c_ends_the_interpreter(tmp_path: Path) -> None:
-    """Both ranks and their children end after a KeyboardInterrupt that nobody catches, with nothing closed."""
+    """Both ranks and their children end after a KeyboardInterrupt that nobody catches, nothing closed."""
     environment = {**os.environ, **NO_GPUS, "GLOO_SOCKET_IFNAME": "lo", "MOECOMM_FABRIC_PROVIDER": "tcp"}
     environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
     ended = tmp_path / "ended"  # the other rank comes to its dispatch when the first is no more

@@ -48,7 +48,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Hosts:
-    """Network namespaces in the role of hosts: by rank, their names, their ends of the link, and addresses."""
+    """Network namespaces in the role of hosts: by rank, their names, ends of the link, and addresses."""
 
     namespaces: tuple[str, str]
     interfaces: tuple[str, str]
