@@ -173,7 +173,7 @@ class Case:
 
 
 class Experts:
-    """This rank's expert weights (L, H, 2F) and (L, F, H), the same for all variants and points of a layer."""
+    """This rank's expert weights (L, H, 2F) and (L, F, H), the same in all variants of a layer."""
 
     def __init__(self, options: Options, point: Point, rank: int) -> None:
         assert point.ffn is not None

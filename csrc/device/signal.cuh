@@ -40,7 +40,7 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// What rank `r` has announced, where it differs from rank 0 or is an error.
+/// Finds whether the record of rank `r` differs from that of rank 0 or is an error; `verdict` says how.
 __device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
                                     HostStatus::Verdict& verdict) {
   verdict = HostStatus::Verdict{};

@@ -9,10 +9,10 @@
 namespace moecomm {
 namespace {
 
-// How often the control links are looked at, and how long a goodbye may take at most.
+// The interval at which the control links are looked at, and the longest time that a goodbye may take.
 constexpr auto kWordsInterval = std::chrono::milliseconds(2);
 constexpr double kGoodbyeSeconds = 10.0;
-// How long the links may take to send what is left, at the end.
+// The longest time that the links may take to send what is left, at the end.
 constexpr double kLinksSeconds = 1.0;
 // A peer that ends, closes or gives up says so over its link; the network's failure, which may come first, is
 // told after this time if nothing explains it.
@@ -118,7 +118,7 @@ void Proxy::close(bool drain) noexcept {
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
   while (true) {
-    // Looked at before the commands: what was pushed before close() is among them then, and the goodbye
+    // `stop_` is read before the commands: what was pushed before close() is among them then, and the goodbye
     // counts it.
     const int stop = stop_.load();
     if (stop == 2) return;
@@ -231,7 +231,7 @@ bool Proxy::issue() {
     }
     const Put& put = out.ready.front();
     if (out.gone) {
-      // Nobody will read it; who waits for the slot is told of the loss by its signals.
+      // The bytes will not be read; who waits for the slot is told of the loss by its signals.
       put_done(put.context);
     } else {
       if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
@@ -282,13 +282,13 @@ bool Proxy::take_events() {
 void Proxy::arrived(uint32_t bits) {
   const Immediate immediate = Immediate::from(bits);
   const auto node = static_cast<int32_t>(immediate.node);
-  // Only a peer that is not one of ours, or broken, sends such a thing; its bytes are within the window
+  // Such an immediate comes only from a broken peer or a stranger; its bytes are within the window
   // still.
   if (node >= nodes_.nodes() || node == node_) return;
   const int32_t other = NodeMap::other(node, node_);
   Inbound& in = inbound_[static_cast<size_t>(other)];
   ++in.arrived;
-  // Of the epoch before the last one shown, rows may still come; and the peer may be two ahead of it.
+  // Rows of the epoch before the last one shown may still come; and the peer may be two ahead of it.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
   const uint64_t epoch = in.delivered + ahead - 1;
   Inbound::Epoch& state = in.epochs[epoch & 1];

@@ -3,7 +3,7 @@
 // node by the signals and flags that they wait for anyway. Delivery may come in any order: a record is shown
 // when it and all that belongs to it has arrived, a flag is raised for each chunk by itself.
 //
-// Control links tell it when a peer's process is gone, and carry the words of goodbye, so that nobody who
+// Control links tell it when a peer's process is gone, and carry the goodbye messages, so that nobody who
 // closes leaves others waiting for rows that are still on their way.
 #pragma once
 
@@ -51,7 +51,7 @@ class Proxy {
   void push(const Command& command);
   /// The epoch up to which everything that the rail's rank on that node sent unasked has arrived.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
-  /// How often a staging slot has become free.
+  /// Counter of how often a staging slot has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[static_cast<size_t>(slot)]; }
   /// Tells the rail that this rank has given up on a peer. Any thread.
   void announce_loss(int32_t peer, Cause cause) noexcept;
@@ -134,7 +134,7 @@ class Proxy {
   WireStats stats_;
   std::atomic<int> stop_{0};  // 1: goodbye, 2: at once
 
-  // Of the thread alone.
+  // Fields that only the proxy's thread uses.
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
   std::vector<int64_t> staged_rows_;  // of the chunk in each staging slot

@@ -38,7 +38,7 @@ class Rail {
   void connect(const std::vector<std::vector<std::byte>>& endpoint_addresses,
                const std::vector<std::string>& endpoints, const std::function<void()>& interrupt);
 
-  /// After connect(), once.
+  /// Hands over the transport; called once, after connect().
   std::unique_ptr<Transport> take_transport();
   std::unique_ptr<tcp::Links> take_links() { return std::move(links_); }
 

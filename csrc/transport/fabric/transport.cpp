@@ -35,7 +35,7 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
 }  // namespace
 
 struct FabricTransport::State {
-  // One write under way. libfabric owns `context` until its completion and gives back its address.
+  // A write under way. libfabric owns `context` until its completion and gives back its address.
   struct Operation {
     fi_context2 context;
     int32_t peer;
@@ -76,7 +76,7 @@ struct FabricTransport::State {
   // Hellos: peer i writes its word to greetings[i]; the last one is this rank's own, to send from.
   std::vector<uint64_t> greetings = std::vector<uint64_t>(kMaxPeers + 1);
   std::vector<uint64_t> expected_greetings;
-  // Before the endpoint, so that it closes first.
+  // These fields stand before the endpoint, so that it closes first.
   std::deque<Operation> operations;
   std::vector<Operation*> free;
 
@@ -355,7 +355,7 @@ void FabricTransport::insert_peers(const std::vector<std::vector<std::byte>>& en
                     " endpoint addresses and the own index among them; here " + std::to_string(count) +
                     " endpoint addresses, index " + std::to_string(own_index));
   const std::vector<std::byte> own_endpoint_address = state.own.to_bytes();
-  // Who hands out another endpoint address than this one is told here, not by peers that cannot answer it.
+  // A wrong own endpoint address is refused here, not by peers that cannot answer it.
   if (endpoint_addresses[static_cast<size_t>(own_index)] != own_endpoint_address)
     throw Error(ErrorKind::invalid_argument, "fabric: the endpoint address of peer " +
                                                  std::to_string(own_index) +

@@ -1,4 +1,4 @@
-// What this folder is when moecomm is built without libfabric's headers: the same functions, which say so.
+// Replacement of this folder in a build without libfabric's headers: the same functions, which say so.
 #include "common/error.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/provider.hpp"
