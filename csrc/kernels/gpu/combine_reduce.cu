@@ -111,7 +111,7 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
   return __all_sync(0xffffffffu, free);
 }
 
-/// What the blocks that relay do. `moving`: the plan is one along which something moves.
+/// The work of the blocks that relay. `moving`: the plan is one along which something moves.
 template <DType dtype>
 __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t epoch, gpu::RelayBlocks relay,
                       bool moving) {
@@ -125,7 +125,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
   device::wait_all_here(comm, Operation::combine, epoch);
 }
 
-/// What a block does.
+/// The work of a block.
 template <DType dtype, Way way>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
   constexpr bool kNodes = way == Way::nodes;

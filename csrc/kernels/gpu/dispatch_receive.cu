@@ -29,7 +29,7 @@ __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments
   return comm.staged_row(comm.own, epoch, source, token);
 }
 
-/// What the lanes of a warp know about a chunk: lane k holds k of each token.
+/// Rows of a chunk in the lanes of a warp: lane k holds k of each token.
 struct ChunkRows {
   int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
   int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
