@@ -59,7 +59,7 @@ struct Shared {
   std::atomic<int64_t> arrived_at[2];  // barriers passed
   std::atomic<int64_t> finished[2];    // runs received
   std::atomic<int64_t> size, count;    // of the next run's messages; none: that was all
-  std::atomic<int> card_bytes[2];
+  std::atomic<int> address_bytes[2];
   std::atomic<bool> failed;  // one of them has said why
   std::byte endpoint_address[2][4096];
 };
@@ -100,11 +100,11 @@ class Bench {
     const std::vector<std::byte> bytes = own.to_bytes();
     if (bytes.size() > sizeof(shared_.endpoint_address[0])) fail("the address is too long");
     std::memcpy(shared_.endpoint_address[index], bytes.data(), bytes.size());
-    shared_.card_bytes[index] = static_cast<int>(bytes.size());
+    shared_.address_bytes[index] = static_cast<int>(bytes.size());
     const int other = 1 - index;
-    wait([&] { return shared_.card_bytes[other] > 0; }, "the other process");
+    wait([&] { return shared_.address_bytes[other] > 0; }, "the other process");
     const std::vector<std::byte> theirs(shared_.endpoint_address[other],
-                                        shared_.endpoint_address[other] + shared_.card_bytes[other]);
+                                        shared_.endpoint_address[other] + shared_.address_bytes[other]);
     peer_ = EndpointAddress::from_bytes(theirs);
     peer_address_ = endpoint_.insert(peer_.address);
     contexts_.resize(static_cast<size_t>(options.in_flight));

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What group-limited routing saves between nodes: rows and puts counted from the ids of a random router.
+"""Savings of group-limited routing between nodes: rows and puts counted from the ids of a random router.
 
 A TopKRouter (sigmoid scores, normalised) with random weights routes random tokens on every rank of a job:
 without a limit, with the groups of DeepSeek-V3 (4 of 8, whatever the nodes), and with limits on the nodes.

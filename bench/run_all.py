@@ -42,7 +42,7 @@ def _options(run: Run, folder: Path, commit: str | None) -> Options:
 
 
 def _together(first: Run, second: Run) -> bool:
-    """Whether one set of ranks can do both, which saves starting them for each."""
+    """Returns whether one set of ranks can do both runs, which saves starting them for each."""
     if first.alone or second.alone or second.program in NATIVE:
         return False
     return parse(first.program, first.flags).ranks == parse(second.program, second.flags).ranks
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(given: argparse.Namespace) -> list[Run]:
-    """What may be run; raises ValueError for what this machine cannot be."""
+    """Returns the runs that the options allow; raises ValueError for a device that this machine lacks."""
     device = "cpu" if given.nodes and given.device == "auto" else find_device(given.device)
     on_gpus = device == "cuda"
     times = (

@@ -135,7 +135,7 @@ def train(comm: moecomm.Communicator, rank: int, ranks: int) -> None:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, ranks: int) -> float:
-    """One step of all ranks on MICROBATCHES microbatches; returns the norm of the gradients."""
+    """Trains one step on MICROBATCHES microbatches, on all ranks; returns the norm of the gradients."""
     model.train()
     set_loss_scale(model, 1 / MICROBATCHES)  # of the losses that the layers attach themselves
     for microbatch in range(MICROBATCHES):
@@ -165,7 +165,7 @@ def next_token_loss(model: nn.Module, tokens_BS: Tensor) -> Tensor:
 
 
 def batch(number: int, rank: int, ranks: int) -> Tensor:
-    """This rank's sequences of a batch, (B, S + 1): counts from any start in steps of 1 to 3, modulo V."""
+    """Makes this rank's part of a batch, (B, S + 1): counts from any start in steps of 1 to 3, modulo V."""
     generator = torch.Generator().manual_seed(1000 + number)
     start_B = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     by_B = torch.randint(1, 4, (BATCH, 1), generator=generator)

@@ -1,4 +1,4 @@
-"""What tests between nodes need of this machine."""
+"""Checks of what tests between nodes need of this machine."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ OK = Result.CUDA_SUCCESS
 
 
 class Attribute(enum.IntEnum):
-    """Of CUdevice_attribute."""
+    """The values of CUdevice_attribute that moecomm asks for."""
 
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103

@@ -81,7 +81,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def feed_forward(rows: Tensor, w_in: Tensor, w_out: Tensor, activation: str) -> Tensor:
-    """One expert on a row (H,) or rows (N, H). w_in is (H, F), or (H, 2F) with the gate first; w_out (F, H).
+    """Applies an expert to a row (H,) or rows (N, H). w_in is (H, F), or (H, 2F), gate first; w_out (F, H).
 
     The benchmarks (bench/harness/verify.py) use it and its gradients by autograd.
     """

@@ -411,7 +411,7 @@ class Copy:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def build(self) -> str:
-        """What the compiler says, if it fails."""
+        """Builds the extension; returns what the compiler says if it fails, else ""."""
         command = ["cmake", "--build", self.build_folder, "--target", "_C"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:

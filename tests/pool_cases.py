@@ -44,7 +44,7 @@ def same(got: Tensor, want: Tensor, count: int) -> bool:
 def random_order(
     device: torch.device, seed: int, *, page_bytes: int, pages: int, spill: int, steps: int
 ) -> list[str]:
-    """What is wrong: rows, pages held, the peak, and what `check` says."""
+    """Lists what is wrong after random steps: rows, pages held, the peak, or what `check` says."""
     from moecomm.errors import PoolExceeded
     from moecomm.nn.pool import ActivationPool
 

@@ -1,4 +1,4 @@
-"""What a body of a test finds on its rank, whether that works on the CPU or on a GPU.
+"""Helpers of test bodies that run on a rank, on the CPU or on a GPU.
 
 A test that is the same for both is written once, with the fixture `pool`: tests/multirank hands it ranks on
 CPUs, and a file of tests/gpu that imports it hands it ranks on GPUs.

@@ -1,4 +1,4 @@
-"""What dispatch and combine mean, in plain loops over numpy arrays. Shares nothing with moecomm.
+"""Reference of dispatch and combine, in plain loops over numpy arrays. Shares nothing with moecomm.
 
 The tests compare whole results with it, the benchmarks (bench/harness/verify.py) take from it where every row
 has to be.
@@ -91,7 +91,7 @@ def through_fp8(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def fp8_error_bound(x: np.ndarray, dtype: str) -> np.ndarray:
-    """How far `through_fp8` may move each element of finite float64 x that `dtype` can hold.
+    """Returns how far `through_fp8` may move each element of finite float64 x that `dtype` can hold.
 
     With s the block's scale and v = x / s, |v| <= 448: e4m3 keeps four significant bits, so its numbers near
     v are 2^-3 |v| apart at most, or 2^-9 where v is subnormal; the nearest is within
@@ -112,7 +112,7 @@ def fp8_error_bound(x: np.ndarray, dtype: str) -> np.ndarray:
 
 @dataclass
 class Layout:
-    """Where the rows of one rank's result come from. `origin` has one entry a row: the assignments (source,
+    """The origins of the rows of one rank's result. `origin` has one entry a row: the assignments (source,
     token, k) that it answers for, none for an alignment row. `offsets` are the ends of the groups.
     """
 
@@ -148,7 +148,7 @@ def layout_of(
 
 @dataclass
 class Dispatched:
-    """What one rank receives; `origin` as in Layout. Rows past `offsets[-1]` are not listed at all."""
+    """The rows that one rank receives; `origin` as in Layout. Rows past `offsets[-1]` are not listed."""
 
     tokens: np.ndarray
     weights: np.ndarray | None
@@ -212,7 +212,7 @@ def combine(
     weights: Sequence[np.ndarray] | None = None,
     ranks_per_node: int | None = None,
 ) -> list[np.ndarray]:
-    """One (T,H) array a rank from the rows (P,H), and weights (P,), of every rank.
+    """Returns one (T,H) array a rank from the rows (P,H), and weights (P,), of every rank.
 
     A token's home adds up what ranks of its own node have and what each other node has, by rank;
     another node first adds up and rounds what its ranks have.

@@ -1,4 +1,4 @@
-"""What every whole-job test says of its job, whoever makes the inputs and checks the outputs."""
+"""Sizes that describe the job of a whole-job test, whoever makes the inputs and checks the outputs."""
 
 from __future__ import annotations
 

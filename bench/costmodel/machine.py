@@ -1,4 +1,4 @@
-"""What a machine can do, as few numbers, and the machines of which some numbers are known."""
+"""Machines described by a few numbers (rates and latencies), and those whose numbers are known."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Machine:
 
     @property
     def rail_bytes_per_s(self) -> float:
-        """What a rank has of its NIC."""
+        """The share of its NIC's bandwidth that one rank has, in bytes/s."""
         return self.nic_GBps * 1e9 * self.nic_share / self.ranks_per_nic
 
     @property
     def round_s(self) -> float:
-        """One way over the network, as the ranks at both ends see it."""
+        """Seconds for one message from rank to rank over the network, proxies included."""
         return (self.nic_latency_us + self.proxy_us) * 1e-6
 
 

@@ -145,7 +145,7 @@ def over_limits(pyplot: Any) -> Any:
 
 
 def over_puts(pyplot: Any) -> Any:
-    """Where the proxy holds a dispatch: small puts, and commands for single rows."""
+    """Draws where the proxy limits a dispatch: small puts, and commands for single rows."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     seen: set[str] = set()
     sizes = [14336 << power for power in range(9)]
@@ -178,7 +178,7 @@ def over_puts(pyplot: Any) -> Any:
 
 
 def bottlenecks(pyplot: Any) -> Any:
-    """What holds a dispatch, over nodes and tokens."""
+    """Draws which resource limits a dispatch, by number of nodes and tokens."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 

@@ -57,7 +57,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What `predict` says. `str()` is a table of the stages."""
+    """The result of `predict`. `str()` gives a table of the stages."""
 
     shape: Shape
     traffic: Traffic

@@ -1,4 +1,4 @@
-"""What is exchanged: nodes, ranks, tokens, rows, routing, and the pieces in which rows travel."""
+"""The shape of an exchange: nodes, ranks, tokens, rows, routing, and the pieces in which rows travel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS: dict[str, Experts] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One exchange, the same tokens on every rank. Raises InvalidArgument for what no job can have."""
+    """One exchange with equal tokens on all ranks. Raises InvalidArgument for values that no job can have."""
 
     nodes: int
     """N."""
@@ -116,7 +116,7 @@ class Shape:
 
     @property
     def metadata_bytes(self) -> int:
-        """What a rank tells each other node before rows: its record, ids and weights."""
+        """Bytes that a rank sends to each other node before the rows: its record, ids and weights."""
         return _RECORD_BYTES + self.ids_bytes * (2 if self.with_weights else 1)
 
     @property
@@ -127,7 +127,7 @@ class Shape:
 
     @property
     def record_bytes(self) -> int:
-        """What a rank tells each other node before a combine."""
+        """Bytes that a rank sends to each other node before a combine: its record."""
         return _RECORD_BYTES
 
     def chunk_rows(self, row_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""How many rows a rank sends, receives and adds: expected for random routing, or counted from ids."""
+"""Rows that a rank sends, receives and adds: expected for random routing, or counted from ids."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _checked(shape: Shape, rank: int, own: Any) -> Counts:
 
 
 def _distinct(token_T1: Counts, owner_TK: Counts, valid_TK: npt.NDArray[np.bool_], owners: int) -> Counts:
-    """How many tokens need each owner."""
+    """Counts the tokens that need each owner: (owners,) int64."""
     pairs = np.unique((token_T1 * owners + owner_TK)[valid_TK])
     return np.bincount(pairs % owners, minlength=owners).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""One comparison as one rank sees it: everybody's ids, its own inputs, and the work behind the times."""
+"""A comparison as one rank sees it: the ids of all ranks, its own inputs, and the work that is timed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Case:
         self.load(0)
 
     def rows_of(self, rank: int, alignment: int) -> verify.Rows:
-        """Where the rows of `rank`'s result come from."""
+        """Returns the origin of each row of `rank`'s result."""
         return verify.rows_of(self.ids_R, rank, self.point.experts, self.options.layout, alignment)
 
     def _capacity(self) -> int | None:
@@ -152,7 +152,7 @@ class Case:
         self.topk_idx_TK.copy_(torch.from_numpy(self._shuffles.permuted(rolled, axis=1)))
 
     def maybe_corrupt(self, result: Tensor) -> None:
-        """With --inject-error, corrupts one value of the result on every rank that has one."""
+        """Corrupts one value of the result on every rank that has one, if --inject-error is given."""
         if self.options.inject_error:
             corrupt(result)
 
@@ -173,7 +173,7 @@ class Case:
 
 
 class Experts:
-    """This rank's experts: (L, H, 2F) and (L, F, H), the same for every variant and point of a layer."""
+    """This rank's expert weights (L, H, 2F) and (L, F, H), the same in all variants of a layer."""
 
     def __init__(self, options: Options, point: Point, rank: int) -> None:
         assert point.ffn is not None
@@ -234,7 +234,7 @@ class LayerCase(Case):
         self.weighted_dy_PH.copy_(self.dy_PH * self.weights_P[:, None])
 
     def wanted(self, round: int) -> dict[str, Tensor]:
-        """Everything that a variant may return for the data of `round`, which is loaded."""
+        """Returns all that a variant is expected to return for the data of `round`, which is loaded."""
         if self._wanted is None or self._wanted[0] != round:
             self._wanted = (round, verify.expected_of_layer(self))
         return self._wanted[1]

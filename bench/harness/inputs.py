@@ -1,6 +1,6 @@
-"""What the benchmarks are fed with: top-k ids, rows, weights and experts.
+"""Inputs of the benchmarks: top-k ids, rows, weights and experts.
 
-All of it is a pure function of the seed and a few numbers, so every rank can make every other rank's inputs
+Every input is a pure function of the seed and a few numbers, so every rank can make every other rank's inputs
 again without asking. Ids are int32 of shape (T, K), distinct within a token. Rows are random, never zero, and
 made on the device that is measured: ranks on equal devices agree.
 """
@@ -234,7 +234,7 @@ def payload(
 
 
 def answer(rows_NH: torch.Tensor, key_N: torch.Tensor) -> torch.Tensor:
-    """What "expert" (or rank) `key` answers to a row: the row times 1 + (key mod 7) / 8, rounded to its type.
+    """Answer of "expert" (or rank) `key` to a row: the row times 1 + (key mod 7) / 8, rounded to its type.
 
     Stands in for the expert's network in the combine benchmark: cheap, and different for neighbouring
     experts.

@@ -209,14 +209,14 @@ def main(program: str) -> int:
 
 
 def rank_main(options: Options, rank: int, ranks: int) -> int:
-    """One rank of a program."""
+    """Runs one rank of a program and returns its exit code."""
     from .program import benchmark
 
     return benchmark(options, rank)
 
 
 def ranks_main(plan: tuple[Options, ...], deadline_s: float, first: Options, rank: int, ranks: int) -> int:
-    """One rank of several runs in turn, which saves starting for each; none begins after the deadline."""
+    """Runs one rank of several runs in turn, started once for all; no run begins after the deadline."""
     from .timing import sum_over_ranks
 
     begun = time.monotonic()

@@ -1,5 +1,5 @@
-"""What the numbers were measured on: processor, memory, versions, commit. Goes into the header and the JSON
-file.
+"""Description of the machine that was measured: processor, memory, versions, commit. It goes into the header
+and the JSON file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Gpus:
 
 
 def describe_gpus() -> Gpus:
-    """Those that torch sees."""
+    """Describes the GPUs that torch sees."""
     import torch
 
     properties = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]

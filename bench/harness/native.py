@@ -41,7 +41,9 @@ def missing(name: str) -> str:
 
 
 def lines(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """What a program prints, a record a line. Raises RuntimeError that says why there is nothing."""
+    """Runs a program in C++ and returns the records that it prints, one a line. Raises RuntimeError with the
+    reason if it prints none.
+    """
     binary = program(name)
     if binary is None:
         raise RuntimeError(missing(name))

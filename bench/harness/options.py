@@ -1,4 +1,4 @@
-"""What a benchmark program was asked to do: one set of options for all programs.
+"""Options of the benchmark programs: one set for all of them.
 
 The command line that they come from is in command_line.py.
 """
@@ -64,7 +64,7 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Shape):
-    """One comparison: what all paths that take turns have in common."""
+    """One comparison: the sizes and routing that all compared paths have in common."""
 
     dtype: str
     tokens: int  # per rank
@@ -80,13 +80,13 @@ class Point(Shape):
 
     @property
     def setup(self) -> tuple[object, ...]:
-        """What one communicator serves."""
+        """Returns a key: points with equal keys can use the same communicator."""
         return (self.preset, self.hidden, self.ffn, self.experts, self.topk, self.dtype, self.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything a program was asked to do, in plain values: it travels to the ranks and into the record."""
+    """All options of a program in plain values, which are sent to the ranks and written into the record."""
 
     program: str
     device: str  # cpu | cuda
@@ -134,7 +134,7 @@ class Options:
 
     @property
     def is_layer(self) -> bool:
-        """Whether whole layers are timed, and not an operation."""
+        """True if the program times whole layers instead of one operation."""
         return self.program == LAYER
 
     @property
@@ -148,7 +148,7 @@ class Options:
         return max(*self.sizes, self.graph_tokens)
 
     def points(self) -> Iterator[Point]:
-        """All comparisons; those that one communicator serves follow one another."""
+        """Yields all comparisons; those that use the same communicator follow one another."""
         sizes = [(tokens, False) for tokens in self.sizes]
         if self.graph_tokens:
             sizes.append((self.graph_tokens, True))

@@ -75,7 +75,7 @@ class NotRun:
 
 
 def attempt(make: Callable[[], _Made]) -> tuple[_Made | None, str]:
-    """What `make` gives on all ranks, or None and in a line why there is nothing."""
+    """Calls `make`; returns its result and "" or, if it fails on any rank, None and the reason in a line."""
     made, problem = None, ""
     try:
         made = make()

@@ -1,4 +1,4 @@
-"""What run_all.py runs: operations, layers, and operations between nodes, on CPU ranks and on GPUs."""
+"""The runs of run_all.py: operations, layers, and operations between nodes, on CPU ranks and on GPUs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         return _run(f"cuda-{name}", program, f"{flags} {steady}", quick, alone="symm" in name)
 
     def on_gpus(gpus: int) -> list[Run]:
-        """Those that the formula of how time grows is held against: nearly all fixed cost, or nearly none."""
+        """Runs that bench/results/growth.py fits its formula to: nearly all fixed cost, or nearly none."""
         flags = f"-b 8 -e 4096 -f 512 {shape} --experts {_shared(256, gpus)} --topk 8 --capacity auto {links}"
         return [run(f"{operation}-on-{gpus}", flags, gpus=gpus) for operation in _BOTH]
 

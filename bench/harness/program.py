@@ -81,7 +81,7 @@ class _Benchmark:
         self.say(report.table_row(self.missing[-1], self.options))
 
     def _setup(self, points: list[Point], held: ExitStack) -> None:
-        """All points that one communicator serves, and of layers one set of weights."""
+        """Measures all points that use one communicator and, for layers, one set of weights."""
         options, first = self.options, points[0]
         experts: Experts | None = None
         if options.is_layer:
@@ -120,7 +120,7 @@ class _Benchmark:
                 self.say(f"# {comm!r}")
 
     def _release(self) -> None:
-        """What earlier points held goes back to the device: the largest ones need most of it."""
+        """Returns the memory of earlier points to the device: the largest points need most of it."""
         if self.options.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -204,7 +204,7 @@ class _Benchmark:
 
 
 def _run_once(path: Path) -> Verdict:
-    """Every call of a path that is not checked: whether it can run."""
+    """Runs every call of an unchecked path once, to see whether it can run."""
     for call in path.calls.values():
         call()
     if torch.cuda.is_available():
@@ -213,8 +213,8 @@ def _run_once(path: Path) -> Verdict:
 
 
 def _sample(entries: list[Entry], samples: dict[tuple[str, str], list[float]]) -> None:
-    """One sample of every yardstick, before and after what is held against it, as a machine's speed drifts;
-    one that can't be measured is left out.
+    """Takes one sample of every yardstick, before and after the paths compared with it, since a machine's
+    speed drifts. A yardstick that cannot be measured is left out.
     """
     for place, entry in enumerate(entries):
         if isinstance(entry, Yardstick):

@@ -45,7 +45,7 @@ def make_row(
 
 
 def make_missing(path: NotRun, point: Point) -> Row:
-    """What is recorded of a path that did not run."""
+    """Makes the record's row for a path that did not run."""
     return {**asdict(point), "path": path.name, "reason": path.reason, "failed": path.failed}
 
 
@@ -88,7 +88,7 @@ def document(
 
 
 def heading(program: str, command: str, commit: str | None, device: str) -> Record:
-    """What every program's record begins with: command, commit, machine, versions."""
+    """Makes the fields that begin every program's record: command, commit, machine, versions."""
     found, dirty = (commit, None) if commit else machine.git_commit()
     return {
         "schema": SCHEMA,

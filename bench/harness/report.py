@@ -83,7 +83,7 @@ def columns(options: Options) -> list[Column]:
 
 
 def sent_over_least(row: Mapping[str, Any]) -> str:
-    """All bytes sent to other nodes over those that the routing needs."""
+    """Formats the ratio of all bytes sent to other nodes to the bytes that the routing needs."""
     return f"{row['sent_bytes'] / row['least_bytes']:.3f}" if row.get("least_bytes") else "-"
 
 
@@ -92,7 +92,7 @@ def _line(cells: Sequence[str], found: Sequence[Column], lead: str = " ") -> str
 
 
 def header(options: Options, flush_bytes: int) -> str:
-    """What is run and on what, as comment lines."""
+    """Formats the options and the machine as comment lines."""
     versions, host = machine.versions(options.device), machine.describe()
     made = "  ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
@@ -128,7 +128,7 @@ def header(options: Options, flush_bytes: int) -> str:
 
 
 def titles(point: Point, options: Options) -> str:
-    """What a group of rows has in common, and the titles of their columns."""
+    """Formats what a group of rows has in common, and the titles of the columns."""
     found = columns(options)
     name = f"{point.preset}  " if point.preset else ""
     ffn = "" if point.ffn is None else f"  ffn {point.ffn}"
@@ -145,7 +145,7 @@ def titles(point: Point, options: Options) -> str:
 
 
 def table_row(row: Row, options: Options) -> str:
-    """One aligned line; for a path that did not run, a comment with the reason."""
+    """Formats a row as an aligned line; for a path that did not run, as a comment with the reason."""
     if "reason" in row:
         name = "" if row["preset"] is None else f"{row['preset']} "
         failed = "FAILED" if row["failed"] else "n/a"

@@ -170,14 +170,14 @@ def fastest(choices: Mapping[str, Callable[[], object]], clock: Clock) -> str:
 
 
 def slowest(local_I: Sequence[float]) -> list[float]:
-    """Each value of the rank that has the largest."""
+    """Takes each value from the rank where it is largest."""
     merged = torch.tensor(local_I, dtype=torch.float64)
     dist.all_reduce(merged, op=dist.ReduceOp.MAX)
     return [float(value) for value in merged]
 
 
 def mean_over_ranks(local_I: Sequence[float]) -> list[float]:
-    """Each value's mean over the ranks."""
+    """Returns the mean of each value over the ranks."""
     merged = torch.tensor(local_I, dtype=torch.float64)
     dist.all_reduce(merged)
     return [float(value) / dist.get_world_size() for value in merged]

@@ -34,7 +34,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Where the N real rows of one rank's result come from, in result order; padding is not among them.
+    """Origins of the N real rows of one rank's result, in result order, without padding.
 
     `slot_N` is the position in the token's top-k ids and `expert_N` the global expert, in the rank layout
     those of the first of the row's assignments; there `ids_NK` holds local expert ids or -1.
@@ -295,7 +295,7 @@ _BLOCK = 1 << 26  # values compared at a time
 
 
 class _Expert(NamedTuple):
-    """What an expert makes of its rows: outputs with and without the rows' weights, and gradients."""
+    """Results of an expert for its rows: outputs with and without the rows' weights, and gradients."""
 
     out: Tensor
     plain_out: Tensor
@@ -305,7 +305,7 @@ class _Expert(NamedTuple):
 def _expert(
     x: Tensor, weight: Tensor, dy: Tensor, matrices: Sequence[Tensor], *, with_grads: bool
 ) -> _Expert:
-    """One expert, forward and backward."""
+    """Runs one expert forward and, if gradients are wanted, backward."""
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in (x, weight, *matrices)]
         plain = moe_reference.feed_forward(leaves[0], leaves[2], leaves[3], "swiglu")
@@ -316,8 +316,8 @@ def _expert(
 
 @torch.no_grad()
 def expected_of_layer(case: LayerCase) -> dict[str, Tensor]:
-    """Everything that a variant may return for the case's data, by name: one expert at a time, in float32
-    (float32 and float64: in float64).
+    """Computes everything that a variant may return for the case's data, by name: one expert at a time, in
+    float32, or in float64 if the case is in float32 or float64.
     """
     wide = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else torch.float64
     point = case.point

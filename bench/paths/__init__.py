@@ -1,1 +1,1 @@
-"""What is timed: moecomm, the baselines, the ceilings, and the variants of a layer."""
+"""Paths that are timed: moecomm, the baselines, the ceilings, and the variants of a layer."""

@@ -1,4 +1,4 @@
-"""What moecomm sends to other nodes in one call, and the least that the routing needs."""
+"""Bytes that moecomm sends to other nodes in one call, and the least that the routing needs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def count(comm: moecomm.Communicator, path: Path, case: Case) -> dict[str, int]:
 
 
 def figures(sent: Mapping[str, Any], ranks: int, timing: Timing) -> dict[str, Any]:
-    """What `count` found, and the rate that it makes, mean over ranks."""
+    """Returns the counts that `count` found, with the rate that follows from them, mean over ranks."""
     return {**sent, "wire_GBps": sent["sent_row_bytes"] / ranks / timing.median / 1e9}
 
 

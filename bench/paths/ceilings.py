@@ -1,4 +1,4 @@
-"""What the links give: the rows that have to cross between ranks, moved with nothing around them.
+"""Ceilings of the links: the rows that have to cross between ranks, moved without any other work.
 
 Every rank sends each other rank as many rows as the operation does, as contiguous blocks: by the copy
 engines, by a kernel of bulk copies (push.cu), or by a bare all_to_all_single.
@@ -102,7 +102,7 @@ class Blocks:
 
 
 def _synchronize(device: torch.device) -> None:
-    """All ranks' work is done."""
+    """Waits until the work of all ranks is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     sum_over_ranks(0)

@@ -64,7 +64,7 @@ def _why_not(name: str, device: torch.device) -> str:
 
 
 def _dense_path(case: LayerCase) -> Path:
-    """One dense product, whose rate the variants' are shares of."""
+    """Makes the path of one dense product; the rates of the variants are given as shares of its rate."""
     rows, inner, columns = case.options.dense
     left = torch.randn(rows, inner, dtype=case.dtype, device=case.device)
     right = torch.randn(inner, columns, dtype=case.dtype, device=case.device)
@@ -105,7 +105,7 @@ class _Variants:
         self._bits_of_serial: Results | None = None
 
     def makers(self) -> dict[str, Callable[[], Path]]:
-        """How each variant is made, by name."""
+        """Returns the function that makes each variant, by name."""
         layer, compute = self._layer_path, self._compute
         keeping = {keep_name(keep): partial(layer, keep_name(keep), keep=keep) for keep in KEEPS}  # type: ignore[arg-type]
         return {

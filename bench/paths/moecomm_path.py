@@ -68,7 +68,7 @@ class Captured:
 
 
 class _Own:
-    """What the paths of one case share."""
+    """Communicator, case and inputs that the moecomm paths of one case share."""
 
     def __init__(self, comm: moecomm.Communicator, case: Case) -> None:
         self.comm, self.case = comm, case

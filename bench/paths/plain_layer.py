@@ -55,8 +55,8 @@ class _Permute(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Each token's row for each of its experts, in the order of experts; the backward gathers a token's rows
-    and adds them up."""
+    """Copies each token's row once for each of its experts, in the order of experts; the backward gathers a
+    token's rows and adds them up."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, token_S: Tensor, inverse_S: Tensor, topk: int) -> Tensor:
@@ -83,7 +83,9 @@ def swiglu_experts(rows_PH: Tensor, w_in: Tensor, w_out: Tensor, offsets_L: Tens
 
 
 class PlainLayer:
-    """Over the default process group; `experts` of all ranks. Every token has its full number of experts."""
+    """An MoE layer in torch alone over the default process group. `experts` counts those of all ranks; every
+    token has its full number of experts.
+    """
 
     def __init__(self, experts: int, *, tuned: bool) -> None:
         self.ranks = dist.get_world_size()

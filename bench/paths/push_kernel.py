@@ -23,7 +23,7 @@ _BARRIER_BYTES = 8
 
 @dataclass(frozen=True)
 class Ring:
-    """How a block divides its shared memory."""
+    """The division of a block's shared memory into lanes and slots."""
 
     lanes: int
     slots: int

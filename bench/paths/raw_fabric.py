@@ -33,7 +33,7 @@ _COLD_BYTES = 256 << 20  # larger than the caches
 def command(
     binary: FilePath, put_bytes: int, provider: str | None, interface: str | None, cold: bool
 ) -> list[str]:
-    """What measures one pair."""
+    """Returns the command that measures one pair of processes."""
     asked = ["--provider", provider] if provider else []
     asked += ["--interface", interface] if interface else []
     asked += ["--area", str(_COLD_BYTES)] if cold else []
@@ -71,7 +71,7 @@ def rate(records: list[dict[str, Any]], lanes: int) -> float:
 
 
 def described(records: list[dict[str, Any]], pairs: int, lanes: int) -> str:
-    """In words, of all measurements together; the rates are those of one endpoint."""
+    """Describes all measurements together in words; the rates are those of one endpoint."""
     first = records[0]
     low = min(record["gb_per_s_min"] for record in records)
     high = max(record["gb_per_s_max"] for record in records)

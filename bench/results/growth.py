@@ -22,13 +22,13 @@ _NAME = re.compile(r"cuda-(\w+)-on-(\d+)")
 
 
 def needing(ranks: int, experts: int, topk: int) -> float:
-    """How many other ranks need a token on average. 4 ranks, top-8 of 256: 2.71."""
+    """Returns the mean number of other ranks that need a token. 4 ranks, top-8 of 256: 2.71."""
     elsewhere = experts - experts // ranks
     return (ranks - 1) * (1 - math.comb(elsewhere, topk) / math.comb(experts, topk))
 
 
 def is_one(name: str) -> bool:
-    """Whether a record is of such a run: they are called cuda-dispatch-on-2."""
+    """Returns whether a record is of a run that the formula is fitted to, such as cuda-dispatch-on-2."""
     return _NAME.fullmatch(name) is not None
 
 

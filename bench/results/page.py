@@ -18,7 +18,7 @@ Records = Mapping[str, Record]
 
 
 class Group(NamedTuple):
-    """One comparison of one record: its rows by path."""
+    """The rows of one comparison of one record, by path."""
 
     name: str
     record: Record
@@ -34,7 +34,7 @@ class Group(NamedTuple):
         return number(self.paths[path]["time_s"], 1e3, 3) if path in self.paths else "-"
 
     def faster(self, other: str, path: str | None = None) -> str:
-        """How many times faster moecomm, or a path, is than another."""
+        """Formats how many times faster moecomm, or `path`, is than the path `other`."""
         own = self.own if path is None else self.paths.get(path)
         return f"{self.paths[other]['time_s'] / own['time_s']:.2f}x" if own and other in self.paths else "-"
 
@@ -84,7 +84,7 @@ def groups_of(records: Records) -> list[Group]:
 
 
 def is_native(content: Record) -> bool:
-    """Whether a record is of a program in C++."""
+    """Returns whether a record is of a program in C++."""
     return content["program"] in ("fabric_raw", "proxy_rate")
 
 
@@ -105,7 +105,7 @@ def _wrong(group: Group) -> str:
 
 
 def _case(group: Group) -> str:
-    """What was run, in a few words: "bfloat16, top-8 of 256, fp8, fixed"."""
+    """Describes a comparison in a few words: "bfloat16, top-8 of 256, fp8, fixed"."""
     options, row = group.record["options"], group.own
     words = [row["dtype"], f"top-{row['topk']} of {row['experts']}"]
     if row["routing"] not in ("uniform", "balanced"):
@@ -253,7 +253,7 @@ def _nodes(backend: str) -> Cells:
 
 
 def _limit_table(groups: Sequence[Group]) -> str:
-    """Each run with a limit on nodes beside the one that differs in nothing else."""
+    """Makes the table of each run with a limit on nodes beside the run that differs in nothing else."""
     plain = {(group.name, group.own["tokens"]): group.own for group in groups}
     lines = []
     for group in groups:
@@ -273,7 +273,7 @@ def _limit_table(groups: Sequence[Group]) -> str:
 
 
 def _native_table(program: str, records: Records, columns: Sequence[tuple[str, str, float, int]]) -> str:
-    """What a program in C++ said: columns by title, key, scale and digits, after its first words."""
+    """Makes the table of a program in C++: columns by title, key, scale and digits, after its first words."""
     rows = [row for content in records.values() if content["program"] == program for row in content["rows"]]
     lines = [
         [str(row.get("kind") or f"{row['provider']} (libfabric {row['version']})")]
@@ -473,7 +473,7 @@ def page(records: Records) -> str:
 
 
 def read_all(folder: Path) -> dict[str, Record]:
-    """All records of a folder by name, in the order in which they were made."""
+    """Reads all records of a folder, by name, in the order in which they were made."""
     found = {path.stem: record.read(path) for path in folder.glob("*.json")}
     return dict(sorted(found.items(), key=lambda each: (each[1]["time"], each[0])))
 

@@ -1,4 +1,4 @@
-// What the bindings of kernels ask of the addresses and sizes that Python hands them.
+// Checks of the addresses and sizes that Python passes to the bindings of kernels.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -37,7 +37,7 @@ ActivationRows rows_of(uintptr_t inner, uintptr_t weights, uintptr_t ends, int64
 
 constexpr int64_t kPiece = 16;  // bytes that a kernel moves at once
 
-/// What both kernels of e4m3 want of x.
+/// Checks the shape and dtype of x for both e4m3 kernels.
 void check_quantized(int64_t rows, int64_t columns, DType dtype) {
   check_between("rows", rows, 0, experts::kMostRows);
   check_between("columns", columns, experts::kQuantum, experts::kMostWidth);
@@ -52,7 +52,7 @@ void check_quantized(int64_t rows, int64_t columns, DType dtype) {
 
 void bind_experts(py::module_& m) {
   py::enum_<Activation>(m, "Activation").value("swiglu", Activation::swiglu).value("gelu", Activation::gelu);
-  // By position, which costs the caller less than names.
+  // Arguments are positional, which costs the caller less than names.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
                          int64_t width, DType dtype, Activation activation, uintptr_t z, uintptr_t stream) {
     const ActivationRows all = rows_of(inner, weights, ends, groups, rows, width, dtype, activation);

@@ -1,4 +1,4 @@
-// What communicators with several nodes have in common in Python: their ways to other nodes.
+// Bindings that communicators of CPUs and GPUs share: their connections to other nodes.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// How a thread that polls rests while there is nothing to do.
+// Backoff of a polling thread while there is nothing to do.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace moecomm {
 
-/// Of one thread, which says after each turn of its loop whether it had work. With none it gives up its core
-/// at once, and soon sleeps: those that compute need it more.
+/// The backoff of one thread, which says after each turn of its loop whether it had work. With none it gives
+/// up its core at once, and soon sleeps: those that compute need it more.
 class Backoff {
  public:
   /// `longest`: of a sleep, after a while without work; wake() ends it.

@@ -1,4 +1,4 @@
-// Every wait has one of these.
+// The deadline that every wait has.
 #pragma once
 
 #include <chrono>

@@ -21,7 +21,7 @@ enum class ErrorKind : uint32_t {
   unsupported = 9,
 };
 
-/// What an error knows besides its text; -1 and 0 where it does not apply.
+/// Details of an error besides its text; -1 or 0 where one does not apply.
 struct ErrorDetails {
   int rank = -1;
   int peer = -1;

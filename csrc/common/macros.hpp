@@ -1,4 +1,4 @@
-// What host compilers and nvcc must agree on.
+// Macros that let host compilers and nvcc compile the same code.
 #pragma once
 
 #if defined(__CUDACC__)

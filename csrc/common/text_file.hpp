@@ -5,7 +5,7 @@
 
 namespace moecomm {
 
-/// What a file holds; "" if there is no such file.
+/// Returns a file's contents; "" if there is no such file.
 std::string read_file(const std::string& path);
 
 }  // namespace moecomm

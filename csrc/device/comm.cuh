@@ -15,7 +15,7 @@ namespace moecomm::device {
 struct Rail {
   int32_t node, others;  ///< own node; number of other nodes
   std::byte* memory;
-  WindowLayout layout;                                                 ///< of it
+  WindowLayout layout;                                                 ///< of the memory
   int64_t chunk_rows, chunks, arrival_flags, ids_bytes, counts_bytes;  ///< of the layout's shape
   uint64_t commands;
 
@@ -26,18 +26,18 @@ struct Rail {
   __device__ int32_t other_of(int32_t its_node) const { return NodeMap::other(its_node, node); }
   __device__ int32_t node_of_other(int32_t other) const { return NodeMap::node_of_other(other, node); }
   __device__ int64_t chunk_bytes() const { return chunk_rows * layout.shape.row_bytes(); }
-  /// Where row number `row` of those between this rank and another node lies in `section`, with rows of
+  /// Address in `section` of row number `row` of those between this rank and another node, with rows of
   /// `row_bytes`.
   __device__ std::byte* row(int64_t section, int64_t first_chunk, int32_t row, int64_t row_bytes) const {
     const int32_t chunk = row / static_cast<int32_t>(chunk_rows);
     return memory + section + (first_chunk + chunk) * chunk_bytes() +
            (row - chunk * static_cast<int32_t>(chunk_rows)) * row_bytes;
   }
-  /// On its way out.
+  /// Staging slot of row `number` that goes to another node.
   __device__ std::byte* staged(int32_t other, int32_t number, int64_t row_bytes) const {
     return row(layout.staging, other * chunks, number, row_bytes);
   }
-  /// As it has arrived.
+  /// Row `number` that has arrived from another node.
   __device__ const std::byte* arrived(uint64_t epoch, int32_t other, int32_t number,
                                       int64_t row_bytes) const {
     const int64_t section =
@@ -66,8 +66,8 @@ struct Comm {
   Rail rail;
 
   __device__ bool is_local(int32_t r) const { return r >= first_rank && r < first_rank + local_ranks; }
-  /// The rank of this node that has to do with `r`: itself, or the one on its rail.
-  __device__ int32_t through(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
+  /// The local rank that relays for `r`: itself if it is on this node, else the one on its rail.
+  __device__ int32_t relay_rank(int32_t r) const { return is_local(r) ? r : first_rank + r % local_ranks; }
   /// Whose slot the sum of `owner` (-1: none) takes at a home on this node: its own, or that of the first
   /// rank of its node where this is another one.
   __device__ int32_t sender(int32_t owner) const {
@@ -123,7 +123,7 @@ struct Comm {
   __device__ uint64_t* flag(std::byte* base, int64_t section, int32_t writer, int64_t chunk) const {
     return at<uint64_t>(base, section) + writer * (window.max_chunks + 1) + chunk;
   }
-  /// By which `writer` tells the rank of the window at `base` that number `number` of what it sends is there.
+  /// Arrival flag, in the window at `base`, of chunk `number` from `writer`.
   __device__ uint64_t* arrival(std::byte* base, int32_t writer, int64_t number) const {
     return flag(base, window.arrived, writer, number);
   }

@@ -1,4 +1,4 @@
-// What kernels send to other nodes: commands to the proxy (runtime/proxy.hpp), and what goes with them.
+// Sending from kernels to other nodes: commands to the proxy (runtime/proxy.hpp), and what goes with them.
 #pragma once
 
 #include "device/signal.cuh"
@@ -48,7 +48,7 @@ __device__ inline void send_head(const Comm& comm, const SignalRecord& record, i
                 static_cast<uint32_t>(with_text ? sizeof(Announcement) : offsetof(Announcement, text)), 0});
 }
 
-/// One more row for the network is in place, which a fence has made visible: number `number` of `rows` that
+/// Counts a row for the network as staged, which a fence has made visible: number `number` of `rows` that
 /// go to a node. The last one of a chunk hands it over.
 __device__ inline void row_staged(const Comm& comm, Command::Kind kind, int32_t other, int32_t number,
                                   int64_t rows, uint64_t epoch) {

@@ -40,7 +40,7 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   return arrived;
 }
 
-/// What rank `r` has announced, where it differs from rank 0 or is an error.
+/// Finds whether the record of rank `r` differs from that of rank 0 or is an error; `verdict` says how.
 __device__ inline bool judge_record(const SignalRecord& first, const SignalRecord& record, int32_t r,
                                     HostStatus::Verdict& verdict) {
   verdict = HostStatus::Verdict{};
@@ -102,7 +102,7 @@ __device__ inline void report_verdict(const Comm& comm, const HostStatus::Verdic
     const char* const text =
         comm.is_local(rank)
             ? comm.at<char>(comm.bases[rank], comm.window.error_text[epoch & 1])
-            : comm.at<char>(comm.bases[comm.through(rank)], comm.window.relay_text[epoch & 1]) +
+            : comm.at<char>(comm.bases[comm.relay_rank(rank)], comm.window.relay_text[epoch & 1]) +
                   comm.other_of(rank) * kErrorText;
     for (int i = 0; i < kErrorText; ++i) comm.host->text[i] = text[i];
   }

@@ -68,12 +68,12 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
         (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
       return false;
     const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
-    // What a rank on another node sends comes through the one of its rail here.
+    // Data of a rank on another node comes through the local rank of its rail.
     const PeerLoss& own = losses[info.peer];
     const bool peer_lost = ptx::load_acquire_sys(&own.set) != 0;
-    const PeerLoss& loss = peer_lost ? own : losses[comm.through(info.peer)];
+    const PeerLoss& loss = peer_lost ? own : losses[comm.relay_rank(info.peer)];
     const bool lost = peer_lost || ptx::load_acquire_sys(&loss.set) != 0;
-    // What a peer signalled before it ended counts.
+    // A signal that a peer gave before it ended counts.
     if (lost && !read.arrived()) {
       report_failure(comm, info, read.seen(), loss.peer, loss.cause, loss.first);
       return false;

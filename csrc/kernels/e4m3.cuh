@@ -13,7 +13,7 @@ __device__ inline float scale(float amax) {
   return fmaxf(__fdiv_rn(amax, kLargest), kLeast);
 }
 
-/// What values are multiplied by.
+/// The factor that values are multiplied by to quantise them with `scale`.
 __device__ inline float inverse(float scale) { return __fdiv_rn(1.0f, scale); }
 
 /// Four values times `inverse`, to nearest even, saturating. NaN stays NaN.

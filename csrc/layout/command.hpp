@@ -1,4 +1,4 @@
-// What is said to a proxy, and what its puts say on arrival: plain data, shared by host and device.
+// Commands to a proxy, and the immediates of its puts: plain data, shared by host and device.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace moecomm {
 
-/// One order to the proxy, 16 bytes.
+/// A command to the proxy, 16 bytes.
 struct Command {
   enum class Kind : uint8_t {
     head,        ///< the Announcement of this epoch; a: bytes

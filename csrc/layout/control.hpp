@@ -9,7 +9,7 @@ namespace moecomm {
 
 inline constexpr int kLine = 64;  ///< bytes of a cache line
 
-/// What a rank is doing in an epoch; compared between ranks, so that a mismatch is an error and not a hang.
+/// The operation of a rank in an epoch; compared between ranks, so that a mismatch is an error and no hang.
 enum class Operation : uint32_t { none = 0, dispatch = 1, redispatch = 2, combine = 3 };
 
 inline const char* operation_name(Operation operation) {
@@ -28,7 +28,7 @@ inline const char* operation_name(Operation operation) {
 
 enum class RowLayout : int32_t { expert = 0, rank = 1 };
 
-/// One rank's announcement to one peer for one epoch. Everything but `epoch` is written before it; `epoch` is
+/// A rank's announcement to one peer for one epoch. Every field but `epoch` is written before it; `epoch` is
 /// stored with release and loaded with acquire, and makes visible the record and all the rank wrote to any
 /// window before.
 struct alignas(kLine) SignalRecord {

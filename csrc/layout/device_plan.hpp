@@ -42,7 +42,7 @@ struct DevicePlan {
   int64_t rows;   ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
                   ///< layout the same row for each k that this rank owns
 
-  // With several nodes; [other] is the number of another node.
+  // Fields with several nodes; [other] is the number of another node.
   int64_t node_tokens;   ///< [other] tokens of this rank that the node needs
   int64_t home_index;    ///< [other][max_tokens] their numbers, ascending (relay index); -1: not needed there
   int64_t relay_tokens;  ///< [other] tokens of the rail's rank that this node needs

@@ -109,8 +109,8 @@ struct PeerLoss {
 };
 static_assert(sizeof(PeerLoss) == 16);
 
-/// What a rank's kernels keep between operations, in its own window; peers never touch it. Counters are zero
-/// between operations.
+/// State that a rank's kernels keep between operations, in its own window; peers never touch it. Counters are
+/// zero between operations.
 struct DeviceState {
   alignas(kLine) uint64_t epoch;      ///< last epoch that has ended here
   alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
@@ -140,7 +140,7 @@ struct DeviceState {
 static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, cancelled) == kLine + 8 &&
               offsetof(DeviceState, planned) == kLine + 16 && offsetof(DeviceState, send_next) == 2 * kLine);
 
-/// What the relay blocks of a rank know of another node.
+/// State of a rank's relay blocks for one other node.
 struct RelayState {
   alignas(kLine) uint64_t forwarded;  ///< epoch of the newest record of the rail handed on here
   uint32_t parts;                     ///< blocks that have handed on theirs of it
@@ -174,8 +174,9 @@ struct DeviceWindow {
                     ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
 
-  // With several nodes; [other] is the number of another node (NodeMap::other). What goes to and comes from
-  // other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do with it.
+  // Sections with several nodes; [other] is the number of another node (NodeMap::other). What goes to and
+  // comes from other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do
+  // with it.
   int64_t relay_state;      ///< RelayState[other], this rank's own
   int64_t relay_text[2];    ///< char[other][kErrorText]: of the rail's ranks
   int64_t relay_grads[2];   ///< weight type [other][max_tokens][top_k], written by the owners of this node
@@ -195,11 +196,11 @@ struct DeviceWindow {
   }
 
   static DeviceWindow make(const DeviceShape& shape);
-  /// The same window for an operation whose rows travel in another format.
+  /// Returns this window for an operation whose rows travel in another format.
   DeviceWindow with_wire(WireFormat wire) const;
 };
 
-/// The same field list as DeviceWindow::make, for people.
+/// Lists the sections of DeviceWindow::make, with names and sizes for people.
 std::vector<Section> device_window_sections(const DeviceShape& shape);
 
 }  // namespace moecomm

@@ -10,10 +10,10 @@
 
 namespace moecomm {
 
-/// What a kernel was waiting for.
+/// The phase in which a kernel was waiting.
 enum class WaitPhase : uint32_t { records = 0, rows = 1, credit = 2, blocks = 3 };
 
-/// What ranks disagree on.
+/// The argument on which ranks disagree.
 enum class Disagreement : uint32_t {
   none = 0,
   operation = 1,

@@ -1,5 +1,5 @@
-// Where ranks live: nodes of equal size, filled rank by rank. A rail is the ranks with the same local index,
-// one a node; between nodes a rank talks to its rail only.
+// Placement of ranks: nodes of equal size, filled rank by rank. A rail is the ranks with the same local
+// index, one a node; between nodes a rank talks to its rail only.
 //
 // Example: 6 ranks, 2 a node: rank 3 is local 1 of node 1, its rail is ranks 1, 3, 5. Of the other nodes,
 // node 0 is its number 0 and node 2 its number 1.

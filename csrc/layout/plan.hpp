@@ -11,7 +11,7 @@
 
 namespace moecomm {
 
-/// What the plan depends on besides the ids.
+/// The sizes that the plan depends on besides the ids.
 struct PlanShape {
   int32_t rank;
   int32_t ranks;
@@ -26,21 +26,21 @@ struct PlanShape {
   bool operator==(const PlanShape&) const = default;
 };
 
-/// One source's ids, int32[tokens][top_k]; values outside the experts are no expert.
+/// Ids of one source, int32[tokens][top_k]; values outside the experts are no expert.
 struct SourceIds {
   const int32_t* ids;
   int64_t tokens;
 };
 
-/// Which of a rank's own tokens each other node needs. A token's place in such a list is its relay index:
+/// The tokens of a rank that each other node needs. A token's place in such a list is its relay index:
 /// where its row lies among those that travel to that node, and where the sum from there comes back.
 struct RelayRoutes {
   std::vector<std::vector<int32_t>> tokens;  ///< [other node], ascending
 };
 RelayRoutes make_routes(const PlanShape& shape, const SourceIds& own);
 
-/// What this rank sums for the ranks of its rail: one row for each relay index, of what the ranks of this
-/// node have of that token.
+/// The sums that this rank makes for the ranks of its rail: one row for each relay index, of what the ranks
+/// of this node have of that token.
 struct RelaySums {
   std::vector<int64_t> begin;  ///< [relayed rows + 1] into owner
   std::vector<int32_t> owner;  ///< local index of the ranks that have rows of the token, ascending
@@ -78,7 +78,7 @@ struct Plan {
   std::vector<int64_t> own_entry;    ///< [tokens] entry of (this rank, token), or -1
   RelayRoutes routes;
 
-  // Between nodes.
+  // Fields with several nodes.
   std::vector<int64_t> source_tokens;  ///< [ranks] tokens that each rank brought
   std::vector<int64_t> relayed;  ///< [ranks] rows of a rank that travel to this node (0: it is of this node)
   std::vector<RelaySums> relay_sums;  ///< [other node] for this rank's rail
@@ -89,7 +89,7 @@ struct Plan {
 /// sources[r] is rank r's; sources.size() == shape.ranks. Which nodes there are changes where rows come from,
 /// not which rows of the output they get.
 Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, const RelayRoutes& routes);
-/// The same, where the routes are not known yet.
+/// Makes the plan where the routes are not known yet.
 inline Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources) {
   return make_plan(shape, sources, make_routes(shape, sources[static_cast<size_t>(shape.rank)]));
 }

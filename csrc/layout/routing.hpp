@@ -1,4 +1,4 @@
-// Who owns what: pure functions of one token's expert ids, shared by host and device code.
+// Owners of tokens: pure functions of one token's expert ids, shared by host and device code.
 //
 // Example: 8 experts on 4 ranks (2 a rank), ids {6, 1, 7, -1}: owners are ranks 3, 0, 3 and none. The token
 // travels to 2 ranks; of its combine slots, slot 0 belongs to rank 0 and slot 1 to rank 3 (ascending ranks).

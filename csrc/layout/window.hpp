@@ -44,9 +44,9 @@ struct WindowShape {
   int64_t chunks(int64_t rows) const { return (rows + chunk_rows() - 1) / chunk_rows(); }
   /// Chunks that can wait for the network. Kernels have room for all that they send in an operation.
   int64_t staging_chunks() const;
-  /// What travels with a dispatch of `tokens` tokens besides weights and rows: ids; or from GPUs what their
-  /// source has worked out (route.cuh): counts, codes, in the rank layout places; and with it, for each node,
-  /// the relay index of each token.
+  /// Bytes that travel with a dispatch of `tokens` tokens besides weights and rows: ids; or from GPUs what
+  /// their source has worked out (route.cuh): counts, codes, in the rank layout places; and with it, for each
+  /// node, the relay index of each token.
   int64_t ids_bytes(int64_t tokens, RowLayout layout) const {
     const int64_t ids = tokens * top_k * 4;
     return for_device() ? counts_bytes() + ids * (layout == RowLayout::rank ? 2 : 1) : ids;
@@ -68,7 +68,7 @@ struct WindowShape {
   int64_t largest_put() const;
 };
 
-/// What a rank announces to another node.
+/// The announcement of a rank to another node.
 struct Announcement {
   SignalRecord record;
   uint64_t parts;  ///< chunks, and from GPUs all that raises arrival flags, that it sends there in this
@@ -83,8 +83,8 @@ struct RelayProgress {
   alignas(kLine) uint64_t summed;   ///< rounds that this rank has summed, so that their partial sums are free
   alignas(kLine) uint64_t pushed;   ///< epoch in which all that this rank has for its node is written
   alignas(kLine) uint64_t put;      ///< by the proxy: commands whose bytes have left
-  /// By the proxy, for each other node: the epoch up to which everything that the rail's rank there sent
-  /// unasked has arrived.
+  /// Written by the proxy, for each other node: the epoch up to which everything that the rail's rank there
+  /// sent unasked has arrived.
   MOECOMM_HD uint64_t* all_here(int64_t other) { return reinterpret_cast<uint64_t*>(this + 1) + other; }
 };
 
@@ -101,8 +101,9 @@ struct WindowLayout {
   int64_t slots[2];         ///< [max_tokens][slots] rows, written by the owners of the experts
   int64_t input[2];         ///< [max_tokens] rows, handed out by empty_input; memory is taken on first use
 
-  // With several nodes; [other] is the number of another node (NodeMap::other). What a rank of another node
-  // sends to this node lies in the window of the rank of its rail, and all ranks of the node read it there.
+  // Sections with several nodes; [other] is the number of another node (NodeMap::other). What a rank of
+  // another node sends to this node lies in the window of the rank of its rail, and all ranks of the node
+  // read it there.
   int64_t progress;          ///< RelayProgress, and its all_here
   int64_t announcement[2];   ///< Announcement [other], as they leave
   int64_t relay_head[2];     ///< Announcement [other]
@@ -114,9 +115,9 @@ struct WindowLayout {
   int64_t arrivals[2];        ///< uint64 [other][arrival_flags]: the epoch that has arrived
   int64_t staging;            ///< [staging_chunks] chunks on their way out
   int64_t partials;           ///< [kPartialRounds][chunk_rows][slots] rows: sums of the ranks of this node
-  // For GPUs.
+  // Sections for GPUs.
   int64_t index[2];         ///< int32[other][max_tokens]: relay index of each token, -1: not needed there
-  int64_t relay_index[2];   ///< [other] as index
+  int64_t relay_index[2];   ///< [other], laid out as `index`
   int64_t commands;         ///< CommandRing::Slot[commands]
   int64_t committed_bytes;  ///< taken at construction: everything before input
   int64_t total_bytes;
@@ -152,7 +153,7 @@ struct Section {
   int64_t bytes;
 };
 
-/// The same field list as WindowLayout::make, for people.
+/// Lists the sections of WindowLayout::make, with names and sizes for people.
 std::vector<Section> window_sections(const WindowShape& shape);
 
 }  // namespace moecomm

@@ -29,7 +29,7 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// One arrival, and `bytes` more to come by bulk copies before the phase ends.
+/// Arrives once and adds `bytes` that bulk copies have to bring before the phase ends.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
@@ -70,13 +70,13 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Until all but the newest `pending` groups have read their shared memory.
+/// Waits until all but the newest `pending` groups have read their shared memory.
 template <int pending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-/// Until all but the newest `pending` groups are written, wherever they go.
+/// Waits until all but the newest `pending` groups are written, wherever they go.
 template <int pending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
@@ -87,7 +87,7 @@ __device__ __forceinline__ void fence_shared_to_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// What this thread has acquired in global memory is seen by bulk copies after it.
+/// Makes what this thread has acquired in global memory visible to its bulk copies after it.
 __device__ __forceinline__ void fence_global_to_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -13,7 +13,7 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-/// Until the kernel that this one was launched behind has ended; all it wrote is visible then.
+/// Waits until the kernel that this one was launched behind has ended; all it wrote is visible then.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -21,8 +21,8 @@ class CommandRing {
 
   /// A ring of its own.
   CommandRing() : own_(std::make_unique<Slot[]>(kSlots)), slots_(own_.get()), count_(kSlots) {}
-  /// In zeroed memory for `count` slots, a power of two, which a GPU writes to as well: then nobody else
-  /// pushes, and never more than `count` commands wait.
+  /// Makes a ring in zeroed memory for `count` slots, a power of two, which a GPU writes to as well: then
+  /// nobody else pushes, and never more than `count` commands wait.
   CommandRing(void* memory, uint64_t count) : slots_(static_cast<Slot*>(memory)), count_(count) {}
 
   static constexpr uint64_t kSlots = 4096;

@@ -243,7 +243,7 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
   return offset;
 }
 
-/// Every rank's ids of a dispatch, where they are seen from here.
+/// Returns the ids of all ranks in a dispatch, at their addresses in this process.
 std::vector<SourceIds> Communicator::all_ids(uint64_t epoch) const {
   std::vector<SourceIds> sources;
   for (int r = 0; r < config_.shape.ranks; ++r)

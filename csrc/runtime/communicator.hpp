@@ -68,10 +68,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Maps the windows of the node. names[i] and pids[i] are those of the node's rank i. On one node, ready
   /// for operations afterwards.
   void connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids);
-  /// The same for ranks that are threads of one process: they share each other's mappings. base() is this
+  /// Connects ranks that are threads of one process: they share each other's mappings. base() is this
   /// rank's.
   void connect_threads(std::vector<std::byte*> bases);
-  /// With several nodes, after connect: the ways to the rail. Peers of both are numbered by node.
+  /// Takes the connections to the rail, with several nodes, after connect(). Peers of both are numbered by
+  /// node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   std::byte* base() const { return windows_[own_index()].base(); }
   /// See shm::Signals::set_interrupt. After an interrupt ranks are out of step, and the communicator is
@@ -116,7 +117,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool closed() const { return closed_; }
 
   Stats& stats() { return stats_; }
-  /// What goes to other nodes; null on one node.
+  /// The proxy, which sends to other nodes; null on one node.
   Proxy* proxy() { return internode_ ? &internode_->proxy() : nullptr; }
   const CommunicatorConfig& config() const { return config_; }
   const WindowLayout& layout() const { return layout_; }
@@ -127,7 +128,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
   shm::Window& own_window() { return windows_[own_index()]; }
   bool is_local(int rank) const { return nodes_.same_node(rank, config_.rank); }
-  /// In the window of a rank of this node.
+  /// Returns an address in the window of a rank of this node.
   std::byte* at(int rank, int64_t offset) const {
     return bases_[static_cast<size_t>(nodes_.local_of(rank))] + offset;
   }

@@ -80,8 +80,8 @@ std::string phase_text(const HostStatus::Broken& broken) {
   return operation + " (blocks of this GPU)";
 }
 
-/// Of the host memory in which ranks notice each other's end; with several nodes also what the proxy and the
-/// kernels share.
+/// Shape of the host memory in which ranks notice each other's end; with several nodes also of what the proxy
+/// and the kernels share.
 WindowShape control_shape(const DeviceShape& shape) {
   if (shape.other_nodes() > 0) return host_window_shape(shape);
   return {shape.ranks, 1, 4, 1, DType::float32};
@@ -183,7 +183,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   state.bad_id = ~uint64_t{0};
   state.epoch = config_.first_epoch - 1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
-  // Of high priority: beside a product that fills the GPU, what others wait for gets SMs first.
+  // The side stream has high priority: beside a product that fills the GPU, what others wait for gets SMs
+  // first.
   int least = 0, greatest = 0;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check_cuda(cudaStreamCreateWithPriority(&side_stream_, cudaStreamNonBlocking, greatest),
@@ -279,7 +280,7 @@ gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool ove
   return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
 }
 
-/// What is put on the side stream comes after what `stream` holds now, and beside what it holds later.
+/// Orders later work on the side stream after what `stream` holds now, and beside what it holds later.
 void DeviceCommunicator::fork_side(cudaStream_t stream) {
   check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(side_stream_, fork_, 0), "cudaStreamWaitEvent");
@@ -393,7 +394,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   arguments.warps = heuristics_.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = !overlaps_;
-  // What other nodes bring is not known here.
+  // The number of tokens that other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = most > comm(wire)->window.stage_tokens;
   if (arguments.apart || later) fork_side(stream);
@@ -405,7 +406,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   pending_stream_ = stream;
 }
 
-/// What was sent last.
+/// Receives the rows of the operation that was sent last.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t stream) {
   const Sent begun = *pending_;
   gpu::SendArguments sent = begun.arguments;

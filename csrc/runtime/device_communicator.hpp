@@ -42,7 +42,7 @@ struct DeviceConfig {
   uint64_t first_epoch = 1;  ///< of the first operation, on all ranks
 };
 
-/// What a dispatch starts with. Addresses are of this device's memory.
+/// Arguments of a dispatch. Addresses are in this device's memory.
 struct DeviceDispatch {
   const std::byte* x;     ///< [tokens][hidden]; with x_scales in the wire format
   const float* x_scales;  ///< [tokens][scales a row], or null
@@ -97,11 +97,12 @@ class DeviceCommunicator {
   /// it by.
   std::string link_control();
   void unlink_control() noexcept;
-  /// Of the node's rank i, bases[i] is the window as mapped here, zero where nobody has written; names[i] its
-  /// control segment. On one node, ready for operations afterwards.
+  /// Connects the ranks of the node: bases[i] is the window of rank i as mapped here, zero where nobody has
+  /// written; names[i] its control segment. On one node, ready for operations afterwards.
   void connect(const std::vector<uintptr_t>& bases, const std::vector<std::string>& names,
                const std::vector<int64_t>& pids);
-  /// With several nodes, after connect: the ways to the rail. Peers of both are numbered by node.
+  /// Takes the connections to the rail, with several nodes, after connect(). Peers of both are numbered by
+  /// node.
   void connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links);
   /// The control segment with several nodes: what other nodes write to, and what leaves for them.
   const WindowLayout& layout() const { return control_layout_; }
@@ -112,7 +113,7 @@ class DeviceCommunicator {
 
   /// SMs that an operation holds while it runs.
   int32_t num_sms() const { return heuristics_.all_blocks(); }
-  /// Of operations that begin from now on; 0: as the heuristics say.
+  /// Sets the SMs of operations that begin from now on; 0: as the heuristics say.
   void limit_sms(int32_t num_sms);
   /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch
   /// without it.
@@ -136,11 +137,11 @@ class DeviceCommunicator {
   void close() noexcept;
   bool closed() const { return closed_; }
   DeviceStats& stats() { return stats_; }
-  /// What kernels that have ended have counted; waits for a small copy.
+  /// Returns the counters of kernels that have ended; waits for a small copy.
   DeviceCounters counters();
   std::string heuristics_text() const;
   const DeviceConfig& config() const { return config_; }
-  /// What goes to other nodes; null on one node.
+  /// The proxy, which sends to other nodes; null on one node.
   Proxy* proxy() { return proxy_.get(); }
 
  private:

@@ -1,4 +1,4 @@
-// What an operation does between nodes: sends what others need over the rail, waits for what comes from
+// An operation's work between nodes: it sends what others need over the rail, waits for what comes from
 // there, and sums for the homes on other nodes (docs/protocol.md). Puts and arrivals are the proxy's.
 #pragma once
 
@@ -27,7 +27,7 @@ class Internode {
   const int32_t* ids(int32_t rank, uint64_t epoch) const;
   const std::byte* weights(int32_t rank, uint64_t epoch) const;
   const char* error_text(int32_t rank, uint64_t epoch) const;
-  /// Where the gradients of the weights of `home`, on another node, wait for their way.
+  /// Address where gradients of the weights of `home`, on another node, wait to be sent.
   std::byte* outgoing_grads(int32_t home, uint64_t epoch) const;
   /// Sums and gradients for this rank's tokens that come from `node`.
   const std::byte* sums(int32_t node, uint64_t epoch) const;
@@ -41,12 +41,12 @@ class Internode {
   /// Returns when the rail's ranks have sent here all that they announced in `epoch`.
   void wait_all_here(uint64_t epoch);
 
-  /// What arrives from other nodes, chunk by chunk: calls pull(range) for the entries of a chunk that is
+  /// Receives rows from other nodes, chunk by chunk: calls pull(range) for the entries of a chunk that is
   /// there.
   void pull(const Plan& plan, uint64_t epoch, const std::function<void(cpu::EntryRange)>& pull);
 
-  /// This rank's part of a combine for homes on other nodes: its sums go to the ranks of the rails here, and
-  /// what those of this rank's rail need leaves.
+  /// Does this rank's part of a combine for homes on other nodes: its sums go to the ranks of the rails here,
+  /// and what those of this rank's rail need leaves.
   void relay(const cpu::Context& context, const Plan& plan, const cpu::CombineArguments& arguments,
              uint64_t epoch);
   /// Returns when all ranks of the node have called it: what they have for this node, or for its rails, is

@@ -9,10 +9,10 @@
 namespace moecomm {
 namespace {
 
-// How often the control links are looked at, and how long a farewell may take at most.
+// The interval at which the control links are looked at, and the longest time that a goodbye may take.
 constexpr auto kWordsInterval = std::chrono::milliseconds(2);
-constexpr double kFarewellSeconds = 10.0;
-// How long the links may take to send what is left, at the end.
+constexpr double kGoodbyeSeconds = 10.0;
+// The longest time that the links may take to send what is left, at the end.
 constexpr double kLinksSeconds = 1.0;
 // A peer that ends, closes or gives up says so over its link; the network's failure, which may come first, is
 // told after this time if nothing explains it.
@@ -118,7 +118,7 @@ void Proxy::close(bool drain) noexcept {
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
   while (true) {
-    // Looked at before the commands: what was pushed before close() is among them then, and the farewell
+    // `stop_` is read before the commands: what was pushed before close() is among them then, and the goodbye
     // counts it.
     const int stop = stop_.load();
     if (stop == 2) return;
@@ -130,7 +130,7 @@ void Proxy::run() {
       next_words_ = now + kWordsInterval;
     }
     if (stop == 1) {
-      say_farewell(busy);
+      say_goodbye(busy);
       if (finished()) return;
     }
     // While bytes are on their way the thread of a GPU stays awake: the ranks' own threads have nothing to do
@@ -231,7 +231,7 @@ bool Proxy::issue() {
     }
     const Put& put = out.ready.front();
     if (out.gone) {
-      // Nobody will read it; who waits for the slot is told of the loss by its signals.
+      // The bytes will not be read; who waits for the slot is told of the loss by its signals.
       put_done(put.context);
     } else {
       if (!transport_->put(NodeMap::node_of_other(other, node_), put.dst, put.src, put.bytes, put.immediate,
@@ -282,13 +282,13 @@ bool Proxy::take_events() {
 void Proxy::arrived(uint32_t bits) {
   const Immediate immediate = Immediate::from(bits);
   const auto node = static_cast<int32_t>(immediate.node);
-  // Only a peer that is not one of ours, or broken, sends such a thing; its bytes are within the window
+  // Such an immediate comes only from a broken peer or a stranger; its bytes are within the window
   // still.
   if (node >= nodes_.nodes() || node == node_) return;
   const int32_t other = NodeMap::other(node, node_);
   Inbound& in = inbound_[static_cast<size_t>(other)];
   ++in.arrived;
-  // Of the epoch before the last one shown, rows may still come; and the peer may be two ahead of it.
+  // Rows of the epoch before the last one shown may still come; and the peer may be two ahead of it.
   const uint64_t ahead = (immediate.epoch + 1 - in.delivered) % Immediate::kEpochs;
   const uint64_t epoch = in.delivered + ahead - 1;
   Inbound::Epoch& state = in.epochs[epoch & 1];
@@ -315,7 +315,7 @@ void Proxy::arrived(uint32_t bits) {
   while (show_next(other)) {
   }
   check_parts(other);
-  check_farewell(other);
+  check_goodbye(other);
 }
 
 /// Shows the next record to the node once it is there with its ids and weights. False if it is not.
@@ -358,7 +358,7 @@ void Proxy::check_parts(int32_t other) {
 }
 
 /// A peer that has closed is gone when its last put is here; then it may go.
-void Proxy::check_farewell(int32_t other) {
+void Proxy::check_goodbye(int32_t other) {
   Inbound& in = inbound_[static_cast<size_t>(other)];
   if (in.gone || in.arrived != in.last) return;
   in.gone = true;
@@ -378,7 +378,7 @@ void Proxy::take_words() {
     switch (static_cast<Word>(event.message.kind)) {
       case Word::closing:
         inbound_[static_cast<size_t>(other)].last = event.message.value;
-        check_farewell(other);
+        check_goodbye(other);
         break;
       case Word::drained:
         outbound_[static_cast<size_t>(other)].gone = true;
@@ -420,20 +420,19 @@ void Proxy::lose(int32_t other, Cause cause, const std::string& text) {
 }
 
 /// `busy`: there may be more commands.
-void Proxy::say_farewell(bool busy) {
-  if (!farewell_)
-    farewell_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kFarewellSeconds)));
+void Proxy::say_goodbye(bool busy) {
+  if (!goodbye_) goodbye_.emplace(std::chrono::duration<double>(std::min(timeout_seconds_, kGoodbyeSeconds)));
   if (busy) return;
   for (int32_t other = 0; other < others_; ++other) {
     Outbound& out = outbound_[static_cast<size_t>(other)];
-    if (out.farewell || out.gone || !out.ready.empty()) continue;
-    out.farewell = true;
+    if (out.goodbye || out.gone || !out.ready.empty()) continue;
+    out.goodbye = true;
     links_->send(NodeMap::node_of_other(other, node_), {static_cast<uint32_t>(Word::closing), 0, 0, out.put});
   }
 }
 
 bool Proxy::finished() const {
-  return farewell_->passed() ||
+  return goodbye_->passed() ||
          std::all_of(outbound_.begin(), outbound_.end(), [](const Outbound& out) { return out.gone; });
 }
 

@@ -3,7 +3,7 @@
 // node by the signals and flags that they wait for anyway. Delivery may come in any order: a record is shown
 // when it and all that belongs to it has arrived, a flag is raised for each chunk by itself.
 //
-// Control links tell it when a peer's process is gone, and carry the words of farewell, so that nobody who
+// Control links tell it when a peer's process is gone, and carry the goodbye messages, so that nobody who
 // closes leaves others waiting for rows that are still on their way.
 #pragma once
 
@@ -51,7 +51,7 @@ class Proxy {
   void push(const Command& command);
   /// The epoch up to which everything that the rail's rank on that node sent unasked has arrived.
   uint64_t* all_here(int32_t other) { return progress().all_here(other); }
-  /// How often a staging slot has become free.
+  /// Counter of how often a staging slot has become free.
   uint64_t* staging_done(int64_t slot) { return &staging_done_[static_cast<size_t>(slot)]; }
   /// Tells the rail that this rank has given up on a peer. Any thread.
   void announce_loss(int32_t peer, Cause cause) noexcept;
@@ -61,7 +61,7 @@ class Proxy {
   WireStats& stats() { return stats_; }
   const WireStats& stats() const { return stats_; }
 
-  /// Says farewell: returns when the rail has received all that was put, or is gone, or the deadline has
+  /// Says goodbye: returns when the rail has received all that was put, or is gone, or the deadline has
   /// passed; without `drain` at once. The thread ends, and with it the ways to the rail: peers see the end
   /// also while handles and graphs keep this object alive.
   void close(bool drain) noexcept;
@@ -75,7 +75,7 @@ class Proxy {
   struct Outbound {
     std::deque<Put> ready;
     uint64_t put = 0, left = 0;  // puts started, and those done with their source bytes
-    bool farewell = false, gone = false;
+    bool goodbye = false, gone = false;
   };
   struct Inbound {
     struct Epoch {
@@ -86,7 +86,7 @@ class Proxy {
     } epochs[2];
     uint64_t delivered = 0;        // epoch of the last record shown
     uint64_t arrived = 0;          // puts, all epochs
-    uint64_t last = ~uint64_t{0};  // puts at the peer's farewell
+    uint64_t last = ~uint64_t{0};  // puts at the peer's goodbye
     bool gone = false;
     std::string failure;  // of the network, not yet told; see suspect()
     Clock::time_point tell{};
@@ -103,12 +103,12 @@ class Proxy {
   void arrived(uint32_t bits);
   bool show_next(int32_t other);
   void check_parts(int32_t other);
-  void check_farewell(int32_t other);
+  void check_goodbye(int32_t other);
   void suspect(int32_t other, const std::string& text);
   void put_done(uint64_t context);
   void tell_failures(Clock::time_point now);
   void lose(int32_t other, Cause cause, const std::string& text);
-  void say_farewell(bool busy);
+  void say_goodbye(bool busy);
   bool finished() const;
   int32_t rail(int32_t other) const {
     return nodes_.rank_of(NodeMap::node_of_other(other, node_), nodes_.local_of(rank_));
@@ -132,9 +132,9 @@ class Proxy {
   CommandRing ring_;
   std::vector<uint64_t> staging_done_;
   WireStats stats_;
-  std::atomic<int> stop_{0};  // 1: farewell, 2: at once
+  std::atomic<int> stop_{0};  // 1: goodbye, 2: at once
 
-  // Of the thread alone.
+  // Fields that only the proxy's thread uses.
   std::vector<Outbound> outbound_;
   std::vector<Inbound> inbound_;
   std::vector<int64_t> staged_rows_;  // of the chunk in each staging slot
@@ -142,7 +142,7 @@ class Proxy {
   std::vector<tcp::LinkEvent> words_;
   int32_t next_ = 0;
   Clock::time_point next_words_{};
-  std::optional<Deadline> farewell_;
+  std::optional<Deadline> goodbye_;
 
   mutable std::mutex reasons_mutex_;
   std::vector<std::string> reasons_;  // [node]

@@ -52,7 +52,7 @@ std::vector<std::byte> Rail::endpoint_address() const {
 }
 
 /// Hosts may differ in what they have: the lanes that all peers have are used, the others closed.
-void Rail::introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses) {
+void Rail::insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses) {
   std::vector<std::vector<std::vector<std::byte>>> of_peers;  // [peer][lane]
   size_t lanes = lanes_.size();
   for (const std::vector<std::byte>& endpoint_address : endpoint_addresses) {
@@ -63,7 +63,7 @@ void Rail::introduce(const std::vector<std::vector<std::byte>>& endpoint_address
   for (size_t lane = 0; lane < lanes; ++lane) {
     std::vector<std::vector<std::byte>> its;
     for (std::vector<std::vector<std::byte>>& peer : of_peers) its.push_back(std::move(peer[lane]));
-    lanes_[lane]->introduce(its, node());
+    lanes_[lane]->insert_peers(its, node());
   }
 }
 
@@ -100,7 +100,7 @@ void Rail::require_peers() {
 void Rail::connect(const std::vector<std::vector<std::byte>>& endpoint_addresses,
                    const std::vector<std::string>& endpoints, const std::function<void()>& interrupt) {
   try {
-    introduce(endpoint_addresses);
+    insert_peers(endpoint_addresses);
     const auto start = Clock::now();
     links_->connect(endpoints, options_.timeout_seconds, interrupt);
     const std::chrono::duration<double> spent = Clock::now() - start;

@@ -38,13 +38,13 @@ class Rail {
   void connect(const std::vector<std::vector<std::byte>>& endpoint_addresses,
                const std::vector<std::string>& endpoints, const std::function<void()>& interrupt);
 
-  /// After connect(), once.
+  /// Hands over the transport; called once, after connect().
   std::unique_ptr<Transport> take_transport();
   std::unique_ptr<tcp::Links> take_links() { return std::move(links_); }
 
  private:
   int32_t node() const { return options_.nodes.node_of(options_.rank); }
-  void introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses);
+  void insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses);
   void connect_lanes(double timeout_seconds, const std::function<void()>& interrupt);
   void require_peers();
 

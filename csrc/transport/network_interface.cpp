@@ -86,7 +86,7 @@ std::vector<InterfaceAddress> host_addresses() {
       bytes = &reinterpret_cast<const sockaddr_in*>(each->ifa_addr)->sin_addr;
     } else if (family == AF_INET6) {
       const in6_addr& address = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr)->sin6_addr;
-      // It means something else on every host, so no peer could use it.
+      // A link-local address means something else on every host, so no peer could use it.
       if (IN6_IS_ADDR_LINKLOCAL(&address)) continue;
       bytes = &address;
     } else {

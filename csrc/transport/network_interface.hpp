@@ -1,4 +1,4 @@
-// Which of a host's addresses this rank listens on and is reached at: one interface, never all of them.
+// Choice of the host's address that this rank listens on and is reached at: one interface, never all.
 #pragma once
 
 #include <string>

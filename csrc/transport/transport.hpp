@@ -1,6 +1,6 @@
-// What the proxy asks of a network: one-sided writes into a peer's window with an immediate, and what became
-// of them. The implementations are fabric/ (libfabric) and, in tests, a loopback; both may deliver in any
-// order.
+// Interface between proxy and network: one-sided writes into a peer's window with an immediate, and events
+// that say what became of them. The implementations are fabric/ (libfabric) and, in tests, a loopback; both
+// may deliver in any order.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace moecomm {
 
-/// What a network can do, for people and for choices of size.
+/// Capabilities of a network, for people and for choices of size.
 struct TransportCaps {
   std::string provider;         ///< "tcp", "verbs;ofi_rxm"
   std::string version;          ///< of the library behind it
@@ -26,7 +26,7 @@ struct TransportCaps {
   }
 };
 
-/// One thing that happened, as poll() reports it.
+/// An event that poll() reports.
 struct TransportEvent {
   enum class Kind : uint32_t {
     sent,     ///< a put of this rank is done with its source bytes; says nothing about delivery
@@ -53,7 +53,7 @@ class Transport {
   virtual void forget(int32_t peer) = 0;
   /// Makes progress and appends what has happened since. To be called all the time, also when idle.
   virtual void poll(std::vector<TransportEvent>& events) = 0;
-  /// Whether something is on its way, so that threads that an implementation may have do not sleep.
+  /// Says whether something is on its way, so that the threads of an implementation do not sleep.
   virtual void stay_awake(bool) {}
 };
 

@@ -1,4 +1,4 @@
-"""From options to a model with mixture-of-experts layers, its optimizer and its learning rate."""
+"""Builds a model with mixture-of-experts layers, its optimizer and its learning rate from options."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def build_graphed_step(
     options: Options,
     comm: moecomm.Communicator,
 ) -> GraphedStep:
-    """What the layers keep goes to a pool with room for a little more than balanced routing brings. Raises
-    UsageError on the CPU."""
+    """Builds a step in a CUDA graph, whose saved activations go to a pool with room for a little more than
+    balanced routing brings. Raises UsageError on the CPU."""
     if comm.device.type != "cuda":
         raise UsageError(f"--graph: a graph is of GPUs, and this run is on the {comm.device.type}")
     rows = options.layers * comm.max_tokens * options.top_k

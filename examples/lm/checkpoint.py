@@ -26,7 +26,7 @@ KEPT = 2
 
 @dataclass
 class RunState:
-    """What a run needs beside model and optimizer; a Stateful of torch.distributed.checkpoint.
+    """State of a run beside model and optimizer; a Stateful of torch.distributed.checkpoint.
 
     Batches depend on (seed, step) alone, so the random state matters only to routers with jitter. All ranks
     draw the same numbers from it, and rank 0's serves all.

@@ -11,7 +11,7 @@ from lm.tokenizer import make_tokenizer
 
 
 class Corpus:
-    """Both sides of the text as token ids, and the loss that knows nothing but how frequent each token is."""
+    """Training and validation text as token ids, and the loss of the unigram model (token frequencies)."""
 
     def __init__(self, options: Options) -> None:
         self.tokenizer = make_tokenizer(options.tokenizer)

@@ -103,7 +103,7 @@ def split_files(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
 
 
 def encode(files: list[TextFile], tokenizer: Tokenizer) -> np.ndarray:
-    """All files in order, the end-of-text id after each: (N,) uint16, or uint32 for a large vocabulary."""
+    """Encodes all files in order, each ended by the end-of-text id: (N,) uint16, or uint32 if ids need it."""
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     end = np.asarray([tokenizer.end_of_text], dtype=dtype)
     pieces: list[np.ndarray] = []
@@ -119,7 +119,7 @@ def encode(files: list[TextFile], tokenizer: Tokenizer) -> np.ndarray:
 def training_batch(
     tokens_N: np.ndarray, *, seed: int, step: int, batch: int, seq: int, part: slice
 ) -> Tensor:
-    """One step's windows (B, S+1) int64: inputs [:, :-1], targets [:, 1:]. `part` is this rank's slice."""
+    """Draws windows (B, S+1) int64 of a step: inputs [:, :-1], targets [:, 1:]. `part`: this rank's slice."""
     starts_B = np.random.default_rng((seed, step)).integers(0, len(tokens_N) - seq, size=batch)
     return _windows(tokens_N, starts_B[part], seq)
 

@@ -1,4 +1,4 @@
-"""What a trained model can do: its loss on held-out text, and text of its own."""
+"""Evaluation of a trained model: its loss on held-out text, and text that it writes."""
 
 from __future__ import annotations
 

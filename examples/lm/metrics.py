@@ -1,4 +1,4 @@
-"""What a step is measured by, and the file it is written to: one JSON object a line.
+"""Measurements of a step, and the file that they are written to: one JSON object a line.
 
 The first line describes the run ({"step": 0, "unigram": ...}), lines with "loss" are training steps, lines
 with "val_loss" validations. "load" holds the tokens of each expert, a list for each layer.
@@ -50,7 +50,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """One step seen over all ranks."""
+    """Measurements of one step over all ranks."""
 
     loss: float  # mean over all ranks' tokens, in nats
     seconds: float  # of the step, mean over ranks, each by its own clock
@@ -76,7 +76,7 @@ def last_load(model: torch.nn.Module) -> Tensor:
 
 
 def measure_layers(model: torch.nn.Module, measure: bool) -> None:
-    """Whether the layers measure when their stages run: it costs the host some events for each."""
+    """Sets whether the layers record when their stages run, which costs some CUDA events for each."""
     for layer in moe_layers(model):
         layer.record = measure
 

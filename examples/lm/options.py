@@ -50,7 +50,7 @@ PER_CALL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One field an option; `help` texts are in `_parser`."""
+    """Options of the program, one field each; the `help` texts are in `_parser`."""
 
     data: list[str] | None
     tokenizer: str | None

@@ -52,7 +52,7 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def draw_expert_load(records: list[Record], path: Path) -> None:
-    """One panel a layer: steps to the right, experts upward, colour = load over that step's mean load."""
+    """Draws a panel a layer: steps to the right, experts upward, colour = load over that step's mean load."""
     logged = [r for r in records if "load" in r]
     if not logged:
         return

@@ -35,8 +35,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def default_ranks(device: str, batch: int) -> int:
-    """One rank a GPU, on as many as can share the batch evenly; two ranks without GPUs, so that tokens do
-    travel between processes on the smallest machine.
+    """Returns the number of ranks: one a GPU, on as many GPUs as can share the batch evenly. Without GPUs it
+    is two, so that tokens travel between processes on the smallest machine too.
 
     Raises UsageError if the device that was asked for is not there.
     """

@@ -117,7 +117,7 @@ class Trainer:
             )
 
     def _step(self, step: int, progress: StepProgress) -> bool:
-        """One optimizer step; returns whether the run was asked to stop, which all ranks learn together."""
+        """Makes an optimizer step; returns whether the run was asked to stop, the same on all ranks."""
         options = self.options
         began = time.perf_counter()
         # The times of stages cannot be measured in a graph, and those of microbatches lie beside each other.

@@ -388,7 +388,7 @@ int with_peer(const std::function<void(int, int)>& body) {
   return status;
 }
 
-std::vector<std::vector<std::byte>> exchange_cards(const FabricTransport& remote, int index, int fd) {
+std::vector<std::vector<std::byte>> exchange_addresses(const FabricTransport& remote, int index, int fd) {
   tell(fd, remote.endpoint_address());
   std::vector<std::vector<std::byte>> endpoint_addresses{remote.endpoint_address(), hear(fd)};
   if (index == 1) std::swap(endpoint_addresses[0], endpoint_addresses[1]);
@@ -400,7 +400,7 @@ void two_processes_case(const std::string& provider) {
   const int status = with_peer([&](int index, int fd) {
     Memory memory(2 * kHalf);
     auto own = std::make_unique<FabricTransport>(options_for(provider), memory.base, memory.bytes);
-    own->connect(exchange_cards(*own, index, fd), index, kHang);
+    own->connect(exchange_addresses(*own, index, fd), index, kHang);
     ShuffledTransport shuffled(std::move(own), seed + static_cast<uint64_t>(index));
     const uint64_t mine = seed + 10000 * static_cast<uint64_t>(index);
     const uint64_t theirs = seed + 10000 * static_cast<uint64_t>(1 - index);
@@ -429,7 +429,7 @@ void lanes_case(const std::string& provider) {
     options.provider.lanes = 3;
     auto lanes = open_lanes(options, memory.base, memory.bytes);
     CHECK(lanes.size() == 3);
-    for (const auto& lane : lanes) lane->introduce(exchange_cards(*lane, index, fd), index);
+    for (const auto& lane : lanes) lane->insert_peers(exchange_addresses(*lane, index, fd), index);
     LanedTransport remote(std::move(lanes));
     CHECK(remote.caps().lanes == 3 && remote.caps().text().find("3 lanes") != std::string::npos);
     int asked = 0;
@@ -469,7 +469,7 @@ void lanes_connect_case(const std::string& provider) {
   const auto lonely = [&] {
     auto lanes = open_lanes(options, memory.base, memory.bytes);
     for (size_t i = 0; i < lanes.size(); ++i)
-      lanes[i]->introduce({lanes[i]->endpoint_address(), peers[i]->endpoint_address()}, 0);
+      lanes[i]->insert_peers({lanes[i]->endpoint_address(), peers[i]->endpoint_address()}, 0);
     return std::make_unique<LanedTransport>(std::move(lanes));
   };
   CHECK(throws(ErrorKind::peer_timeout, "peer 1", [&] { lonely()->connect(0.3); }));
@@ -485,7 +485,7 @@ void killed_peer_case(const std::string& provider) {
   const int status = with_peer([&](int index, int fd) {
     Memory memory(8 << 20);
     auto remote = std::make_unique<FabricTransport>(options_for(provider), memory.base, memory.bytes);
-    const auto endpoint_addresses = exchange_cards(*remote, index, fd);
+    const auto endpoint_addresses = exchange_addresses(*remote, index, fd);
     remote->connect(endpoint_addresses, index, kHang);
     std::vector<TransportEvent> events;
     if (index == 1) {
@@ -570,9 +570,9 @@ void connect_case(const std::string& provider) {
     auto remote = fresh(memory);
     CHECK(throws(ErrorKind::invalid_argument, "index",
                  [&] { remote->connect({remote->endpoint_address()}, 1, 1); }));
-    CHECK(throws(ErrorKind::invalid_argument, "comes after introduce()", [&] { remote->connect(1); }));
+    CHECK(throws(ErrorKind::invalid_argument, "comes after insert_peers()", [&] { remote->connect(1); }));
     CHECK(throws(ErrorKind::invalid_argument, "endpoint address of peer 0 is not what this rank gave",
-                 [&] { remote->introduce({silent->endpoint_address(), silent->endpoint_address()}, 0); }));
+                 [&] { remote->insert_peers({silent->endpoint_address(), silent->endpoint_address()}, 0); }));
     remote->connect({remote->endpoint_address()}, 0, 1);  // alone: nothing to wait for
     std::vector<TransportEvent> events;
     remote->poll(events);
@@ -586,7 +586,7 @@ void gone_peer_case(const std::string& provider) {
   const int status = with_peer([&](int index, int fd) {
     Memory memory(4096);
     auto remote = std::make_unique<FabricTransport>(options_for(provider), memory.base, memory.bytes);
-    const auto endpoint_addresses = exchange_cards(*remote, index, fd);
+    const auto endpoint_addresses = exchange_addresses(*remote, index, fd);
     if (index == 1) kill(getpid(), SIGKILL);
     char byte;
     until("the peer's end", [&] { return recv(fd, &byte, 1, MSG_DONTWAIT) == 0; });

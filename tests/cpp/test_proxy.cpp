@@ -1,4 +1,4 @@
-// The proxy at its end: the farewell counts all that was pushed before it, whenever the proxy gets to it.
+// The proxy at its end: the goodbye counts all that was pushed before it, whenever the proxy gets to it.
 #include <unistd.h>
 
 #include <atomic>
@@ -90,7 +90,7 @@ struct Pair {
 
 /// The proxy has found no commands and is held up then; meanwhile the last one comes, and close(). A peer
 /// that were told a count without it would take this rank for gone while its rows are still to come.
-void test_farewell_counts_what_was_pushed_before() {
+void test_goodbye_counts_what_was_pushed_before() {
   Pair pair;
   pair.gate->closed = true;
   while (!pair.gate->waiting) std::this_thread::sleep_for(1ms);
@@ -98,9 +98,9 @@ void test_farewell_counts_what_was_pushed_before() {
   auto closing = std::async(std::launch::async, [&] { pair.proxy->close(true); });
   std::this_thread::sleep_for(50ms);  // until close() has told the thread
   pair.gate->closed = false;
-  const tcp::LinkMessage farewell = pair.message();
-  CHECK(farewell.kind == 1);  // closing
-  CHECK(farewell.value == 1 && pair.gate->puts == 1);
+  const tcp::LinkMessage goodbye = pair.message();
+  CHECK(goodbye.kind == 1);  // closing
+  CHECK(goodbye.value == 1 && pair.gate->puts == 1);
   // It stays until the peer says that it has received them.
   CHECK(closing.wait_for(100ms) == std::future_status::timeout);
   pair.peer->send(0, {2, 0, 0, 0});  // drained
@@ -119,7 +119,7 @@ void test_close_at_once() {
 }  // namespace
 
 int main() {
-  test_farewell_counts_what_was_pushed_before();
+  test_goodbye_counts_what_was_pushed_before();
   test_close_at_once();
   return test::finish();
 }

@@ -61,7 +61,7 @@ def test_readme_example_runs(tmp_path: Path) -> None:
 
 @needs_fabric
 def test_readme_example_runs_between_nodes(tmp_path: Path) -> None:
-    """With what the README's command for emulated nodes sets."""
+    """The README's example also runs with the settings of its command for emulated nodes."""
     ranks, program = readme_example()
     found = re.search(
         r"<!-- example: nodes -->\n    (MOECOMM_\w+)=(\d+) torchrun .*--nproc-per-node (\d+) example.py\n",
@@ -93,7 +93,7 @@ def test_readme_example_runs_on_gpus(tmp_path: Path) -> None:
 
 
 def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> str:
-    """What the program printed."""
+    """Runs `program` from `path` on `ranks` ranks by torchrun and returns its output."""
     path.write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
@@ -139,7 +139,7 @@ def formulas(title: str) -> dict[str, tuple[int, str]]:
 def letters(
     ranks: int, per_node: int, sizes: dict[str, Any], dtype: torch.dtype, most_put: int = 4 << 20
 ) -> dict[str, Any]:
-    """What the letters of the memory page stand for; `most_put` differs between CPU and CUDA."""
+    """Returns the values of the memory page's letters; `most_put` differs between CPU and CUDA."""
     tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
     weight = 8 if dtype == torch.float64 else 4
     put_bytes = min(max(tokens * row // 16, 512 << 10), most_put)
@@ -252,7 +252,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def part(page: str, title: str) -> str:
-    """What stands below a title, up to the next of any level."""
+    """Returns the text below a title, up to the next title of any level."""
     text = (ROOT / "docs" / page).read_text()
     found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE)
     assert found, f"{page} has no part {title!r}"
@@ -294,7 +294,7 @@ def test_memory_page_has_the_example_of_two_nodes_on_cuda() -> None:
 def letters_on_cuda(
     ranks: int, per_node: int, experts: int, sizes: dict[str, Any], dtype: torch.dtype, wire: str | None
 ) -> dict[str, Any]:
-    """What the page's letters stand for on CUDA."""
+    """Returns the values of the page's letters on CUDA."""
     values = letters(ranks, per_node, sizes, dtype, most_put=1 << 20)
     tokens, top_k, row = sizes["max_tokens"], sizes["top_k"], sizes["hidden"] * dtype.itemsize
     others, owners, pieces = ranks // per_node - 1, min(per_node, top_k), lambda size: -(-size // 2**20)

@@ -62,8 +62,8 @@ def run_example(
 
 
 def clean_environment(gpus: bool = False) -> dict[str, str]:
-    """Without what a surrounding torchrun may have set, and without GPUs if there are any: these tests are
-    about the CPU everywhere."""
+    """Returns this environment without the variables that a surrounding torchrun may have set and, unless
+    `gpus`, without GPUs: these tests are about the CPU everywhere."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     return kept if gpus else {**kept, "CUDA_VISIBLE_DEVICES": ""}
@@ -92,7 +92,7 @@ def wait_until(condition: object, what: str, seconds: float = TIMEOUT_S) -> None
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some sources of the standard library: real text, the same for every test."""
+    """A folder with sources of the standard library: real text, the same for every test."""
     folder = tmp_path_factory.mktemp("text")
     for name in TEXT:
         shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py", folder)

@@ -63,7 +63,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def tokens_routed(folder: Path) -> list[list[int]]:
-    """In each recorded step, by layer."""
+    """Counts the tokens routed in each recorded step, by layer."""
     metrics = read_metrics(folder / "metrics.jsonl")
     return [[sum(layer) for layer in record["load"]] for record in metrics if "load" in record]
 
@@ -134,7 +134,7 @@ def test_resume_on_other_ranks(
 
 
 def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRun, tmp_path: Path) -> None:
-    """And weights and optimizer are float32: its checkpoint goes on in float32."""
+    """Training in bfloat16 keeps float32 weights and optimizer, so its checkpoint can go on in float32."""
     assert ", bfloat16" in bfloat16_run.finished.out
     folder = tmp_path / "run"
     shutil.copytree(bfloat16_run.folder, folder)
@@ -146,7 +146,7 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRu
 
 
 def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
-    """Each beside the one before it, or one after the other: with the same losses and loads."""
+    """Interleaved microbatches and microbatches one after the other give the same losses and loads."""
     found = {}
     for name, flags in {"beside": ("--interleave",), "after": ()}.items():
         arguments = [*SMALL_RUN, "--microbatches", "2", *flags, "--data", text_folder]
@@ -165,7 +165,7 @@ def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_p
 
 
 def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, tmp_path: Path) -> None:
-    """Beside bfloat16 experts: the same losses but for a few percent of noise in the experts' part."""
+    """Experts in fp8 give the losses of bfloat16 experts but for some percent of noise in their part."""
     folder = tmp_path / "run"
     flags = ("--dtype", "bfloat16", "--expert-precision", "fp8")
     done = run_example("train_lm.py", *SMALL_RUN, *flags, "--data", text_folder, "--out", folder)

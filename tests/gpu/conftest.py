@@ -63,6 +63,6 @@ def _rows_that_gpus_have(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def cuda_only() -> None:
-    """For what has no meaning on the CPU backend: streams, graphs, the allocator."""
+    """Skips, on the CPU backend, tests of what only CUDA has: streams, graphs, the allocator."""
     if harness.on_cpu():
         pytest.skip("about CUDA itself; MOECOMM_TEST_DEVICE is cpu")

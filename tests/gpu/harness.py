@@ -90,7 +90,7 @@ def run_on_gpus(
     timeout: float = TIMEOUT_S,
     may_die: Sequence[int] = (),
 ) -> list[Any]:
-    """As `GpuPool`, on fresh processes that end with the call: for ranks that die or leave their group."""
+    """Runs `fn` as `GpuPool` does, on fresh processes that end with the call: for ranks that die or leave."""
     pool = GpuPool(world_size, timeout=timeout)
     try:
         return pool(fn, *args, may_die=may_die)
@@ -124,7 +124,7 @@ def nccl() -> dist.ProcessGroup:
 
 
 def warm_up(step: Any, times: int = 2) -> None:
-    """As torch asks for before a capture: some calls on a side stream."""
+    """Makes some calls on a side stream, which torch asks for before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -135,7 +135,7 @@ def warm_up(step: Any, times: int = 2) -> None:
 
 
 def settled_error(comm: Any) -> Any:
-    """What check() raises once all work of this rank is done: a Caught, or None."""
+    """Returns what check() raises once all work of this rank is done: a Caught, or None."""
     from tests.multirank.catching import catch
 
     synchronize()
@@ -143,6 +143,6 @@ def settled_error(comm: Any) -> Any:
 
 
 def assert_none(problems: Sequence[Sequence[str]]) -> None:
-    """Every rank's list of what was wrong is empty."""
+    """Asserts that every rank's list of what was wrong is empty."""
     found = [text for each in problems for text in each]
     assert not found, "\n".join(found[:12])

@@ -38,7 +38,7 @@ class Job(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """One rank's."""
+    """The inputs of one rank."""
 
     x_TH: torch.Tensor
     ids_TK: torch.Tensor
@@ -90,7 +90,7 @@ def _ids(job: Job, rank: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What one rank must get: for each row of its output its token and place, -1 for none."""
+    """The rows that one rank must get: for each row of its output its token and place, -1 for none."""
 
     token_P: torch.Tensor
     place_P: torch.Tensor
@@ -103,7 +103,7 @@ class Rows:
 
 
 def rows(job: Job, rank: int, ids_NK: torch.Tensor) -> Rows:
-    """Without regard to a capacity."""
+    """Returns the rows that `rank` must get if there is no capacity."""
     local = job.num_experts // job.size
     mine_NK = (ids_NK >= rank * local) & (ids_NK < (rank + 1) * local)
     n_A, k_A = mine_NK.nonzero(as_tuple=True)
@@ -140,7 +140,7 @@ def rows(job: Job, rank: int, ids_NK: torch.Tensor) -> Rows:
 
 @dataclass
 class Oracle:
-    """Everything that `rank` can know about a job, and the checks of what the product gave it.
+    """The expected results of one rank of a job, and the checks of what the product gave it.
 
     Each check returns the differences in words; nothing if all is right.
     """
@@ -183,7 +183,7 @@ class Oracle:
         )
 
     def factor_P(self, rank: int) -> torch.Tensor:
-        """What the experts of `rank` multiply their rows with: another number for each expert."""
+        """Returns the factors that the experts of `rank` multiply rows with, another one for each expert."""
         expert_P = self.rows[rank].expert_P.clamp_min(0) + rank * (self.job.num_experts // self.job.size)
         return (1 + (expert_P % 7) / 8).to(self.job.torch_dtype)
 
@@ -237,7 +237,7 @@ class Oracle:
             self._same(f"{name}[{place.start}:{place.stop}]", y_TH.detach()[place], want)
 
     def check_weight_gradients(self, grad_TK: torch.Tensor, factor: float) -> None:
-        """Where `factor` times the weights that arrived was the gradient of them."""
+        """Checks gradients of the weights, if each that arrived got `factor` times itself as its gradient."""
         kept_TK = self._kept()[:, self.home].any(0)
         self._same("gradient of the weights", grad_TK, torch.where(kept_TK, self.own.weights_TK * factor, 0))
 
@@ -247,7 +247,7 @@ class Oracle:
         return torch.randn(shape, generator=gen, device=self.device, dtype=self.job.torch_dtype)
 
     def check_row_gradients(self, name: str, grad_PH: torch.Tensor, weights_P: torch.Tensor | None) -> None:
-        """Of a combine whose result had the gradient `grad_y`."""
+        """Checks the gradients of rows of a combine whose result had the gradient `grad_y`."""
         grad_NH = torch.cat([self.grad_y(source) for source in range(self.job.size)])
         for start in range(0, self.kept, CHUNK):
             part = slice(start, min(start + CHUNK, self.kept))
@@ -330,7 +330,7 @@ class Oracle:
         return partial.to(job.torch_dtype).to(job.accumulate)
 
     def _factors(self, part: slice, owner: int, k: int) -> torch.Tensor:
-        """As `factor_P`, by token and place."""
+        """Returns the factors of `factor_P` by token and place."""
         if self.job.layout == "rank":
             expert = torch.full_like(self.ids_NK[part, k], owner * (self.job.num_experts // self.job.size))
         else:

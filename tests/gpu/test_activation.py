@@ -68,7 +68,7 @@ class Case:
 
 
 def _exact(inner: Tensor, weights: Tensor, grad: Tensor, activation: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """By result, in float64: what it should be, and the size that the error of float32 is relative to."""
+    """Returns by result, in float64: the right value, and the size that float32's error is relative to."""
     inner = inner.double().requires_grad_()
     weights = weights.double().unsqueeze(1).requires_grad_()
     grad = grad.double()
@@ -102,7 +102,7 @@ def _half_ulp(value: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _wrong(text: str, case: Case, got: dict[str, Tensor], weighted: bool, rows: int) -> list[str]:
-    """What is off in the first `rows` rows by more than one rounding and the error of what is rounded."""
+    """Lists what is off in the first `rows` rows by more than a rounding and the error before it."""
     problems = []
     step = max(1, AT_ONCE // case.inner.shape[1])
     for begin in range(0, rows, step):
@@ -182,7 +182,7 @@ def test_beside_the_cpu(pool: Pools, activation: str, dtype: str, seed: int) -> 
 
 
 def _far_out(rank: int, world_size: int) -> list[str]:
-    """Where an exponential over- or underflows, and where 1 + erf has no digits left."""
+    """Checks inputs where an exponential over- or underflows, and where 1 + erf has no digits left."""
     problems = []
     x = torch.tensor([[-1e4, -200, -89, -12, -6, 0, 6, 89, 200, 1e4]], device=harness.device())
     for dtype in KINDS:
@@ -207,7 +207,7 @@ def test_far_out(pool: Pools) -> None:
 
 
 def _autograd(rank: int, world_size: int, activation: str, seed: int) -> list[str]:
-    """Through autograd, with strides of all kinds, in a graph of torch.compile and outside."""
+    """Checks autograd with strides of all kinds, in a graph of torch.compile and outside."""
     torch._dynamo.reset()
     problems = []
     for dtype in ("bfloat16", "float32"):
@@ -352,7 +352,7 @@ def test_rows_past_the_last_end_are_left_alone(pool: Pools, activation: str, dty
 
 
 def _no_wait(rank: int, world_size: int, seed: int) -> list[str]:
-    """With `ends` on the device, the host learns nothing and waits for nothing, the first call excepted."""
+    """Checks that the host waits for nothing if `ends` is on the device, the first call excepted."""
     case = Case(100, 64, "swiglu", "bfloat16", seed)
     ends = torch.tensor([30, 60], dtype=torch.int32, device=harness.device())
     case.results(ends=ends)
@@ -372,7 +372,7 @@ def test_the_host_does_not_wait(pool: Pools, seed: int) -> None:
 
 
 def _graph(rank: int, world_size: int, activation: str, seed: int) -> list[str]:
-    """One graph of both ways; inputs and the number of real rows change between replays."""
+    """Checks a graph of forward and backward; inputs and the number of real rows change between replays."""
     problems = []
     static = Case(400, 136, activation, "bfloat16", seed)
     ends = torch.tensor([100, 400], dtype=torch.int32, device=harness.device())
@@ -408,7 +408,7 @@ def test_in_a_cuda_graph(pool: Pools, activation: str, seed: int) -> None:
 
 
 def _current_stream(rank: int, world_size: int, seed: int) -> list[str]:
-    """What the current stream holds comes first."""
+    """Checks that work already on the current stream comes first."""
     case = Case(300, 64, "swiglu", "bfloat16", seed)
     want = case.results()
     inner = case.inner.clone()
@@ -448,7 +448,7 @@ def test_on_another_device(pool: Pools, require_gpus: Any, seed: int) -> None:
 
 
 def _refusals(rank: int, world_size: int) -> list[str]:
-    """What the extension itself refuses, by the typed error."""
+    """Checks that the extension itself refuses bad arguments by the typed error."""
     from moecomm import _C
     from moecomm.errors import InvalidArgument
 

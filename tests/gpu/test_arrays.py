@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 
 @dataclass
 class Interface:
-    """Nothing but __cuda_array_interface__ (which knows no bfloat16)."""
+    """An array that has nothing but __cuda_array_interface__ (which knows no bfloat16)."""
 
     kept: torch.Tensor
 
@@ -29,7 +29,7 @@ class Interface:
 
 @dataclass
 class Capsule:
-    """Nothing but DLPack."""
+    """An array that has nothing but DLPack."""
 
     kept: torch.Tensor
 
@@ -100,7 +100,7 @@ def test_in_and_out(pool: Pools, most_ranks: int, way: str, dtype: str, seed: in
 
 
 def _cupy_stream(rank: int, world_size: int, job: Job) -> list[str]:
-    """What CuPy's current stream holds comes first, when it is torch's current stream too."""
+    """Checks that work on CuPy's current stream comes first if it is torch's current stream too."""
     import cupy
 
     with harness.communicator(**job.communicator) as comm:

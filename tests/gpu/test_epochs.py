@@ -28,7 +28,7 @@ SLEEP = 400_000_000
 
 
 def _across(rank: int, world_size: int, job: Job, start: int) -> list[str]:
-    """All operations, operations that are given up, and replays of a graph."""
+    """Runs all operations, abandoned operations and replays of a graph, from epoch `start` on."""
     os.environ["MOECOMM_FIRST_EPOCH"] = str(start)
     try:
         comm = harness.communicator(**job.communicator)
@@ -62,15 +62,15 @@ def test_across_the_borders(pool: Pools, size: int, start: int, seed: int) -> No
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
 @pytest.mark.parametrize("size", [2, 4])
 def test_credits_across_the_borders(pool: Pools, size: int, start: int, seed: int) -> None:
-    """With chunks that take turns in the staging section."""
+    """Chunks that take turns in the staging section get the right credits across the borders of epochs."""
     tokens = (2048, 2000, 1025, 2048)[:size]
     job = Job(tokens=tokens, num_experts=8 * size, hidden=1024, top_k=size // 2, seed=seed)
     harness.assert_none(pool(size)(_across, job, start))
 
 
 def _slow_peer(rank: int, world_size: int, job: Job) -> list[str]:
-    """One rank after the other is slow between sending and receiving a dispatch, epoch n. The others give
-    n + 1 up and begin n + 2, whose rows lie where those of n do."""
+    """Each rank in turn is slow between sending and receiving a dispatch, epoch n. The others
+    give n + 1 up and begin n + 2, whose rows lie where those of n do."""
     problems = []
     with harness.communicator(**job.communicator) as comm:
         first, second = (Oracle(replace(job, seed=job.seed + step), rank, comm.device) for step in range(2))

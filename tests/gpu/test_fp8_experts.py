@@ -27,7 +27,7 @@ NAN = 0x7F
 
 
 def numbers(shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:
-    """On the CPU: sizes from far below to far above one, zeros among them, all finite."""
+    """Draws finite numbers on the CPU, of sizes from far below to far above one, zeros among them."""
     generator = torch.Generator().manual_seed(seed)
     kind: torch.dtype = getattr(torch, dtype)
     low, high = (-24, 12) if dtype == "float16" else (-140, 120)
@@ -41,7 +41,7 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:
 
 
 def other_bits(text: str, got: Tensor, want: Tensor) -> list[str]:
-    """Of e4m3 or scales; a NaN has no sign."""
+    """Lists differences in bits of e4m3 values or scales; the sign of a NaN does not count."""
     got = got.cpu()
     same = got.view(torch.uint8) == want.view(torch.uint8)
     if want.dtype == torch.float8_e4m3fn:
@@ -189,7 +189,7 @@ def test_nothing_else_is_written(pool: Pools, dtype: str, seed: int) -> None:
 
 
 def _refusals(rank: int, world_size: int) -> list[str]:
-    """What the extension itself refuses, by the typed error."""
+    """Checks that the extension itself refuses bad arguments by the typed error."""
     from moecomm import _C
     from moecomm.errors import InvalidArgument
 
@@ -300,7 +300,7 @@ def _far_off(text: str, got: Tensor, want: Tensor, size: Tensor, summed: int) ->
 
 
 def _products(rank: int, world_size: int, seed: int) -> list[str]:
-    """Beside sums in float64 of the same quantised operands. NaN where nobody may read."""
+    """Compares products with float64 sums of the same quantised operands. NaN lies where nobody may read."""
     problems = []
     torch.manual_seed(seed)
     for rows, a, b, ends in SHAPES:
@@ -397,8 +397,8 @@ def _against_cpu(rank: int, world_size: int, case: Case) -> list[str]:
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("size", [1, 2])
 def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
-    """In float32, where both choose the same experts: near the arithmetic of the CPU, which is as far from
-    exact products as docs/fp8.md says."""
+    """Results in float32, where GPU and CPU choose the same experts, are near those of the CPU, which are
+    as far from exact products as docs/fp8.md says."""
     harness.assert_none(pool(size)(_against_cpu, Case((70, 40)[:size], seed, torch.float32, dict(FP8))))
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("cuda_only")
 
 
 class Captured:
-    """One graph of dispatch, the answer of the experts, and combine, on inputs that stay where they are."""
+    """A CUDA graph of dispatch, the answer of the experts, and combine, on inputs at fixed addresses."""
 
     def __init__(self, comm: Any, job: Job, rank: int, capacity: int) -> None:
         self.comm, self.job, self.rank, self.capacity = comm, job, rank, capacity

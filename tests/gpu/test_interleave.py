@@ -144,7 +144,7 @@ def _halves(rank: int, world_size: int, case: Case) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_two_halves_of_a_step(pool: Pools, size: int, seed: int) -> None:
-    """In float32, where both choose the same experts."""
+    """Two halves of a step give the result of the whole, in float32, where both choose the same experts."""
     harness.assert_none(pool(size)(_halves, Case((300, 12, 257, 64)[:size], seed, torch.float32)))
 
 

@@ -72,7 +72,7 @@ class Case:
 
 
 def _run(layer: Any, x: torch.Tensor, grad: torch.Tensor, way: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """One forward and backward: the output and all gradients."""
+    """Runs one forward and backward; returns the output and all gradients."""
     settings = {"overlap": True, "keep": "all", "defer_weights": False, "beside_sms": None, **way}
     for name, value in settings.items():
         setattr(layer, name, value)
@@ -88,7 +88,10 @@ def _run(layer: Any, x: torch.Tensor, grad: torch.Tensor, way: dict[str, Any]) -
 def _differences(
     left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], bound: float, what: str
 ) -> list[str]:
-    """Of gradients that come together from several places the order of the sum is autograd's."""
+    """Lists values that differ: the output and gradients of experts by a bit, others by more than `bound`.
+
+    Autograd chooses the order in which gradients from several places are summed.
+    """
     problems = []
     for name, value in left.items():
         other = right[name]
@@ -103,7 +106,7 @@ def _differences(
 
 
 def change_weights(layer: Any, factor: float) -> None:
-    """Of the experts, in place: what is kept of them has to be made again."""
+    """Changes the experts' weights in place, so that what is cached of them has to be made again."""
     with torch.no_grad():
         for parameter in layer.experts.parameters():
             parameter.mul_(factor)
@@ -159,7 +162,7 @@ def _against_cpu(rank: int, world_size: int, case: Case) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
-    """In float32, where both choose the same experts."""
+    """The layer gives the same on GPU and CPU in float32, where both choose the same experts."""
     pool(size)(_against_cpu, Case((70, 0, 40, 33)[:size], seed, torch.float32))
 
 
@@ -184,7 +187,7 @@ def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed
 
 
 def check_graph(rank: int, world_size: int, case: Case) -> list[str]:
-    """Of a forward and backward, with other rows and weights in each replay."""
+    """Checks a graph of a forward and backward, with other rows and weights in each replay."""
     layer = case.layer()
     eager = copy.deepcopy(layer)
     x, grad = (each.to(harness.device()) for each in case.input(rank))

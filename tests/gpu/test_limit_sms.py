@@ -47,7 +47,7 @@ def test_the_same_on_any_number(pool: Pools, size: int, top_k: int, wire: str | 
 
 
 def _mixed(rank: int, world_size: int, job: Job) -> list[str]:
-    """Each rank has a number of its own, and another one when it receives."""
+    """Gives each rank its own number of SMs, and another one when it receives."""
     problems: list[str] = []
     with harness.communicator(**job.communicator) as comm:
         for step in range(len(LIMITS)):

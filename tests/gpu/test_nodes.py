@@ -88,7 +88,7 @@ def per_node(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def pool(per_node: int) -> Iterator[Pools]:
-    """As that of the other modules, for sizes that are several nodes."""
+    """Pools as in the other modules, for sizes that are several nodes."""
     pools: dict[int, GpuPool] = {}
 
     def get(world_size: int) -> GpuPool:
@@ -106,7 +106,7 @@ def pool(per_node: int) -> Iterator[Pools]:
 
 @pytest.fixture
 def require_gpus(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """For tests that start their own ranks."""
+    """Skips a test that starts its own ranks if there are too few GPUs, and sets its ranks per node."""
     for name, value in harness.on_nodes(per_node).items():
         monkeypatch.setitem(harness.ENVIRONMENT, name, value)
 

@@ -102,7 +102,7 @@ def test_pages_go_back_with_their_tables(pool: Pools, seed: int) -> None:
 
 
 def _graph(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
-    """One graph, whose replays take what each of them needs; some need more than there is."""
+    """Checks a graph whose replays each take as much as they need; some need more than there is."""
     from moecomm.nn.pool import ActivationPool
 
     device, rng, problems = harness.device(), random.Random(seed), []

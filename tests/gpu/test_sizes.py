@@ -88,7 +88,7 @@ def test_routing(pool: Pools, size: int, routing: str, seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 31, 128, 129, 1023, 4096])
 def test_tokens(pool: Pools, most_ranks: int, tokens: int, seed: int) -> None:
-    """Every rank the same count; then one rank alone; then one rank with none."""
+    """Every rank has the same count of tokens; then one rank alone has tokens; then one rank has none."""
     job = Job(tokens=(tokens,) * most_ranks, num_experts=64, hidden=1024, top_k=8, seed=seed)
     alone = (*(0,) * (most_ranks - 1), tokens)
     some = [job, replace(job, tokens=alone), replace(job, tokens=alone[::-1], layout="rank")]
@@ -117,7 +117,7 @@ def test_dtypes(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
 
 
 def _on_each_count_of_sms(rank: int, world_size: int, job: Job) -> list[str]:
-    """Against the oracle every time: equal to it is equal to each other."""
+    """Compares each count of SMs with the oracle: results equal to it are equal to each other."""
     problems = []
     for count in harness.sm_counts():
         with harness.communicator(**{**job.communicator, "num_sms": count}) as comm:

@@ -24,7 +24,7 @@ WINDOW = 250  # steps between two looks at memory
 
 
 def _communicators(size: int, seed: int, cuda: bool) -> list[Job]:
-    """One job a communicator, with the largest count of tokens that it serves."""
+    """Returns one job for each communicator, with the largest count of tokens that it serves."""
     base = Job(tokens=(600,) * size, num_experts=16 * size, hidden=1024, top_k=8, seed=seed)
     some = [
         base,

@@ -313,7 +313,7 @@ def test_several_in_flight(pool: Pools, size: int, slack: int | None, seed: int)
 
 
 def _side_by_side(rank: int, world_size: int, some: list[Job], steps: int) -> list[str]:
-    """Each communicator on a stream of its own, few SMs each, so that all of them fit the GPU at once."""
+    """Runs each communicator on its own stream, with few SMs each, so that all fit the GPU at once."""
     comms = [harness.communicator(**{**job.communicator, "num_sms": 16}) for job in some]
     streams = [torch.cuda.Stream() for _ in some]
     problems: list[str] = []

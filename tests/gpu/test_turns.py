@@ -41,7 +41,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _all_memory_back(device: torch.device) -> None:
-    """As the allocator does before it gives up: cudaFree waits for the device."""
+    """Frees all cached memory, as the allocator does before it gives up: cudaFree waits for the device."""
     memory = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     del memory
     torch.cuda.empty_cache()
@@ -86,7 +86,7 @@ def test_whatever_is_between_the_calls(
 
 
 def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
-    """By one rank after the other; nobody waits for it, and the next dispatch is right everywhere."""
+    """Each rank in turn abandons a dispatch: nobody waits for it, and the next one is right everywhere."""
     problems = []
     with harness.communicator(**job.communicator) as comm:
         for leaver in range(world_size):

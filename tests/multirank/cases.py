@@ -91,7 +91,7 @@ class Case(Sizes):
         return rng.random((self.tokens[rank], self.top_k)).astype(reference.wide(self.dtype))
 
     def rows(self, rank: int, count: int) -> np.ndarray:
-        """What the experts of `rank` answer."""
+        """Returns the rows that the experts of `rank` answer with."""
         return self._values(4, rank, (count, self.hidden))
 
     def row_weights(self, rank: int, count: int) -> np.ndarray:
@@ -170,7 +170,7 @@ def nothing_to_do(size: int, seed: int) -> list[Case]:
 
 
 def many_steps(size: int, seed: int) -> list[Case]:
-    """For one communicator: ids, counts, layouts and the place of the input change at each step."""
+    """Returns steps for one communicator: ids, counts, layouts and the place of the input change at each."""
     rng = np.random.default_rng(seed)
     base = Case(tokens=(12,) * size, num_experts=2 * size, hidden=32, top_k=2)
     return [

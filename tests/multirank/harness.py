@@ -121,7 +121,7 @@ class RankPool:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Of nodes that the environment makes of these ranks; None: that is left to each communicator."""
+        """The ranks per node that the environment sets; None: each communicator chooses."""
         given = self.environment.get("MOECOMM_RANKS_PER_NODE")
         return None if given is None else int(given)
 
@@ -340,7 +340,7 @@ def no_shared_memory_left(patience: float = 5.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_threads_left() -> Iterator[None]:
-    """In the block a thread whose stack has the usual size is not to be had in this process."""
+    """Makes starting a thread with a stack of the default size fail in this process, within the block."""
     libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a pthread_attr_t is smaller
     usual = ctypes.c_size_t()
 

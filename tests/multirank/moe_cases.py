@@ -131,7 +131,7 @@ def whole(results: list[dict[str, Any]], kind: str) -> dict[str, Tensor]:
 
 
 def reference_step(results: list[dict[str, Any]], case: Case, seed: int) -> dict[str, Any]:
-    """What the ranks should have found, from their weights and the same tokens, in float64."""
+    """Computes what the ranks should have found, from their weights and the same tokens, in float64."""
     world_size = len(results)
     weights = {
         NAMES[n]: t.clone().requires_grad_(n != "router.expert_bias_E")

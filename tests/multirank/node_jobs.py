@@ -1,5 +1,5 @@
-"""What the tests of faults between nodes share: small jobs on emulated nodes, errors in a form that travels
-back to the test, and what a process holds.
+"""Helpers of the tests of faults between nodes: small jobs on emulated nodes, errors in a form that is sent
+back to the test, and counts of the resources that a process holds.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def refusals(comm: Any, case: Case, rank: int) -> set[str]:
 
 
 def resources() -> dict[str, int]:
-    """What this process holds that a communicator could leave behind."""
+    """Counts the resources of this process that a communicator could leave behind."""
     with open("/proc/self/maps") as maps:
         windows = {line.split()[5] for line in maps if "/dev/shm/" in line}
     return {
@@ -87,7 +87,7 @@ def resources() -> dict[str, int]:
 
 
 def left_since(before: dict[str, int], patience: float = 5.0) -> dict[str, int]:
-    """How much more there is than before; a thread that was joined can be seen for a moment longer."""
+    """Returns the resources beyond `before`; a thread that was joined can be seen for a moment longer."""
     limit = time.monotonic() + patience
     while True:
         gc.collect()
@@ -98,7 +98,8 @@ def left_since(before: dict[str, int], patience: float = 5.0) -> dict[str, int]:
 
 
 def warm_up(case: Case, rank: int) -> dict[str, int]:
-    """What the first communicator of a process brings for good (libraries, their threads) is not counted."""
+    """Makes a first communicator, which loads libraries and their threads for good, and returns the resources
+    after it."""
     with communicator(case, LONG) as comm:
         step(comm, case, rank)
     dist.barrier()

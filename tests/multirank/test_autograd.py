@@ -68,7 +68,7 @@ def _finite_difference(rank: int, world_size: int, case: Case) -> float:
         aim_TH = cases.tensor(case.grad_y(rank), case.torch_dtype, comm.device)
 
         def loss(x_TH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-            """This rank's part of a loss that every rank's inputs enter through experts on every rank."""
+            """Returns this rank's part of a loss that all ranks' inputs enter by experts on all ranks."""
             out = comm.dispatch(x_TH, ids_TK, weights_TK, layout=case.layout)
             rows_PH = torch.tanh(out.tokens) * (rank + 1) + out.tokens**2
             if case.layout == "rank":

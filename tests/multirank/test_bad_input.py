@@ -127,7 +127,7 @@ BAD_DISPATCH: dict[str, tuple[Callable[[dict[str, Any]], None], str, list[str]]]
 
 
 def _bad_dispatches(rank: int, world_size: int, names: list[str]) -> tuple[list[Caught | None], cases.Arrays]:
-    """Each bad call comes from one rank, or from all; after each, the communicator must work."""
+    """Makes each bad call on one rank, or on all; after each, the communicator must work."""
     import moecomm
 
     caught = []

@@ -223,7 +223,7 @@ def test_nodes_are_counted_and_held_against_the_provider(
 
 
 def environment() -> dict[str, str]:
-    """This one, without what would make a program believe that torchrun started it."""
+    """Returns this environment without the variables by which a program knows that torchrun started it."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in hidden}
 

@@ -53,8 +53,8 @@ def test_training(pool: Pools, seed: int) -> None:
 
 
 def train_layer(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
-    """What differs between a step of a model and of the same model compiled, in bits; without a capacity
-    its graph breaks around the layer's communication."""
+    """Lists the differences in bits between a step of a model and of the same model compiled. Without a
+    capacity the compiled graph breaks around the layer's communication."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
     config = MoEConfig(**{"hidden": 16, "ffn_hidden": 24, "num_experts": 6, "top_k": 2} | options)

@@ -77,7 +77,7 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def names(rank: int, world_size: int, ep: int, seed: int) -> dict[str, Any]:
-    """What the page's recipes take as given."""
+    """Returns the names that the page's recipes take as given, with their values."""
     torch.manual_seed(seed)
     given = {name: value for name, value in globals().items() if not name.startswith("_")}
     return given | {
@@ -134,7 +134,7 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data") -> None:
 
 
 def assert_replicas_equal(model: nn.Module, rank: int, ep: int) -> None:
-    """All parameters of replicas, and dense ones of all ranks, have the same bits."""
+    """Asserts that parameters of replicas, and dense ones of all ranks, have the same bits."""
     own = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
@@ -268,7 +268,8 @@ def test_ddp_of_what_is_not_prepared_is_refused(pool: Callable[[int], RankPool],
 
 
 def refused_load_counts(rank: int, world_size: int, seed: int) -> None:
-    """With all experts on each rank they may be copied; what a rank counts may not."""
+    """Checks that DistributedDataParallel is refused until a rank's load counts are left out: with all
+    experts on each rank parameters may be copied, counts may not."""
     model, _ = build(rank, world_size, 1, seed)
     with model.moe.comm:
         found = catch(lambda: DistributedDataParallel(model))

@@ -130,7 +130,7 @@ def test_id_types_and_input_in_the_window(pool: Pools, size: int, seed: int) -> 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> None:
-    """Nothing of an earlier step shows."""
+    """Steps on one communicator are independent: results show nothing of an earlier step."""
     some = cases.many_steps(size, seed)
     assert all(case.communicator == some[0].communicator for case in some)
     check(pool(size), some)
@@ -138,7 +138,7 @@ def test_many_steps_on_one_communicator(pool: Pools, size: int, seed: int) -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_plans_are_reused_only_where_every_rank_repeats_its_ids(pool: Pools, size: int, seed: int) -> None:
-    """Each rank draws its ids anew from two sets at each step: all combinations of repeated and fresh ids."""
+    """Each rank draws its ids from two sets at each step: repeated and fresh ids occur in all mixtures."""
     rng = np.random.default_rng(seed)
     base = Case(tokens=(7,) * size, num_experts=2 * size, hidden=4, top_k=2, routing="holes")
     some = [

@@ -91,7 +91,7 @@ def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:
 
 
 def test_a_process_that_is_not_expected_is_refused(mailbox: Mailbox) -> None:
-    """This process plays the stranger: the one that is expected is another."""
+    """A message from this process is refused, since another process is expected."""
     before = _open_files()
     memory = _memory(b"forged")
     _send(mailbox, memory)

@@ -42,8 +42,8 @@ def pools(pool: Pools) -> dict[int, RankPool]:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
-    """In float32, so that tokens choose the same experts. The output comes from two products in e4m3, a
-    gradient from up to four; gradients of others (the router, x) have the experts' error in the mean.
+    """The case is in float32, so that tokens choose the same experts. The output comes from two products in
+    e4m3, a gradient from up to four; gradients of others (the router, x) have the experts' error in the mean.
 
     The router's is that of several draws together: it is made of differences, and in a single draw may be
     small where its error is not."""

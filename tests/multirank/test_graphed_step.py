@@ -151,7 +151,7 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> l
 
 
 def most_rows(model: Model, world_size: int) -> int:
-    """That a rank got in a layer, in the last step without a graph."""
+    """Returns the most rows that a rank got in a layer, in the last step without a graph."""
     found = 0
     for layer in model.layers:
         tokens_E = layer.last_tokens_per_expert.clone()

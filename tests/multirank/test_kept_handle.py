@@ -21,7 +21,7 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 
 def _compare(rank: int, world_size: int, some: list[Case], async_op: bool) -> list[list[str]]:
-    """For each case, what of the calls by hand is not what autograd and a new dispatch give, bit for bit."""
+    """Lists, for each case, where calls by hand differ in bits from autograd and a new dispatch."""
     import moecomm
 
     wrong = []

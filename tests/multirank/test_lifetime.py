@@ -1,4 +1,4 @@
-"""How long windows, communicators and outputs live, and who may use them: close, with, GC, threads, fork."""
+"""Lifetime of windows, communicators and outputs, and who may use them: close, with, GC, threads, fork."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ print([name for name in names if "gloo" in name])
 
 
 def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:
-    """One that did would abort the process now and then, where it meets the end of the interpreter."""
+    """A thread that outlived its group would now and then abort the process at the end of the interpreter."""
     command = [sys.executable, "-c", WHOLE_PROGRAM, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stdout + done.stderr

@@ -44,7 +44,7 @@ def test_ranks_of_torchrun_try_their_transport() -> None:
 
 
 def _facts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """What the report says, by name; the names are padded to 18 columns."""
+    """Returns the facts of the report by name; the names are padded to 18 columns."""
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("  ")]
     return {line[2:20].strip(): line[21:] for line in lines}

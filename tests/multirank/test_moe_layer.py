@@ -91,7 +91,7 @@ def pools(pool: Pools) -> dict[int, RankPool]:
 
 
 def assert_step_matches(results: list[dict[str, Any]], want: dict[str, Any], bound: float) -> None:
-    """Every number within `bound` of the largest one of its tensor."""
+    """Asserts that every number is within `bound` times the largest one of its tensor."""
 
     def near(got: torch.Tensor, ref: torch.Tensor, what: str) -> None:
         scale = max(ref.abs().max().item(), 1e-3) if ref.numel() else 0.0
@@ -183,7 +183,7 @@ def kept_bytes(rank: int, world_size: int, seed: int) -> tuple[int, dict[str, in
 
 
 def test_what_is_kept(pools: dict[int, RankPool], seed: int) -> None:
-    """As docs/overlap.md says."""
+    """Each `keep` holds as many bytes as docs/overlap.md says."""
     hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
     for rows, kept in pools[2](kept_bytes, seed):
         assert kept["all"] - kept["rows"] == rows * inner * 2

@@ -43,7 +43,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def _steps_changed(change: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Every step of a construction in this process makes `change(phase, action)` of its action's message."""
+    """Makes every step of a construction in this process send `change(phase, action)` as its message."""
     from moecomm.setup.rendezvous import Rendezvous
 
     real = Rendezvous.step
@@ -148,7 +148,7 @@ def test_an_interrupt_ends_a_construction() -> None:
 def _with_settings(
     rank: int, world_size: int, per_node: int, trials: list[tuple[int, dict[str, str], dict[str, Any]]]
 ) -> tuple[list[Found], cases.Arrays]:
-    """In each trial one rank, or all for -1, has other environment variables and arguments."""
+    """Runs trials in each of which one rank, or all for -1, has other environment variables and arguments."""
     import moecomm
 
     case = small_case(world_size, per_node)
@@ -202,7 +202,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any], str, list[str]]] =
 
 
 def test_bad_settings() -> None:
-    """Of all ranks, of one alone; the others name it."""
+    """Bad settings are refused on all ranks, whether all have them or one, which the others name."""
     names = [name for name in BAD_SETTINGS for _ in range(2)]
     trials = [
         (-1 if i % 2 else i // 2 % 4, BAD_SETTINGS[name][0], BAD_SETTINGS[name][1])
@@ -222,7 +222,7 @@ def test_bad_settings() -> None:
 
 
 def test_settings_that_differ() -> None:
-    """What has to be the same on all nodes and is not on one rank."""
+    """Settings that must be the same on all nodes are refused if one rank has another value."""
     trials: list[tuple[int, dict[str, str], dict[str, Any]]] = [
         (1, {}, {"ranks_per_node": 2}),
         (2, {}, {"ranks_per_node": 4}),
@@ -294,7 +294,7 @@ def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
-def test_forged_cards_are_refused_by_all(size: int, per_node: int, seed: int) -> None:
+def test_forged_addresses_are_refused_by_all(size: int, per_node: int, seed: int) -> None:
     results = run(size, _forged, per_node, seed)
     cases.verify(small_case(size, per_node), [arrays for _, arrays in results])
     for rank, (found, _) in enumerate(results):
@@ -410,7 +410,7 @@ print(json.dumps(found))
 
 
 def test_a_host_without_libfabric(tmp_path: Path) -> None:
-    """On one host there is a file of that name that is no library: no other is looked for then."""
+    """A host whose libfabric.so.1 is no library counts as without libfabric: no other file is looked for."""
     (tmp_path / "libfabric.so.1").write_bytes(b"")
     ranks = []
     for rank in range(2):

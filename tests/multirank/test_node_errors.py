@@ -300,7 +300,7 @@ def test_forked_children_are_harmless(size: int, per_node: int, provider: str) -
 
 
 def _close_pipes() -> None:
-    """Those to the test process, which waits for their end; not what the communicator has opened."""
+    """Closes the pipes to the test process, which waits for their end, and nothing of the communicator."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
             if copy.family == socket.AF_UNIX:
@@ -377,7 +377,7 @@ else:
 
 
 def test_ctrl_c_ends_the_interpreter(tmp_path: Path) -> None:
-    """Nobody catches it, and nobody closes: neither rank hangs on its way out, nor do their children."""
+    """Both ranks and their children end after a KeyboardInterrupt that nobody catches, nothing closed."""
     environment = {**os.environ, **NO_GPUS, "GLOO_SOCKET_IFNAME": "lo", "MOECOMM_FABRIC_PROVIDER": "tcp"}
     environment["PYTHONPATH"] = f"{REPOSITORY}:{environment.get('PYTHONPATH', '')}"
     ended = tmp_path / "ended"  # the other rank comes to its dispatch when the first is no more

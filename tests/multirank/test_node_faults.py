@@ -292,7 +292,7 @@ def test_a_rank_that_leaves_early_is_lost_too(size: int, per_node: int, leaver: 
 def _leaves_at_different_times(
     rank: int, world_size: int, case: Case, rounds: int, first: int
 ) -> list[tuple[cases.Arrays, float]]:
-    """In each round one rank is slow to receive what the others sent it last; they leave at once."""
+    """Makes one rank slow, in each round, to receive what the others sent it last; they leave at once."""
     found = []
     for number in range(first, first + rounds):
         comm = communicator(case, LONG)

@@ -48,14 +48,14 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Hosts:
-    """By rank: the names of namespaces, of their ends of the link, and their addresses."""
+    """Network namespaces in the role of hosts: by rank, their names, ends of the link, and addresses."""
 
     namespaces: tuple[str, str]
     interfaces: tuple[str, str]
     addresses: tuple[str, str]
 
     def enter(self, rank: int) -> None:
-        """From here on this thread, and those that it starts, are on that rank's host."""
+        """Moves this thread, and those that it starts from then on, to that rank's host."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespaces[rank]}") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -73,7 +73,7 @@ class Hosts:
                 time.sleep(0.02)
 
     def shape(self, rate: str) -> None:
-        """Both ends send no faster."""
+        """Limits the rate at which both ends send."""
         for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
             limits = ("rate", rate, "burst", "64kb", "latency", "50ms")
             _tool("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
@@ -161,7 +161,7 @@ def test_results_over_a_network(hosts: Hosts, seed: int) -> None:
 
 
 def test_results_over_a_slow_network(hosts: Hosts, seed: int) -> None:
-    """Where rows take long, and more of them are on their way than the network keeps: it drops some."""
+    """Results are right where rows take long and the network drops some, as more are sent than it keeps."""
     try:
         hosts.shape("100mbit")
     except OSError as error:

@@ -84,7 +84,7 @@ def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, see
 
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (3, 1)])
 def test_any_order_of_delivery(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
-    """What travels comes late and in random order."""
+    """Results are right if messages arrive late and in random order."""
     pool = fabric(size, shuffled=True)
     large = _many_chunks(size, seed)
     some = [*cases.many_steps(size, seed), large, replace(large, seed=seed + 1, layout="rank")]

@@ -112,7 +112,7 @@ def test_equals_every_expert_on_every_token(
 
 
 def without_rows(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """Every token goes to rank 0; nothing but the tokens wants a gradient."""
+    """Sends every token to rank 0; nothing but the tokens wants a gradient."""
     layer = build(rank, world_size, options, 0, experts=NoRowsNoGraph())
     weight_EH = layer.router.weight
     weight_EH.requires_grad_(False).fill_(-1.0)[:2] = 1.0

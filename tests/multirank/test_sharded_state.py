@@ -34,7 +34,7 @@ class Model(nn.Module):
 def train(
     rank: int, world_size: int, ep: int, seed: int, load: Path | None, save: Path | None, steps: int
 ) -> dict[str, Any]:
-    """Some steps on the same global tokens, shared out over the ranks; the model and optimizer after it."""
+    """Trains some steps on the same global tokens, shared out over the ranks; returns model and optimizer."""
     torch.manual_seed(seed)
     ep_group, expert_group = groups_of(rank, world_size, ep)
     model = Model(ep_group)
@@ -69,7 +69,7 @@ def train(
 
 
 def sharded_names(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a model: all but the record of which experts a rank holds."""
+    """Returns the tensors of a model's checkpoint: all but the record of which experts a rank holds."""
     return {name: tensor for name, tensor in model.state_dict().items() if "_extra_state" not in name}
 
 

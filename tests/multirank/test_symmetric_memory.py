@@ -93,7 +93,7 @@ def _different_granularity(rank: int, world_size: int) -> int:
 
 
 def _in_nodes(rank: int, world_size: int, per_node: int) -> list[int]:
-    """Each node's ranks map each other's memory and no other; the pairs of (mapped, cuMemMap calls)."""
+    """Checks that ranks of a node map each other's memory only; returns pairs of (mapped, cuMemMap calls)."""
     from moecomm.setup.symmetric_memory import SymmetricMemory
 
     first = rank // per_node * per_node
@@ -121,7 +121,7 @@ def test_the_size_is_the_same_on_all_ranks(pool: Pools) -> None:
 
 
 def _across_hosts(rank: int, world_size: int, fabric: bool) -> tuple[str, str]:
-    """Each rank says that it is on a host of its own. The stand-in's fabric handles are paths in /proc."""
+    """Makes each rank say that it is on its own host. The stand-in's fabric handles are paths in /proc."""
     from moecomm.setup import symmetric_memory as symmetric
 
     symmetric._host = lambda: f"host {rank}"

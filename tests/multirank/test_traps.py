@@ -50,8 +50,8 @@ def of_rank_0(value: Any) -> Any:
 
 
 def wrong_states(rank: int, world_size: int, seed: int) -> list[Caught | None]:
-    """What rank 0 saved, loaded on every rank: as it is, strict or not, without its record, from another
-    number of ranks."""
+    """Loads what rank 0 saved on every rank: as it is, strict or not, without its record, from another
+    number of ranks. Returns what is raised."""
     layer, other = build(seed), build(seed + 1)
     alone = build(seed, groups_of(rank, world_size, 1)[0])
     experts = {name: tensor.clone() for name, tensor in other.experts.named_parameters()}
@@ -146,7 +146,7 @@ def test_weights_of_another_dtype_are_refused_on_all_ranks(
 
 
 def norms(rank: int, world_size: int, seed: int) -> tuple[float, float]:
-    """What torch finds, and what is right."""
+    """Returns the gradient norm that torch computes on this rank, and the norm over all ranks' experts."""
     layer = build(seed)
     with layer.comm:
         generator = torch.Generator().manual_seed(seed + rank)

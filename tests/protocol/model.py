@@ -30,7 +30,7 @@ _WRAP = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What is searched; the last four are as the product has them, and otherwise a mutant."""
+    """The protocol to search; the last four fields are as in the product, other values make a mutant."""
 
     ranks: int
     chunks: int = 1
@@ -64,7 +64,7 @@ class Action(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """Where a rank is. Without threads it has ended `epoch` and not begun the next one."""
+    """The state of a rank. Without threads it has ended `epoch` and not begun the next one."""
 
     epoch: int
     kind: int
@@ -113,7 +113,7 @@ class Model:
         }
 
     def start(self) -> State:
-        """Before the first operation, whose epoch is 1."""
+        """Returns the state before the first operation, whose epoch is 1."""
         ranks = tuple(Rank(0, RECEIVES, 0, (), RUNNING) for _ in range(self.protocol.ranks))
         return self._normal(list(ranks), [0] * (self.words * len(self.at)))
 
@@ -147,7 +147,7 @@ class Model:
         return tuple(tuple(thread) for thread in threads)
 
     def steps(self, state: State) -> Iterator[tuple[int, str, State]]:
-        """What can happen next: to which rank, what, and what comes of it. Raises Violation."""
+        """Yields each next step: its rank, its name, and the state after it. Raises Violation."""
         ranks, memory = state
         moved = False
         stopped = any(each.status != RUNNING for each in ranks)

@@ -1,4 +1,4 @@
-"""What several files of unit tests share."""
+"""Fixtures that several files of unit tests share."""
 
 from __future__ import annotations
 

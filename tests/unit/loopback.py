@@ -65,7 +65,7 @@ def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 
 
 class LoopbackNative:
-    """One rank's dispatch and combine, expert-major or rank-major, in plain torch."""
+    """A native communicator of a single rank: dispatch and combine, expert-major or rank-major, in torch."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class Case:
         self.noise = NOISE.get(dtype, 2.0**-19)
 
     def exact(self, weighted: bool = True) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """By result: what it should be, and by how much what is not rounded yet may be off."""
+        """Returns, by result, the right value and the error that it may have before the last rounding."""
         inner, grad = self.inner.double().numpy(), self.grad.double().numpy()
         factor = self.weights.double().numpy()[:, None] if weighted else np.ones((len(inner), 1))
         value, slopes = reference(inner, self.activation)
@@ -180,7 +180,7 @@ def test_gradcheck(activation: str, ends: list[int] | None, seed: int) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("ends", [[1, 4, 4, 5], [0, 0], [7], [9]])
 def test_rows_past_the_last_end(ends: list[int], activation: str, dtype: torch.dtype, seed: int) -> None:
-    """They hold NaN, come out zero and get a zero gradient; the others are as without them."""
+    """Rows past the last end hold NaN, come out zero and get a zero gradient, and change no other row."""
     case = Case(7, 10, activation, dtype, seed)
     real = min(ends[-1], 7)
     ends_L = torch.tensor(ends, dtype=torch.int32)
@@ -233,7 +233,7 @@ def test_strides_do_not_matter(activation: str, seed: int) -> None:
 
 
 def test_far_out() -> None:
-    """Where an exponential over- or underflows, and where one minus something close to one has no digits."""
+    """Results are right where an exponential over- or underflows, and where a difference loses its digits."""
     x = torch.tensor([[-200.0, -89.0, -12.0, -6.0, 0.0, 6.0, 89.0, 200.0]])
     for dtype in (torch.float32, torch.float64):
         inner = x.to(dtype, copy=True).requires_grad_()

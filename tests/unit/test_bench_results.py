@@ -24,7 +24,7 @@ def test_the_page_is_made_from_the_records(records: dict[str, record.Record]) ->
 
 
 def test_the_page_shows_every_record(records: dict[str, record.Record]) -> None:
-    """By name, or by the layer that it is of, or by what a program in C++ said."""
+    """The page shows each record by its name, the times of its layer, or the figures of its C++ program."""
     shown = page.page(records)
     for name, content in records.items():
         rows = content["rows"]

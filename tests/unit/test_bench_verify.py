@@ -1,4 +1,4 @@
-"""What the benchmarks work with, without ranks: routings, bytes, and checks that do catch mistakes."""
+"""Parts of the benchmarks, without ranks: routings, bytes, and checks that do catch mistakes."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_rows_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_mistake_of_a_dispatch_is_counted(dtype: str, seed: int) -> None:
-    """Against rows that the reference's own dispatch has put there."""
+    """The check counts each mistake made in rows that the reference's own dispatch has put there."""
     ids_R = [inputs.uniform(40, 3, 8, seed, rank) for rank in range(2)]
     key = DataKey(seed, 1, 40, 16, dtype)
     rows = verify.rows_of(ids_R, 0, 8, alignment=64)  # some 30 rows an expert: there is padding
@@ -244,7 +244,7 @@ def test_each_mistake_of_a_dispatch_is_counted(dtype: str, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_each_mistake_of_a_combine_is_counted(layout: str) -> None:
-    """Against sums that the reference's own combine has made of the answers."""
+    """The check counts each mistake made in sums that the reference's own combine has made of the answers."""
     flags = f"-g 2 -b 20 --hidden 16 --experts 8 --topk 3 -d bfloat16 --layout {layout}"
     cases = [one_case(flags, rank, "combine") for rank in range(2)]
     x_R, w_R = ([each.float().numpy() for each in found] for found in (

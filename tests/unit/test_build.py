@@ -1,4 +1,4 @@
-"""What CMake decides to build on a machine, by what it finds there."""
+"""Choices of CMake: what it builds on a machine, by what it finds there."""
 
 from __future__ import annotations
 

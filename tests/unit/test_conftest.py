@@ -1,4 +1,4 @@
-"""What conftest.py adds to pytest: seeds, and the reason shown for a test that this machine cannot run."""
+"""Additions of conftest.py to pytest: seeds, and the reason shown for a test that this machine cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m moecomm` says of GPUs and of the network, with stand-ins for torch's view of GPUs, for the
+"""The report of `python -m moecomm` on GPUs and the network, with stand-ins for torch's view of GPUs, for the
 driver and for libfabric."""
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def by_groups(ends: list[int], each: Callable[[int, slice], Tensor]) -> list[Ten
 
 @pytest.mark.parametrize("ends", GROUPS, ids=str)
 def test_products_of_quantised_operands(ends: list[int], seed: int) -> None:
-    """In float64, but for float32 sums and one rounding to bfloat16."""
+    """Products equal those in float64, but for float32 sums and one rounding to bfloat16."""
     rows, weight, grad = operands(seed)
     offsets = ends_of(ends)
 
@@ -218,7 +218,7 @@ def test_in_a_graph(seed: int) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often weights, which have three dimensions, were quantised."""
+    """Counts how often weights, which have three dimensions, were quantised."""
     calls: Counter[str] = Counter()
     for quantize in (quantize_rows, quantize_transposed):
 

@@ -1,4 +1,4 @@
-"""What GraphedStep refuses, and how it says what it counted. Steps: tests/multirank/test_graphed_step.py."""
+"""Refusals of GraphedStep, and its messages. Steps are in tests/multirank/test_graphed_step.py."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_an_error_lets_the_others_end_and_is_raised() -> None:
 
 
 def test_the_next_call_has_the_same_threads() -> None:
-    """What libraries keep by thread is there again, in the program that made it."""
+    """A program runs in the same thread in the next call, so that what libraries keep by thread is there."""
 
     def ident() -> int:
         pause()

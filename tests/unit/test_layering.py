@@ -123,7 +123,7 @@ def test_python_imports_have_no_cycle() -> None:
 
 
 def test_the_cost_model_stands_alone() -> None:
-    """It predicts what the rest does, and takes nothing from it but the errors."""
+    """The cost model imports nothing of the rest, whose times it predicts, but the errors."""
     for path in (ROOT / "bench/costmodel").glob("*.py"):
         for name in _imports(path, everywhere=True):
             known = name in ("moecomm.InvalidArgument", "moecomm.InvalidRouting")

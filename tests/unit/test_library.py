@@ -119,7 +119,7 @@ def test_the_order_is_that_of_the_program(backend: str, grad: bool, monkeypatch:
 
 
 def test_tokens_make_a_chain() -> None:
-    """In the graph itself, forward and backward: every operator takes the token of the one before it."""
+    """Every operator in the graph, forward and backward, takes the token of the one before it."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -203,7 +203,7 @@ def test_work_has_to_fit() -> None:
 
 
 class Gpu(FakeGpu):
-    """With events that can be recorded and asked for times."""
+    """A fake GPU with events that can be recorded and asked for times."""
 
     left: int | None = 7
 
@@ -220,7 +220,7 @@ class Gpu(FakeGpu):
 
 
 class Tensor(torch.Tensor):
-    """One that says it is on a GPU, and which streams keep it."""
+    """A tensor that says that it is on a GPU, and which streams keep it."""
 
     kept_for: list[int]
 
@@ -604,7 +604,7 @@ def test_in_turns_products_leave_what_travels_beside_them(gpu: Callable[[], Exec
 
 
 class ThreadedGpu(Gpu):
-    """Each thread has a current stream of its own, as in torch."""
+    """A fake GPU where each thread has its own current stream, as in torch."""
 
     def __init__(self, index: int | None) -> None:
         self._here = threading.local()

@@ -46,7 +46,8 @@ def test_only_real_rows_are_written(seed: int) -> None:
 
 
 def test_what_does_not_fit_is_left_alone(seed: int) -> None:
-    """Of three pages one push takes two; the next needs three, and says five in all; the third has room."""
+    """A push that does not fit takes no page: of three pages one push takes two; the next needs three
+    and says five in all; the third has room."""
     pool = ActivationPool("cpu", 3 * PAGE, page_bytes=PAGE)
     kept, too_much, small = numbers(8, 256, seed), numbers(12, 256, seed + 1), numbers(4, 256, seed + 2)
     handles = [pool.stash(each) for each in (kept, too_much)]
@@ -357,7 +358,7 @@ def test_without_a_capacity_the_pool_is_not_used(seed: int) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("plans", [False, True])
 def test_checkpoints(reentrant: bool, plans: bool, seed: int) -> None:
-    """What the first pass would keep is thrown away: its pages are free when it is done."""
+    """The first pass of a checkpoint keeps nothing: its pages are free when it is done."""
     if plans and reentrant:
         pytest.skip("keep_plans is for use_reentrant=False")
     options = {"context_fn": keep_plans} if plans else {}

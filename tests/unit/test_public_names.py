@@ -1,4 +1,4 @@
-"""Every public name is described in what help() shows, and docs/api.md is what its script makes of it."""
+"""Tests that help() describes every public name, and that docs/api.md is what its script makes of them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LEAST = np.float32(2.0**-126)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Of all sizes that the dtype has, subnormal ones too, with zeros of both signs; all finite."""
+    """Draws finite numbers of all sizes that the dtype has, subnormal ones too, with zeros of both signs."""
     rng = np.random.default_rng(seed)
     last = np.log2(torch.finfo(dtype).max) - 3
     first = np.log2(torch.finfo(dtype).smallest_normal) - 4
@@ -110,7 +110,7 @@ def test_columns(ends: list[int], dtype: torch.dtype, seed: int) -> None:
 
 
 def test_the_example() -> None:
-    """Of the docstring and of csrc/kernels/experts/quantize.hpp."""
+    """The example in the docstring and in csrc/kernels/experts/quantize.hpp is right."""
     x = torch.ones(20, 16)
     values, _, padded = quantize_columns(x, torch.tensor([3, 3, 20], dtype=torch.int32))
     assert padded.tolist() == [16, 32, 64] and values.shape == (16, 64)
@@ -121,7 +121,7 @@ def test_the_example() -> None:
 
 
 def test_the_bound_for_groups_is_enough(seed: int) -> None:
-    """Of any sizes; and it is reached."""
+    """The bound on padded rows holds for groups of any sizes, and is reached."""
     rng = np.random.default_rng(seed)
     tight = False
     for _ in range(300):
@@ -144,7 +144,7 @@ def test_rows_past_the_last_end(real: int, seed: int) -> None:
 
 
 def test_extremes() -> None:
-    """What cannot be scaled to 448, what is NaN or infinite, and its neighbours."""
+    """Blocks that cannot be scaled to 448, or that hold NaN or infinities, and their neighbours are right."""
     tiny = 2.0**-149
     x = torch.zeros(6, 16)
     x[1, 3] = tiny  # below the least scale: subnormal in e4m3, or zero

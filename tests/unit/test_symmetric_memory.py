@@ -211,7 +211,7 @@ def test_bindings_without_a_driver() -> None:
 
 
 def test_driver_errors_never_escape() -> None:
-    """They are no MoecommError: one that escaped would leave the other ranks waiting."""
+    """Driver errors are no MoecommError: if one escaped, the other ranks would be left waiting."""
     assert not issubclass(DriverError, MoecommError)
 
 
@@ -223,7 +223,7 @@ def test_facts_of_a_gpu() -> None:
 
 
 def test_the_real_bindings_have_every_name_used() -> None:
-    """Of the calls, structs and enums; their signatures are compared by the fake's own parameters."""
+    """The real bindings have all calls, structs and enums; the fake's parameters compare the signatures."""
     api = pytest.importorskip("cuda.bindings.driver")
     for file in ("cuda_driver.py", "symmetric.py"):
         for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
@@ -242,7 +242,7 @@ def test_the_real_bindings_have_every_name_used() -> None:
 
 
 def test_importing_the_package_does_not_load_the_bindings() -> None:
-    """They load the driver library, and an installation for the CPU has neither."""
+    """The bindings load the driver library, and an installation for the CPU has neither."""
     for module in ("moecomm.setup.symmetric_memory", "moecomm.device.cuda_driver", "moecomm.setup.discovery"):
         importlib.import_module(module)
     tree = ast.parse((PACKAGE / "cuda_driver.py").read_text())

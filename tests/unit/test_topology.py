@@ -91,7 +91,7 @@ def test_a_number_makes_nodes_within_hosts(counts: tuple[int, ...], per_node: in
 
 
 def test_a_number_takes_hosts_that_alternate() -> None:
-    """Each node is within a host, wherever the next one is."""
+    """Hosts may alternate in the order of ranks: each node is within a host, wherever the next one is."""
     assert find_nodes(["a", "a", "b", "b", "a", "a"], 2) == NodeMap(6, 2)
     assert find_nodes(["a", "b", "a", "b"], 1) == NodeMap(4, 1)
 

@@ -24,8 +24,8 @@ struct CombineArguments {
 /// ranks of this node).
 void combine_reduce(const Context& context, const Plan& plan, const CombineArguments& arguments);
 
-/// The same for the tokens of `home`, a rank of another node, with relay indices [first, end): sums go to
-/// partials [end - first][slots], in the window of the rank that adds them up.
+/// Sums the rows for the tokens of `home`, a rank of another node, with relay indices [first, end): sums go
+/// to partials [end - first][slots], in the window of the rank that adds them up.
 void combine_reduce_relayed(const Context& context, const Plan& plan, const CombineArguments& arguments,
                             int32_t home, int64_t first, int64_t end, std::byte* partials);
 

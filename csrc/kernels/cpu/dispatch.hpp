@@ -11,7 +11,7 @@
 
 namespace moecomm::cpu {
 
-/// What every kernel of a communicator works with.
+/// The shape, ranks and windows that every kernel of a communicator works with.
 struct Context {
   const WindowShape& shape;
   ThreadPool& pool;
@@ -33,7 +33,7 @@ void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<c
 struct EntryRange {
   int64_t begin, end;
 };
-/// Those of the source `rank` with places in [first, end).
+/// Returns the entries of the source `rank` with places in [first, end).
 EntryRange entries_between(const Plan& plan, int32_t rank, int64_t first, int64_t end);
 
 /// Reads each needed row once and writes it to all its places in `out` [plan.rows][hidden]. rows[r]: rank r's

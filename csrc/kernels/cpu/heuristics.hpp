@@ -1,4 +1,4 @@
-// Every choice of the CPU kernels that is a matter of speed and not of results, in one printable place.
+// Heuristics of the CPU kernels: every choice that affects speed and not results, in one printable place.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,7 @@ struct RowKernels {
   void (*fence)();
 };
 
-/// Those that this processor can run, worst first.
+/// Row kernels that this processor can run, slowest first.
 const std::vector<const RowKernels*>& available_row_kernels();
 const RowKernels& row_kernels();
 

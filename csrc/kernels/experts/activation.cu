@@ -91,7 +91,7 @@ struct Pieces {
   using Word = std::conditional_t<dtype_bytes(dtype) == 2, uint16_t, uint32_t>;
 
   __device__ static uint4 load(const std::byte* row, int piece, int width) {
-    // Nobody reads it again soon: it leaves room in the cache for what is written.
+    // The row is not read again soon: it leaves room in the cache for what is written.
     if constexpr (whole) return __ldcs(reinterpret_cast<const uint4*>(row) + piece);
     const Word* const from = reinterpret_cast<const Word*>(row) + int64_t{piece} * kVector;
     const int count = width - piece * kVector;
@@ -120,7 +120,7 @@ struct Pieces {
 /// The part of a thread in the rows of its team, which has 2^bits threads.
 struct Team {
   int threads;  ///< 32 or kThreads
-  int thread;   ///< this one
+  int thread;   ///< number of this thread
   int row;      ///< the first
   int stride;   ///< to the next
 
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
 /// The sum of `value` over the threads of a team, in the team's first thread. All threads of the team; those
 /// of a block have the same `turn`, which changes from call to call.
 __device__ inline float team_sum(const Team& team, float value, int turn) {
-  // What one call wrote is read while the next one writes.
+  // Two buffers alternate: the sums of one call are read while the next one writes.
   __shared__ float partial[2][kWarps];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
@@ -303,7 +303,8 @@ struct Load {
   }
 };
 
-/// All these lie at multiples of 16 bytes, and so do rows of `row_bytes` that follow each other.
+/// Returns whether all addresses, and rows of `row_bytes` that follow each other, lie at multiples of 16
+/// bytes.
 bool in_whole_pieces(int64_t row_bytes, std::initializer_list<const std::byte*> addresses) {
   return row_bytes % 16 == 0 && std::all_of(addresses.begin(), addresses.end(), [](const std::byte* address) {
            return reinterpret_cast<uintptr_t>(address) % 16 == 0;

@@ -34,11 +34,11 @@ struct ActivationRows {
   Activation activation;
 };
 
-/// Where the gradients go; those that are not wanted are absent.
+/// Addresses of the gradients; those that are not wanted are null.
 struct ActivationGradients {
   const std::byte* grad_z;  ///< (rows, width)
-  std::byte* grad_inner;    ///< as inner
-  std::byte* grad_weights;  ///< as weights: the sum over f of grad_z[p, f] * act(inner[p])[f]
+  std::byte* grad_inner;    ///< shape as inner
+  std::byte* grad_weights;  ///< shape as weights: the sum over f of grad_z[p, f] * act(inner[p])[f]
   std::byte* z;             ///< (rows, width): the forward's result again, the same bits
 };
 

@@ -38,7 +38,7 @@ constexpr int kRowBlocks = 4;            // that an SM is to hold at once
 /// The largest of a team's values. All threads of the team; those of a block have the same `turn`, which
 /// changes from call to call.
 __device__ inline float team_largest(int bits, float most, int turn) {
-  // What one call wrote is read while the next one writes.
+  // Two buffers alternate: the maxima of one call are read while the next one writes.
   __shared__ float partial[2][kWarps];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));

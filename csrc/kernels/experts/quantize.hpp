@@ -21,7 +21,7 @@ MOECOMM_HD constexpr int32_t padded_rows(int32_t count) {
   return count <= 0 ? kQuantum : (count + kQuantum - 1) / kQuantum * kQuantum;
 }
 
-/// One scale a row. Values lie at multiples of 16 bytes.
+/// Arguments of a quantisation with one scale a row. Values lie at multiples of 16 bytes.
 struct QuantizeRows {
   const std::byte* x;        ///< (rows, columns), not of float64
   std::byte* values;         ///< (rows, columns) of e4m3
@@ -32,18 +32,19 @@ struct QuantizeRows {
   DType dtype;
 };
 
-/// One scale a group and column, and columns as rows. Values lie at multiples of 16 bytes.
+/// Arguments of a quantisation with one scale a group and column, transposed. Values lie at multiples of
+/// 16 bytes.
 ///
 /// With `ends`, group g has rows ends[g-1] to ends[g]-1 of x (rows, columns). The result is (columns,
 /// out_rows): a group's part of a line begins where that of the group before ends, and has padded_rows()
 /// values, the last ones zero. What is past the last group's is not written. Example, groups of 3, 0 and 17
 /// rows: padded_ends is 16, 32, 64; values 3..15, 16..31 and 49..63 of each line are zero.
 ///
-/// Without, x is (groups, rows, columns) and the result (groups, columns, rows).
+/// Without `ends`, x is (groups, rows, columns) and the result (groups, columns, rows).
 struct QuantizeColumns {
-  const std::byte* x;    ///< not of float64
+  const std::byte* x;    ///< any dtype but float64
   const int32_t* ends;   ///< (groups) or absent
-  std::byte* values;     ///< of e4m3
+  std::byte* values;     ///< e4m3
   float* scales;         ///< (groups, columns)
   int32_t* padded_ends;  ///< (groups), with ends: where the groups end in a line of the result
   int32_t groups;        ///< at least 1

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (comm.rail.others > 0 && gpu::relay_records(comm, Operation::none, nullptr, epoch, {0, 1}))
       device::wait_all_here(comm, Operation::none, epoch);
-    // Its own error is raised on the host; another rank's of the same operation gives way to it.
+    // This rank's own error is raised on the host; another rank's of the same operation gives way to it.
     device::wait_records(comm, Operation::none, epoch);
   }
   end_operation(comm, Operation::none, epoch, 0, nullptr);
@@ -65,7 +65,7 @@ __device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t 
   const int64_t chunks = comm.window.max_chunks;
   for (int64_t i = thread; i < chunks * comm.ranks(); i += threads) {
     const auto source = static_cast<int32_t>(i / chunks);
-    ptx::store_release_sys(comm.flag(comm.bases[comm.through(source)], comm.window.credits,
+    ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(source)], comm.window.credits,
                                      comm.pair(source, comm.rank), i % chunks),
                            epoch);
   }
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   if (!already_failed(comm)) {
     if (comm.window.stage_tokens < comm.window.shape.max_tokens) let_go(comm, args, epoch);
-    // As every operation: the one after the next writes where peers read in the one before this. That of a
-    // dispatch has been compared where its plan was made.
+    // Every operation waits for all records: the one after the next writes where peers read in the one before
+    // this. That of a dispatch has been compared where its plan was made.
     if (args.operation == Operation::dispatch)
       device::wait_records(comm, args.operation, epoch);
     else

@@ -24,7 +24,7 @@ struct PeerSet {
   }
 };
 
-/// One warp's. Rows of the chunk before go on arriving while the next chunk is under way.
+/// Announcer of one warp's chunks. Rows of a chunk go on arriving while the next chunk is under way.
 class Announcer {
  public:
   __device__ Announcer(const device::Comm& comm, uint64_t epoch) : comm_(comm), epoch_(epoch) {}
@@ -35,7 +35,7 @@ class Announcer {
     wait_stores<kLag>();
     announce();
   }
-  /// All groups of `chunk` of `source` were committed.
+  /// Notes that all groups of `chunk` of `source` were committed.
   __device__ void chunk_stored(int32_t source, int64_t chunk, const PeerSet& peers) {
     flush();
     source_ = source;
@@ -94,8 +94,8 @@ __device__ inline int compact(Value* list, Value value, bool keep) {
   return __popc(kept);
 }
 
-/// Whether a lane's row is here and to be taken: in the rank layout every k of this rank names the same row,
-/// which counts once.
+/// Returns whether a lane's row is on this rank and counts: in the rank layout every k of this rank names the
+/// same row, which counts once.
 __device__ inline bool counts_once(RowLayout layout, int32_t row) {
   const bool here = row >= 0;
   const uint32_t all = __ballot_sync(0xffffffffu, here);

@@ -1,4 +1,4 @@
-// What the host tells the kernels of one operation, and how it starts them.
+// Arguments of the kernels of one operation, and the functions that launch them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,7 +37,7 @@ struct SendArguments {
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
 };
 
-/// Where rows arrive.
+/// Arguments of the side of an operation where rows arrive.
 struct ReceiveArguments {
   Operation operation;
   const std::byte* x;  ///< this rank's own rows, where they do not travel
@@ -55,7 +55,7 @@ struct ReceiveArguments {
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
 };
 
-/// Both sides of a combine.
+/// Arguments of both sides of a combine.
 struct CombineArguments {
   const std::byte* rows;          ///< [rows], or null
   const std::byte* weights;       ///< weight type [rows], or null

@@ -68,7 +68,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   const int top_k = comm.top_k(), lane = lane_id();
   for (int32_t i = 1; i < comm.ranks(); ++i) {
     const int32_t home = (comm.rank + i) % comm.ranks();
-    std::byte* section = comm.bases[comm.through(home)];
+    std::byte* section = comm.bases[comm.relay_rank(home)];
     if (comm.is_local(home))
       section += comm.window.weight_grads[epoch & 1];
     else
@@ -93,7 +93,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks(); home += kReduceThreads)
     ptx::store_release_sys(comm.is_local(home)
                                ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
-                               : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
+                               : comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived,
                                            comm.pair(home, comm.rank), comm.window.max_chunks),
                            epoch);
 }
@@ -105,13 +105,13 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
   bool free = true;
   for (int64_t before = chunk - places * (1 + lane_id()); free && before >= 0; before -= places * 32)
     free = device::wait_until(
-        comm, {comm.through(home), WaitPhase::credit, Operation::combine, epoch},
+        comm, {comm.relay_rank(home), WaitPhase::credit, Operation::combine, epoch},
         device::EpochFlag{comm.flag(comm.own, comm.window.partial_credits, home, before), epoch});
   __syncwarp();  // where a lane has found the place free, all lanes write
   return __all_sync(0xffffffffu, free);
 }
 
-/// What the blocks that relay do. `moving`: the plan is one along which something moves.
+/// The work of the blocks that relay. `moving`: the plan is one along which something moves.
 template <DType dtype>
 __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t epoch, gpu::RelayBlocks relay,
                       bool moving) {
@@ -125,7 +125,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
   device::wait_all_here(comm, Operation::combine, epoch);
 }
 
-/// What a block does.
+/// The work of a block.
 template <DType dtype, Way way>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
   constexpr bool kNodes = way == Way::nodes;
@@ -178,7 +178,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
         return;
     std::byte* const first_slot =
         local ? comm.slot_row(comm.bases[home], epoch, begin, 0)
-              : comm.partial_row(comm.bases[comm.through(home)], epoch, comm.other_of(home), begin, 0);
+              : comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0);
     const int slots_of_token = local ? comm.window.shape.slots() : comm.window.shape.node_slots();
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
@@ -192,7 +192,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     __syncwarp();
     if (lane_id() == 0)
       ptx::store_release_sys(local ? comm.arrival(comm.bases[home], comm.rank, chunk)
-                                   : comm.flag(comm.bases[comm.through(home)], comm.window.partial_arrived,
+                                   : comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived,
                                                comm.pair(home, comm.rank), chunk),
                              epoch);
   }

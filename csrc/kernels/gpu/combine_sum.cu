@@ -24,7 +24,7 @@ struct SumMemory {
   const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
 };
 
-/// What a token's sum is made of: `slots` sums of owners, of which number `own_slot` is made here of
+/// The parts of a token's sum: `slots` sums of owners, of which number `own_slot` is made here of
 /// `own_rows` rows.
 struct TokenSum {
   int32_t slots, own_slot, own_rows;
@@ -145,7 +145,7 @@ __device__ void write_nothing(const Comm& comm, const CombineArguments& args) {
       reinterpret_cast<uint32_t*>(args.out_weight_grads)[i] = 0;
 }
 
-/// One token's strip: its slots in order, with this rank's own sum, rounded, at its turn. slot(s) is the
+/// Sums one token's strip: its slots in order, with this rank's own sum, rounded, at its turn. slot(s) is the
 /// address of a slot.
 template <DType dtype, class Slot, class Row>
 __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, const Row& row,

@@ -29,7 +29,7 @@ __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments
   return comm.staged_row(comm.own, epoch, source, token);
 }
 
-/// What the lanes of a warp know about a chunk: lane k holds k of each token.
+/// Rows of a chunk in the lanes of a warp: lane k holds k of each token.
 struct ChunkRows {
   int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
   int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
@@ -465,7 +465,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (!in_turn) continue;
     __syncwarp();  // the loads of all lanes come before the release
     if (lane_id() == 0)
-      ptx::store_release_sys(comm.flag(comm.bases[comm.through(item.source)], comm.window.credits,
+      ptx::store_release_sys(comm.flag(comm.bases[comm.relay_rank(item.source)], comm.window.credits,
                                        comm.pair(item.source, comm.rank), item.chunk),
                              epoch);
   }

@@ -8,7 +8,7 @@
 // whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
 // started before those that read: so the first one ends whatever else is put on the stream after it.
 //
-// With several nodes rows go to owners on this node, and once to each other node that needs them: into host
+// Rows go, with several nodes, to owners on this node, and once to each other node that needs them: into host
 // memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
 // there: rows of the rail go to the owners here in the same way, on behalf of their source.
 #include "kernels/gpu/announcer.cuh"
@@ -30,10 +30,10 @@ struct ChunkOwners {
   PeerSet peers;        ///< on this node
 };
 
-/// Which rows a warp sends: to owners on this node, or to other nodes.
+/// Targets of the rows that a warp sends: owners on this node, or other nodes.
 enum class Reach { node, others };
 
-/// What a warp knows about the tokens of its chunk, in shared memory: counts[i] targets of token i, at
+/// Targets of the tokens of a warp's chunk, in shared memory: counts[i] targets of token i, at
 /// [i * top_k ...]. Targets are ranks, and from `ranks` on other nodes, with the number of the row there.
 struct ChunkMeta {
   int32_t* targets;
@@ -88,7 +88,7 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
   return chunk;
 }
 
-/// Where the rows of a sender lie, and where they go.
+/// Addresses of a sender's rows, and those that they go to.
 template <bool kNodes>
 struct RowPaths {
   const Comm& comm;
@@ -121,7 +121,7 @@ class CopyRows {
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
                  comm.window.shape.wire_data_bytes()) {}
-  /// Of other sources: see start_source.
+  /// Copies rows of other sources, see start_source.
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
                       int64_t row_bytes)
       : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
@@ -354,7 +354,7 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
                           const ChunkMeta& meta) {
   const PlanView plan{args.plan, comm.plan_fields};
   wait_stores<0>();
-  // One lane has waited for the stores of all.
+  // Lane 0 has waited for the stores of all lanes.
   if (lane_id() != 0) return;
   ptx::fence_sys();
   const Command::Kind kind =
@@ -369,7 +369,7 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
   }
 }
 
-/// This rank's rows that go to one kind of targets.
+/// Sends this rank's rows that go to one kind of targets.
 template <Way way, class Rows>
 __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, Rows& rows,
                           Reach reach, const ChunkMeta& meta) {
@@ -460,7 +460,7 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
   return true;
 }
 
-/// What the blocks that relay do: records and tables of the rail, then its rows.
+/// The work of the blocks that relay: records and tables of the rail, then its rows.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, BlockMemory& block, const ChunkMeta& meta) {
   if (!gpu::relay_records(comm, args.operation, args.plan, epoch, relay) ||
@@ -483,7 +483,7 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
   return __syncthreads_and(routed);
 }
 
-/// What a block does of the chunks that take another's place.
+/// A block's part in sending the chunks that take another's place.
 template <Way way, class Rows>
 __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t epoch, int senders,
                            BlockMemory& block, const ChunkMeta& meta) {
@@ -502,7 +502,7 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
   send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
 }
 
-/// What a block does.
+/// The work of a block.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
   if (already_failed(comm)) {
@@ -545,7 +545,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (!valid || warp_id() >= args.warps) return;
   Rows rows(comm, args, epoch, warp_memory(block));
   if constexpr (way == Way::nodes) {
-    // What goes to other nodes never waits for owners on this one, which may wait for what comes from there:
+    // Rows to other nodes never wait for owners on this one, which may wait for what comes from there:
     // half of the warps see to it first.
     const bool first = warp_id() % 2 == 0;
     send_rows<way>(comm, args, epoch, rows, first ? Reach::others : Reach::node, meta);

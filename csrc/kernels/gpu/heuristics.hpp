@@ -1,4 +1,4 @@
-// Every choice of the kernels inside a node that is a matter of speed and not of results, in one printable
+// Heuristics of the kernels inside a node: every choice that affects speed and not results, in one printable
 // place.
 #pragma once
 
@@ -16,7 +16,7 @@ struct Heuristics {
   int relay_blocks;                 ///< with several nodes, of each operation
   bool paired;                      ///< blocks in clusters of two, as a product beside them may be
 
-  /// Of one operation.
+  /// The most blocks that an operation launches.
   int all_blocks() const {
     return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks) + relay_blocks;
   }
@@ -38,10 +38,10 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes) {
   Heuristics h{};
   h.paired = budget > 0;
   const auto even = [&h](int blocks) { return h.paired ? (blocks + 1) / 2 * 2 : blocks; };
-  // So many copy between host memory and the links as fast as a network of 50 GB/s brings it.
+  // This many blocks copy between host memory and the links as fast as a network of 50 GB/s brings it.
   h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
   const int total = std::max(2, all - h.relay_blocks);
-  // Of the stores of a dispatch a quarter goes out and the rest are expert rows here; about thirty SMs fill
+  // A quarter of a dispatch's stores goes out and the rest are expert rows here; about thirty SMs fill
   // the links.
   h.send_blocks = std::clamp(even(total * 3 / 10), 1, std::min(30, total - 1));
   h.receive_blocks = total - h.send_blocks;

@@ -1,5 +1,5 @@
-// What the kernels inside a node have in common: shared memory, the start of an operation, its end, and the
-// launch.
+// Parts that the kernels inside a node have in common: shared memory, the start of an operation, its end, and
+// the launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +14,7 @@ using device::already_failed;
 using device::Comm;
 using device::PlanView;
 
-/// One warp's part of the block's shared memory.
+/// A warp's part of the block's shared memory.
 struct WarpMemory {
   std::byte* pieces;
   uint64_t* barriers;
@@ -65,7 +65,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   record.carries = carries;
   device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x),
                          static_cast<int>(blockDim.x));
-  // In the backward of combine rows go to other nodes as in the dispatch. In a combine they come from where
+  // Rows go to other nodes, in the backward of combine, as in the dispatch. In a combine they come from where
   // the rows of the dispatch went: a node gets the sums of its tokens, and all gradients of their weights.
   const bool back = operation == Operation::combine;
   for (int32_t other = static_cast<int32_t>(threadIdx.x); other < comm.rail.others;
@@ -204,7 +204,7 @@ cudaError_t with_dtype(DType dtype, const Use& use) {
   return cudaErrorInvalidValue;
 }
 
-/// Whether the group has several nodes. Kernels differ in it at compile time: what nodes need costs a group
+/// Kernels for one node or for several. They differ at compile time: what nodes need costs a group
 /// on one node nothing.
 enum class Way { whole, nodes };
 

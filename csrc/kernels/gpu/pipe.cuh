@@ -1,6 +1,6 @@
-// How a warp moves rows: pieces of them are loaded ahead into a ring in shared memory, and leave it from
-// shared memory. With bulk copies (sm_90) one lane issues both and the copy engine does the work; without
-// them the lanes copy, and every wait is already over.
+// The pipe by which a warp moves rows: pieces of them are loaded ahead into a ring in shared memory, and
+// leave it from shared memory. With bulk copies (sm_90) one lane issues both and the copy engine does the
+// work; without them the lanes copy, and every wait is already over.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct MemoryOfWarps {
 constexpr size_t block_bytes(bool bulk) {
   return bulk ? sizeof(MemoryOfWarps<block_warps(true)>) : sizeof(MemoryOfWarps<block_warps(false)>);
 }
-// What a block can have on sm_90 and on sm_80, less a kilobyte for static variables.
+// Limits of a block's shared memory on sm_90 and on sm_80, less a kilobyte for static variables.
 static_assert(block_bytes(true) <= (227 - 1) * 1024 && block_bytes(false) <= (163 - 1) * 1024);
 
 inline constexpr int kWarps = block_warps(MOECOMM_HAS_BULK), kThreads = kWarps * 32;  // in kernels
@@ -98,7 +98,7 @@ class LoadRing {
 #endif
     return memory_ + stage * piece;
   }
-  /// All lanes are done with the oldest piece.
+  /// Releases the oldest piece, with which all lanes are done.
   __device__ void release() {
     __syncwarp();
     ++taken_;
@@ -125,7 +125,7 @@ __device__ inline void commit_stores() {
 #endif
 }
 
-/// Until the shared memory of all but the newest `pending` groups may be overwritten.
+/// Waits until the shared memory of all but the newest `pending` groups may be overwritten.
 template <int pending>
 __device__ inline void wait_stores_read() {
 #if MOECOMM_HAS_BULK
@@ -134,7 +134,7 @@ __device__ inline void wait_stores_read() {
   __syncwarp();
 }
 
-/// Until all but the newest `pending` groups are in place.
+/// Waits until all but the newest `pending` groups are in place.
 template <int pending>
 __device__ inline void wait_stores() {
 #if MOECOMM_HAS_BULK
@@ -143,7 +143,7 @@ __device__ inline void wait_stores() {
   __syncwarp();
 }
 
-/// What lanes wrote to shared memory before may be stored after.
+/// Orders stores from shared memory after what lanes wrote to it before.
 __device__ inline void publish_piece() {
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
@@ -151,7 +151,7 @@ __device__ inline void publish_piece() {
   __syncwarp();
 }
 
-/// What was acquired before may be loaded after.
+/// Orders loads after what was acquired before.
 __device__ inline void open_for_loads() {
 #if MOECOMM_HAS_BULK
   ptx::fence_global_to_bulk();

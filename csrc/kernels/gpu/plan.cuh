@@ -151,7 +151,7 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
   plan.header() = header;
 }
 
-/// What this rank gets, for the statistics. One thread.
+/// Counts the rows that this rank gets, for the statistics. Called by one thread.
 __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, uint64_t epoch) {
   const DeviceShape& s = comm.window.shape;
   const Counts counts{comm, epoch};

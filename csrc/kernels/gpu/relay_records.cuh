@@ -1,5 +1,6 @@
-// What the ranks of this rank's rail, on other nodes, announce and work out for a dispatch: handed on to all
-// ranks of this node, as if the rail's rank had written there itself. By blocks of the kernel that sends.
+// Relay of records: blocks of the kernel that sends hand on what the ranks of this rank's rail, on other
+// nodes, announce and work out for a dispatch, to all ranks of this node, as if the rail's rank had written
+// there itself.
 #pragma once
 
 #include "device/rail.cuh"
@@ -28,7 +29,7 @@ __device__ inline void hand_on(const Comm& comm, int64_t section, int64_t first,
   }
 }
 
-/// This block's part of what a dispatch of `source` says about its tokens.
+/// Hands on this block's part of what a dispatch of `source` says about its tokens.
 __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, const SignalRecord& record,
                                       int32_t source, int32_t other, RelayBlocks relay) {
   const DeviceWindow& w = comm.window;
@@ -119,7 +120,7 @@ __device__ inline bool wait_forwarded(const Comm& comm, Operation operation, uin
   return __syncthreads_and(here);
 }
 
-/// What a warp finds in a chunk of a rail rank's tokens: lane i about token i.
+/// A chunk of a rail rank's tokens as a warp sees it: lane i holds token i.
 struct RelayChunk {
   int64_t begin, end;  ///< tokens
   int32_t number;      ///< relay index of this lane's token, -1: not needed here
@@ -138,7 +139,7 @@ __device__ inline RelayChunk relay_chunk(const Comm& comm, const PlanView& plan,
 }
 
 /// A rank of this node that this lane's k of a rail rank's token names, each such rank by one lane; -1: none.
-/// All lanes.
+/// Called by all lanes.
 __device__ inline int32_t relayed_owner(const Comm& comm, const PlanView& plan, int32_t other,
                                         int64_t token) {
   const int lane = gpu::lane_id(), top_k = comm.top_k();

@@ -1,10 +1,10 @@
-// Where a source's rows go, worked out by the source: for each (token, k) its number among the source's rows
+// Routes of a source's rows, worked out by the source: for each (token, k) its number among the source's rows
 // for that expert, so that a receiver only has to add where the source's rows of the expert begin.
 //   1. blocks share the tokens in order, warps share a block's; each warp counts its ids into a histogram
 //   2. blocks exchange their counts; a histogram then holds where its warp's rows of each expert begin
 //   3. warps walk their tokens again in order, hand out numbers, and push them to every rank
 //   4. the last block to end signals the records of the dispatch
-// What other nodes have to know goes to host memory instead, once for all of them, with the number of each
+// Data for other nodes goes to host memory instead, once for all of them, with the number of each
 // token among those that a node needs (its relay index), counted like an expert's rows.
 // Example: ids {5} {2} {5} {5} of one source. Numbers are 0, 0, 1, 2; a receiver with 40 rows of earlier
 // experts and 3 of earlier sources for expert 5 puts token 3 into row 40 + 3 + 2.
@@ -33,7 +33,7 @@ __device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeat
             static_cast<unsigned long long>(index) << 8 | static_cast<unsigned long long>(repeats));
 }
 
-/// What a lane knows about its (token, k) in a step of a warp over whole tokens.
+/// A lane's (token, k) in a step of a warp over whole tokens.
 struct RouteStep {
   int64_t token;
   int32_t k;
@@ -87,7 +87,7 @@ class RouteWalk {
   }
 
  private:
-  /// This lane's part of the step that begins with token `first`, but for what the id tells.
+  /// Returns this lane's part of the step that begins with token `first`, but for what the id tells.
   __device__ RouteStep place(int64_t first) const {
     const int within = lane_id() / top_k_;
     RouteStep s;
@@ -148,7 +148,7 @@ struct RoutedId {
 };
 
 /// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank of the node.
-/// Each rank gets them all, and finds out by itself what concerns it; so do other nodes.
+/// Sends all codes to each rank, which finds out by itself what concerns it; so do other nodes.
 __device__ inline void push_codes(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                   const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;

@@ -41,7 +41,7 @@ __device__ inline int count_rows(const Rows& rows) {
 
 __global__ void __launch_bounds__(kTakers)
     take_kernel(const __grid_constant__ Pages pages, const __grid_constant__ Rows rows, Ticket* ticket) {
-  // Of the free pages of each kind, and of those that are taken; for all threads.
+  // Numbers of free pages of each kind, and of pages taken, shared by all threads.
   __shared__ int64_t free_device, free_host, taken_device, taken, serial;
   if (threadIdx.x == 0) {
     State& state = *pages.state;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kTakers)
     const bool known = ticket->status == TicketStatus::taken || ticket->status == TicketStatus::failed;
     const bool is_taken = ticket->status == TicketStatus::taken;
     if (known && ticket->serial > state.reset) {
-      // Of a copy of the ticket the pages may have gone back already.
+      // The pages may have gone back already by a copy of the ticket.
       if (is_taken && ticket->pages > 0 && pages.owner[table[0]] != ticket->serial) {
         state.lost = 1;
       } else {
@@ -123,7 +123,7 @@ __device__ inline void copy_chunk(const std::byte* from, std::byte* to, int byte
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     const int piece = static_cast<int>(threadIdx.x) + i * kThreads;
-    // Nobody reads it again soon: it leaves room in the cache for what is written.
+    // The row is not read again soon: it leaves room in the cache for what is written.
     if (piece < pieces) raw[i] = __ldcs(reinterpret_cast<const uint4*>(from) + piece);
   }
 #pragma unroll
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     copy_kernel(const __grid_constant__ Pages pages, const __grid_constant__ Rows rows,
                 const Ticket* ticket) {
   if (ticket->status != TicketStatus::taken) {
-    // Without its pages it is known to have failed; anything else has been asked for once too often.
+    // A ticket without pages either failed, which is known, or was read once too often.
     if (!into && ticket->status != TicketStatus::failed && blockIdx.x == 0 && threadIdx.x == 0)
       pages.state->lost = 1;
     return;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       else
         copy_chunk(stored, row, bytes);
     }
-    // Where the last tensor left off, so that all blocks have the same to do.
+    // The next tensor begins at the block after the last tensor's, so that all blocks have as much to do.
     first_block = chunk - chunks;
     first_page += count_pages(pages, total);
   }

@@ -17,7 +17,8 @@ inline constexpr int kLeastPageBits = 12, kMostPageBits = 30;
 inline constexpr int64_t kMostPages = 1 << 30;
 inline constexpr int64_t kMostRows = 1 << 30, kMostRowBytes = 1 << 30;
 
-/// On the device; all zero before the first `launch_reset`. moecomm/nn/pages.py reads it by position.
+/// State of the pool in device memory; all zero before the first `launch_reset`. moecomm/nn/pages.py reads it
+/// by position.
 struct State {
   int64_t free_device;  ///< pages in the lower part of the list that are free
   int64_t free_host;    ///< in the upper part
@@ -32,8 +33,8 @@ static_assert(sizeof(State) == 64);
 
 enum class TicketStatus : int32_t { none = 0, taken = 1, failed = 2, given_back = 3 };
 
-/// What a push has taken. The pages' numbers (int32) follow; those in device memory come first. Each tensor
-/// begins with a page of its own.
+/// Record of what a push has taken. The pages' numbers (int32) follow; those in device memory come first.
+/// Each tensor begins with a page of its own.
 struct Ticket {
   int64_t serial;
   TicketStatus status;
@@ -66,7 +67,7 @@ struct Rows {
 };
 
 /// Takes the pages that the real rows need, and writes the ticket, which has room for all rows, and the rows.
-/// Without enough free pages nothing is taken, and the state says so.
+/// Copies rows into pages. If too few pages are free, none is taken, and the state says so.
 cudaError_t launch_push(const Pages& pages, const Rows& rows, Ticket* ticket, cudaStream_t stream);
 
 /// Brings the rows of a ticket back and gives its pages back. Rows of a ticket that did not get its pages are
@@ -76,7 +77,7 @@ cudaError_t launch_pop(const Pages& pages, const Rows& rows, Ticket* ticket, cud
 /// Gives the pages of a ticket back.
 cudaError_t launch_drop(const Pages& pages, Ticket* ticket, cudaStream_t stream);
 
-/// All pages are free; `held`, `peak`, `failed` and `lost` are zero. Tickets from before have no pages.
+/// Frees all pages; sets `held`, `peak`, `failed` and `lost` to zero. Tickets from before have no pages.
 cudaError_t launch_reset(const Pages& pages, cudaStream_t stream);
 
 /// Loads the kernels onto the current device. Before their first launch: loading at the launch may wait for

@@ -51,8 +51,9 @@ Endpoint::Endpoint(Info info) : info_(std::move(info)) {
   require(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "opening the endpoint");
   endpoint_.reset(endpoint);
   if (provider() == "shm") {
-    // It names its file in /dev/shm by the number of the process. That comes again: a killed process has left
-    // its file, another container shares the folder. Later versions than 1.17 look for another name then.
+    // The shm provider names its file in /dev/shm by the process id. That comes again: a killed process has
+    // left its file, another container shares the folder. Later versions than 1.17 look for another name
+    // then.
     std::string name = reinterpret_cast<const char*>(address().data());
     name += ':';
     name += random_digits("the name of an endpoint");

@@ -1,4 +1,4 @@
-// One libfabric endpoint with what it stands on: fabric, domain, completion queue, address table, registered
+// A libfabric endpoint with the objects it needs: fabric, domain, completion queue, address table, registered
 // memory. It knows nothing of peers, limits or failures; transport.cpp does.
 #pragma once
 
@@ -35,7 +35,7 @@ class Endpoint {
   /// Ends all registrations: the memory may then be unmapped. Nothing can be written any more.
   void deregister() { registrations_.clear(); }
 
-  /// What insert() of a peer takes; not readable in general.
+  /// Address that a peer passes to insert(); not readable in general.
   std::vector<std::byte> address() const;
   fi_addr_t insert(const std::vector<std::byte>& address);
   /// An address in print, for messages.

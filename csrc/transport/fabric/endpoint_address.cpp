@@ -87,7 +87,7 @@ class Reader {
 
 bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
 
-/// By the address that ends the name of an interface: one that only its own host reaches.
+/// Returns whether the address that ends an interface's name is one that only its own host reaches.
 static bool on_loopback(const std::string& interface) {
   const size_t space = interface.rfind(' ');
   return space != std::string::npos && is_loopback(interface.substr(space + 1));

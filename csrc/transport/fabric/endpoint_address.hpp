@@ -1,8 +1,8 @@
-// What a peer must know to write into a window, as bytes that travel over the rendezvous.
+// Endpoint address: what a peer must know to write into a window, as bytes that travel over the rendezvous.
 //
 //   magic u32 | format u32 | body bytes u32 | body | checksum u64 of all before it
 //
-// All integers little endian. The body is the fields below in their order, texts and bytes after a u32
+// Integers are little endian. The body is the fields below in their order, texts and bytes after a u32
 // length.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace moecomm::fabric {
 /// A registered region as a peer sees it.
 struct RemoteRegion {
   uint64_t key = 0;
-  uint64_t base = 0;  ///< what offsets are added to
+  uint64_t base = 0;  ///< address that offsets are added to
   int64_t bytes = 0;
   bool operator==(const RemoteRegion&) const = default;
 };
@@ -50,10 +50,10 @@ constexpr int kMostLanes = 64;
 void require_compatible(const EndpointAddress& own, int own_index, const EndpointAddress& other,
                         int other_index);
 
-/// Of a numeric address that only its own host reaches.
+/// Returns whether a numeric address is one that only its own host reaches.
 bool is_loopback(const std::string& address);
 
-/// Of any bytes; what endpoint addresses end with (FNV-1a, 64 bits).
+/// Checksum of bytes that endpoint addresses end with (FNV-1a, 64 bits).
 uint64_t checksum(const std::byte* bytes, size_t count);
 
 }  // namespace moecomm::fabric

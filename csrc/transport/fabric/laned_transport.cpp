@@ -18,7 +18,7 @@
 namespace moecomm::fabric {
 namespace {
 
-// What a lane is given before others have done with theirs: enough for any network to be busy with, and
+// The most bytes that a lane is given before it has sent others: enough to keep any network busy, and
 // little enough that a slow lane does not keep what a fast one could take.
 constexpr int64_t kMostBytes = int64_t{8} << 20;
 constexpr auto kLongestSleep = std::chrono::microseconds(100);
@@ -26,7 +26,7 @@ constexpr auto kPause = std::chrono::milliseconds(1);  // between looks at lanes
 
 struct Stopped {};
 
-/// What the caller's thread has a lane's thread do.
+/// A request of the caller's thread to a lane's thread.
 struct Order {
   enum class Kind : uint32_t { put, forget };
   Kind kind;
@@ -112,7 +112,7 @@ void LanedTransport::connect(double timeout_seconds, const std::function<void()>
   }
 }
 
-/// What a lane's thread does, from the first to the last.
+/// The main function of a lane's thread.
 void LanedTransport::drive(Lane& lane, double timeout_seconds) {
   begin_polling("moecomm-lane", lane.remote->caps().cores);
   try {

@@ -31,7 +31,7 @@ class LanedTransport final : public Transport {
   /// Connects all lanes, and starts to drive them. As FabricTransport::connect.
   void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
 
-  /// Those of the first lane, with all NICs.
+  /// Capabilities of the first lane, with the NICs of all lanes.
   const TransportCaps& caps() const override { return caps_; }
   /// Bounds are checked when the put goes out: one that lies outside is reported as a failure of its peer.
   bool put(int32_t peer, int64_t dst_offset, int64_t src_offset, int64_t bytes, uint32_t immediate,

@@ -21,7 +21,7 @@ struct CloseFid {
 template <class Object>
 using Handle = std::unique_ptr<Object, CloseFid>;
 
-/// What is registered. `cuda_device` >= 0: GPU memory, by its dmabuf where there is one.
+/// Memory to register. `cuda_device` >= 0: GPU memory, by its dmabuf where there is one.
 struct Memory {
   void* base = nullptr;
   int64_t bytes = 0;
@@ -41,8 +41,8 @@ class Registration {
 
   void* descriptor() const { return fi_mr_desc(region_.get()); }
   uint64_t key() const { return fi_mr_key(region_.get()); }
-  /// What a peer adds offsets to: the address here, or 0 with providers that count from the start of the
-  /// region.
+  /// Address to which a peer adds offsets: the address here, or 0 with providers that count from the start of
+  /// the region.
   uint64_t remote_base() const { return remote_base_; }
 
  private:

@@ -17,7 +17,7 @@ constexpr int kOtherHostBridge = 1000;
 constexpr int kOtherNumaNode = 2000;
 constexpr int kUnknown = 4000;
 constexpr int kMostCores = 1 << 16;
-// What sysfs says of a GPU.
+// PCI vendor and classes by which sysfs shows a GPU.
 constexpr const char *kNvidia = "0x10de", *kController3d = "0x0302", *kControllerVga = "0x0300";
 
 std::vector<std::string_view> parts(std::string_view path) {

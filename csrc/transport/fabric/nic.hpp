@@ -1,5 +1,5 @@
-// Which NIC is near a GPU, read from the PCI tree that Linux shows in sysfs. Pure on path strings but for
-// the two functions that take a sysfs root.
+// Choice of the NIC near a GPU, by the PCI tree that Linux shows in sysfs. All functions are pure on path
+// strings but for the two functions that take a sysfs root.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace moecomm::fabric {
 
-/// What sysfs says of a PCI device: its resolved folder, e.g.
+/// A PCI device in sysfs: its resolved folder, e.g.
 /// "/sys/devices/pci0000:16/0000:16:01.0/0000:17:00.0", and its NUMA node (-1: not known).
 struct PciDevice {
   std::string path;

@@ -59,7 +59,7 @@ int preference(const std::string& provider) {
 
 bool on_one_host(const std::string& provider) { return provider == "shm" || provider == "sm2"; }
 
-/// Which of a provider's interfaces is taken when nobody asks: those that other hosts reach, IPv4 first.
+/// Rank of an interface when none is asked for (lowest first): those that other hosts reach, IPv4 first.
 int address_preference(const std::string& address) {
   if (address.starts_with("fe80:")) return 9;  // needs a scope, which an address book cannot carry
   const bool v6 = address.find(':') != std::string::npos;
@@ -87,7 +87,7 @@ std::set<std::string> addresses_of_interface(const std::string& name) {
   return found;
 }
 
-/// All that libfabric has for us; null if nothing.
+/// Queries libfabric for every provider that offers what is needed; null if there is none.
 Info query(bool device_memory) {
   const Library& lib = library();
   // Hints are made by the library: its structs may be longer than those of our headers.
@@ -99,7 +99,7 @@ Info query(bool device_memory) {
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->cq_data_size = 4;
-  // Each bit that a provider wants is obeyed in memory.cpp and endpoint.cpp.
+  // memory.cpp and endpoint.cpp obey each bit that a provider wants.
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   if (device_memory) {
@@ -188,7 +188,7 @@ std::string list_text(const std::vector<Candidate>& list) {
   throw Error(ErrorKind::unsupported, text);
 }
 
-/// Of what is there, what a caller asks for. Throws if that is nothing.
+/// Returns the candidates that a caller asks for. Throws if there are none.
 std::vector<Candidate> fitting(const ProviderOptions& options, const std::vector<Candidate>& there) {
   std::vector<Candidate> fit;
   if (options.provider.empty()) {
@@ -248,7 +248,7 @@ Offer describe(const fi_info& info) {
 
 std::vector<std::string> provider_names(const std::string& name, uint32_t version) {
   if (name == "tcp" || name == "net") {
-    // Until 1.17 "tcp" was a provider of connected endpoints, and its RDM twin was called "net".
+    // The name "tcp" meant a provider of connected endpoints until 1.17, and its RDM twin was called "net".
     const bool renamed = version >= FI_VERSION(1, 18);
     return {renamed ? "tcp" : "net", "tcp;ofi_rxm"};
   }

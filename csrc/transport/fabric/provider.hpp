@@ -1,4 +1,4 @@
-// Which libfabric provider and which NIC are used. A provider must offer one-sided writes with an immediate
+// Choice of the libfabric provider and the NIC. A provider must offer one-sided writes with an immediate
 // of 32 bits at least between unconnected endpoints (FI_EP_RDM, FI_RMA); of those that do, hardware comes
 // first.
 #pragma once
@@ -12,7 +12,7 @@ struct fi_info;
 
 namespace moecomm::fabric {
 
-/// What a caller may ask for. All empty: the best provider, its first interface that other hosts can reach.
+/// Wishes of a caller. If all are empty: the best provider, its first interface that other hosts can reach.
 struct ProviderOptions {
   /// "verbs", "efa", "cxi", "tcp", "shm", or in full: "tcp;ofi_rxm". "tcp" and "net" mean the same provider,
   /// which had the second name before libfabric 1.18, and stand for tcp;ofi_rxm where that one is missing.
@@ -26,7 +26,7 @@ struct ProviderOptions {
   bool device_memory = false;  ///< only providers that register GPU memory
 };
 
-/// One provider on one interface, as libfabric lists it.
+/// A provider on one interface, as libfabric lists it.
 struct Offer {
   std::string provider;
   std::string domain;   ///< "eth0", "mlx5_0", "shm"
@@ -45,12 +45,13 @@ using Info = std::unique_ptr<fi_info, FreeInfo>;
 /// Everything that could be used, best provider first, each once. Error(unsupported) without libfabric.
 std::vector<Offer> list_offers(bool device_memory = false);
 
-/// What an endpoint is opened with. Error(unsupported), with a list of what is there, if nothing fits.
+/// Chooses what an endpoint is opened with. Error(unsupported), with a list of what is there, if nothing
+/// fits.
 Info choose_provider(const ProviderOptions& options);
 
-/// The same for each lane of a rank. Lanes use the NICs that are a rank's share in turn. Without a number
-/// there are as many as those; and over TCP, where a core copies each connection's bytes, up to eight if the
-/// ranks of the node leave cores for them. All lanes have the same provider.
+/// Chooses the same for each lane of a rank. Lanes use the NICs that are a rank's share in turn. Without a
+/// number there are as many as those; and over TCP, where a core copies each connection's bytes, up to eight
+/// if the ranks of the node leave cores for them. All lanes have the same provider.
 std::vector<Info> choose_lanes(const ProviderOptions& options);
 
 /// The description of such a choice.

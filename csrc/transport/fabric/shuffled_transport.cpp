@@ -15,7 +15,7 @@ ShuffledTransport::ShuffledTransport(std::unique_ptr<Transport> inner, uint64_t 
     : inner_(std::move(inner)), random_(seed), longest_(longest) {}
 
 Clock::time_point ShuffledTransport::later() {
-  // Every fourth one goes through at once: what overtakes and what is overtaken are both common.
+  // A random fourth goes through at once: overtaking and being overtaken are both common.
   if (random_() % 4 == 0) return Clock::now();
   std::uniform_int_distribution<int64_t> span(0, longest_.count());
   return Clock::now() + std::chrono::microseconds(span(random_));

@@ -1,4 +1,4 @@
-// For tests: a Transport that delivers late and in any order, as networks may. It stands around another one
+// Transport for tests that delivers late and in any order, as networks may. It stands around another one
 // and holds back each put before it goes out and each event before it is reported, for a random time of its
 // own.
 #pragma once
@@ -16,7 +16,7 @@ namespace moecomm::fabric {
 
 class ShuffledTransport final : public Transport {
  public:
-  /// Nothing is held longer than `longest` on each of its ways (out, arrival, completion), as long as poll()
+  /// Holds nothing longer than `longest` on each of its ways (out, arrival, completion), as long as poll()
   /// is called. The same seed gives the same delays, not the same order: that depends on the time too.
   ShuffledTransport(std::unique_ptr<Transport> inner, uint64_t seed,
                     std::chrono::microseconds longest = std::chrono::microseconds(3000));

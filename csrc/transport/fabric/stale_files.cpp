@@ -11,7 +11,7 @@
 namespace moecomm::fabric {
 namespace {
 
-/// Also true for a zombie: it runs no more, its parent has only not asked yet.
+/// Returns whether a process has ended; true for a zombie too, which runs no more.
 bool ended(int64_t pid) {
   if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
   const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");

@@ -35,7 +35,7 @@ constexpr auto kInterruptEvery = std::chrono::milliseconds(5);
 }  // namespace
 
 struct FabricTransport::State {
-  // One write under way. libfabric owns `context` until its completion and gives back its address.
+  // A write under way. libfabric owns `context` until its completion and gives back its address.
   struct Operation {
     fi_context2 context;
     int32_t peer;
@@ -76,7 +76,7 @@ struct FabricTransport::State {
   // Hellos: peer i writes its word to greetings[i]; the last one is this rank's own, to send from.
   std::vector<uint64_t> greetings = std::vector<uint64_t>(kMaxPeers + 1);
   std::vector<uint64_t> expected_greetings;
-  // Before the endpoint, so that it closes first.
+  // These fields stand before the endpoint, so that it closes first.
   std::deque<Operation> operations;
   std::vector<Operation*> free;
 
@@ -345,17 +345,17 @@ FabricTransport::~FabricTransport() {
 
 std::vector<std::byte> FabricTransport::endpoint_address() const { return state_->own.to_bytes(); }
 
-void FabricTransport::introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses,
-                                int own_index) {
+void FabricTransport::insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses,
+                                   int own_index) {
   State& state = *state_;
   const int count = static_cast<int>(endpoint_addresses.size());
   if (!state.peers.empty() || own_index < 0 || own_index >= count || count > kMaxPeers)
     throw Error(ErrorKind::invalid_argument,
-                "fabric: introduce() is called once, with up to " + std::to_string(kMaxPeers) +
+                "fabric: insert_peers() is called once, with up to " + std::to_string(kMaxPeers) +
                     " endpoint addresses and the own index among them; here " + std::to_string(count) +
                     " endpoint addresses, index " + std::to_string(own_index));
   const std::vector<std::byte> own_endpoint_address = state.own.to_bytes();
-  // Who hands out another endpoint address than this one is told here, not by peers that cannot answer it.
+  // A wrong own endpoint address is refused here, not by peers that cannot answer it.
   if (endpoint_addresses[static_cast<size_t>(own_index)] != own_endpoint_address)
     throw Error(ErrorKind::invalid_argument, "fabric: the endpoint address of peer " +
                                                  std::to_string(own_index) +
@@ -386,7 +386,7 @@ void FabricTransport::introduce(const std::vector<std::vector<std::byte>>& endpo
 void FabricTransport::connect(double timeout_seconds, const std::function<void()>& interrupt) {
   State& state = *state_;
   const int count = static_cast<int>(state.peers.size()), own_index = state.own_index;
-  if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after introduce()");
+  if (count == 0) throw Error(ErrorKind::invalid_argument, "fabric: connect() comes after insert_peers()");
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};
   auto next_interrupt = Clock::now() + kInterruptEvery;
   std::vector<int> waiting;  // for room, or for the connection

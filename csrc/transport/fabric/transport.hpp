@@ -9,7 +9,7 @@
 // - A peer that ends is reported as `failed` by tcp if writes to it are under way then; otherwise put()
 // returns false from
 //   then on. By shm it is never reported, and one that stops or whose link is cut is reported by no provider.
-//   Who must know has links of its own, and says so by forget().
+//   The caller learns it by links of its own, and says so by forget().
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ class FabricTransport final : public Transport {
   /// Registers [base, base + bytes), which must stay mapped until this object is gone. Error(unsupported)
   /// without libfabric or a provider that fits, Error(out_of_memory) if the system refuses to pin the window.
   FabricTransport(const FabricOptions& options, void* base, int64_t bytes);
-  /// The same with what choose_lanes() has found; options.provider is not looked at.
+  /// Opens an endpoint with what choose_lanes() has found; options.provider is not looked at.
   FabricTransport(const FabricOptions& options, Info chosen, void* base, int64_t bytes);
   /// Takes a few seconds at most, whatever the peers do. What the provider has not closed by then stays until
   /// the end of the process, and so do endpoints of providers that are layered by rxm, which do not close
@@ -53,22 +53,23 @@ class FabricTransport final : public Transport {
   FabricTransport(const FabricTransport&) = delete;
   FabricTransport& operator=(const FabricTransport&) = delete;
 
-  /// What peers need, for connect() there. Peers can connect as long as this end polls in its own connect().
+  /// Endpoint address that peers need for their insert_peers(). Peers can connect as long as this end polls
+  /// in its own connect().
   std::vector<std::byte> endpoint_address() const;
 
-  /// Takes the endpoint addresses, endpoint addresses[i] of peer i; that at own_index has to be this one's.
-  /// Errors: of the endpoint addresses. Once. From then on files of the shm provider that killed peers leave
-  /// are removed at the end.
-  void introduce(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index);
+  /// Takes the endpoint addresses of all peers, that of peer i at index i; that at own_index has to be this
+  /// one's. Called once. Throws what is wrong with an endpoint address. From then on files of the shm
+  /// provider that killed peers leave are removed at the end.
+  void insert_peers(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index);
   /// Establishes the connections to all peers, both ways: sends a hello to each and returns when one of every
   /// peer has arrived and all of its own are sent. Calls `interrupt` every few milliseconds; what it throws
   /// passes through. Errors: peer_timeout naming the peers that are missing; peer_lost if a peer refuses.
   /// After an error the object can only be destroyed.
   void connect(double timeout_seconds, const std::function<void()>& interrupt = {});
-  /// Both.
+  /// Does insert_peers() and connect().
   void connect(const std::vector<std::vector<std::byte>>& endpoint_addresses, int own_index,
                double timeout_seconds, const std::function<void()>& interrupt = {}) {
-    introduce(endpoint_addresses, own_index);
+    insert_peers(endpoint_addresses, own_index);
     connect(timeout_seconds, interrupt);
   }
 
@@ -83,7 +84,7 @@ class FabricTransport final : public Transport {
   /// does not tie to a peer is that of the only peer left, or of all (-1).
   void poll(std::vector<TransportEvent>& events) override;
 
-  /// Nothing more is sent to this peer, and what is under way no longer counts as such. With the shm provider
+  /// Sends nothing more to this peer; what is under way no longer counts as such. With the shm provider
   /// also removes the file that a killed process leaves in /dev/shm. For a peer that is known to have ended.
   void forget(int32_t peer) override;
 

@@ -1,4 +1,4 @@
-// What this folder is when moecomm is built without libfabric's headers: the same functions, which say so.
+// Replacement of this folder in a build without libfabric's headers: the same functions, which say so.
 #include "common/error.hpp"
 #include "transport/fabric/library.hpp"
 #include "transport/fabric/provider.hpp"
@@ -38,7 +38,7 @@ FabricTransport::FabricTransport(const FabricOptions&, void*, int64_t) { unavail
 FabricTransport::FabricTransport(const FabricOptions&, Info, void*, int64_t) { unavailable(); }
 FabricTransport::~FabricTransport() = default;
 std::vector<std::byte> FabricTransport::endpoint_address() const { unavailable(); }
-void FabricTransport::introduce(const std::vector<std::vector<std::byte>>&, int) { unavailable(); }
+void FabricTransport::insert_peers(const std::vector<std::vector<std::byte>>&, int) { unavailable(); }
 void FabricTransport::connect(double, const std::function<void()>&) { unavailable(); }
 const TransportCaps& FabricTransport::caps() const { unavailable(); }
 bool FabricTransport::put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) { unavailable(); }

@@ -199,7 +199,7 @@ void Signals::wait_until(const std::function<bool(int)>& arrived, uint64_t epoch
     }
     if (deadline.passed() && !all_arrived()) {
       int late = blame;
-      // What comes from other nodes comes through ranks of this one: if such a rank is late, it is to blame.
+      // Data of other nodes comes through ranks of this one: if such a rank is late, it is to blame.
       for (int i = 0; i < nodes_.local_ranks && late < 0; ++i)
         if (!arrived(first_ + i)) late = first_ + i;
       if (late < 0) late = next;

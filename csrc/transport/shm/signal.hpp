@@ -52,7 +52,7 @@ class Signals {
   void wait_word(uint64_t* word, uint64_t value, int peer, int through, uint64_t epoch, const char* phase);
   /// Stores `value` (release) and wakes the ranks of the node that wait for it.
   void store(uint64_t* word, uint64_t value);
-  /// The same for the own rank alone.
+  /// Stores a word that only the own rank waits for.
   void store_own(uint64_t* word, uint64_t value);
 
   /// Signals `record` on behalf of `peer`, which is on another node. One thread only.
@@ -61,7 +61,7 @@ class Signals {
   void deliver_gone(int peer, Cause cause);
   /// `peer`, on another node, has given up on `on`.
   void deliver_abort(int peer, int on, Cause cause);
-  /// To be called when this rank gives up on a peer, to tell the other nodes.
+  /// Sets the function that is called when this rank gives up on a peer, to tell the other nodes.
   void set_on_abort(std::function<void(int peer, Cause cause)> tell) { on_abort_ = std::move(tell); }
   /// More about why a peer is unreachable, for the error's text.
   void set_reason(std::function<std::string(int peer)> reason) { reason_ = std::move(reason); }
@@ -76,8 +76,8 @@ class Signals {
   /// Tells all ranks that this one is out of the game because of `peer`.
   void announce_loss(int peer, Cause cause);
 
-  /// To be called every few milliseconds while a wait lasts; what it throws ends the wait. Python's signal
-  /// handlers run here.
+  /// Sets the function that is called every few milliseconds while a wait lasts; what it throws ends the
+  /// wait. Python's signal handlers run here.
   void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
   /// Tells all ranks that this one will signal no more. Peers that still wait for it get Error(peer_lost).
@@ -110,8 +110,8 @@ class Signals {
   std::function<std::string(int)> reason_;
 };
 
-/// What rank `rank` raises when a wait of epoch `expected` ends because of `loss`. `seen`: the last epoch
-/// that the lost rank has begun; if that is `expected`, what it sends later in the epoch is missing.
+/// Makes the error of rank `rank` when a wait of epoch `expected` ends because of `loss`. `seen`: the last
+/// epoch that the lost rank has begun; if that is `expected`, what it sends later in the epoch is missing.
 Error loss_error(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
                  uint64_t expected, uint64_t seen, const std::string& reason = {});
 

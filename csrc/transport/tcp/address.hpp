@@ -18,7 +18,7 @@ struct Address {
   int family() const { return storage.ss_family; }
 };
 
-/// Of a numeric address; nothing is looked up. Error(invalid_argument) if it is none.
+/// Makes an address of numeric text; nothing is looked up. Error(invalid_argument) if it is none.
 Address make_address(const std::string& numeric, uint16_t port);
 
 /// Error(invalid_argument) that begins with `what` unless `endpoint` is a numeric address with a port.
@@ -26,7 +26,7 @@ Address parse_endpoint(const std::string& what, const std::string& endpoint);
 
 std::string endpoint_text(const Address& address);
 
-/// Of an address that only its own host reaches.
+/// Returns whether only its own host reaches this address.
 bool is_loopback(const Address& address);
 
 }  // namespace moecomm::tcp

@@ -307,7 +307,7 @@ void Handshake::refuse(Caller& caller, Answer answer) {
 void Handshake::turn_away(Caller& caller, const void* words, size_t size) {
   ++refused_;
   caller.refused = true;
-  // It may have gone already; then nobody misses the words.
+  // The caller may have gone already; then nobody misses the words.
   (void)!send(caller.fd.get(), words, size, MSG_NOSIGNAL);
   shutdown(caller.fd.get(), SHUT_WR);
 }

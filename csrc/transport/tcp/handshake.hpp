@@ -1,4 +1,4 @@
-// How the peers of a rail connect: each calls the peers below it and is called by those above it. Both sides
+// Handshake of the peers of a rail: each calls the peers below it and is called by those above it. Both sides
 // begin with a hello; a caller that is no rank of this job is told so and does not hold up the others.
 #pragma once
 

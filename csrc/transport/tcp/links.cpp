@@ -43,7 +43,7 @@ void set_up(int fd, double silence_seconds) {
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "setsockopt SO_KEEPALIVE");
   set(fd, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1u, seconds / 3), "setsockopt TCP_KEEPIDLE");
   set(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1u, seconds / 6), "setsockopt TCP_KEEPINTVL");
-  // It bounds probing too: the count of probes has no say then.
+  // TCP_USER_TIMEOUT bounds probing too: the count of probes has no say then.
   set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * seconds, "setsockopt TCP_USER_TIMEOUT");
 }
 
@@ -177,7 +177,7 @@ void Links::flush(int32_t peer) noexcept {
   link.gone = 0;
 }
 
-// What the peer sent before it went is still to be read, so the link ends in receive() only.
+// Data that the peer sent before it went is still to be read, so the link ends in receive() only.
 void Links::stop_sending(Link& link, int error) noexcept {
   link.broken = true;
   link.error = error;
@@ -212,7 +212,7 @@ void Links::poll(std::vector<LinkEvent>& events) {
   }
 }
 
-// One piece at a time, so that a peer that sends much does not keep the others waiting.
+// Reads one piece at a time, so that a peer that sends much does not keep the others waiting.
 void Links::receive(int32_t peer, std::vector<LinkEvent>& events) {
   Link& link = links_[peer];
   const ssize_t count =

@@ -1,5 +1,6 @@
-// One TCP connection to each rail peer, the ranks of the same local index on the other nodes. It carries
-// small control messages, and its end tells that a peer's process or host has gone. Rows never go here.
+// TCP connections, one to each rail peer, the ranks of the same local index on the other nodes. They carry
+// small control messages, and the end of one tells that a peer's process or host has gone. Rows never go
+// here.
 #pragma once
 
 #include <atomic>
@@ -30,9 +31,9 @@ struct LinkEvent {
 struct LinkOptions {
   JobId job;              ///< random, the same for all peers of one communicator and for nobody else
   int32_t self;           ///< own index: the node
-  int32_t peers;          ///< all of them, this one included
+  int32_t peers;          ///< number of peers, this one included
   std::string interface;  ///< name or numeric address, see transport/network_interface.hpp; empty: chosen
-  /// So long may a peer's host be out of reach before the link counts as lost. A stopped process whose
+  /// The time that a peer's host may be out of reach before the link counts as lost. A stopped process whose
   /// buffers are full of messages looks the same.
   double silence_seconds = 30;
 };
@@ -47,7 +48,7 @@ class Links {
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
-  /// Where peers reach this one, "10.0.0.3:4567".
+  /// Address at which peers reach this one, "10.0.0.3:4567".
   const std::string& endpoint() const { return endpoint_; }
 
   /// Connects to all peers, by their endpoint(); [self] is the own one. Everybody calls it, once. Then nobody

@@ -1,4 +1,4 @@
-// What travels on a link: one hello each way, then messages. Fixed sizes, little endian.
+// Messages of a link: one hello each way, then messages. Sizes are fixed, integers little endian.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ inline constexpr size_t kMessageBytes = 24;
 using MessageBytes = std::array<std::byte, kMessageBytes>;
 
 MessageBytes encode(const LinkMessage& message);
-/// Nothing if these bytes are no message.
+/// Decodes a message; returns nothing if these bytes are none.
 std::optional<LinkMessage> decode_message(std::span<const std::byte, kMessageBytes> bytes);
 
 inline constexpr uint32_t kLinkVersion = 1;
@@ -46,21 +46,21 @@ struct Hello {
 };
 
 inline constexpr size_t kHelloBytes = 48;
-/// So much of a hello, {magic, version, answer}, is the same in every version.
+/// Bytes of a hello, {magic, version, answer}, that are the same in every version.
 inline constexpr size_t kHelloFixedBytes = 16;
 using HelloBytes = std::array<std::byte, kHelloBytes>;
 
 HelloBytes encode(const Hello& hello);
-/// Of bytes that are whole and of this version.
+/// Decodes a hello that is whole and of this version.
 Hello decode_hello(const HelloBytes& bytes);
 
-/// What can be said of the first bytes of a connection, as early as it can be said.
+/// Verdict on the first bytes of a connection, as early as it is certain.
 enum class Opening { incomplete, whole, not_moecomm, other_version };
 Opening judge(std::span<const std::byte> received);
 /// The version of an `other_version` opening.
 uint32_t opening_version(std::span<const std::byte> received);
 
-/// For people: "another job". `from` and `to` are those of the hello that was refused.
+/// Text of a refusal for people, "another job". `from` and `to` are those of the hello that was refused.
 std::string refusal_text(Answer answer, int32_t from, int32_t to);
 
 }  // namespace moecomm::tcp
