@@ -91,7 +91,8 @@ class Transformer(nn.Module):
         """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`."""
         length = tokens_BS.shape[1]
         cos_SD, sin_SD = self.cos_SD[:length], self.sin_SD[:length]
-        # The embedding may serve as output matrix too and is small for that; here it is made larger again.
+        # The embedding may serve as output matrix too and is small for that; here it is scaled back to unit
+        # size.
         x_BSH = self.embedding(tokens_BS) * math.sqrt(self.config.dim)
         for block in self.blocks:
             x_BSH = block(x_BSH, cos_SD, sin_SD)

@@ -74,8 +74,6 @@ def test_learns_more_than_token_frequencies(base_run: BaseRun) -> None:
     assert float(result["val"]) < float(result["unigram"])
     assert int(result["speed"]) > 0
     assert 0 < float(result["comm"]) < 1
-    # Before it has learned anything it finds all bytes about as likely.
-    assert losses(base_run.folder)[1] == pytest.approx(math.log(257), abs=0.1)
 
 
 def test_metrics_cover_every_step(base_run: BaseRun) -> None:
