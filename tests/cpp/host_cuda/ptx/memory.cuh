@@ -5,8 +5,6 @@
 #include <atomic>
 #include <cstdint>
 
-#define __device__
-
 namespace moecomm::ptx {
 
 template <class T>
