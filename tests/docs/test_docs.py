@@ -327,7 +327,7 @@ def letters_on_cuda(
         (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, None),
         (72, 72, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (4, 2, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
-        (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float64, None),
+        (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float32, None),
         (7, 1, {"hidden": 2048, "top_k": 3, "max_tokens": 65}, torch.float32, None),
         (482, 1, {"hidden": 16, "top_k": 3, "max_tokens": 10000}, torch.bfloat16, "fp8"),
         (1024, 8, {"hidden": 7168, "top_k": 8, "max_tokens": 128}, torch.bfloat16, None),
