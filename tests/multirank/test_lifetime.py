@@ -42,7 +42,7 @@ def _names(rank: int, world_size: int) -> tuple[set[str], int]:
     """Returns the names that are new beside an open communicator, and how many windows it has mapped."""
     import moecomm
 
-    # A rank that lives on may still have windows of a test before this one.
+    gc.collect()  # a rank that lives on may still have windows of a test before this one
     before, mapped = shared_memory_names(), _mapped_windows()
     dist.barrier()
     with moecomm.Communicator(**CASE.communicator):
