@@ -3,7 +3,7 @@
     python tests/mutants.py                       # all of them: tens of builds and test runs
     python tests/mutants.py order router          # those whose names contain one of the words
     python tests/mutants.py --check               # only: does each still apply to the sources?
-    python tests/mutants.py --folder /tmp/copy    # keeps the copy and its build for the next time
+    python tests/mutants.py --folder build/mutants # keeps the copy and its build for the next time
 
 A mutant names a file, a text that occurs there once, what is put in its place, and the tests that look at
 it, as arguments of pytest. First every selection has to pass on the unchanged copy. Then each mutant is put
