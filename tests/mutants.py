@@ -30,7 +30,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 TEST_LIMIT_S, LIMIT_S = 120, 1200.0
-"""Of one test and of one selection of them: more is a hang, which a mutant may well cause."""
+"""Time limits of one test and of one selection of tests: a mutant may well cause a hang."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .plain_layer import PlainLayer, swiglu_experts
 
 Keep = Literal["all", "rows", "nothing"]
 Results = dict[str, Tensor]
-"""What a step returns, its result and gradients, by the names of verify."""
+"""The result and the gradients of a step, under the names that verify uses."""
 _PLACEHOLDER_FFN, _PLACEHOLDER_FP8 = 1, 16
 _POOL_MORE = 64 << 20  # bytes for pages that are not full
 # What this machine's torch cannot do in them is no failure of moecomm.

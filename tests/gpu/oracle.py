@@ -20,7 +20,7 @@ from tests.sizes import Sizes
 
 CHUNK = 8192  # tokens or rows that are checked at a time
 DTYPES = ("float32", "bfloat16", "float16")
-"""Those of rows on GPUs."""
+"""Dtypes that rows on GPUs can have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -350,7 +350,7 @@ QUICK: dict[str, tuple[Protocol, int]] = {
     "three ranks": (Protocol(ranks=3, always_brings=True, gives_up=False), 7417),
     "three ranks, of which none is lost": (Protocol(ranks=3, always_brings=True, loss=False), 39382),
 }
-"""What the tests search, and the number of states there (docs/protocol.md)."""
+"""The searches that the tests run, with the number of states of each (docs/protocol.md)."""
 
 MUTANTS: dict[str, tuple[Protocol, str]] = {
     "giving up does not wait": (Protocol(ranks=2, abandon_waits=False), "two ahead"),
