@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 if not __package__:  # started as a file: the folder above bench/ is not on the path yet
@@ -66,8 +65,7 @@ def execute(runs: Sequence[Run], folder: Path, limit: float, commit: str | None)
             continue
         while waiting and _together(batch[0], waiting[0]):
             batch.append(waiting.pop(0))
-        options = tuple(_options(run, folder, commit) for run in batch)
-        status = launch.run(partial(launch.ranks_main, options, left_s), options[0])
+        status = launch.run([_options(run, folder, commit) for run in batch], left_s)
         done = [run for run in batch if (folder / f"{run.name}.json").exists()]
         left = batch[len(done) :]
         if status == 130:

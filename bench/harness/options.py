@@ -9,16 +9,14 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
 
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
 PROGRAMS = (*OPERATIONS, LAYER)
 MOECOMM = "moecomm"  # the path of an operation that is moecomm's own
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-ROUTINGS = ("uniform", "zipf", "one-hot", "balanced", "trace")
+ROUTINGS = ("uniform", "zipf", "one-hot", "balanced")
 LAYER_ROUTINGS = ("uniform", "zipf", "balanced")
-KEPT_HANDLES = ("plain", "weighted")
 
 # Baselines of operations. What --baselines without a list leaves out: on one node those between nodes, and
 # ON_REQUEST: torch-symm takes all symmetric memory of its process, gloo-rows is nccl-rows on a CPU, and
@@ -86,51 +84,55 @@ class Point(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All options of a program in plain values, which are sent to the ranks and written into the record."""
+    """All options of a program in plain values, which are sent to the ranks and written into the record.
+
+    A field with a default is that of a flag that not every program has.
+    """
 
     program: str
+    command: str
     device: str  # cpu | cuda
     ranks: int
     shapes: tuple[Shape, ...]
     sizes: tuple[int, ...]  # tokens per rank, ascending
-    graph_tokens: int  # tokens per rank of the layer variants around graph replay; 0: none
     dtypes: tuple[str, ...]
-    routings: tuple[tuple[str, float | None], ...]  # kind and, of zipf, exponent
-    trace: str | None  # file of recorded ids
-    limit_nodes: int | None  # most nodes of a token
     num_sms: tuple[int | None, ...]  # None: moecomm's own choice
-    overlap_num_sms: int | None  # SMs of what travels beside a layer's products; None: moecomm's own choice
-    ranks_per_node: int | None  # None: found by the hosts
-    fabric_provider: str | None  # None: chosen
-    fabric_interface: str | None
-    layout: Literal["expert", "rank"]
-    alignment: int
-    capacity: int | str | None  # rows, "auto" or None
-    wire: str | None  # None: rows travel in their type; fp8
-    dequantize: bool
-    kept_handle: str | None  # None | plain | weighted
-    graph: bool
-    ids: str  # fresh | same
-    baselines: tuple[str, ...]
-    baselines_only: bool
-    variants: tuple[str, ...]  # of a layer
-    headroom: float
-    dense: tuple[int, int, int]
     iters: int
     warmup: int
     checks: int
-    recorded_steps: int
-    host_calls: int
     json: str | None
-    plot: str | None
-    timelines: str | None  # folder
     seed: int
     threads: int
     flush_bytes: int | None  # None: as large as the last-level cache
     timeout: float
     inject_error: bool
     commit: str | None
-    command: str
+    # of operations
+    routings: tuple[tuple[str, float | None], ...] = (("balanced", None),)  # kind and, of zipf, exponent
+    trace: str | None = None  # file of recorded ids
+    limit_nodes: int | None = None  # most nodes of a token
+    ranks_per_node: int | None = None  # None: found by the hosts
+    fabric_provider: str | None = None  # None: chosen
+    fabric_interface: str | None = None
+    layout: str = "expert"
+    alignment: int = 1
+    capacity: int | str | None = None  # rows, "auto" or None
+    wire: str | None = None  # None: rows travel in their type; fp8
+    dequantize: bool = True
+    kept_handle: str | None = None  # None | plain | weighted
+    graph: bool = False
+    ids: str = "fresh"  # fresh | same
+    baselines: tuple[str, ...] = ()
+    baselines_only: bool = False
+    plot: str | None = None
+    # of layers
+    variants: tuple[str, ...] = ()
+    graph_tokens: int = 0  # tokens per rank of the variants around graph replay; 0: none
+    overlap_num_sms: int | None = None  # SMs of what travels beside products; None: moecomm's own choice
+    headroom: float = 1.0
+    dense: tuple[int, int, int] | None = None
+    recorded_steps: int = 0
+    timelines: str | None = None  # folder
 
     @property
     def is_layer(self) -> bool:
@@ -155,14 +157,15 @@ class Options:
         for shape, sms, dtype, (routing, zipf), (tokens, graphs) in itertools.product(
             self.shapes, self.num_sms, self.dtypes, self.routings, sizes
         ):
-            more: dict[str, Any] = {
-                "dtype": dtype,
-                "tokens": tokens,
-                "routing": routing,
-                "zipf": zipf,
-                "num_sms": sms,
-            }
-            yield Point(**asdict(shape), **more, graphs=graphs)
+            yield Point(
+                **asdict(shape),
+                dtype=dtype,
+                tokens=tokens,
+                routing=routing,
+                zipf=zipf,
+                num_sms=sms,
+                graphs=graphs,
+            )
 
 
 def available_cores() -> int:

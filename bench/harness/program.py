@@ -22,6 +22,7 @@ from .path import CALL, NotMeasured, NotRun, Path, Verdict, Yardstick, attempt
 from .timing import Clock, CpuClock, CudaClock, Timing, measure, slowest, sum_over_ranks
 
 _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
+_HOST_CALLS, _HOST_CALLS_OF_LAYERS = 20, 5  # to time the CPU with
 _LAYER_LEAD_CYCLES = 10_000_000  # about 5 ms: longer than a step of a layer takes to issue
 
 Entry = Path | Yardstick | NotRun
@@ -197,9 +198,10 @@ class _Benchmark:
         return found if self.options.checks else {}
 
     def _host(self, path: Path, phase: str) -> float | None:
-        if self.options.host_calls == 0 or self.options.device == "cpu":
+        if self.options.device == "cpu":
             return None
-        took = self.clock.host(path, path.calls[phase], self.options.host_calls)
+        calls = _HOST_CALLS_OF_LAYERS if self.options.is_layer else _HOST_CALLS
+        took = self.clock.host(path, path.calls[phase], calls)
         return None if took is None else slowest([took])[0]
 
 
