@@ -2,15 +2,14 @@
 // immediate, sent straight by the library, no runtime around them. The ceiling that dispatch and combine
 // between nodes are held against, in the same run. One line of JSON a message size on standard output.
 //
-//   fabric_raw [--provider tcp] [--interface 127.0.0.1] [--sizes 64,7168,65536,1048576] [--in-flight 32]
-//              [--area 16777216] [--seconds 0.3] [--repeats 5] [--both]
+//   fabric_raw [--provider tcp] [--interface 127.0.0.1] [--sizes 64,65536,1048576] [--area 16777216]
+//              [--seconds 0.3]
 //
 // Messages leave from --area bytes of memory in turn, and arrive in as many: with few bytes all of them stay
 // in the caches, with many none does.
 //
-// A run posts as many writes as fit into `seconds`, and ends when the receiver has counted all immediates;
-// afterwards every byte is compared. --both: the two processes send to each other at once, and rates are
-// those of one direction.
+// The two processes send to each other at once; rates are those of one direction. A run posts as many writes
+// as fit into `seconds`, and ends when both have counted all immediates; afterwards every byte is compared.
 #include <rdma/fi_errno.h>
 #include <sched.h>
 #include <signal.h>
@@ -41,17 +40,16 @@ using namespace moecomm::fabric;
 
 namespace {
 
-constexpr double kHang = 60;        // seconds that one run may take
+constexpr double kHang = 60;   // seconds that one run may take
+constexpr int kInFlight = 32;  // writes posted and not yet done
+constexpr int kRepeats = 5;
 constexpr int64_t kIdlePolls = 64;  // in a row, before others get the core
 
 struct Options {
   ProviderOptions provider;
-  std::vector<int64_t> sizes{64, 7168, 65536, 262144, 1 << 20};
-  int in_flight = 32;
+  std::vector<int64_t> sizes{64, 65536, 1 << 20};
   int64_t area = 16 << 20;
   double seconds = 0.3;
-  int repeats = 5;
-  bool both = false;
 };
 
 /// What the two processes tell each other, beside the fabric.
@@ -107,7 +105,7 @@ class Bench {
                                         shared_.endpoint_address[other] + shared_.address_bytes[other]);
     peer_ = EndpointAddress::from_bytes(theirs);
     peer_address_ = endpoint_.insert(peer_.address);
-    contexts_.resize(static_cast<size_t>(options.in_flight));
+    contexts_.resize(kInFlight);
     for (fi_context2& context : contexts_) free_.push_back(&context);
   }
 
@@ -116,13 +114,13 @@ class Bench {
     timed(4096, 64);  // connects
     for (int64_t size : options_.sizes) {
       // Doubled until a run is long enough to tell the rate by; never fewer then: one slow run says little.
-      int64_t count = std::max<int64_t>(2 * options_.in_flight, 64);
+      int64_t count = 2 * kInFlight;
       double trial = timed(size, count);
       while (trial < options_.seconds / 4) trial = timed(size, count *= 2);
       const double longer = std::max(1.0, options_.seconds / trial);
       count = static_cast<int64_t>(static_cast<double>(count) * longer);
       std::vector<double> seconds;
-      for (int repeat = 0; repeat < options_.repeats; ++repeat) seconds.push_back(timed(size, count));
+      for (int repeat = 0; repeat < kRepeats; ++repeat) seconds.push_back(timed(size, count));
       print(size, count, seconds);
     }
     shared_.count = 0;
@@ -198,22 +196,20 @@ class Bench {
     }
   }
 
-  /// One run of `count` messages from process 0 to process 1, and back if --both. Returns seconds until the
-  /// last of them was counted by its receiver.
+  /// One run of `count` messages each way. Returns seconds until the last of them was counted by its
+  /// receiver.
   double run(int64_t size, int64_t count) {
-    const bool sends = options_.both || index_ == 0, receives = options_.both || index_ == 1;
     const int64_t places = area_ / size;
     completed_ = arrived_ = 0;
     ++runs_;
-    if (receives) std::memset(target_, 0x5a, static_cast<size_t>(area_));
+    std::memset(target_, 0x5a, static_cast<size_t>(area_));
     barrier();
     const Deadline deadline{std::chrono::duration<double>(kHang + 20 * options_.seconds)};
     const auto start = Clock::now();
     int64_t posted = 0;
     int64_t turns = 0;
-    const int64_t to_send = sends ? count : 0, to_receive = receives ? count : 0;
-    while (completed_ < to_send || arrived_ < to_receive) {
-      while (posted < to_send && !free_.empty()) {
+    while (completed_ < count || arrived_ < count) {
+      while (posted < count && !free_.empty()) {
         const int64_t offset = posted % places * size;
         const ssize_t status = endpoint_.write(source_ + offset, static_cast<size_t>(size), descriptor_,
                                                static_cast<uint32_t>(runs_), peer_address_,
@@ -228,19 +224,17 @@ class Bench {
       if ((++turns & 1023) != 0) continue;
       if (shared_.failed) std::exit(1);
       if (deadline.passed())
-        fail("a run stopped: " + std::to_string(completed_) + " of " + std::to_string(to_send) + " sent, " +
-             std::to_string(arrived_) + " of " + std::to_string(to_receive) + " arrived");
+        fail("a run stopped: of " + std::to_string(count) + " messages " + std::to_string(completed_) +
+             " were sent, " + std::to_string(arrived_) + " arrived");
     }
     shared_.finished[index_] = runs_;
     wait([&] { return shared_.finished[1 - index_] >= runs_; }, "the end of a run");
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     barrier();
-    if (arrived_ != to_receive) fail("more immediates arrived than were sent");
-    if (receives) {
-      const int64_t written = std::min(count, places) * size;
-      if (std::memcmp(target_, expected_.data(), static_cast<size_t>(written)) != 0)
-        fail("other bytes arrived than were sent");
-    }
+    if (arrived_ != count) fail("more immediates arrived than were sent");
+    const int64_t written = std::min(count, places) * size;
+    if (std::memcmp(target_, expected_.data(), static_cast<size_t>(written)) != 0)
+      fail("other bytes arrived than were sent");
     return seconds;
   }
 
@@ -254,13 +248,12 @@ class Bench {
     std::printf(
         "{\"provider\": \"%s\", \"version\": \"%s\", \"interface\": \"%s\", \"address\": \"%s\", \"bytes\": "
         "%lld, "
-        "\"in_flight\": %d, \"area\": %lld, \"both\": %s, \"messages\": %lld, \"repeats\": %zu, "
+        "\"in_flight\": %d, \"area\": %lld, \"both\": true, \"messages\": %lld, \"repeats\": %zu, "
         "\"gb_per_s\": %.4f, "
         "\"gb_per_s_min\": %.4f, \"gb_per_s_max\": %.4f, \"messages_per_s\": %.0f}\n",
         offer.provider.c_str(), library().version_text().c_str(), offer.domain.c_str(), offer.address.c_str(),
-        static_cast<long long>(size), options_.in_flight, static_cast<long long>(area_),
-        options_.both ? "true" : "false", static_cast<long long>(count), seconds.size(), rate(median),
-        rate(seconds.back()), rate(seconds.front()), total / median);
+        static_cast<long long>(size), kInFlight, static_cast<long long>(area_), static_cast<long long>(count),
+        seconds.size(), rate(median), rate(seconds.back()), rate(seconds.front()), total / median);
     std::fflush(stdout);
   }
 
@@ -309,16 +302,10 @@ Options parse(int argc, char** argv) {
         if (options.sizes.back() < 1) fail("--sizes: '" + list + "' will not do");
         at = comma + 1;
       }
-    } else if (name == "--in-flight") {
-      options.in_flight = static_cast<int>(number(1));
     } else if (name == "--area") {
       options.area = static_cast<int64_t>(number(1));
     } else if (name == "--seconds") {
       options.seconds = number(1e-3);
-    } else if (name == "--repeats") {
-      options.repeats = static_cast<int>(number(1));
-    } else if (name == "--both") {
-      options.both = true;
     } else {
       fail("unknown option " + name + " (see the head of bench/fabric_raw.cpp)");
     }

@@ -3,9 +3,9 @@
 // it, what a provider costs is not (bench/fabric_raw.cpp). One line of JSON a kind of command and number of
 // producers on standard output.
 //
-//   proxy_rate [--producers 1,2] [--nodes 2] [--rows 64] [--seconds 0.3] [--repeats 5]
+//   proxy_rate [SECONDS]     of a run, 0.3 without
 //
-// Kinds: rows: a command a row, `rows` of them make a put. chunks: a command a put of rows. For both a
+// Kinds: rows: a command a row, 64 of them make a put. chunks: a command a put of rows. For both a
 // producer waits until the staging slot that it wants is free again, as ranks do. pieces: a command a put
 // that has no slot, as ids travel. A run ends when the last put has been made; puts and bytes have to be
 // those that the commands ask for.
@@ -37,6 +37,10 @@ constexpr auto kGlance = std::chrono::microseconds(50);
 constexpr int32_t kTopK = 8;
 constexpr int64_t kHidden = 7168, kTokens = 4096;  // bfloat16: chunks of 256 rows
 constexpr int64_t kSlots = WindowLayout::kStagingChunks;
+constexpr int32_t kNodes = 2;
+constexpr int64_t kRows = 64;  // of a put of single rows
+constexpr int kProducers[] = {1, 2};
+constexpr int kRepeats = 5;
 
 enum class Kind { rows, chunks, pieces };
 constexpr Kind kKinds[] = {Kind::rows, Kind::chunks, Kind::pieces};
@@ -44,14 +48,6 @@ constexpr Kind kKinds[] = {Kind::rows, Kind::chunks, Kind::pieces};
 const char* name_of(Kind kind) {
   return kind == Kind::rows ? "rows" : kind == Kind::chunks ? "chunks" : "pieces";
 }
-
-struct Options {
-  std::vector<int> producers{1, 2};
-  int32_t nodes = 2;
-  int64_t rows = 64;
-  double seconds = 0.3;
-  int repeats = 5;
-};
 
 [[noreturn]] void fail(const std::string& text) {
   std::fprintf(stderr, "proxy_rate: %s\n", text.c_str());
@@ -125,11 +121,9 @@ void produce(Proxy& proxy, const WindowShape& shape, Kind kind, int64_t puts, in
 
 class Bench {
  public:
-  explicit Bench(const Options& options)
-      : options_(options),
-        layout_(WindowLayout::make({options.nodes, kTopK, kHidden, kTokens, DType::bfloat16, 1})) {
-    if (options.rows > layout_.shape.chunk_rows())
-      fail("--rows: a chunk has at most " + std::to_string(layout_.shape.chunk_rows()) + " rows");
+  explicit Bench(double seconds)
+      : seconds_(seconds),
+        layout_(WindowLayout::make({kNodes, kTopK, kHidden, kTokens, DType::bfloat16, 1})) {
     // Address space: no row is ever touched.
     void* mapped = mmap(nullptr, static_cast<size_t>(layout_.total_bytes), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -138,8 +132,8 @@ class Bench {
     signals_ = std::make_unique<shm::Signals>(layout_, std::vector<std::byte*>{base}, 0,
                                               std::vector<int64_t>{getpid()}, kHang, 1);
     std::vector<std::string> endpoints;
-    for (int32_t node = 0; node < options.nodes; ++node) {
-      links_.push_back(std::make_unique<tcp::Links>(tcp::LinkOptions{{}, node, options.nodes, "127.0.0.1"}));
+    for (int32_t node = 0; node < kNodes; ++node) {
+      links_.push_back(std::make_unique<tcp::Links>(tcp::LinkOptions{{}, node, kNodes, "127.0.0.1"}));
       endpoints.push_back(links_.back()->endpoint());
     }
     std::vector<std::thread> connecting;
@@ -160,24 +154,24 @@ class Bench {
 
   void measure() {
     for (const Kind kind : kKinds)
-      for (const int producers : options_.producers) measure(kind, producers);
+      for (const int producers : kProducers) measure(kind, producers);
   }
 
  private:
   void measure(Kind kind, int producers) {
     int64_t puts = 256;
     double trial = run(kind, producers, puts);
-    while (trial < options_.seconds / 4) trial = run(kind, producers, puts *= 2);
-    puts = static_cast<int64_t>(static_cast<double>(puts) * std::max(1.0, options_.seconds / trial));
+    while (trial < seconds_ / 4) trial = run(kind, producers, puts *= 2);
+    puts = static_cast<int64_t>(static_cast<double>(puts) * std::max(1.0, seconds_ / trial));
     std::vector<double> seconds;
-    for (int repeat = 0; repeat < options_.repeats; ++repeat) seconds.push_back(run(kind, producers, puts));
+    for (int repeat = 0; repeat < kRepeats; ++repeat) seconds.push_back(run(kind, producers, puts));
     print(kind, producers, puts, std::move(seconds));
   }
 
   /// Every producer asks for `puts` puts. Returns the seconds until all of them have been made.
   double run(Kind kind, int producers, int64_t puts) {
     const int64_t total = puts * producers, share = kSlots / producers;
-    const int64_t rows = kind == Kind::rows ? options_.rows : layout_.shape.chunk_rows();
+    const int64_t rows = kind == Kind::rows ? kRows : layout_.shape.chunk_rows();
     const int64_t bytes = kind == Kind::pieces ? kPiece : rows * layout_.shape.row_bytes();
     WireStats& stats = proxy_->stats();
     stats.reset();
@@ -224,19 +218,19 @@ class Bench {
     const size_t half = seconds.size() / 2;
     const double median = seconds.size() % 2 == 1 ? seconds[half] : (seconds[half - 1] + seconds[half]) / 2;
     const int64_t all_puts = puts * producers;
-    const int64_t a_put = kind == Kind::rows ? options_.rows : 1;
+    const int64_t a_put = kind == Kind::rows ? kRows : 1;
     const auto commands = static_cast<double>(all_puts * a_put);
     std::printf(
         "{\"kind\": \"%s\", \"producers\": %d, \"nodes\": %d, \"commands_a_put\": %lld, \"commands\": %.0f, "
         "\"repeats\": %zu, \"commands_per_s\": %.0f, \"commands_per_s_min\": %.0f, \"commands_per_s_max\": "
         "%.0f, \"puts_per_s\": %.0f}\n",
-        name_of(kind), producers, options_.nodes, static_cast<long long>(a_put), commands, seconds.size(),
+        name_of(kind), producers, kNodes, static_cast<long long>(a_put), commands, seconds.size(),
         commands / median, commands / seconds.back(), commands / seconds.front(),
         static_cast<double>(all_puts) / median);
     std::fflush(stdout);
   }
 
-  const Options options_;
+  const double seconds_;
   const WindowLayout layout_;
   std::unique_ptr<shm::Signals> signals_;
   std::vector<std::unique_ptr<tcp::Links>> links_;
@@ -245,51 +239,13 @@ class Bench {
   std::vector<uint64_t> uses_ = std::vector<uint64_t>(kSlots, 0);  // of the staging slots
 };
 
-Options parse(int argc, char** argv) {
-  Options options;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) fail(name + " needs a value");
-      return argv[++i];
-    };
-    const auto number = [&](const std::string& text, double least, double most) {
-      char* end = nullptr;
-      const double parsed = std::strtod(text.c_str(), &end);
-      if (text.empty() || *end != 0 || !(parsed >= least && parsed <= most))
-        fail(name + ": '" + text + "' will not do");
-      return parsed;
-    };
-    if (name == "--producers") {
-      options.producers.clear();
-      const std::string list = value();
-      for (size_t at = 0; at <= list.size();) {
-        const size_t comma = std::min(list.find(',', at), list.size());
-        options.producers.push_back(
-            static_cast<int>(number(list.substr(at, comma - at), 1, static_cast<double>(kSlots))));
-        at = comma + 1;
-      }
-    } else if (name == "--nodes") {
-      options.nodes = static_cast<int32_t>(number(value(), 2, 64));
-    } else if (name == "--rows") {
-      options.rows = static_cast<int64_t>(number(value(), 1, 65535));
-    } else if (name == "--seconds") {
-      options.seconds = number(value(), 1e-3, kHang / 4);
-    } else if (name == "--repeats") {
-      options.repeats = static_cast<int>(number(value(), 1, 1000));
-    } else {
-      fail("unknown option " + name + " (see the head of bench/proxy_rate.cpp)");
-    }
-  }
-  return options;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  const Options options = parse(argc, argv);
+  const double seconds = argc == 2 ? std::atof(argv[1]) : argc == 1 ? 0.3 : 0;
+  if (!(seconds > 0 && seconds <= kHang / 4)) fail("one argument at most, the seconds of a run, up to 15");
   try {
-    Bench(options).measure();
+    Bench(seconds).measure();
   } catch (const Error& error) {
     fail(error.what());
   }

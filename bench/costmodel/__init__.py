@@ -11,25 +11,21 @@ docs/model.md. Nothing here needs a GPU, a network or torch.
 
 from __future__ import annotations
 
-from bench.costmodel.fitting import Line, fit
 from bench.costmodel.machine import MACHINES, Machine
 from bench.costmodel.predict import Operation, Prediction, Stage, predict
 from bench.costmodel.shape import MODELS, Shape
-from bench.costmodel.traffic import Traffic, count, expected, expected_owners
+from bench.costmodel.traffic import Traffic, expected, expected_owners
 
 __all__ = [
     "MACHINES",
     "MODELS",
-    "Line",
     "Machine",
     "Operation",
     "Prediction",
     "Shape",
     "Stage",
     "Traffic",
-    "count",
     "expected",
     "expected_owners",
-    "fit",
     "predict",
 ]

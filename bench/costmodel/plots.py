@@ -256,32 +256,26 @@ FIGURES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def draw(folder: Path, names: Sequence[str]) -> None:
-    """Writes `names` as SVG files into `folder`."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draws all pictures as SVG files."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    # Text stays text, which is small, and ids do not change from run to run.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moecomm"}):
-        for name in names:
-            figure = FIGURES[name](pyplot)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            pyplot.close(figure)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draws all pictures, or those that are named."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.costmodel.plots", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="default docs/results")
-    parser.add_argument("--only", choices=FIGURES, nargs="+", default=list(FIGURES), help="some of them")
-    given = parser.parse_args(arguments)
-    given.into.mkdir(parents=True, exist_ok=True)
-    draw(given.into, given.only)
-    print(f"written: {', '.join(f'{name}.svg' for name in given.only)} into {given.into}")
+    folder: Path = parser.parse_args(arguments).into
+    folder.mkdir(parents=True, exist_ok=True)
+    # Text stays text, which is small, and ids do not change from run to run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moecomm"}):
+        for name, make in FIGURES.items():
+            figure = make(pyplot)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            pyplot.close(figure)
+    print(f"written: {', '.join(f'{name}.svg' for name in FIGURES)} into {folder}")
     return 0
 
 

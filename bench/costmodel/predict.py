@@ -73,10 +73,8 @@ class Prediction:
         )
 
 
-def predict(machine: Machine, shape: Shape, traffic: Traffic | None = None) -> Prediction:
-    """Times of one dispatch and one combine of `shape` on `machine`.
-
-    traffic: rows of a rank, `count(shape, ids)` for given ids; None is `expected(shape)`, random routing.
+def predict(machine: Machine, shape: Shape) -> Prediction:
+    """Times of one dispatch and one combine of `shape` on `machine`, with random routing.
 
     Every stage is an alpha-beta term with a bound by rate beside it:
 
@@ -93,17 +91,9 @@ def predict(machine: Machine, shape: Shape, traffic: Traffic | None = None) -> P
         dispatch = fixed + latency + metadata + flow(staging, wire, pull after plan)
         combine  = fixed + latency + records  + flow(reduce, relay sum, staging, wire, home sum)
 
-    On one node nothing but fixed, pull, reduce and home sum is left.
-
-    Example, 2 nodes of 2 ranks, 1000 tokens of 1024 bytes, top-1 of 4 experts, puts of up to 51200 bytes, on
-    a machine with 10 GB/s a rail, 100 GB/s within a node, 1000 GB/s memory, 50 GB/s staging, no rates for
-    puts and commands, 10 us fixed and 7 us latency. A token needs 0.5 other nodes, so a rank sends 500 rows:
-    512000 bytes, 10 puts of 50 rows, 51.2 us on the wire. It needs 1000 rows, 500 of them from the other rank
-    of its node: 5.12 us of pull. Ids and weights are 8576 bytes, 0.86 us; the other node's ids are
-    8000 bytes, 0.08 us of plan; staging takes 10.24 us. flow = 51.2 + (10.24 + 5.12) / 10 = 52.736, and
-    the dispatch takes 10 + 7 + 0.8576 + 52.736 = 70.59 us, held by the NIC.
+    On one node nothing but fixed, pull, reduce and home sum is left. docs/model.md has a worked example.
     """
-    traffic = expected(shape) if traffic is None else traffic
+    traffic = expected(shape)
     return Prediction(
         shape=shape,
         traffic=traffic,

@@ -1,35 +1,26 @@
-"""Rows that a rank sends, receives and adds: expected for random routing, or counted from ids."""
+"""Rows that a rank sends, receives and adds, expected for random routing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from bench.costmodel.shape import Shape
-from moecomm import InvalidArgument, InvalidRouting
-
-Counts = npt.NDArray[np.int64]
+from moecomm import InvalidArgument
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Rows of one rank in a dispatch, and so, backwards, in a combine.
 
-    `expected` gives the mean rank of random routing. `count` gives in each field the rank that has most of
-    it: the slowest rank decides when an exchange is done. A row here is one (source, token) pair unless said
-    otherwise.
+    A row here is one (source, token) pair unless said otherwise.
     """
 
     nodes_per_token: float
-    """Different nodes that a token's experts are on, its own among them; a mean in any case."""
+    """Different nodes that a token's experts are on, its own among them."""
     ranks_per_token: float
-    """Different ranks, its own among them; a mean in any case."""
+    """Different ranks, its own among them."""
     sent_rows: float
     """Over the rail in a dispatch: once for each other node that needs the token."""
     received_rows: float
@@ -134,93 +125,6 @@ def _untouched(overlaps: tuple[int, ...], groups: int, chosen: int, size: int, t
     return favourable / (math.comb(groups, chosen) * math.comb(within, top_k))
 
 
-def count(shape: Shape, ids: Sequence[Any] | npt.NDArray[Any]) -> Traffic:
-    """Counts ids: one array (T, K) of integers a rank, -1 for none; ranks may have different numbers of
-    tokens, which go before shape.tokens.
-
-    Raises InvalidRouting for ids out of range or twice in a token, InvalidArgument for another number of
-    ranks or another top-k.
-    """
-    nodes, local, ranks = shape.nodes, shape.ranks_per_node, shape.ranks
-    if len(ids) != ranks:
-        raise InvalidArgument(f"ids are of {len(ids)} ranks, must be of {ranks}")
-    need_RR = np.zeros((ranks, ranks), dtype=np.int64)  # tokens of a rank that another one needs
-    need_RN = np.zeros((ranks, nodes), dtype=np.int64)
-    pairs_RR = np.zeros((ranks, ranks), dtype=np.int64)  # (token, expert) pairs
-    tokens = 0
-    for rank, own in enumerate(ids):
-        ids_TK = _checked(shape, rank, own)
-        tokens += len(ids_TK)
-        token_T1 = np.arange(len(ids_TK))[:, None]
-        valid_TK = ids_TK >= 0
-        owner_TK = ids_TK // (shape.experts // ranks)
-        pairs_RR[rank] = np.bincount(owner_TK[valid_TK], minlength=ranks)
-        need_RR[rank] = _distinct(token_T1, owner_TK, valid_TK, ranks)
-        need_RN[rank] = _distinct(token_T1, owner_TK // local, valid_TK, nodes)
-
-    # By (node, local rank) of the source, then of the destination.
-    need_NLNL = need_RR.reshape(nodes, local, nodes, local)
-    need_NLN = need_RN.reshape(nodes, local, nodes)
-    own_node = np.eye(nodes, dtype=bool)
-    rail_NLN = np.where(own_node[:, None, :], 0, need_NLN)
-    own_RR = np.eye(ranks, dtype=bool)
-    # In node n, local rank a's memory has what sources of rail a publish or relay there; q pulls from it.
-    at_NLL = np.einsum("maNq->Naq", need_NLNL)  # (node, rail of the source, local rank that needs it)
-    at_NLL = np.where(np.eye(local, dtype=bool)[None], 0, at_NLL)
-    pulled_NL, served_NL = at_NLL.sum(axis=1), at_NLL.sum(axis=2)
-    remote_NLNL = np.where(own_node[:, None, :, None], 0, need_NLNL)
-    relay_NL = np.einsum("maNq->Na", remote_NLNL)
-    within_NLNL = np.where(own_node[:, None, :, None], need_NLNL, 0).reshape(ranks, ranks)
-    home_R = np.where(own_RR, 0, within_NLNL).sum(axis=1) + rail_NLN.reshape(ranks, nodes).sum(axis=1)
-    most = max(tokens, 1)
-    return Traffic(
-        nodes_per_token=float(need_RN.sum() / most),
-        ranks_per_token=float(need_RR.sum() / most),
-        sent_rows=_most(rail_NLN.sum(axis=2)),
-        received_rows=_most(rail_NLN.sum(axis=0)),
-        sent_puts=_most(_puts(rail_NLN, shape.chunk_rows(shape.wire_row_bytes)).sum(axis=2)),
-        returned_puts=_most(_puts(rail_NLN, shape.chunk_rows(shape.row_bytes)).sum(axis=0)),
-        needed_rows=_most(need_RR.sum(axis=0)),
-        foreign_rows=_most(np.where(own_RR, 0, need_RR).sum(axis=0)),
-        link_rows=max(_most(pulled_NL), _most(served_NL)),
-        relay_rows=_most(relay_NL),
-        home_rows=_most(home_R),
-        expert_rows=_most(pairs_RR.sum(axis=0)),
-        foreign_expert_rows=_most(np.where(own_RR, 0, pairs_RR).sum(axis=0)),
-    )
-
-
-def _checked(shape: Shape, rank: int, own: Any) -> Counts:
-    ids_TK = np.asarray(own)
-    if ids_TK.ndim != 2 or ids_TK.shape[1] != shape.top_k or not np.issubdtype(ids_TK.dtype, np.integer):
-        raise InvalidArgument(
-            f"ids of rank {rank} are {ids_TK.dtype} of shape {ids_TK.shape}, must be integers "
-            f"(tokens, top_k={shape.top_k})"
-        )
-    if ids_TK.size and (ids_TK.min() < -1 or ids_TK.max() >= shape.experts):
-        raise InvalidRouting(
-            f"ids of rank {rank} are {ids_TK.min()} .. {ids_TK.max()}, must be -1 .. {shape.experts - 1}"
-        )
-    ordered = np.sort(ids_TK, axis=1)
-    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
-        raise InvalidRouting(f"ids of rank {rank} name an expert twice in a token")
-    return ids_TK.astype(np.int64)
-
-
-def _distinct(token_T1: Counts, owner_TK: Counts, valid_TK: npt.NDArray[np.bool_], owners: int) -> Counts:
-    """Counts the tokens that need each owner: (owners,) int64."""
-    pairs = np.unique((token_T1 * owners + owner_TK)[valid_TK])
-    return np.bincount(pairs % owners, minlength=owners).astype(np.int64)
-
-
-def _puts(rows: Counts, chunk_rows: int) -> Counts:
-    return -(-rows // chunk_rows)
-
-
 def _pieces(rows: float, chunk_rows: int) -> float:
     # A mean a hair above a whole number of chunks is one by rounding.
     return float(math.ceil(rows / chunk_rows - 1e-9))
-
-
-def _most(values: Counts) -> float:
-    return float(values.max())

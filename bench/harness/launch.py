@@ -1,8 +1,7 @@
 """Ranks of a benchmark: started here on one host, or joined when torchrun has started them.
 
-torch.multiprocessing starts them, ends the others when one fails, and has the kernel end them with the process
-that started them. That process hosts the rendezvous store on a port that the system picks, so that two
-benchmarks never collide.
+torch.multiprocessing starts them, ends the others when one fails, and has the kernel end them with their
+parent. The parent hosts the rendezvous store, on a port that the system picks.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def run(plan: Sequence[Options], limit_s: float | None = None) -> int:
 
 
 def _start(plan: Sequence[Options], limit_s: float | None) -> int:
-    from torch import multiprocessing
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
     options = plan[0]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -50,13 +49,13 @@ def _start(plan: Sequence[Options], limit_s: float | None) -> int:
     name = f"{options.program}_perf.py"
     started = None
     try:
-        started = multiprocessing.start_processes(
+        started = start_processes(
             _child, (plan, limit_s, store.port), options.ranks, join=False, start_method="spawn"
         )
         while not started.join(grace_period=_GRACE_S):
             pass
         return 0
-    except multiprocessing.ProcessExitedException as problem:  # what made a rank fail, it has said itself
+    except ProcessExitedException as problem:  # what made a rank fail, it has said itself
         if problem.signal_name is not None:
             print(f"{name}: rank {problem.error_index} died of {problem.signal_name}", file=sys.stderr)
         return 1

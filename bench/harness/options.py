@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
@@ -114,7 +115,7 @@ class Options:
     ranks_per_node: int | None = None  # None: found by the hosts
     fabric_provider: str | None = None  # None: chosen
     fabric_interface: str | None = None
-    layout: str = "expert"
+    layout: Literal["expert", "rank"] = "expert"
     alignment: int = 1
     capacity: int | str | None = None  # rows, "auto" or None
     wire: str | None = None  # None: rows travel in their type; fp8
@@ -130,7 +131,7 @@ class Options:
     graph_tokens: int = 0  # tokens per rank of the variants around graph replay; 0: none
     overlap_num_sms: int | None = None  # SMs of what travels beside products; None: moecomm's own choice
     headroom: float = 1.0
-    dense: tuple[int, int, int] | None = None
+    dense: tuple[int, int, int] = (1, 1, 1)
     recorded_steps: int = 0
     timelines: str | None = None  # folder
 

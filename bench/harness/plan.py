@@ -208,6 +208,6 @@ def nodes_cuda(gpus: int, providers: Sequence[str], iters: int, warmup: int) -> 
 
 def _natives(providers: Sequence[str]) -> list[Run]:
     """The providers over message sizes, and the proxy."""
-    sizes = "--both --sizes 64,4096,65536,524288,1048576,4194304"
+    sizes = "--sizes 64,4096,65536,524288,1048576,4194304"
     raw = [_run(f"nodes-raw-{each}", "fabric_raw", f"--provider {each} {sizes}") for each in providers]
     return [*raw, _run("nodes-proxy", "proxy_rate", "", quick=True)]
