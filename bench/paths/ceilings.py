@@ -1,4 +1,4 @@
-"""Ceilings of the links: the rows that have to cross between ranks, moved without any other work.
+"""Ceilings: the rows that have to cross between ranks, moved without any other work, and plain copies.
 
 Every rank sends each other rank as many rows as the operation does, as contiguous blocks: by the copy
 engines, by a kernel of bulk copies (push.cu), or by a bare all_to_all_single.
@@ -6,6 +6,7 @@ engines, by a kernel of bulk copies (push.cu), or by a bare all_to_all_single.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +208,28 @@ def bare_rows_path(case: Case) -> Path:
 
     backend = "nccl" if blocks.device.type == "cuda" else "gloo"
     return Path(name=f"{backend}-rows", calls={CALL: call}, check=blocks.checker(call, arrived, spread=False))
+
+
+def memcpy_path(case: Case, clock: Clock) -> Path:
+    """A copy of as many bytes as the operation gives this rank, into memory on its own device.
+
+    Nothing that ends with these bytes in ordinary memory can be faster than writing them. On the CPU it is
+    the faster of torch's copy_ and libc's memmove, chosen by a short trial on all ranks.
+    """
+    source = torch.empty(case.useful_R[case.rank], dtype=torch.uint8, device=case.device)
+    target = torch.empty_like(source)
+    copies: dict[str, Callable[[], object]] = {"torch.Tensor.copy_": lambda: target.copy_(source)}
+    if case.device.type == "cpu":
+        copies["memmove"] = lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+
+    def check(round: int) -> Verdict:
+        source.copy_(payload(case.options.seed, round, case.rank, case.rank, source.numel(), case.device))
+        target.zero_()  # no byte of a payload is
+        copies[note]()
+        case.maybe_corrupt(target)
+        return Verdict(int(torch.count_nonzero(target != source)))
+
+    for each in (source, target):
+        each.fill_(1)  # so that all pages are there
+    note = fastest(copies, clock)
+    return Path(name="memcpy", calls={CALL: copies[note]}, check=check, remote=False, note=note)

@@ -67,198 +67,182 @@ class Captured:
         return self.result
 
 
-class _Own:
-    """Communicator, case and inputs that the moecomm paths of one case share."""
-
-    def __init__(self, comm: moecomm.Communicator, case: Case) -> None:
-        self.comm, self.case = comm, case
-        self.load = case.load
-        self.load(0)
-
-    def dispatch(self) -> moecomm.DispatchOutput:
-        case, options = self.case, self.case.options
-        return self.comm.dispatch(
-            case.x_TH,
-            case.topk_idx_TK,
-            case.weights_TK,
-            layout=options.layout,
-            alignment=options.alignment,
-            capacity=case.capacity,
-            dequantize=options.dequantize,
-        )
-
-    def wrong(self, got: Received, wire: str | None = None) -> int:
-        """Wrong values of a dispatch of this round's data."""
-        case = self.case
-        return verify.wrong_dispatch(got, case.rows, case.key, case.point.topk, case.capacity, wire)
-
-    def wrong_output(self, out: moecomm.DispatchOutput) -> int:
-        """Wrong values of all that a dispatch returns."""
-        received = Received(
-            tokens=out.tokens,
-            scales=out.scales,
-            offsets=out.offsets,
-            weights=out.weights,
-            counts=out.tokens_per_expert,
-            topk_idx=out.topk_idx,
-            overflow=int(out.overflow),
-        )
-        return self.wrong(received, self.case.options.wire)
-
-    def settle(self) -> None:
-        """Waits for the device; raises what it found, instead of timing a cut-off result."""
-        if self.case.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.comm.check()
-
-    def poison_scratch(self, rows: int | None = None) -> None:
-        """Poisons memory as large as a result and lets it go: the allocator may hand it out again."""
-        case = self.case
-        count = case.capacity or case.rows.num_rows if rows is None else rows
-        poison(torch.empty(count, case.point.hidden, dtype=case.dtype, device=case.device))
-
-    def captured(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The call, or with --graph its replay."""
-        return Captured(call).replay if self.case.options.graph else call
-
-    def path(self, call: Callable[[], object], check: Callable[[int], int], **more: Any) -> Path:
-        """The path of a call. Only a dropless dispatch waits for the GPU within the call."""
-        case, options = self.case, self.case.options
-        sms = case.point.num_sms
-        if case.device.type == "cuda" and sms is None and (said := re.search(r"(\d+) SMs", repr(self.comm))):
-            sms = int(said[1])  # what the communicator says of its own choice
-        return Path(
-            name=MOECOMM,
-            calls={CALL: call},
-            check=lambda round: Verdict(check(round)),
-            own=True,
-            sms=sms,
-            blocks=case.capacity is None and options.program != "combine" and not options.kept_handle,
-            waited=lambda: self.comm.stats().get("host_wait_seconds", 0.0),
-            **more,
-        )
-
-
 def make_path(comm: moecomm.Communicator, case: Case) -> Path:
     """moecomm's path of the operation."""
-    own = _Own(comm, case)
     if case.options.kept_handle == "weighted":
-        return _weighted_kept_handle(own)
+        return _weighted_kept_handle(comm, case)
     if case.options.kept_handle == "plain":
-        return _kept_handle(own)
-    return _combine(own) if case.options.program == "combine" else _dispatch(own)
+        return _kept_handle(comm, case)
+    return (_combine if case.options.program == "combine" else _dispatch)(comm, case)
 
 
-def _dispatch(own: _Own) -> Path:
+def _dispatch(comm: moecomm.Communicator, case: Case) -> Path:
     """`comm.dispatch` of rows and weights."""
-    call = own.captured(own.dispatch)
-
-    def check(round: int) -> int:
-        own.load(round)
-        own.poison_scratch()
-        out = call()
-        own.settle()
-        own.case.maybe_corrupt(out.tokens)
-        wrong = own.wrong_output(out)
-        poison(out.tokens)
-        return wrong
-
-    return own.path(call, check, before=own.case.fresh_ids)
+    return _path(
+        comm,
+        case,
+        lambda: _dispatched(comm, case),
+        lambda out: _wrong_output(case, out),
+        blocks=case.capacity is None,  # only a dropless dispatch waits for the GPU within the call
+        before=case.fresh_ids,
+    )
 
 
-def _combine(own: _Own) -> Path:
+def _combine(comm: moecomm.Communicator, case: Case) -> Path:
     """`comm.combine` of rows laid out by an earlier dispatch; the expert layout hands over the weights that
     came along.
     """
-    case = own.case
+    by_expert = case.options.layout == "expert"
     state: dict[str, Any] = {}
 
     def prepare() -> int:
-        out = own.dispatch()
-        own.settle()
-        wrong = own.wrong_output(out)
+        out = _dispatched(comm, case)
+        _settle(comm, case)
+        wrong = _wrong_output(case, out)
         # The rows come from the independent layout, not from what was dispatched: combine is judged by
         # itself. A captured call reads them, and the weights, where they lay at the capture.
-        by_rank = case.rank if case.options.layout == "rank" else None
+        by_rank = None if by_expert else case.rank
         rows_PH = verify.answers(case.rows, case.key, out.tokens.shape[0], case.device, by_rank)
-        weights = out.weights if case.options.layout == "expert" else None
         if case.options.graph and state:
             state["rows_PH"].copy_(rows_PH)
-            if weights is not None:
-                state["weights"].copy_(weights)
+            if by_expert:
+                state["weights"].copy_(out.weights)
         else:
-            state.update(rows_PH=rows_PH, weights=weights, handle=out.handle)
+            state.update(rows_PH=rows_PH, weights=out.weights if by_expert else None, handle=out.handle)
         return wrong
 
     prepare()  # so that it can be captured, and timed also when checks are off
-    call = own.captured(lambda: own.comm.combine(state["rows_PH"], state["handle"], weights=state["weights"]))
-
-    def check(round: int) -> int:
-        own.load(round)
-        wrong = prepare()
-        own.poison_scratch(case.point.tokens)
-        y_TH = call()
-        own.settle()
-        case.maybe_corrupt(y_TH)
-        wrong += verify.wrong_combine(y_TH, case)
-        poison(y_TH)
-        return wrong
-
-    return own.path(call, check)
+    return _path(
+        comm,
+        case,
+        lambda: comm.combine(state["rows_PH"], state["handle"], weights=state["weights"]),
+        lambda y_TH: verify.wrong_combine(y_TH, case),
+        prepare=prepare,
+    )
 
 
-def _kept_handle(own: _Own) -> Path:
+def _kept_handle(comm: moecomm.Communicator, case: Case) -> Path:
     """The dispatch along a kept handle: the backward of combine, through torch.autograd.grad.
 
     The gradient of y = combine(rows) is, for each row, the row of its token in dy: a dispatch of dy, checked
     as one.
     """
-    made = own.dispatch()
+    made = _dispatched(comm, case)
     with torch.enable_grad():
         rows_PH = torch.zeros_like(made.tokens.detach(), requires_grad=True)
-        y_TH = own.comm.combine(rows_PH, made.handle)
-    call = own.captured(lambda: torch.autograd.grad(y_TH, rows_PH, own.case.x_TH, retain_graph=True)[0])
-
-    def check(round: int) -> int:
-        own.load(round)
-        own.poison_scratch()
-        grad_PH = call()
-        own.settle()
-        own.case.maybe_corrupt(grad_PH)
-        wrong = own.wrong(Received(tokens=grad_PH))
-        poison(grad_PH)
-        return wrong
-
-    return own.path(call, check)
+        y_TH = comm.combine(rows_PH, made.handle)
+    return _path(
+        comm,
+        case,
+        lambda: torch.autograd.grad(y_TH, rows_PH, case.x_TH, retain_graph=True),
+        lambda grads: _wrong(case, Received(tokens=grads[0])),
+    )
 
 
-def _weighted_kept_handle(own: _Own) -> Path:
+def _weighted_kept_handle(comm: moecomm.Communicator, case: Case) -> Path:
     """The backward of y = combine(rows, weights): the rows of dy, times the weights where they arrive, and
     there the product of two rows as each weight's gradient.
 
     Rows and weights are those of round 0 for good, dy is each round's.
     """
-    case = own.case
-    made, made_of = own.dispatch(), case.key
+    made, made_of = _dispatched(comm, case), case.key
     assert made.weights is not None
     rows_PH = verify.answers(case.rows, case.key, made.tokens.shape[0], case.device).requires_grad_()
     weights_P = made.weights.detach().requires_grad_()
     with torch.enable_grad():
-        y_TH = own.comm.combine(rows_PH, made.handle, weights=weights_P)
-    call = own.captured(
-        lambda: torch.autograd.grad(y_TH, (rows_PH, weights_P), own.case.x_TH, retain_graph=True)
+        y_TH = comm.combine(rows_PH, made.handle, weights=weights_P)
+    return _path(
+        comm,
+        case,
+        lambda: torch.autograd.grad(y_TH, (rows_PH, weights_P), case.x_TH, retain_graph=True),
+        lambda grads: verify.wrong_backward(
+            *grads, rows_PH.detach(), case.rows, case.key, made_of, case.point.topk
+        ),
     )
 
-    def check(round: int) -> int:
-        own.load(round)
-        own.poison_scratch()
-        grad_PH, grad_weights_P = call()
-        own.settle()
-        case.maybe_corrupt(grad_PH)
-        wrong = verify.wrong_backward(
-            grad_PH, grad_weights_P, rows_PH.detach(), case.rows, case.key, made_of, case.point.topk
-        )
-        poison(grad_PH, grad_weights_P)
-        return wrong
 
-    return own.path(call, check)
+# -- what all of them have in common -------------------------------------------------------------------------
+
+
+def _path(
+    comm: moecomm.Communicator,
+    case: Case,
+    call: Callable[[], Any],
+    wrong: Callable[[Any], int],
+    *,
+    prepare: Callable[[], int] = lambda: 0,
+    blocks: bool = False,
+    before: Callable[[], None] | None = None,
+) -> Path:
+    """The path of a call, or with --graph of its replay, whose result `wrong` counts the wrong values of;
+    `prepare` makes its inputs of those of the case, and counts, too.
+    """
+    timed = Captured(call).replay if case.options.graph else call
+
+    def check(round: int) -> Verdict:
+        case.load(round)
+        count = prepare()
+        # Memory that the allocator may well hand out for the result.
+        rows = case.point.tokens if case.options.program == "combine" else case.capacity or case.rows.num_rows
+        poison(torch.empty(rows, case.point.hidden, dtype=case.dtype, device=case.device))
+        result = timed()
+        _settle(comm, case)
+        tensors = (result.tokens,) if isinstance(result, moecomm.DispatchOutput) else result
+        tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        case.maybe_corrupt(tensors[0])
+        count += wrong(result)
+        poison(*tensors)
+        return Verdict(count)
+
+    sms = case.point.num_sms
+    if case.device.type == "cuda" and sms is None and (said := re.search(r"(\d+) SMs", repr(comm))):
+        sms = int(said[1])  # what the communicator says of its own choice
+    return Path(
+        name=MOECOMM,
+        calls={CALL: timed},
+        check=check,
+        before=before,
+        own=True,
+        sms=sms,
+        blocks=blocks,
+        waited=lambda: comm.stats().get("host_wait_seconds", 0.0),
+    )
+
+
+def _dispatched(comm: moecomm.Communicator, case: Case) -> moecomm.DispatchOutput:
+    options = case.options
+    return comm.dispatch(
+        case.x_TH,
+        case.topk_idx_TK,
+        case.weights_TK,
+        layout=options.layout,
+        alignment=options.alignment,
+        capacity=case.capacity,
+        dequantize=options.dequantize,
+    )
+
+
+def _settle(comm: moecomm.Communicator, case: Case) -> None:
+    """Waits for the device; raises what it found, instead of timing a cut-off result."""
+    if case.device.type == "cuda":
+        torch.cuda.synchronize()
+    comm.check()
+
+
+def _wrong(case: Case, got: Received, wire: str | None = None) -> int:
+    """Wrong values of a dispatch of this round's data."""
+    return verify.wrong_dispatch(got, case.rows, case.key, case.point.topk, case.capacity, wire)
+
+
+def _wrong_output(case: Case, out: moecomm.DispatchOutput) -> int:
+    """Wrong values of all that a dispatch returns."""
+    received = Received(
+        tokens=out.tokens,
+        scales=out.scales,
+        offsets=out.offsets,
+        weights=out.weights,
+        counts=out.tokens_per_expert,
+        topk_idx=out.topk_idx,
+        overflow=int(out.overflow),
+    )
+    return _wrong(case, received, case.options.wire)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-_SOURCE = Path(__file__).with_name("push.cu")
+SOURCE = Path(__file__).with_name("push.cu")
 _LEAST_SLOTS = 3  # of a lane: more than the stores that may be under way (KEEP in push.cu)
 _WANTED_SLOTS = 5
 _MOST_LANES, _MOST_SLOTS = 12, 16
@@ -52,13 +50,13 @@ class PushKernel:
     def __init__(self, device: torch.device) -> None:
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         torch.cuda.current_stream(device).synchronize()  # torch's context is there and current
-        module = self._checked(self._driver.cuModuleLoadData(_cubin(device)))
-        self._kernel = self._checked(self._driver.cuModuleGetFunction(module, b"push_rows"))
+        module = _checked(self._driver.cuModuleLoadData(_cubin(device)))
+        self._kernel = _checked(self._driver.cuModuleGetFunction(module, b"push_rows"))
         attributes = self._driver.CUdevice_attribute
         optin = attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        self.shared_bytes: int = self._checked(self._driver.cuDeviceGetAttribute(optin, device.index))
+        self.shared_bytes: int = _checked(self._driver.cuDeviceGetAttribute(optin, device.index))
         limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self._checked(self._driver.cuFuncSetAttribute(self._kernel, limit, self.shared_bytes))
+        _checked(self._driver.cuFuncSetAttribute(self._kernel, limit, self.shared_bytes))
         self._late = torch.zeros(1, dtype=torch.int32, device=device)
 
     def push(self, from_N: torch.Tensor, to_N: torch.Tensor, row_bytes: int, sms: int) -> None:
@@ -69,7 +67,7 @@ class PushKernel:
         shape = ring(row_bytes, self.shared_bytes)
         values = (from_N.data_ptr(), to_N.data_ptr(), rows, row_bytes, shape.slots, self._late.data_ptr())
         pointer, word = ctypes.c_void_p, ctypes.c_int
-        self._checked(
+        _checked(
             self._driver.cuLaunchKernel(
                 self._kernel,
                 *(sms, 1, 1),
@@ -87,12 +85,6 @@ class PushKernel:
             self._late.zero_()
             raise RuntimeError("the push kernel gave up waiting for a load")
 
-    def _checked(self, result: tuple[Any, ...]) -> Any:
-        error, *values = result
-        if int(error):
-            raise RuntimeError(f"CUDA driver: {error}")
-        return values[0] if values else None
-
 
 @lru_cache(maxsize=1)
 def push_kernel(device: torch.device) -> PushKernel:
@@ -101,43 +93,25 @@ def push_kernel(device: torch.device) -> PushKernel:
 
 
 def _cubin(device: torch.device) -> bytes:
+    """push.cu compiled by NVRTC. Raises RuntimeError with the compiler's log, or why there can be none."""
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         raise RuntimeError(f"bulk copies need compute capability 9.0, this GPU has {major}.{minor}")
-    architecture = f"sm_{major}{minor}"
-    try:
-        return _compile_here(architecture)
-    except (ImportError, RuntimeError) as here:
-        try:
-            return compile_with_nvcc(architecture)
-        except (OSError, subprocess.SubprocessError) as there:
-            raise RuntimeError(f"push.cu cannot be compiled: NVRTC: {here}; nvcc: {there}") from there
-
-
-def _compile_here(architecture: str) -> bytes:
     nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-
-    def checked(result: tuple[Any, ...], log: str = "") -> Any:
-        error, *values = result
-        if int(error):
-            raise RuntimeError(f"{error} {log}".strip())
-        return values[0] if values else None
-
-    program = checked(nvrtc.nvrtcCreateProgram(_SOURCE.read_bytes(), b"push.cu", 0, [], []))
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), b"push.cu", 0, [], []))
+    options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17"]
     compiled = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-    checked(nvrtc.nvrtcGetProgramLog(program, log))
-    checked(compiled, log.decode(errors="replace").strip("\0 \n"))
-    cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
-    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    _checked(compiled, log.decode(errors="replace").strip("\0 \n"))
+    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
 
 
-def compile_with_nvcc(architecture: str) -> bytes:
-    """push.cu for one architecture, where there is no NVRTC that Python reaches."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "push.cubin"
-        command = ["nvcc", f"-arch={architecture}", "-cubin", "-o", str(target), str(_SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        return target.read_bytes()
+def _checked(result: tuple[Any, ...], log: str = "") -> Any:
+    """The value of a call of the driver or of NVRTC. Raises RuntimeError for an error."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"{error!r} {log}".strip())
+    return values[0] if values else None

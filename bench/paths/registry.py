@@ -11,12 +11,12 @@ from ..harness.case import Case
 from ..harness.options import BETWEEN_NODES, MOECOMM
 from ..harness.path import NotRun, Path, Yardstick, attempt
 from ..harness.timing import Clock
-from . import ceilings, memcpy, moecomm_path, permute, raw_fabric, torch_symm
+from . import between_nodes, ceilings, moecomm_path, permute, torch_symm
 
 _Make = Callable[[Case, Clock], Path]
 # By name without the backend: gloo and nccl are one code.
 _OF_ALL: dict[str, _Make] = {
-    "memcpy": memcpy.make_path,
+    "memcpy": ceilings.memcpy_path,
     "sm-push": ceilings.sm_push_path,
     "copy-engine": lambda case, clock: ceilings.copy_engine_path(case),
     "-rows": lambda case, clock: ceilings.bare_rows_path(case),
@@ -46,7 +46,7 @@ def make_paths(
         made.append(own or NotRun(MOECOMM, problem, failed=True))
     for name in case.options.baselines:
         if name in BETWEEN_NODES:
-            made.append(raw_fabric.yardstick(name, case, 1 if comm is None else comm.network_lanes))
+            made.append(between_nodes.yardstick(name, case, 1 if comm is None else comm.network_lanes))
             continue
         path, problem = attempt(partial(_maker(name, case.options.program), case, clock))
         made.append(path or NotRun(name, problem))
