@@ -118,10 +118,9 @@ def _dispatch(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
         Stage("latency", machine.round_s if others else 0.0, "latency"),
         _wire(machine, shape, "metadata", metadata_bytes, metadata_puts, 0.0),
     )
-    moved = max(traffic.sent_rows, traffic.received_rows)
     flowing = (
-        _staging(machine, moved * row),
-        _wire(machine, shape, "wire", moved * row, traffic.sent_puts, moved),
+        _staging(machine, traffic.sent_rows * row),
+        _wire(machine, shape, "wire", traffic.sent_rows * row, traffic.sent_puts, traffic.sent_rows),
         pull,
     )
     chunks = traffic.sent_puts if others else _chunks_of_node(shape)
@@ -147,7 +146,7 @@ def _combine(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
         ("reduce", _seconds(gathered, machine.reduce_GBps)),
     )
     # A rank that is alone in its node sums straight into staging.
-    relayed = traffic.relay_rows + traffic.received_rows if shape.ranks_per_node > 1 else 0.0
+    relayed = traffic.relay_rows + traffic.sent_rows if shape.ranks_per_node > 1 else 0.0
     relay = Stage("relay sum", _seconds(relayed * row, machine.memory_GBps), "memory")
     home = Stage(
         "home sum", _seconds((traffic.home_rows + shape.tokens) * row, machine.memory_GBps), "memory"
@@ -157,12 +156,11 @@ def _combine(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
         Stage("latency", machine.round_s if others else 0.0, "latency"),
         _wire(machine, shape, "records", others * shape.record_bytes, others, 0.0),
     )
-    moved = max(traffic.sent_rows, traffic.received_rows)
     flowing = (
         reduce,
         relay,
-        _staging(machine, moved * row),
-        _wire(machine, shape, "wire", moved * row, traffic.returned_puts, moved),
+        _staging(machine, traffic.sent_rows * row),
+        _wire(machine, shape, "wire", traffic.sent_rows * row, traffic.returned_puts, traffic.sent_rows),
         home,
     )
     chunks = traffic.returned_puts if others else _chunks_of_node(shape)
@@ -171,8 +169,8 @@ def _combine(machine: Machine, shape: Shape, traffic: Traffic) -> Operation:
         seconds=sum(stage.seconds for stage in ahead) + _flow(flowing, chunks),
         stages=(*ahead, *flowing),
         bottleneck=_bottleneck((*ahead, *flowing)),
-        sent_bytes=others * shape.record_bytes + traffic.received_rows * row,
-        row_bytes=traffic.received_rows * row,
+        sent_bytes=others * shape.record_bytes + traffic.sent_rows * row,
+        row_bytes=traffic.sent_rows * row,
         puts=others + traffic.returned_puts,
         link_bytes=traffic.link_rows * row,
     )

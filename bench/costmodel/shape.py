@@ -57,10 +57,6 @@ class Shape:
     """... of which a token uses this many."""
     wire: str | None = None
     """None: rows of a dispatch travel as they are. "fp8": a byte a value and a scale for 128 of them."""
-    element_bytes: int = 2
-    """Bytes of a value outside the wire format, and in a combine."""
-    with_weights: bool = True
-    """Routing weights travel with the ids."""
     put_bytes: int | None = None
     """The most that one put carries: a chunk is as many rows as fit, and at least one. None: as the runtime
     has it on GPUs for max_tokens=tokens, a sixteenth of a rank's rows, but no fewer than make 512 KiB and no
@@ -69,7 +65,7 @@ class Shape:
     """Rows that one command to the proxy covers. None: as the runtime has it, those of a put."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "hidden", "top_k", "experts", "element_bytes"):
+        for name in ("nodes", "ranks_per_node", "hidden", "top_k", "experts"):
             _require(_is_count(getattr(self, name)), name, getattr(self, name), "an int of at least 1")
         for name in ("put_bytes", "rows_per_command"):
             value = getattr(self, name)
@@ -97,8 +93,8 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """A row of a combine, or of a dispatch without a wire format."""
-        return self.hidden * self.element_bytes
+        """A row of a combine, or of a dispatch without a wire format, in bfloat16."""
+        return 2 * self.hidden
 
     @property
     def wire_row_bytes(self) -> int:
@@ -117,13 +113,13 @@ class Shape:
     @property
     def metadata_bytes(self) -> int:
         """Bytes that a rank sends to each other node before the rows: its record, ids and weights."""
-        return _RECORD_BYTES + self.ids_bytes * (2 if self.with_weights else 1)
+        return _RECORD_BYTES + 2 * self.ids_bytes
 
     @property
     def metadata_puts(self) -> int:
         """Puts of that to each other node."""
         most = _PIECE_BYTES if self.put_bytes is None else self.put_bytes
-        return 1 + (2 if self.with_weights else 1) * -(-self.ids_bytes // most)
+        return 1 + 2 * -(-self.ids_bytes // most)
 
     @property
     def record_bytes(self) -> int:

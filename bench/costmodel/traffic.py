@@ -22,9 +22,8 @@ class Traffic:
     ranks_per_token: float
     """Different ranks, its own among them."""
     sent_rows: float
-    """Over the rail in a dispatch: once for each other node that needs the token."""
-    received_rows: float
-    """Over the rail in a dispatch; in a combine their sums go back."""
+    """Over the rail in a dispatch: once for each other node that needs the token. As many are received, whose
+    sums go back in a combine."""
     sent_puts: float
     """Chunks that the rows to each node make in a dispatch."""
     returned_puts: float
@@ -62,7 +61,6 @@ def expected(shape: Shape) -> Traffic:
         nodes_per_token=per_token_nodes,
         ranks_per_token=per_token_ranks,
         sent_rows=on_rail,
-        received_rows=on_rail,
         sent_puts=(nodes - 1) * _pieces(to_one_node, shape.chunk_rows(shape.wire_row_bytes)),
         returned_puts=(nodes - 1) * _pieces(to_one_node, shape.chunk_rows(shape.row_bytes)),
         needed_rows=needed,

@@ -50,17 +50,9 @@ def describe_gpus() -> Gpus:
         memory_bytes=properties[0].total_memory,
         sms=properties[0].multi_processor_count,
         l2_bytes=int(getattr(properties[0], "L2_cache_size", 0)),
-        driver=_driver(),
+        driver=_tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         links=_links(),
     )
-
-
-def _driver() -> str:
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
-        return next(word for word in words if word[:1].isdigit())
-    except (OSError, IndexError, StopIteration):
-        return _tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
 def _links() -> str:

@@ -9,7 +9,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -37,20 +36,6 @@ class Timing:
         return min(self.slowest_I)
 
 
-class Clock(Protocol):
-    """Times calls on one kind of device."""
-
-    def time(self, call: Callable[[], object]) -> float:
-        """Seconds of one call on this rank: caches emptied first, all ranks started together."""
-        ...
-
-    def host(self, path: Path, call: Callable[[], object], times: int) -> float | None:
-        """Median seconds that the CPU is busy with `call` of `path`, waits for the GPU left out; None where
-        there is no such thing.
-        """
-        ...
-
-
 class CpuClock:
     """Wall clock from a barrier to the rank's own return.
 
@@ -62,6 +47,7 @@ class CpuClock:
         self._buffer = torch.ones(flush_bytes // 8, dtype=torch.int64)
 
     def time(self, call: Callable[[], object]) -> float:
+        """Seconds of one call on this rank: caches emptied first, all ranks started together."""
         if self._buffer.numel():
             self._buffer.add_(1)
         with _no_collection():
@@ -106,6 +92,9 @@ class CudaClock:
         return float(self._start.elapsed_time(self._stop)) * 1e-3
 
     def host(self, path: Path, call: Callable[[], object], times: int) -> float | None:
+        """Median seconds that the CPU is busy with `call` of `path`, waits for the GPU left out; None where
+        there is no such thing.
+        """
         if path.blocks and path.waited is None:
             return None
         took = []
@@ -126,6 +115,9 @@ class CudaClock:
                 del result
         torch.cuda.synchronize()
         return float(np.median(took))
+
+
+Clock = CpuClock | CudaClock
 
 
 @contextlib.contextmanager

@@ -26,7 +26,6 @@ from .path import Verdict
 if TYPE_CHECKING:
     from .case import Case, LayerCase
 
-_BLOCK_ROWS = 2048  # rows compared at a time, to bound the memory a check takes
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SMALLEST = {"float64": 0.0, "float32": 0.0, "float16": 2.0**-24, "bfloat16": 0.0}
 IntArray = npt.NDArray[np.int64]
@@ -59,6 +58,12 @@ class Rows:
         here_N = self.source_N == source
         row, token, slot = (_on(device, each[here_N]) for each in (self.row_N, self.token_N, self.slot_N))
         return row, token, slot
+
+    @property
+    def sources(self) -> list[int]:
+        """Ranks that rows come from."""
+        found: list[int] = np.unique(self.source_N).tolist()
+        return found
 
 
 def rows_of(
@@ -129,10 +134,6 @@ def _on(device: torch.device, index: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(index)).to(device)
 
 
-def _blocks(index: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    return [index[at : at + _BLOCK_ROWS] for at in range(0, index.size, _BLOCK_ROWS)]
-
-
 def wrong_dispatch(
     got: Received, rows: Rows, key: DataKey, topk: int, capacity: int | None = None, wire: str | None = None
 ) -> int:
@@ -152,23 +153,19 @@ def wrong_dispatch(
         wrong.differing(got.offsets, rows.offsets_G)
     if got.topk_idx is not None and rows.ids_NK is not None:
         wrong.differing(got.topk_idx[_on(device, rows.row_N)], rows.ids_NK)
-    for source in np.unique(rows.source_N):
-        x_TH = inputs.rows(key, int(source), device)
-        w_TK = inputs.weights(key, int(source), topk, device) if got.weights is not None else None
-        for block in _blocks(np.nonzero(rows.source_N == source)[0]):
-            row, token = _on(device, rows.row_N[block]), _on(device, rows.token_N[block])
-            _compare_rows(wrong, got, row, x_TH[token], wire)
-            if got.weights is None or w_TK is None:
-                continue
-            want = w_TK[token].to(got.weights.dtype)
-            if rows.ids_NK is None:
-                want = want.gather(1, _on(device, rows.slot_N[block])[:, None])[:, 0]
-            else:
-                want = torch.where(_on(device, rows.ids_NK[block]) >= 0, want, 0)
-            wrong.differing(got.weights[row], want)
+    for source in rows.sources:
+        row, token, slot = rows.from_source(source, device)
+        _compare_rows(wrong, got, row, inputs.rows(key, source, device)[token], wire)
+        if got.weights is None:
+            continue
+        want = inputs.weights(key, source, topk, device)[token].to(got.weights.dtype)
+        if rows.ids_NK is None:
+            want = want.gather(1, slot[:, None])[:, 0]
+        else:
+            want = torch.where(_on(device, rows.ids_NK[rows.source_N == source]) >= 0, want, 0)
+        wrong.differing(got.weights[row], want)
     padding = np.setdiff1d(np.arange(rows.num_rows), rows.row_N)
-    for block in _blocks(padding):
-        wrong.add(_bits(got.tokens)[_on(device, block)])
+    wrong.add(_bits(got.tokens[_on(device, padding)]))
     return wrong.total + int(got.overflow != 0)
 
 
@@ -203,17 +200,14 @@ def wrong_backward(
     device, wide = grad_PH.device, inputs.wide(given.torch_dtype)
     allowed = given.hidden * (_ROUNDOFF["float64"] if wide == torch.float64 else _ROUNDOFF["float32"])
     wrong = _Count(device)
-    for source in np.unique(rows.source_N):
-        dy_TH = inputs.rows(given, int(source), device)
-        w_TK = inputs.weights(made, int(source), topk, device).to(wide)
-        for block in _blocks(np.nonzero(rows.source_N == source)[0]):
-            row, token = _on(device, rows.row_N[block]), _on(device, rows.token_N[block])
-            weight = w_TK[token, _on(device, rows.slot_N[block])]
-            dy_NH = dy_TH[token].to(wide)
-            wrong.differing(grad_PH[row], (weight[:, None] * dy_NH).to(grad_PH.dtype))
-            terms = rows_PH[row].to(torch.float64) * dy_NH
-            error = (grad_weights_P[row].to(torch.float64) - terms.sum(1)).abs_()
-            wrong.add(~(error <= terms.abs_().sum(1) * allowed))  # negated, so that NaN counts as wrong
+    for source in rows.sources:
+        row, token, slot = rows.from_source(source, device)
+        weight_N = inputs.weights(made, source, topk, device).to(wide)[token, slot]
+        dy_NH = inputs.rows(given, source, device)[token].to(wide)
+        wrong.differing(grad_PH[row], (weight_N[:, None] * dy_NH).to(grad_PH.dtype))
+        terms = rows_PH[row].to(torch.float64) * dy_NH
+        error = (grad_weights_P[row].to(torch.float64) - terms.sum(1)).abs_()
+        wrong.add(~(error <= terms.abs_().sum(1) * allowed))  # negated, so that NaN counts as wrong
     return wrong.total
 
 
@@ -224,12 +218,12 @@ def answers(rows: Rows, key: DataKey, count: int, device: torch.device, by_rank:
     Padding, and rows past the real ones, are NaN: a combine that reads them is caught.
     """
     out = torch.full((count, key.hidden), float("nan"), dtype=key.torch_dtype, device=device)
-    for source in np.unique(rows.source_N):
-        x_TH = inputs.rows(key, int(source), device)
-        for block in _blocks(np.nonzero(rows.source_N == source)[0]):
-            who = rows.expert_N[block] if by_rank is None else np.full(block.size, by_rank)
-            token = _on(device, rows.token_N[block])
-            out[_on(device, rows.row_N[block])] = inputs.answer(x_TH[token], _on(device, who))
+    for source in rows.sources:
+        row, token, _ = rows.from_source(source, device)
+        who = _on(device, rows.expert_N[rows.source_N == source])
+        if by_rank is not None:
+            who.fill_(by_rank)
+        out[row] = inputs.answer(inputs.rows(key, source, device)[token], who)
     return out
 
 
@@ -255,19 +249,15 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
     unit = _ROUNDOFF[key.dtype]
     accumulate = unit if key.dtype == "float64" else _ROUNDOFF["float32"]
     allowed = (3.0 if 1 < nodes < ranks else 2.0) * unit + (2 * topk + 4) * accumulate
-    wrong = _Count(device)
-    for at in range(0, tokens, _BLOCK_ROWS):
-        block = slice(at, at + _BLOCK_ROWS)
-        want = torch.zeros(x_TH[block].shape, dtype=torch.float64, device=device)
-        size = torch.zeros_like(want)
-        for k in range(topk):
-            term = inputs.answer(x_TH[block], who_TK[block, k].clamp_min(0)).to(torch.float64)
-            term *= torch.where(who_TK[block, k] >= 0, w_TK[block, k].to(torch.float64), 0.0)[:, None]
-            want += term
-            size += term.abs_()
-        error = (got_TH[block].to(torch.float64) - want).abs_()
-        wrong.add(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))  # negated: NaN is wrong
-    return wrong.total
+    want = torch.zeros(x_TH.shape, dtype=torch.float64, device=device)
+    size = torch.zeros_like(want)
+    for k in range(topk):
+        term = inputs.answer(x_TH, who_TK[:, k].clamp_min(0)).to(torch.float64)
+        term *= torch.where(who_TK[:, k] >= 0, w_TK[:, k].to(torch.float64), 0.0)[:, None]
+        want += term
+        size += term.abs_()
+    error = (got_TH.to(torch.float64) - want).abs_()
+    return int((~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype]))).sum())  # negated: NaN is wrong
 
 
 # -- layers --------------------------------------------------------------------------------------------------

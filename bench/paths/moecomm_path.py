@@ -156,7 +156,7 @@ def _weighted_kept_handle(comm: moecomm.Communicator, case: Case) -> Path:
         case,
         lambda: torch.autograd.grad(y_TH, (rows_PH, weights_P), case.x_TH, retain_graph=True),
         lambda grads: verify.wrong_backward(
-            *grads, rows_PH.detach(), case.rows, case.key, made_of, case.point.topk
+            grads[0], grads[1], rows_PH.detach(), case.rows, case.key, made_of, case.point.topk
         ),
     )
 

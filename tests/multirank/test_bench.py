@@ -15,30 +15,18 @@ from typing import Any
 
 import pytest
 
-from bench.harness import command_line, native, options, plan, program, record
+from bench import run_all
+from bench.harness import command_line, launch, native, options, plan, program, record
 from bench.paths import layer_variants
 from tests.fabric import needs_fabric
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = (
-    "--device",
-    "cpu",
-    "-b",
-    "24",
-    "-n",
-    "2",
-    "-w",
-    "1",
-    "--flush",
-    "0",
-    "--timeout",
-    "60",
-    "--threads",
-    "1",
-)
-OPERATION = (*TINY, "--hidden", "32")
-LAYER = (*TINY, "--presets", "qwen3-30b", "--hidden", "64", "--ffn", "16", "--experts", "12", "--topk", "3",
-         "--graph-tokens", "8", "--records", "2", "--dense", "64x64x64")  # fmt: skip
+TINY = "--device cpu -b 24 -n 2 -w 1 --flush 0 --timeout 60 --threads 1"
+OPERATION = f"{TINY} --hidden 32".split()
+LAYER = (
+    f"{TINY} --presets qwen3-30b --hidden 64 --ffn 16 --experts 12 --topk 3 --graph-tokens 8 --records 2"
+    " --dense 64x64x64"
+).split()
 PATHS = {
     "dispatch": ["moecomm", "memcpy", "gloo", "gloo-tuned"],
     "combine": ["moecomm", "memcpy", "gloo", "gloo-tuned"],
@@ -47,7 +35,7 @@ PATHS = {
 Ran = tuple[int, str, record.Record]
 
 
-def _on_rank(rank: int, world_size: int, given: options.Options, spoil: bool) -> tuple[int, str]:
+def _on_rank(rank: int, world_size: int, given: options.Options, spoil: bool = False) -> tuple[int, str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
         if spoil:
@@ -101,10 +89,7 @@ def test_an_operation_is_verified_and_recorded(name: str, run: Callable[..., Ran
         f"python bench/{name}_perf.py "
     )
     assert set(content["git"]) == {"commit", "dirty"} and content["gpus"] is None
-    assert {"cpu", "cores", "memory_bytes", "architecture", "last_level_cache_bytes"} == set(
-        content["hardware"]
-    )
-    assert {"python", "torch", "numpy", "moecomm"} == set(content["versions"])
+    assert content["hardware"]["cores"] > 0 and content["versions"]["moecomm"]
     assert all(stats["dispatch_calls"] > 0 for stats in content["stats"].values())
     for row in rows:
         assert row["wrong"] == 0 and row["phase"] == "call" and row["hidden"] == 32
@@ -121,8 +106,7 @@ def test_an_operation_is_verified_and_recorded(name: str, run: Callable[..., Ran
     "flags",
     [
         "dispatch --experts 12 --topk 5 --routing zipf --alignment 8 --baselines gloo,gloo-tuned,gloo-rows",
-        "dispatch --layout rank --routing zipf --capacity auto -d float64",
-        "dispatch --alignment 4 --capacity auto -c 3 --ids same",
+        "dispatch --layout rank --routing zipf --capacity auto -d float64 -c 3 --ids same",
         "dispatch --kept-handle plain --alignment 4 --capacity auto",
         "dispatch --kept-handle weighted -d bfloat16 --experts 12",
         "combine --experts 12 --layout rank --routing balanced -d float16",
@@ -188,35 +172,43 @@ def test_experts_that_ranks_cannot_share_are_left_out(run: Callable[..., Ran]) -
 
 
 @needs_fabric
-@pytest.mark.parametrize(
-    ("name", "ranks", "provider", "ceiling"),
-    [("dispatch", 2, "tcp", "fabric"), ("combine", 3, "shm", "fabric-cold")],
-)
-def test_nodes_are_counted_and_held_against_the_provider(
-    name: str, ranks: int, provider: str, ceiling: str, run: Callable[..., Ran]
-) -> None:
-    shape = (
-        "--experts",
-        str(4 * ranks),
-        "--topk",
-        "3",
-        "--ranks-per-node",
-        "1",
-        "--fabric-provider",
-        provider,
-    )
-    status, _, content = run(name, *shape, "--baselines", ceiling, ranks=ranks)
+def test_nodes_are_counted_and_held_against_the_provider(run: Callable[..., Ran]) -> None:
+    flags = "--experts 12 --topk 3 --ranks-per-node 1 --fabric-provider tcp --baselines fabric,fabric-cold"
+    status, _, content = run("dispatch", *flags.split())
     assert status == 0
-    own, fabric = content["rows"]
+    own, *ceilings = content["rows"]
     # Each row crosses once a node; a dispatch tells its ids and weights beside, all of them a record.
     assert own["sent_row_bytes"] == own["least_bytes"] > 0 and own["sent_bytes"] > own["least_bytes"]
-    assert own["sent_puts"] >= own["least_puts"] + ranks * (ranks - 1)
-    assert own["wire_GBps"] == pytest.approx(own["sent_row_bytes"] / ranks / own["time_s"] / 1e9)
-    assert fabric["wrong"] is None and len(fabric["samples_s"]) == 2 and "both ways" in fabric["note"]
-    assert f"in {256 if 'cold' in ceiling else 16} MiB" in fabric["note"]
-    status, _, limited = run(name, *shape, "--limit-nodes", "1", ranks=ranks)
-    assert status == 0
-    assert limited["rows"][0]["sent_row_bytes"] == limited["rows"][0]["least_bytes"] < own["least_bytes"]
+    assert own["sent_puts"] >= own["least_puts"] + 2
+    assert own["wire_GBps"] == pytest.approx(own["sent_row_bytes"] / 2 / own["time_s"] / 1e9)
+    for ceiling, mib in zip(ceilings, (16, 256), strict=True):
+        assert ceiling["wrong"] is None and len(ceiling["samples_s"]) == 2
+        assert f"in {mib} MiB" in ceiling["note"] and "both ways" in ceiling["note"]
+    flags = "--experts 12 --topk 3 --ranks-per-node 1 --fabric-provider shm"
+    rows = [
+        run("combine", *flags.split(), *limit, ranks=3)[2]["rows"][0]
+        for limit in ((), ("--limit-nodes", "1"))
+    ]
+    assert rows[1]["sent_row_bytes"] == rows[1]["least_bytes"] < rows[0]["least_bytes"]
+
+
+def test_a_plan_runs_and_writes_nothing_unasked(
+    pool: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = ROOT / "docs" / "results"
+    before = sorted((path, path.stat().st_mtime_ns) for path in results.glob("*"))
+
+    def on_the_pool(plan: list[options.Options], limit_s: float) -> int:
+        return max(status for given in plan for status, _ in pool(2)(_on_rank, given))
+
+    monkeypatch.setattr(launch, "run", on_the_pool)
+    flags = "--device cpu --only small -n1 -w0 --label box --commit abc"
+    monkeypatch.setattr("sys.argv", ["run_all.py", *flags.split(), "--into", str(tmp_path)])
+    assert run_all.main() == 0
+    content = record.read(tmp_path / "dispatch-small.box.json")
+    assert content["command"].startswith("python bench/dispatch_perf.py -b 32 -e 512 ")
+    assert content["git"] == {"commit": "abc", "dirty": None}
+    assert sorted((path, path.stat().st_mtime_ns) for path in results.glob("*")) == before
 
 
 # -- programs as a user starts them --------------------------------------------------------------------------
@@ -228,33 +220,17 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
-def start(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
-
-
 def test_a_program_joins_torchruns_ranks(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     target = tmp_path / "out.json"
-    done = start(*torchrun, "bench/alltoall_perf.py", *OPERATION, "--baselines", "-J", str(target))
+    command = [sys.executable, *torchrun, "bench/alltoall_perf.py", *OPERATION, "--baselines"]
+    command += ["-J", str(target)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("# wrong values: 0 OK") == 1  # printed once, by rank 0
     assert [row["path"] for row in record.read(target)["rows"]] == PATHS["alltoall"]
-
-
-def test_a_plan_runs_and_writes_nothing_unasked(tmp_path: Path) -> None:
-    results = ROOT / "docs" / "results"
-    before = sorted((path, path.stat().st_mtime_ns) for path in results.glob("*"))
-    flags = ("--device", "cpu", "--only", "dispatch-small", "-n1", "-w0", "--label", "box", "--commit", "abc")
-    done = start("bench/run_all.py", *flags, "--into", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "than gloo-tuned" in done.stdout
-    content = record.read(tmp_path / "dispatch-small.box.json")
-    assert content["command"].startswith("python bench/dispatch_perf.py -b 32 -e 512 ")
-    assert content["git"] == {"commit": "abc", "dirty": None}
-    assert sorted((path, path.stat().st_mtime_ns) for path in results.glob("*")) == before
 
 
 def children(pid: int) -> set[int]:
@@ -269,11 +245,13 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(("number", "status", "ranks"), [(signal.SIGINT, 130, 2), (signal.SIGKILL, -9, 1)])
+def test_an_interrupted_program_leaves_no_rank_behind(
+    number: signal.Signals, status: int, ranks: int
+) -> None:
     shared_before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-n", "1000000"],
+        [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-g", str(ranks), "-n", "1000000"],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -286,7 +264,7 @@ def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, st
             assert running.stdout is not None
             next(line for line in running.stdout if "#wrong" in line)  # the titles are out: ranks are up
             started = children(running.pid)
-            assert len(started) >= 2
+            assert len(started) >= ranks
             running.send_signal(number)
             assert running.wait(timeout=30) == status
         finally:
@@ -302,18 +280,16 @@ def test_an_interrupted_program_leaves_no_rank_behind(number: signal.Signals, st
 
 
 def test_the_proxy_takes_every_command_whoever_pushes_it() -> None:
-    flags = ("--producers", "1,3", "--nodes", "3", "--seconds", "0.01")
-    content = native.document("proxy_rate", flags, "abc")
-    assert content["command"] == "proxy_rate --producers 1,3 --nodes 3 --seconds 0.01"
+    content = native.document("proxy_rate", ("0.01",), "abc")
+    assert content["command"] == "proxy_rate 0.01"
     assert [(row["kind"], row["producers"]) for row in content["rows"]] == [
-        (kind, producers) for kind in ("rows", "chunks", "pieces") for producers in (1, 3)
+        (kind, producers) for kind in ("rows", "chunks", "pieces") for producers in (1, 2)
     ]
     for row in content["rows"]:
         assert row["commands_per_s_min"] <= row["commands_per_s"] <= row["commands_per_s_max"]
         assert row["puts_per_s"] == pytest.approx(row["commands_per_s"] / row["commands_a_put"], abs=1)
-    for bad, says in (("--rows 999", "a chunk has at most"), ("--fast", "unknown option --fast")):
-        with pytest.raises(RuntimeError, match=says):
-            native.lines("proxy_rate", bad.split())
+    with pytest.raises(RuntimeError, match="proxy_rate: one argument at most"):
+        native.lines("proxy_rate", ["--fast"])
 
 
 def test_a_program_that_was_not_built_says_what_to_do(

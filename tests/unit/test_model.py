@@ -1,5 +1,4 @@
-"""The cost model: traffic against loops over tokens and all choices, time against worked examples and the
-pages."""
+"""The cost model: traffic against loops over all choices, time against worked examples and the pages."""
 
 from __future__ import annotations
 
@@ -7,29 +6,24 @@ import dataclasses
 import itertools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from bench import group_limits
 from bench.costmodel import (
     MACHINES,
     MODELS,
     Machine,
     Shape,
-    Traffic,
-    count,
     expected,
     expected_owners,
-    fit,
     plots,
     predict,
 )
 from bench.costmodel.__main__ import main
-from moecomm import Communicator, InvalidArgument, InvalidRouting
+from moecomm import Communicator, InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,20 +59,6 @@ def shape_of(**fields: Any) -> Shape:
 # -- traffic -------------------------------------------------------------------------------------------------
 
 
-def all_choices(shape: Shape) -> list[tuple[int, ...]]:
-    """Every choice of experts that random routing can make, as often as it makes it."""
-    if shape.num_groups is None or shape.topk_groups is None:
-        return list(itertools.combinations(range(shape.experts), shape.top_k))
-    size = shape.experts // shape.num_groups
-    return [
-        choice
-        for groups in itertools.combinations(range(shape.num_groups), shape.topk_groups)
-        for choice in itertools.combinations(
-            [group * size + i for group in groups for i in range(size)], shape.top_k
-        )
-    ]
-
-
 def test_expected_owners_worked_example() -> None:
     shape = Shape(nodes=8, ranks_per_node=1, tokens=1, hidden=8, top_k=8, experts=256)
     assert expected_owners(shape, 8) == pytest.approx(
@@ -91,102 +71,43 @@ def test_expected_owners_worked_example() -> None:
         expected_owners(shape, 3)
 
 
-def slow_count(shape: Shape, ids: list[npt.NDArray[np.int64]]) -> dict[str, float]:
-    """Every field of Traffic by loops over tokens: who holds what, and who takes it from whom."""
-    ranks, local, share = shape.ranks, shape.ranks_per_node, shape.experts // shape.ranks
-    names = [field.name for field in dataclasses.fields(Traffic)]
-    of_rank = {name: [0] * ranks for name in names}
-    pulled, served = [0] * ranks, [0] * ranks
-    to_node: dict[tuple[int, int], int] = {}
-    nodes_touched = ranks_touched = tokens = 0
-    for home, own in enumerate(ids):
-        for choice in own.tolist():
-            tokens += 1
-            owners = [expert // share for expert in choice if expert >= 0]
-            nodes_touched += len({owner // local for owner in owners})
-            ranks_touched += len(set(owners))
-            for owner in owners:
-                of_rank["expert_rows"][owner] += 1
-                of_rank["foreign_expert_rows"][owner] += owner != home
-            for owner in set(owners):
-                of_rank["needed_rows"][owner] += 1
-                of_rank["foreign_rows"][owner] += owner != home
-                # Where the row lies when `owner` takes it: at home, or with home's rail peer in its node.
-                holder = owner // local * local + home % local
-                if holder != owner:
-                    pulled[owner] += 1
-                    served[holder] += 1
-                if owner // local != home // local:
-                    of_rank["relay_rows"][holder] += 1
-                elif owner != home:
-                    of_rank["home_rows"][home] += 1
-            for node in {owner // local for owner in owners} - {home // local}:
-                of_rank["sent_rows"][home] += 1
-                of_rank["home_rows"][home] += 1
-                of_rank["received_rows"][node * local + home % local] += 1
-                to_node[home, node] = to_node.get((home, node), 0) + 1
-    for (home, node), rows in to_node.items():
-        of_rank["sent_puts"][home] += math.ceil(rows / shape.chunk_rows(shape.wire_row_bytes))
-        peer = node * local + home % local
-        of_rank["returned_puts"][peer] += math.ceil(rows / shape.chunk_rows(shape.row_bytes))
-    found: dict[str, float] = {name: max(values) for name, values in of_rank.items()}
-    found["link_rows"] = max(*pulled, *served)
-    found["nodes_per_token"] = nodes_touched / max(tokens, 1)
-    found["ranks_per_token"] = ranks_touched / max(tokens, 1)
-    return found
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 1), (2, 7)])
-def test_counts_equal_loops(nodes: int, local: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    experts = nodes * local * 2
-    top_k = min(4, experts)
-    shape = shape_of(
-        nodes=nodes, ranks_per_node=local, experts=experts, top_k=top_k, put_bytes=400, wire="fp8"
-    )
-    ids = [
-        np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)])
-        if (tokens := int(rng.integers(0, 30)))
-        else np.empty((0, top_k), dtype=np.int64)
-        for _ in range(nodes * local)
-    ]
-    for own in ids:
-        own[rng.random(own.shape) < 0.2] = -1
-    assert dataclasses.asdict(count(shape, ids)) == pytest.approx(slow_count(shape, ids), rel=1e-12)
-
-
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (2, 1)])
-def test_expected_is_the_mean_of_counts(groups: tuple[int | None, int | None]) -> None:
-    """Every rank brings every choice once: then each rank has exactly the expected rows."""
-    shape = shape_of(experts=8, top_k=2, num_groups=groups[0], topk_groups=groups[1], put_bytes=1)
-    choices = np.array(all_choices(shape))
-    shape = dataclasses.replace(shape, tokens=len(choices))
-    want, got = dataclasses.asdict(expected(shape)), dataclasses.asdict(count(shape, [choices] * 4))
-    assert got == pytest.approx(want, rel=1e-12)
+def test_expected_is_the_mean_of_all_choices(groups: tuple[int | None, int | None]) -> None:
+    """Every rank brings every choice that random routing can make: then each has exactly the expected rows."""
+    count, chosen = groups[0] or 1, groups[1] or 1
+    size = 8 // count
+    choices = [
+        choice
+        for some in itertools.combinations(range(count), chosen)
+        for choice in itertools.combinations([g * size + i for g in some for i in range(size)], 2)
+    ]
+    shape = shape_of(num_groups=groups[0], topk_groups=groups[1], put_bytes=1, tokens=len(choices))
+    total: Counter[str] = Counter()
+    for home, choice in itertools.product(range(4), choices):
+        owners, node = [expert // 2 for expert in choice], home // 2
+        nodes = {owner // 2 for owner in owners}
+        total["expert_rows"] += len(owners)
+        total["foreign_expert_rows"] += sum(owner != home for owner in owners)
+        for owner in set(owners):
+            total["needed_rows"] += 1
+            total["foreign_rows"] += owner != home
+            # Where the row lies when `owner` takes it: at home, or with home's rail peer in its node.
+            total["link_rows"] += owner % 2 != home % 2
+            total["relay_rows"] += owner // 2 != node
+            total["home_rows"] += owner // 2 == node and owner != home
+        total.update(
+            dict.fromkeys(("sent_rows", "home_rows", "sent_puts", "returned_puts"), len(nodes - {node}))
+        )
+        total["nodes_per_token"] += len(nodes) / len(choices)  # type: ignore[assignment]
+        total["ranks_per_token"] += len(set(owners)) / len(choices)  # type: ignore[assignment]
+    mean = {name: value / 4 for name, value in total.items()}
+    assert dataclasses.asdict(expected(shape)) == pytest.approx(mean, rel=1e-12)
 
 
 def test_no_tokens() -> None:
     shape = shape_of(tokens=0)
-    nothing = {field.name: 0.0 for field in dataclasses.fields(Traffic)}
-    assert dataclasses.asdict(count(shape, np.empty((4, 0, 2), dtype=np.int32))) == nothing
-    assert expected(shape).sent_puts == 0
+    assert expected(shape).sent_puts == expected(shape).needed_rows == 0
     assert predict(ROUND, shape).dispatch.seconds == pytest.approx(10e-6 + 7e-6 + 576 / 10e9)
-
-
-@pytest.mark.parametrize(
-    ("ids", "error", "text"),
-    [
-        (np.zeros((3, 5, 2), dtype=int), InvalidArgument, "ids are of 3 ranks, must be of 4"),
-        (np.zeros((4, 5, 3), dtype=int), InvalidArgument, r"ids of rank 0 .* top_k=2\)"),
-        (np.zeros((4, 5, 2)), InvalidArgument, "ids of rank 0 are float64"),
-        ([np.array([[0, 1]])] * 3 + [np.array([[0, 8]])], InvalidRouting, r"ids of rank 3 are 0 \.\. 8"),
-        ([np.array([[0, 1]])] * 3 + [np.array([[-2, 0]])], InvalidRouting, r"ids of rank 3 are -2"),
-        ([np.array([[3, 3]])] * 4, InvalidRouting, "rank 0 name an expert twice"),
-    ],
-)
-def test_refuses_ids(ids: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        count(shape_of(), ids)
 
 
 # -- sizes ---------------------------------------------------------------------------------------------------
@@ -202,23 +123,14 @@ def test_row_of_fp8_is_that_of_the_page() -> None:
     assert shape_of(hidden=48, wire="fp8").wire_row_bytes == 64
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 16), (3, 2048), (512, 7168), (1024, 2048), (1024, 7168)])
-def test_rows_of_a_put_are_those_of_the_window(tokens: int, hidden: int, wire: str | None) -> None:
-    shape = shape_of(tokens=tokens, hidden=hidden, wire=wire)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 16), (3, 2048), (512, 7168), (1024, 7168)])
+def test_rows_of_a_put_are_those_of_the_window(tokens: int, hidden: int) -> None:
+    shape = shape_of(tokens=tokens, hidden=hidden)
     plan = Communicator.memory_plan(
-        ranks=shape.ranks,
-        ranks_per_node=shape.ranks_per_node,
-        num_experts=shape.experts,
-        hidden=hidden,
-        top_k=shape.top_k,
-        max_tokens=tokens,
-        device="cpu",
+        ranks=4, ranks_per_node=2, num_experts=8, hidden=hidden, top_k=2, max_tokens=tokens, device="cpu"
     )
     (staging,) = [size for name, _, size in plan.sections if name == "staging"]
-    rows = shape.chunk_rows(shape.wire_row_bytes)
-    assert staging == -(-16 * rows * shape.row_bytes // 4096) * 4096
-    assert rows == shape.chunk_rows(shape.row_bytes)
+    assert staging == -(-16 * shape.chunk_rows(shape.row_bytes) * shape.row_bytes // 4096) * 4096
 
 
 def test_rows_of_a_put_are_those_of_gpus() -> None:
@@ -233,7 +145,6 @@ def test_puts_of_ids_and_weights() -> None:
     whole = shape_of(tokens=1 << 17)
     more = dataclasses.replace(whole, tokens=whole.tokens + 1)
     assert (whole.metadata_puts, more.metadata_puts) == (3, 5)
-    assert dataclasses.replace(more, with_weights=False).metadata_puts == 3
     assert dataclasses.replace(whole, put_bytes=1 << 19).metadata_puts == 5
 
 
@@ -383,37 +294,6 @@ def test_one_node_is_the_formula_of_the_memory_page() -> None:
         assert found.dispatch.puts == found.combine.puts == found.dispatch.sent_bytes == 0
 
 
-# -- fit -----------------------------------------------------------------------------------------------------
-
-
-def test_fit_worked_example() -> None:
-    sizes = [7 << 10, 64 << 10, 1 << 20]
-    rates = [2.3, 6.0, 7.2]
-    line = fit(sizes, [size / (rate * 1e9) for size, rate in zip(sizes, rates, strict=True)])
-    assert line.each_s * 1e6 == pytest.approx(2.1, abs=0.05)
-    assert line.GBps == pytest.approx(7.36, abs=0.005)
-    assert line.half_bytes == pytest.approx(15700, abs=50)
-    machine = MACHINES["h200-tcp"]
-    assert (machine.nic_GBps, machine.nic_half_bytes) == pytest.approx((line.GBps, line.half_bytes), rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "times"),
-    [
-        ([], []),
-        ([5], [1.0]),
-        ([5, 5], [1.0, 2.0]),
-        ([5, 6], [1.0]),
-        ([5, 6], [1.0, 0.0]),
-        ([5, 6], [1.0, math.nan]),
-        ([1, 1000], [1.0, 0.5]),
-    ],
-)
-def test_fit_refuses(sizes: list[float], times: list[float]) -> None:
-    with pytest.raises(InvalidArgument):
-        fit(sizes, times)
-
-
 # -- program -------------------------------------------------------------------------------------------------
 
 
@@ -494,53 +374,23 @@ def test_program_refuses(flags: list[str], text: str, capsys: pytest.CaptureFixt
     assert text in capsys.readouterr().err
 
 
-def test_program_has_nothing_to_print(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--nodes", "0,3"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "0 nodes: Shape.nodes is 0" in err
-
-
 # -- table and pictures of the page --------------------------------------------------------------------------
 
 
-def test_limits_counted_from_a_router(capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    """The table's program on a small job: no token passes its limit, and what is sent shrinks with it."""
-    found = {
-        limit: group_limits.counted(8, limit, groups, local=2, tokens=64, seed=seed)
-        for limit, groups in group_limits.limits(8, [3, 2, 8]).items()
-    }
-    assert list(found) == ["no limit", "4 of 8 groups", "3 of 8 nodes", "2 of 8 nodes"]
-    assert [found[limit].most_nodes for limit in list(found)[1:]] == [4, 3, 2]
-    sent = [each.sent_bytes for each in found.values()]
-    assert sent == sorted(sent, reverse=True) and sent[0] > 1.5 * sent[-1]
-    cells = group_limits.lines(list(found.values()))
-    assert cells[0][-1] == "100%"
-    assert int(cells[-1][-1].rstrip("%")) < 60
-
-    assert group_limits.main(["--nodes", "2", "--limits", "1", "-l", "1", "-b", "16"]) == 0
-    title, _, *lines = capsys.readouterr().out.splitlines()
-    assert title.startswith("| nodes | routing |")
-    assert [line.split(" | ")[1] for line in lines] == ["no limit", "4 of 8 groups", "1 of 2 nodes"]
-    assert lines[-1].split(" | ")[4] == "1"
-
-
 def test_page_has_the_table_of_limits() -> None:
-    page = (ROOT / "docs" / "model.md").read_text()
-    found = re.search("<!-- group limits -->\n(.*?)<!-- /group limits -->", page, re.DOTALL)
-    assert found, "docs/model.md has no table of limits"
-    title, _, *lines = found[1].splitlines()
-    assert title == f"| {' | '.join(group_limits.TITLES)} |"
-    assert len(lines) > 10
-    for line in lines:
-        nodes, limit, counted, by_expected, most, *_ = line.strip("| ").split(" | ")
-        groups = group_limits.limits(int(nodes), [4, 2])[limit]
+    page = (ROOT / "docs" / "model.md").read_text().partition("### Limited nodes")[2]
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| \d", line)]
+    assert len(lines) == 15
+    whole = 0.0
+    for nodes, limit, needed, sent, puts, share in lines:
+        chosen, _, groups = limit.removesuffix(" groups").removesuffix(" nodes").partition(" of ")
+        limits = (int(groups), int(chosen)) if groups else (None, None)
         shape = Shape(nodes=int(nodes), ranks_per_node=8, tokens=1024, **MODELS["deepseek-v3"])
-        shape = dataclasses.replace(shape, num_groups=groups[0], topk_groups=groups[1])
-        assert by_expected == f"{expected(shape).nodes_per_token:.2f}"
-        assert float(counted) == pytest.approx(float(by_expected), rel=0.1)
-        if limit.endswith("nodes"):
-            assert int(most) <= int(limit.split()[0])
+        found = expected(dataclasses.replace(shape, num_groups=limits[0], topk_groups=limits[1]))
+        whole = whole if groups else found.sent_rows
+        assert needed == f"{found.nodes_per_token:.2f}" and puts == f"{found.sent_puts:.0f}"
+        assert sent == f"{found.sent_rows * shape.row_bytes / 1e6:.1f}"
+        assert share == f"{found.sent_rows / whole:.0%}"
 
 
 def test_pictures_are_those_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
