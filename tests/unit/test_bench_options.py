@@ -18,10 +18,9 @@ def test_a_bare_size_is_tokens_and_a_suffix_makes_it_bytes(text: str, tokens: in
     assert command_line.parse_size(text, row_bytes=16384) == tokens
 
 
-def test_sweeps_add_or_multiply_and_include_the_last_size() -> None:
+def test_sweeps_multiply_and_include_the_last_size() -> None:
     assert command_line.sweep(8, 64) == (8, 16, 32, 64)
     assert command_line.sweep(8, 65, factor=4.0) == (8, 32)
-    assert command_line.sweep(5, 20, step=5) == (5, 10, 15, 20)
     assert command_line.sweep(1, 4, factor=1.1) == (1, 2, 3, 4)  # never stands still
 
 
@@ -73,21 +72,15 @@ def test_flags_of_layers_arrive() -> None:
         ("-g 0", "-g"),
         ("-g 3 --experts 32", "--experts 32"),
         ("-b 64 -e 32", "-e"),
-        ("-b 8 -e 64 -i 8 -f 2", "-i or -f"),
         ("-b 12Q", "12Q"),
-        ("-b -4", "above 0"),
         ("-n 0", "-n"),
-        ("-c -1", "-c"),
         ("-d int8", "int8"),
         ("--topk 33", "--topk"),
         ("--hidden 3", "16"),
         ("--layout rank --alignment 8", "--alignment"),
-        ("--capacity none", "--capacity"),
         ("--kept-handle loose", "loose"),
         ("--kept-handle weighted --layout rank", "--kept-handle weighted"),
-        ("--routing round", "round"),
         ("--routing trace", "trace"),
-        ("--routing uniform x", "uniform"),
         ("--routing trace /nowhere/ids.npy", "ids.npy"),
         ("--routing zipf --zipf 1,y", "--zipf"),
         ("--baselines nccl", "nccl"),
@@ -96,7 +89,6 @@ def test_flags_of_layers_arrive() -> None:
         ("--wire fp8", "--wire"),
         ("--device cuda -g 2 --graph", "--capacity"),
         ("--device cuda -g 2 --no-dequantize", "--no-dequantize"),
-        ("--device cuda -g 2 --baselines gloo", "gloo"),
         ("--baselines-only", "--baselines"),
         ("-J /nowhere/x.json", "nowhere"),
         ("--plot x.txt", ".png"),
@@ -122,26 +114,25 @@ def test_a_bad_flag_is_one_line_and_status_2(
 
 
 @pytest.mark.parametrize(
-    ("program", "flags"),
+    "line",
     [
-        ("alltoall", "--routing uniform"),
-        ("alltoall", "--baselines gloo-tuned"),
-        ("moe_layer", "--baselines"),
-        ("moe_layer", "--presets gpt-5"),
-        ("moe_layer", "--variants turbo"),
-        ("moe_layer", "--keep some"),
-        ("moe_layer", "--ffn 20"),
-        ("moe_layer", "-d float32,bfloat16"),
-        ("moe_layer", "--dense 3x4"),
-        ("moe_layer", "--routing one-hot"),
-        ("moe_layer", "--headroom 0.5"),
+        "alltoall --routing uniform",
+        "alltoall --baselines gloo-tuned",
+        "moe_layer --baselines",
+        "moe_layer --presets gpt-5",
+        "moe_layer --variants turbo",
+        "moe_layer --keep some",
+        "moe_layer --ffn 20",
+        "moe_layer -d float32,bfloat16",
+        "moe_layer --dense 3x4",
+        "moe_layer --routing one-hot",
+        "moe_layer --headroom 0.5",
     ],
 )
-def test_other_programs_refuse_what_is_not_theirs(
-    program: str, flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_programs_refuse_what_is_not_theirs(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *flags = line.split()
     with pytest.raises(SystemExit) as ended:
-        command_line.parse(program, flags.split())
+        command_line.parse(program, flags)
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"{program}_perf.py: error: ")
 

@@ -39,16 +39,9 @@ EXAMPLE = Shape(
     rows_per_command=1,
 )
 ROUND = Machine(
-    node_GBps=100,
-    memory_GBps=1000,
-    reduce_GBps=20,
-    dispatch_fixed_us=10,
-    combine_fixed_us=20,
-    nic_GBps=10,
-    nic_latency_us=5,
-    proxy_us=2,
-    staging_GBps=50,
-)
+    node_GBps=100, memory_GBps=1000, reduce_GBps=20, dispatch_fixed_us=10, combine_fixed_us=20, nic_GBps=10,
+    nic_latency_us=5, proxy_us=2, staging_GBps=50,
+)  # fmt: skip
 
 
 def shape_of(**fields: Any) -> Shape:
@@ -73,7 +66,7 @@ def test_expected_owners_worked_example() -> None:
 
 @pytest.mark.parametrize("groups", [(None, None), (4, 2), (2, 1)])
 def test_expected_is_the_mean_of_all_choices(groups: tuple[int | None, int | None]) -> None:
-    """Every rank brings every choice that random routing can make: then each has exactly the expected rows."""
+    """Every rank brings every choice once: then each has exactly the expected rows."""
     count, chosen = groups[0] or 1, groups[1] or 1
     size = 8 // count
     choices = [
@@ -82,7 +75,7 @@ def test_expected_is_the_mean_of_all_choices(groups: tuple[int | None, int | Non
         for choice in itertools.combinations([g * size + i for g in some for i in range(size)], 2)
     ]
     shape = shape_of(num_groups=groups[0], topk_groups=groups[1], put_bytes=1, tokens=len(choices))
-    total: Counter[str] = Counter()
+    total: Any = Counter()
     for home, choice in itertools.product(range(4), choices):
         owners, node = [expert // 2 for expert in choice], home // 2
         nodes = {owner // 2 for owner in owners}
@@ -98,8 +91,8 @@ def test_expected_is_the_mean_of_all_choices(groups: tuple[int | None, int | Non
         total.update(
             dict.fromkeys(("sent_rows", "home_rows", "sent_puts", "returned_puts"), len(nodes - {node}))
         )
-        total["nodes_per_token"] += len(nodes) / len(choices)  # type: ignore[assignment]
-        total["ranks_per_token"] += len(set(owners)) / len(choices)  # type: ignore[assignment]
+        total["nodes_per_token"] += len(nodes) / len(choices)
+        total["ranks_per_token"] += len(set(owners)) / len(choices)
     mean = {name: value / 4 for name, value in total.items()}
     assert dataclasses.asdict(expected(shape)) == pytest.approx(mean, rel=1e-12)
 
@@ -152,16 +145,12 @@ def test_puts_of_ids_and_weights() -> None:
     ("fields", "name"),
     [
         ({"nodes": 0}, "nodes"),
-        ({"ranks_per_node": 2.0}, "ranks_per_node"),
         ({"tokens": -1}, "tokens"),
         ({"hidden": True}, "hidden"),
-        ({"put_bytes": 0}, "put_bytes"),
-        ({"rows_per_command": 0}, "rows_per_command"),
         ({"experts": 6}, "experts"),
         ({"top_k": 9}, "top_k"),
         ({"wire": "fp4"}, "wire"),
         ({"num_groups": 2}, "topk_groups"),
-        ({"topk_groups": 2}, "topk_groups"),
         ({"num_groups": 3, "topk_groups": 1}, "num_groups"),
         ({"num_groups": 2, "topk_groups": 3}, "topk_groups"),
         ({"num_groups": 8, "topk_groups": 1}, "top_k"),
@@ -176,8 +165,6 @@ def test_refuses_shapes(fields: dict[str, Any], name: str) -> None:
     ("fields", "name"),
     [
         ({"nic_GBps": 0.0}, "nic_GBps"),
-        ({"put_rate": -1.0}, "put_rate"),
-        ({"memory_GBps": math.nan}, "memory_GBps"),
         ({"nic_latency_us": -1.0}, "nic_latency_us"),
         ({"proxy_us": math.inf}, "proxy_us"),
         ({"nic_share": 1.1}, "nic_share"),
@@ -194,17 +181,10 @@ def test_refuses_machines(fields: dict[str, Any], name: str) -> None:
 def test_worked_example_of_a_dispatch() -> None:
     found = predict(ROUND, EXAMPLE).dispatch
     stages = {stage.name: stage.seconds * 1e6 for stage in found.stages}
-    assert stages == pytest.approx(
-        {
-            "fixed": 10,
-            "latency": 7,
-            "metadata": 0.8576,
-            "staging": 10.24,
-            "wire": 51.2,
-            "plan": 0.08,
-            "pull": 5.12,
-        }
-    )
+    assert stages == pytest.approx({
+        "fixed": 10, "latency": 7, "metadata": 0.8576, "staging": 10.24, "wire": 51.2, "plan": 0.08,
+        "pull": 5.12,
+    })  # fmt: skip
     assert found.seconds * 1e6 == pytest.approx(70.5936)
     assert (found.row_bytes, found.sent_bytes, found.puts) == (512000, 520576, 13)
     assert found.link_bytes == 512000
@@ -219,18 +199,10 @@ def test_worked_example_of_a_combine() -> None:
     """
     found = predict(ROUND, EXAMPLE).combine
     stages = {stage.name: stage.seconds * 1e6 for stage in found.stages}
-    assert stages == pytest.approx(
-        {
-            "fixed": 20,
-            "latency": 7,
-            "records": 0.0576,
-            "reduce": 76.8,
-            "relay sum": 1.024,
-            "staging": 10.24,
-            "wire": 51.2,
-            "home sum": 1.792,
-        }
-    )
+    assert stages == pytest.approx({
+        "fixed": 20, "latency": 7, "records": 0.0576, "reduce": 76.8, "relay sum": 1.024, "staging": 10.24,
+        "wire": 51.2, "home sum": 1.792,
+    })  # fmt: skip
     assert found.seconds * 1e6 == pytest.approx(27.0576 + 76.8 + (1.024 + 10.24 + 51.2 + 1.792) / 10)
     assert (found.row_bytes, found.sent_bytes, found.puts) == (512000, 512576, 11)
     assert found.bottleneck == "reduce"
@@ -332,20 +304,7 @@ def test_page_has_the_numbers_of_the_machine() -> None:
 
 
 def test_program_limits_nodes_and_prints_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--nodes",
-        "16",
-        "--experts",
-        "512",
-        "--topk",
-        "6",
-        "--hidden",
-        "1024",
-        "--wire",
-        "fp8",
-        "-l",
-        "4",
-    ]
+    flags = ["--nodes", "16", "--experts", "512", "--topk", "6", "--wire", "fp8", "-l", "4"]
     assert main([*flags, "--no-groups", "--stages", "-b", "64"]) == 0
     plain = capsys.readouterr().out
     assert main([*flags, "--limit-nodes", "2", "--stages"]) == 0
