@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import machine
-from .options import MOECOMM, OVERLAPPED, SERIAL, Options, Point
+from .options import MOECOMM, OVERLAPPED, Options, Point
 from .record import Row, comparisons, wrong_values
 from .verify import BOUNDS
 
@@ -184,8 +184,6 @@ def comparison(rows: Sequence[Row]) -> str:
         if ceiling is not None:
             line += f", {100 * paths[ceiling]['time_s'] / own['time_s']:.0f}% of the ceiling {ceiling}"
         lines.append(line + (f"; times / this: {', '.join(faster)}" if faster else ""))
-        if own.get("same_bits") is False:
-            lines.append(f"# other bits than {SERIAL} in y, dw_in or dw_out: {own['path']}")
     return "\n".join(["# comparison, same run:", *lines]) if lines else ""
 
 

@@ -21,7 +21,7 @@ from ..harness.case import DENSE, LayerCase, corrupt, poison
 from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.report import skew_words
-from ..harness.timing import Clock, mean_over_ranks, slowest, sum_over_ranks
+from ..harness.timing import Clock, mean_over_ranks, slowest
 from .moecomm_path import Captured
 from .plain_layer import PlainLayer, swiglu_experts
 
@@ -102,7 +102,6 @@ class _Variants:
 
     def __init__(self, comm: moecomm.Communicator, case: LayerCase, clock: Clock) -> None:
         self.comm, self.case, self.clock = comm, case, clock
-        self._bits_of_serial: Results | None = None
 
     def makers(self) -> dict[str, Callable[[], Path]]:
         """Returns the function that makes each variant, by name."""
@@ -153,28 +152,13 @@ class _Variants:
             if options.inject_error:
                 corrupt(next(iter(results.values())))
             verdict = verify.compare(results, wanted, verify.FP8 if fp8 else case.point.dtype)
-            is_compared = (
-                name == named.SERIAL and named.OVERLAPPED in options.variants and not case.point.graphs
-            )
-            if is_compared:
-                self._bits_of_serial = {key: results[key] for key in (verify.Y, verify.DW_IN, verify.DW_OUT)}
-            elif name == named.OVERLAPPED and self._bits_of_serial is not None:
-                others = self._bits_of_serial
-                same.append(all(torch.equal(results[key], other) for key, other in others.items()))
-                self._bits_of_serial = None
-                poison(*others.values())
-            if not is_compared:
-                poison(*results.values())
+            poison(*results.values())
             return verdict
-
-        same: list[bool] = []
 
         def measure_more() -> dict[str, dict[str, Any]]:
             found: dict[str, dict[str, Any]] = {FORWARD: {}, STEP: {}}
             if layer is not None:
                 found = self._exposed(layer, before, step, name)
-            if same:
-                found[STEP]["same_bits"] = sum_over_ranks(int(not all(same))) == 0
             if case.device.type == "cuda" and not keeps_memory:
                 found[STEP] |= self._memory(step, forward, computes=more.get("computes", True))
             self._settle()

@@ -12,27 +12,19 @@ from ..harness.options import BETWEEN_NODES, MOECOMM
 from ..harness.path import NotRun, Path, Yardstick, attempt
 from ..harness.timing import Clock
 from . import between_nodes, ceilings, moecomm_path, permute, torch_symm
+from .baseline import Baseline
 
-_Make = Callable[[Case, Clock], Path]
 # By name without the backend: gloo and nccl are one code.
-_OF_ALL: dict[str, _Make] = {
+_CEILINGS: dict[str, Callable[[Case, Clock], Path]] = {
     "memcpy": ceilings.memcpy_path,
     "sm-push": ceilings.sm_push_path,
     "copy-engine": lambda case, clock: ceilings.copy_engine_path(case),
     "-rows": lambda case, clock: ceilings.bare_rows_path(case),
 }
-_MAKERS: dict[str, dict[str, _Make]] = {
-    "dispatch": {
-        "": lambda case, clock: permute.dispatch_path(case, tuned=False),
-        "-tuned": lambda case, clock: permute.dispatch_path(case, tuned=True),
-        "torch-symm": lambda case, clock: torch_symm.dispatch_path(case),
-    },
-    "combine": {
-        "": lambda case, clock: permute.combine_path(case, tuned=False),
-        "-tuned": lambda case, clock: permute.combine_path(case, tuned=True),
-        "torch-symm": lambda case, clock: torch_symm.combine_path(case),
-    },
-    "alltoall": {"": lambda case, clock: permute.bare_alltoall_path(case)},
+_BASELINES: dict[str, Callable[[Case], Baseline]] = {
+    "": lambda case: permute.PermutedExchange(case, tuned=False),
+    "-tuned": lambda case: permute.PermutedExchange(case, tuned=True),
+    "torch-symm": torch_symm.SymmetricExchange,
 }
 
 
@@ -48,11 +40,17 @@ def make_paths(
         if name in BETWEEN_NODES:
             made.append(between_nodes.yardstick(name, case, 1 if comm is None else comm.network_lanes))
             continue
-        path, problem = attempt(partial(_maker(name, case.options.program), case, clock))
+        path, problem = attempt(partial(_make, name, case, clock))
         made.append(path or NotRun(name, problem))
     return made
 
 
-def _maker(name: str, program: str) -> _Make:
-    known = _MAKERS[program] | _OF_ALL
-    return known[name] if name in known else known[name.removeprefix("gloo").removeprefix("nccl")]
+def _make(name: str, case: Case, clock: Clock) -> Path:
+    if name not in _CEILINGS and name != "torch-symm":
+        name = name.removeprefix("gloo").removeprefix("nccl")
+    if name in _CEILINGS:
+        return _CEILINGS[name](case, clock)
+    if case.options.program == "alltoall":
+        return permute.BareAllToAll(case).dispatch_path()
+    baseline = _BASELINES[name](case)
+    return baseline.combine_path() if case.options.program == "combine" else baseline.dispatch_path()

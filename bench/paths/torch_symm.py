@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from ..harness import verify
-from ..harness.case import Case, poison
-from ..harness.path import CALL, Path, Verdict
-from ..harness.verify import Received
-
-NAME = "torch-symm"
+from ..harness.case import Case
+from .baseline import Baseline
 
 
-class _Exchange:
+class SymmetricExchange(Baseline):
     """Buffers of one case, dispatch and combine through them."""
+
+    name = "torch-symm"
+    waits_in_dispatch = False
 
     def __init__(self, case: Case) -> None:
         options = case.options
@@ -29,7 +28,7 @@ class _Exchange:
             raise ValueError("expert layout and full top-k ids only")
         if not symmetric.is_nvshmem_available():
             raise RuntimeError("this torch has no NVSHMEM")
-        self._case = case
+        self.case = case
         self._world: Any = dist.group.WORLD
         pairs, experts, hidden = case.point.tokens * case.point.topk, case.point.experts, case.point.hidden
         arriving = max(case.rows_of(rank, 1).num_rows for rank in range(options.ranks))
@@ -38,16 +37,18 @@ class _Exchange:
         self.splits_E = self._empty((experts,), torch.int64)
         self.there = self._empty((2, experts), torch.int64)
         self.back = self._empty((2, experts), torch.int64)
+        self.kept = {"home": self.home_SH, "owner": self.owner_PH}
         self._ones = torch.ones(pairs, dtype=torch.int64, device=case.device)
         self._order = torch.empty(0, dtype=torch.int64, device=case.device)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = symmetric.empty(shape, dtype=dtype, device=self._case.device)
+        tensor = symmetric.empty(shape, dtype=dtype, device=self.case.device)
         symmetric.rendezvous(tensor, self._world)
         return tensor
 
     def dispatch(self) -> torch.Tensor:
-        case = self._case
+        """Returns the buffer of the owner's rows."""
+        case = self.case
         flat = case.topk_idx_TK.reshape(-1).long()
         self._order = torch.argsort(flat, stable=True)
         self.splits_E.zero_().scatter_add_(0, flat, self._ones)
@@ -57,8 +58,9 @@ class _Exchange:
         )
         return self.owner_PH
 
-    def combine(self) -> torch.Tensor:
-        case = self._case
+    def combine(self, rows_PH: torch.Tensor) -> torch.Tensor:
+        """Returns the sums of the rows in the owner's buffer, where `dispatch` has put them."""
+        case = self.case
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(
             self.owner_PH, self.home_SH, self.there, self.back, self._world.group_name
         )
@@ -67,46 +69,3 @@ class _Exchange:
         rows_TKH = self.home_SH.index_select(0, inverse).view(case.point.tokens, case.point.topk, -1)
         weights = case.weights_TK.to(rows_TKH.dtype)[:, None, :]
         return torch.bmm(weights, rows_TKH)[:, 0]
-
-
-def dispatch_path(case: Case) -> Path:
-    """Dispatch to expert-major."""
-    exchange = _Exchange(case)
-    rows = case.rows_of(case.rank, 1)
-
-    def check(round: int) -> Verdict:
-        case.load(round)
-        poison(exchange.owner_PH)
-        _synchronize()
-        rows_PH = exchange.dispatch()[: rows.num_rows]
-        _synchronize()
-        case.maybe_corrupt(rows_PH)
-        return Verdict(verify.wrong_dispatch(Received(tokens=rows_PH), rows, case.key, case.point.topk))
-
-    return Path(name=NAME, calls={CALL: exchange.dispatch}, check=check, before=case.fresh_ids)
-
-
-def combine_path(case: Case) -> Path:
-    """Combine of rows in the layout that its own dispatch made."""
-    exchange = _Exchange(case)
-    rows = case.rows_of(case.rank, 1)
-
-    def check(round: int) -> Verdict:
-        case.load(round)
-        exchange.dispatch()
-        _synchronize()
-        exchange.owner_PH[: rows.num_rows] = verify.answers(rows, case.key, rows.num_rows, case.device)
-        poison(exchange.home_SH)
-        _synchronize()
-        y_TH = exchange.combine()
-        _synchronize()
-        case.maybe_corrupt(y_TH)
-        return Verdict(verify.wrong_combine(y_TH, case))
-
-    check(0)  # gives the rows their values also when checks are off
-    return Path(name=NAME, calls={CALL: exchange.combine}, check=check)
-
-
-def _synchronize() -> None:
-    torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1))
