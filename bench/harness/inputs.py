@@ -18,6 +18,9 @@ import torch
 from .options import Options, Point
 
 Ids = npt.NDArray[np.int32]
+Limit = tuple[
+    int, int
+]  # group-limited routing: of so many nodes the experts of a token are on at most so many
 # Streams keep the random numbers of different inputs apart.
 _ROUTING, _ROWS, _WEIGHTS, SHUFFLES, _BYTES, _EXPERTS = 1, 2, 3, 5, 6, 7
 SCALE_BLOCK = 128  # columns that share a scale in the fp8 wire format
@@ -27,24 +30,17 @@ def _rng(seed: int, *key: int) -> np.random.Generator:
     return np.random.default_rng([seed, _ROUTING, *key])
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Group-limited routing: the experts of a token are on `most` of `nodes` nodes."""
-
-    nodes: int
-    most: int
-
-
 def _limited(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit) -> npt.NDArray[np.float64]:
     """The scores, minus infinity for experts of the nodes that a token may not use. It may use those whose
     topk / most highest scores add up to most (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     """
     tokens, experts = scores_TE.shape
-    scores_TNE = scores_TE.reshape(tokens, limit.nodes, experts // limit.nodes)
-    counted = min(max(topk // limit.most, 1), scores_TNE.shape[2])
+    nodes, most = limit
+    scores_TNE = scores_TE.reshape(tokens, nodes, experts // nodes)
+    counted = min(max(topk // most, 1), scores_TNE.shape[2])
     node_TN = np.sort(scores_TNE, axis=2)[:, :, -counted:].sum(axis=2)
-    chosen_TM = np.argsort(-node_TN, axis=1, kind="stable")[:, : limit.most]
-    allowed_TN = np.zeros((tokens, limit.nodes), dtype=bool)
+    chosen_TM = np.argsort(-node_TN, axis=1, kind="stable")[:, :most]
+    allowed_TN = np.zeros((tokens, nodes), dtype=bool)
     np.put_along_axis(allowed_TN, chosen_TM, True, axis=1)
     return np.where(allowed_TN[:, :, None], scores_TNE, -np.inf).reshape(tokens, experts)
 
@@ -57,11 +53,13 @@ def _top_k(scores_TE: npt.NDArray[np.float64], topk: int, limit: Limit | None) -
     return np.take_along_axis(best, order, axis=1).astype(np.int32)
 
 
+@lru_cache(maxsize=128)  # a run looks at the same ids for each path, wire format and number of SMs
 def uniform(tokens: int, topk: int, experts: int, seed: int, rank: int, limit: Limit | None = None) -> Ids:
     """Every set of `topk` experts is equally likely; with a limit, of those that it leaves."""
     return _top_k(_rng(seed, tokens, rank).random((tokens, experts)), topk, limit)
 
 
+@lru_cache(maxsize=128)
 def zipf(
     tokens: int,
     topk: int,
@@ -147,23 +145,18 @@ def trace_ids(trace: Ids, tokens: int, rank: int) -> Ids:
     return np.ascontiguousarray(trace[(rank * tokens + np.arange(tokens)) % trace.shape[0]])
 
 
-# A run looks at the same ids for each path, wire format and number of SMs.
-_uniform = lru_cache(maxsize=128)(uniform)
-_zipf = lru_cache(maxsize=128)(zipf)
-
-
 def topk_ids(options: Options, point: Point, rank: int) -> Ids:
     """The (T, K) int32 ids of `rank`'s tokens under the point's routing; not to be written to."""
     shape = (point.tokens, point.topk, point.experts)
-    limit = None if options.limit_nodes is None else Limit(options.nodes, options.limit_nodes)
+    limit = None if options.limit_nodes is None else (options.nodes, options.limit_nodes)
     if point.routing == "trace":
         assert options.trace is not None
         return trace_ids(load_trace(options.trace, point.experts), point.tokens, rank)
     if point.routing == "zipf":
         assert point.zipf is not None
-        return _zipf(*shape, options.seed, rank, point.zipf, limit)
+        return zipf(*shape, options.seed, rank, point.zipf, limit)
     if point.routing == "uniform":
-        return _uniform(*shape, options.seed, rank, limit)
+        return uniform(*shape, options.seed, rank, limit)
     return one_hot(*shape) if point.routing == "one-hot" else balanced(*shape)
 
 

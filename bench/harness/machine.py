@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from .options import available_cores
 
@@ -17,42 +17,21 @@ _ROOT = Path(__file__).resolve().parents[2]
 _DEFAULT_CACHE = 32 << 20  # where the system does not say how large its last-level cache is
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The host's hardware, without its name."""
-
-    cpu: str
-    architecture: str
-    cores: int
-    memory_bytes: int
-    last_level_cache_bytes: int
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs of the host and what joins them."""
-
-    names: tuple[str, ...]
-    memory_bytes: int  # of the first
-    sms: int
-    l2_bytes: int
-    driver: str
-    links: str
-
-
-def describe_gpus() -> Gpus:
-    """Describes the GPUs that torch sees."""
+def describe_gpus() -> dict[str, Any]:
+    """The GPUs that torch sees, and what joins them."""
     import torch
 
     properties = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    return Gpus(
-        names=tuple(each.name for each in properties),
-        memory_bytes=properties[0].total_memory,
-        sms=properties[0].multi_processor_count,
-        l2_bytes=int(getattr(properties[0], "L2_cache_size", 0)),
-        driver=_tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-        links=_links(),
-    )
+    return {
+        "names": [each.name for each in properties],
+        "memory_bytes": properties[0].total_memory,
+        "sms": properties[0].multi_processor_count,
+        "l2_bytes": int(getattr(properties[0], "L2_cache_size", 0)),
+        "driver": _tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
+            0
+        ],
+        "links": _links(),
+    }
 
 
 def _links() -> str:
@@ -71,15 +50,15 @@ def _tool(*words: str) -> str:
         return ""
 
 
-def describe() -> Machine:
-    """Reads /proc and /sys; falls back to what Python knows."""
-    return Machine(
-        cpu=_cpu_model(),
-        architecture=platform.machine(),
-        cores=available_cores(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        last_level_cache_bytes=_last_level_cache(),
-    )
+def describe() -> dict[str, Any]:
+    """The host's hardware, without its name."""
+    return {
+        "cpu": _cpu_model(),
+        "architecture": platform.machine(),
+        "cores": available_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "last_level_cache_bytes": _last_level_cache(),
+    }
 
 
 def _cpu_model() -> str:

@@ -43,7 +43,7 @@ class _Benchmark:
         on_cpu = options.device == "cpu"
         flush_bytes = options.flush_bytes
         if flush_bytes is None:
-            flush_bytes = machine.describe().last_level_cache_bytes if on_cpu else _GPU_FLUSH_BYTES
+            flush_bytes = machine.describe()["last_level_cache_bytes"] if on_cpu else _GPU_FLUSH_BYTES
         self.flush_bytes = flush_bytes
         lead = {"lead_cycles": _LAYER_LEAD_CYCLES} if options.is_layer else {}
         self.clock: Clock = (

@@ -96,8 +96,8 @@ def heading(program: str, command: str, commit: str | None, device: str) -> Reco
         "command": command,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "git": {"commit": found, "dirty": dirty},
-        "hardware": asdict(machine.describe()),
-        "gpus": asdict(machine.describe_gpus()) if device == "cuda" else None,
+        "hardware": machine.describe(),
+        "gpus": machine.describe_gpus() if device == "cuda" else None,
         "versions": machine.versions(device),
     }
 

@@ -97,7 +97,8 @@ def header(options: Options, flush_bytes: int) -> str:
     made = "  ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
         f"# {options.program}_perf  {made}",
-        f"# {host.cpu}, {host.architecture}, {host.cores} cores, {host.memory_bytes / 2**30:.1f} GiB memory",
+        f"# {host['cpu']}, {host['architecture']}, {host['cores']} cores,"
+        f" {host['memory_bytes'] / 2**30:.1f} GiB memory",
         f"# ranks {options.ranks}  threads/rank {options.threads}  tokens/rank {options.sizes[0]} .."
         f" {options.sizes[-1]}  iters {options.iters}  warmup {options.warmup}  check {options.checks}"
         f"  seed {options.seed}  flushed {flush_bytes / 2**20:.0f} MiB/rank",
@@ -118,7 +119,8 @@ def header(options: Options, flush_bytes: int) -> str:
     if options.device == "cuda":
         gpus = machine.describe_gpus()
         lines.append(
-            f"# {len(gpus.names)} x {gpus.names[0]}, {gpus.sms} SMs, links {gpus.links}, driver {gpus.driver}"
+            f"# {len(gpus['names'])} x {gpus['names'][0]}, {gpus['sms']} SMs, links {gpus['links']},"
+            f" driver {gpus['driver']}"
         )
     if options.nodes > 1:
         limit = f"  at most {options.limit_nodes} a token" if options.limit_nodes else ""

@@ -50,14 +50,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, records: dict[str, r
         record.read(tmp_path / "old.json")
 
 
-def test_shares_and_ratios_are_of_one_run(records: dict[str, record.Record]) -> None:
-    (group,) = page.groups_of({"cuda-dispatch": records["cuda-dispatch"]})
-    time = {path: row["time_s"] for path, row in group.paths.items()}
-    assert group.faster("nccl") == f"{time['nccl'] / time['moecomm']:.2f}x"
-    assert group.share("sm-push", 1) == f"{100 * time['sm-push'] / time['moecomm']:.1f}%"
-    assert group.faster("gloo") == group.share("fabric") == group.ms("gloo") == "-"
-
-
 def test_the_formula_is_fitted_to_the_most_gpus_and_held_against_fewer() -> None:
     assert growth.needing(2, 4, 2) == pytest.approx(5 / 6)  # of the 6 pairs of experts one is wholly here
 
