@@ -7,6 +7,7 @@ parent. The parent hosts the rendezvous store, on a port that the system picks.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -27,18 +28,18 @@ _WITHOUT_MULTICAST = {
 }
 
 
-def run(plan: Sequence[Options], limit_s: float | None = None) -> int:
+def run(plan: Sequence[Options], limit_s: float = math.inf) -> int:
     """Runs the benchmarks of a plan one after another on one set of ranks, which has to be that of each.
 
-    With a limit each is announced by its command, and none begins after so many seconds. Returns the exit
-    status: 0 if nothing was wrong, 1 if a rank failed or found wrong values, 130 if interrupted.
+    None begins after `limit_s` seconds. Returns the exit status: 0 if nothing was wrong, 1 if a rank failed
+    or found wrong values, 130 if interrupted.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _rank(plan, limit_s, int(os.environ["RANK"]), None)
     return _start(plan, limit_s)
 
 
-def _start(plan: Sequence[Options], limit_s: float | None) -> int:
+def _start(plan: Sequence[Options], limit_s: float) -> int:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in __all__
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
@@ -72,14 +73,14 @@ def _start(plan: Sequence[Options], limit_s: float | None) -> int:
             os.environ["OMP_NUM_THREADS"] = threads_before
 
 
-def _child(rank: int, plan: Sequence[Options], limit_s: float | None, port: int) -> None:
+def _child(rank: int, plan: Sequence[Options], limit_s: float, port: int) -> None:
     # Ctrl-C reaches all processes of a terminal, and the kernel sends the same when the parent is gone: the
     # rank ends at once, wherever it waits, and the parent says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise SystemExit(_rank(plan, limit_s, rank, port))
 
 
-def _rank(plan: Sequence[Options], limit_s: float | None, rank: int, port: int | None) -> int:
+def _rank(plan: Sequence[Options], limit_s: float, rank: int, port: int | None) -> int:
     """Runs one rank, whose store is at `port` of this host, or where torchrun's environment says."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -109,19 +110,16 @@ def _rank(plan: Sequence[Options], limit_s: float | None, rank: int, port: int |
         dist.destroy_process_group()
 
 
-def _run_in_turn(plan: Sequence[Options], limit_s: float | None, rank: int) -> int:
+def _run_in_turn(plan: Sequence[Options], limit_s: float, rank: int) -> int:
     from .program import benchmark
     from .timing import sum_over_ranks
 
     begun = time.monotonic()
     status = 0
     for options in plan:
-        if limit_s is not None:
-            late = rank == 0 and time.monotonic() - begun > limit_s
-            if sum_over_ranks(int(late)):
-                break
-            if rank == 0:
-                print(f"\n$ {options.command}", flush=True)
+        late = rank == 0 and time.monotonic() - begun > limit_s
+        if sum_over_ranks(int(late)):
+            break
         status |= benchmark(options, rank)
     return status
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from . import machine
 from .options import MOECOMM, OVERLAPPED, Options, Point
 from .record import Row, comparisons, wrong_values
-from .verify import BOUNDS
 
 CEILINGS = ("fabric", "sm-push", "memcpy")  # the first of these that ran is what shares are of
 
@@ -91,41 +90,31 @@ def _line(cells: Sequence[str], found: Sequence[Column], lead: str = " ") -> str
     return lead + "".join(f" {cell:>{each.width}}" for cell, each in zip(cells, found, strict=True))
 
 
+def machine_words(hardware: Mapping[str, Any], gpus: Mapping[str, Any] | None) -> str:
+    """Formats a record's `hardware` and `gpus`."""
+    words = f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
+    words += f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory"
+    if not gpus:
+        return words
+    model = f"{gpus['names'][0]} ({gpus['sms']} SMs, {gpus['memory_bytes'] / 2**30:.0f} GiB)"
+    links = f"links {gpus['links'] or 'unknown'}, driver {gpus['driver'] or 'unknown'}"
+    return f"{len(gpus['names'])} x {model}, {links}; {words}"
+
+
 def header(options: Options, flush_bytes: int) -> str:
-    """Formats the options and the machine as comment lines."""
-    versions, host = machine.versions(options.device), machine.describe()
-    made = "  ".join(f"{name} {version}" for name, version in versions.items())
+    """Formats the command, what of it was found out here, and the machine as comment lines."""
+    made = "  ".join(f"{name} {version}" for name, version in machine.versions(options.device).items())
+    gpus = machine.describe_gpus() if options.device == "cuda" else None
+    flushed = f"{flush_bytes / 2**20:.0f} MiB/rank"
     lines = [
-        f"# {options.program}_perf  {made}",
-        f"# {host['cpu']}, {host['architecture']}, {host['cores']} cores,"
-        f" {host['memory_bytes'] / 2**30:.1f} GiB memory",
-        f"# ranks {options.ranks}  threads/rank {options.threads}  tokens/rank {options.sizes[0]} .."
-        f" {options.sizes[-1]}  iters {options.iters}  warmup {options.warmup}  check {options.checks}"
-        f"  seed {options.seed}  flushed {flush_bytes / 2**20:.0f} MiB/rank",
+        f"# {options.command}",
+        f"# {made}",
+        f"# {machine_words(machine.describe(), gpus)}",
+        f"# ranks {options.ranks}  threads/rank {options.threads}  seed {options.seed}  flushed {flushed}",
     ]
-    if options.is_layer:
-        lines.append(f"# dense {' x '.join(map(str, options.dense))}  bound {BOUNDS[options.dtypes[0]]:.3g}")
-    else:
-        lines.append(
-            f"# layout {options.layout}  alignment {options.alignment}"
-            f"  capacity {options.capacity or 'exact'}  ids {options.ids}"
-            f"  wire {options.wire or 'as it is'}"
-            f"{'' if options.dequantize else ', handed on'}"
-            f"{f'  kept handle {options.kept_handle}' if options.kept_handle else ''}"
-            f"{'  graph' if options.graph else ''}"
-        )
-        if options.baselines and (options.alignment != 1 or options.capacity is not None):
-            lines.append("# the baselines run with alignment 1 and exact sizes")
-    if options.device == "cuda":
-        gpus = machine.describe_gpus()
-        lines.append(
-            f"# {len(gpus['names'])} x {gpus['names'][0]}, {gpus['sms']} SMs, links {gpus['links']},"
-            f" driver {gpus['driver']}"
-        )
     if options.nodes > 1:
-        limit = f"  at most {options.limit_nodes} a token" if options.limit_nodes else ""
         provider = options.fabric_provider or "chosen"
-        lines.append(f"# nodes {options.nodes} of {options.ranks_per_node} ranks{limit}  provider {provider}")
+        lines.append(f"# nodes {options.nodes} of {options.ranks_per_node} ranks  provider {provider}")
     return "\n".join(lines)
 
 

@@ -132,7 +132,6 @@ class _Variants:
         *,
         before: Callable[[], None] | None = None,
         layer: MoELayer | None = None,
-        own: bool = True,
         keeps_memory: bool = False,
         fp8: bool = False,
         **more: Any,
@@ -169,7 +168,7 @@ class _Variants:
             calls={FORWARD: forward, STEP: step},
             check=check,
             before=before,
-            own=own and name not in _BASELINES,
+            own=name not in _BASELINES,
             more=measure_more,
             **more,
         )

@@ -11,7 +11,7 @@ from ..harness import record
 from ..harness.options import BETWEEN_NODES, MOECOMM, OVERLAPPED
 from ..harness.path import FORWARD, STEP
 from ..harness.record import Record, Row
-from ..harness.report import number, sent_over_least, skew_words
+from ..harness.report import machine_words, number, sent_over_least, skew_words
 from . import growth
 
 Records = Mapping[str, Record]
@@ -303,19 +303,12 @@ def _facts(records: Records) -> str:
     """Machine, software, commits and times of some records."""
     runs = list(records.values())
     first = next((each for each in runs if each["gpus"]), runs[0])
-    hardware, gpus = first["hardware"], first["gpus"]
-    machine = f"{hardware['cpu']}, {hardware['architecture']}, {hardware['cores']} cores, "
-    machine += f"{hardware['memory_bytes'] / 2**30:.1f} GiB memory"
-    if gpus:
-        model = f"{gpus['names'][0]} ({gpus['sms']} SMs, {gpus['memory_bytes'] / 2**30:.0f} GiB)"
-        links = f"links {gpus['links'] or 'unknown'}, driver {gpus['driver'] or 'unknown'}"
-        machine = f"{len(gpus['names'])} x {model}, {links}; {machine}"
     made = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     # Runs may be renewed one by one: every commit and the span of times is said.
     commits = dict.fromkeys(f"`{str(each['git']['commit'])[:7]}`" for each in runs)
     times = sorted(each["time"] for each in runs)
     return (
-        f"- machine: {machine}\n- software: {made}\n"
+        f"- machine: {machine_words(first['hardware'], first['gpus'])}\n- software: {made}\n"
         f"- commit {', '.join(commits)}, {' to '.join(dict.fromkeys((times[0], times[-1])))}"
     )
 
