@@ -10,6 +10,7 @@
 //
 // The two processes send to each other at once; rates are those of one direction. A run posts as many writes
 // as fit into `seconds`, and ends when both have counted all immediates; afterwards every byte is compared.
+#include <getopt.h>
 #include <rdma/fi_errno.h>
 #include <sched.h>
 #include <signal.h>
@@ -274,40 +275,37 @@ class Bench {
   int64_t barriers_ = 0, runs_ = 0, completed_ = 0, arrived_ = 0, idle_ = 0;
 };
 
+double number(const char* text, double least, char stop = 0) {
+  char* end = nullptr;
+  const double parsed = std::strtod(text, &end);
+  if (end == text || (*end != 0 && *end != stop) || !(parsed >= least))
+    fail(std::string(text) + " will not do");
+  return parsed;
+}
+
 Options parse(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) fail(name + " needs a value");
-      return argv[++i];
-    };
-    const auto number = [&](double least) {
-      const std::string text = value();
-      char* end = nullptr;
-      const double parsed = std::strtod(text.c_str(), &end);
-      if (text.empty() || *end != 0 || !(parsed >= least)) fail(name + ": '" + text + "' will not do");
-      return parsed;
-    };
-    if (name == "--provider") {
-      options.provider.provider = value();
-    } else if (name == "--interface") {
-      options.provider.interface = value();
-    } else if (name == "--sizes") {
+  const option known[] = {
+      {"provider", required_argument, nullptr, 'p'}, {"interface", required_argument, nullptr, 'i'},
+      {"sizes", required_argument, nullptr, 's'},    {"area", required_argument, nullptr, 'a'},
+      {"seconds", required_argument, nullptr, 't'},  {}};
+  for (int name; (name = getopt_long(argc, argv, "", known, nullptr)) != -1;) {
+    if (name == 'p') {
+      options.provider.provider = optarg;
+    } else if (name == 'i') {
+      options.provider.interface = optarg;
+    } else if (name == 's') {
       options.sizes.clear();
-      const std::string list = value();
-      for (size_t at = 0; at <= list.size();) {
-        const size_t comma = std::min(list.find(',', at), list.size());
-        options.sizes.push_back(std::atoll(list.substr(at, comma - at).c_str()));
-        if (options.sizes.back() < 1) fail("--sizes: '" + list + "' will not do");
-        at = comma + 1;
+      for (const char* at = optarg; at != nullptr; at = std::strchr(at, ',')) {
+        at += *at == ',' ? 1 : 0;
+        options.sizes.push_back(static_cast<int64_t>(number(at, 1, ',')));
       }
-    } else if (name == "--area") {
-      options.area = static_cast<int64_t>(number(1));
-    } else if (name == "--seconds") {
-      options.seconds = number(1e-3);
+    } else if (name == 'a') {
+      options.area = static_cast<int64_t>(number(optarg, 1));
+    } else if (name == 't') {
+      options.seconds = number(optarg, 1e-3);
     } else {
-      fail("unknown option " + name + " (see the head of bench/fabric_raw.cpp)");
+      fail("see the head of bench/fabric_raw.cpp for its options");
     }
   }
   return options;

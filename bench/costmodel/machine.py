@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from moecomm import InvalidArgument
 
@@ -69,43 +69,34 @@ class Machine:
 
 # Where each number is from: docs/model.md. The first five and staging were measured; of the network of "h200"
 # everything is an assumption.
-_H200 = {
-    "node_GBps": 346.4,
-    "memory_GBps": 4143.0,
-    "reduce_GBps": 26 * 44.0,
-    "dispatch_fixed_us": 47.6,
-    "combine_fixed_us": 34.8,
-    "proxy_us": 2.3,
-    "command_rate": 8e6,
-}
+_H200 = Machine(  # a NIC of 400 Gb/s for each GPU, which reads and writes the GPU's memory
+    node_GBps=346.4,
+    memory_GBps=4143.0,
+    reduce_GBps=26 * 44.0,
+    dispatch_fixed_us=47.6,
+    combine_fixed_us=34.8,
+    proxy_us=2.3,
+    command_rate=8e6,
+    staging_GBps=4143.0 / 2,
+    nic_GBps=50.0,
+    nic_share=0.9,
+    nic_latency_us=5.0,
+    nic_half_bytes=4096,
+    put_rate=1e6,
+)
 MACHINES: dict[str, Machine] = {
-    # a NIC of 400 Gb/s for each GPU, which reads and writes the GPU's memory
-    "h200": Machine(
-        **_H200,
-        staging_GBps=4143.0 / 2,
-        nic_GBps=50.0,
-        nic_share=0.9,
-        nic_latency_us=5.0,
-        nic_half_bytes=4096,
-        put_rate=1e6,
-    ),
+    "h200": _H200,
     # the same where the NIC cannot reach the GPU's memory: rows pass through pinned host memory
-    "h200-host-ring": Machine(
-        **_H200,
-        staging_GBps=45.0,
-        nic_GBps=50.0,
-        nic_share=0.9,
-        nic_latency_us=5.0,
-        nic_half_bytes=4096,
-        put_rate=1e6,
-    ),
+    "h200-host-ring": replace(_H200, staging_GBps=45.0),
     # nodes emulated on one host with GPUs: libfabric over loopback TCP
-    "h200-tcp": Machine(
-        **_H200,
+    "h200-tcp": replace(
+        _H200,
         staging_GBps=45.0,
         nic_GBps=7.36,
+        nic_share=1.0,
         nic_half_bytes=15700,
         nic_latency_us=3.9,
+        put_rate=math.inf,
     ),
     # nodes emulated on a machine with two cores, a rank each: libfabric over loopback TCP
     "cpu-tcp": Machine(

@@ -18,39 +18,29 @@ from typing import Any
 from . import record
 
 _MOST_S = 300.0
-_LIBFABRIC = ("fabric_raw",)
 
 
-def program(name: str) -> Path | None:
-    """A program as it was built; None where it was not."""
+def program(name: str) -> Path:
+    """A program as it was built. Raises RuntimeError with what to do where it was not."""
     folder = os.environ.get("MOECOMM_BENCH_PROGRAMS")
-    if folder:
-        found = Path(folder) / name
-    else:
-        extension = importlib.util.find_spec("moecomm._C")
-        if extension is None or extension.origin is None:
-            return None
-        found = Path(extension.origin).with_name(name)
-    return found if os.access(found, os.X_OK) else None
-
-
-def missing(name: str) -> str:
-    """Why a program is not there, and what to do."""
-    first = "install libfabric-dev and build" if name in _LIBFABRIC else "build"
-    return f"{name} is not built: {first} again, or set MOECOMM_BENCH_PROGRAMS to where it is"
+    extension = importlib.util.find_spec("moecomm._C")
+    beside = Path(extension.origin).parent if extension is not None and extension.origin else Path()
+    found = (Path(folder) if folder else beside) / name
+    if not os.access(found, os.X_OK):
+        first = "install libfabric-dev and build" if name == "fabric_raw" else "build"
+        raise RuntimeError(
+            f"{name} is not built: {first} again, or set MOECOMM_BENCH_PROGRAMS to where it is"
+        )
+    return found
 
 
 def lines(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
     """Runs a program in C++ and returns the records that it prints, one a line. Raises RuntimeError with the
     reason if it prints none.
     """
-    binary = program(name)
-    if binary is None:
-        raise RuntimeError(missing(name))
+    command = [str(program(name)), *flags]
     try:
-        done = subprocess.run(
-            [str(binary), *flags], capture_output=True, text=True, timeout=_MOST_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=False)
         if done.returncode != 0:
             raise RuntimeError(" ".join(done.stderr.split()) or f"{name} ended with status {done.returncode}")
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -100,28 +100,17 @@ class Received:
     overflow: int = 0
 
 
-class _Count:
-    """Counts values that differ, without waiting for the device before the total is asked for."""
+def _differing(got: Tensor, want: npt.NDArray[Any] | Tensor) -> int:
+    """Counts entries that differ, bit for bit; all of `want` when the shapes do."""
+    wanted = torch.as_tensor(want, device=got.device)
+    if got.shape != wanted.shape:
+        return max(wanted.numel(), 1)
+    same_type = got.dtype == wanted.dtype
+    return _count(_bits(got) != _bits(wanted) if same_type else got != wanted)
 
-    def __init__(self, device: torch.device) -> None:
-        self._sum = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, wrong: Tensor) -> None:
-        self._sum += torch.count_nonzero(wrong)
-
-    def differing(self, got: Tensor, want: npt.NDArray[Any] | Tensor) -> None:
-        """Adds entries that differ, bit for bit; all of `want` when the shapes do."""
-        wanted = torch.as_tensor(want, device=got.device)
-        if got.shape != wanted.shape:
-            self._sum += max(wanted.numel(), 1)
-        elif got.dtype == wanted.dtype:
-            self.add(_bits(got) != _bits(wanted))
-        else:
-            self.add(got != wanted)
-
-    @property
-    def total(self) -> int:
-        return int(self._sum)
+def _count(wrong: Tensor) -> int:
+    return int(torch.count_nonzero(wrong))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -145,17 +134,16 @@ def wrong_dispatch(
     """
     if got.tokens.shape != (rows.num_rows if capacity is None else capacity, key.hidden):
         return max(rows.num_rows * key.hidden, 1)
-    device = got.tokens.device
-    wrong = _Count(device)
+    device, wrong = got.tokens.device, int(got.overflow != 0)
     if got.counts is not None:
-        wrong.differing(got.counts, rows.expert_rows_L)
+        wrong += _differing(got.counts, rows.expert_rows_L)
     if got.offsets is not None:
-        wrong.differing(got.offsets, rows.offsets_G)
+        wrong += _differing(got.offsets, rows.offsets_G)
     if got.topk_idx is not None and rows.ids_NK is not None:
-        wrong.differing(got.topk_idx[_on(device, rows.row_N)], rows.ids_NK)
+        wrong += _differing(got.topk_idx[_on(device, rows.row_N)], rows.ids_NK)
     for source in rows.sources:
         row, token, slot = rows.from_source(source, device)
-        _compare_rows(wrong, got, row, inputs.rows(key, source, device)[token], wire)
+        wrong += _wrong_rows(got, row, inputs.rows(key, source, device)[token], wire)
         if got.weights is None:
             continue
         want = inputs.weights(key, source, topk, device)[token].to(got.weights.dtype)
@@ -163,22 +151,19 @@ def wrong_dispatch(
             want = want.gather(1, slot[:, None])[:, 0]
         else:
             want = torch.where(_on(device, rows.ids_NK[rows.source_N == source]) >= 0, want, 0)
-        wrong.differing(got.weights[row], want)
+        wrong += _differing(got.weights[row], want)
     padding = np.setdiff1d(np.arange(rows.num_rows), rows.row_N)
-    wrong.add(_bits(got.tokens[_on(device, padding)]))
-    return wrong.total + int(got.overflow != 0)
+    return wrong + _count(_bits(got.tokens[_on(device, padding)]))
 
 
-def _compare_rows(wrong: _Count, got: Received, row: Tensor, x_NH: Tensor, wire: str | None) -> None:
+def _wrong_rows(got: Received, row: Tensor, x_NH: Tensor, wire: str | None) -> int:
     if wire is None:
-        wrong.differing(got.tokens[row], x_NH)
-        return
+        return _differing(got.tokens[row], x_NH)
     values, scales = inputs.quantised(x_NH)
     if got.scales is None:
-        wrong.differing(got.tokens[row], inputs.dequantised(values, scales, x_NH.dtype))
-    else:
-        wrong.differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
-        wrong.differing(got.scales[row], scales)
+        return _differing(got.tokens[row], inputs.dequantised(values, scales, x_NH.dtype))
+    sent = _differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
+    return sent + _differing(got.scales[row], scales)
 
 
 def wrong_backward(
@@ -199,16 +184,16 @@ def wrong_backward(
         return max(rows.num_rows * given.hidden, 1)
     device, wide = grad_PH.device, inputs.wide(given.torch_dtype)
     allowed = given.hidden * (_ROUNDOFF["float64"] if wide == torch.float64 else _ROUNDOFF["float32"])
-    wrong = _Count(device)
+    wrong = 0
     for source in rows.sources:
         row, token, slot = rows.from_source(source, device)
         weight_N = inputs.weights(made, source, topk, device).to(wide)[token, slot]
         dy_NH = inputs.rows(given, source, device)[token].to(wide)
-        wrong.differing(grad_PH[row], (weight_N[:, None] * dy_NH).to(grad_PH.dtype))
+        wrong += _differing(grad_PH[row], (weight_N[:, None] * dy_NH).to(grad_PH.dtype))
         terms = rows_PH[row].to(torch.float64) * dy_NH
         error = (grad_weights_P[row].to(torch.float64) - terms.sum(1)).abs_()
-        wrong.add(~(error <= terms.abs_().sum(1) * allowed))  # negated, so that NaN counts as wrong
-    return wrong.total
+        wrong += _count(~(error <= terms.abs_().sum(1) * allowed))  # negated, so that NaN counts as wrong
+    return wrong
 
 
 def answers(rows: Rows, key: DataKey, count: int, device: torch.device, by_rank: int | None = None) -> Tensor:
@@ -257,7 +242,7 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
         want += term
         size += term.abs_()
     error = (got_TH.to(torch.float64) - want).abs_()
-    return int((~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype]))).sum())  # negated: NaN is wrong
+    return _count(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))  # negated: NaN is wrong
 
 
 # -- layers --------------------------------------------------------------------------------------------------

@@ -119,8 +119,10 @@ def yardstick(name: str, case: Case, lanes: int) -> Yardstick | NotRun:
     least_bytes, _ = least(case)
     if least_bytes == 0:
         return NotRun(name, "no row goes to another node")
-    if native.program("fabric_raw") is None:
-        return NotRun(name, native.missing("fabric_raw"))
+    try:
+        native.program("fabric_raw")
+    except RuntimeError as problem:
+        return NotRun(name, str(problem))
     pairs_of_ranks = max(1, options.ranks // 2)
     lanes = 1 if name == "fabric-one" else lanes
     flags = ["--sizes", str(put_bytes(case)), "--seconds", "0.15"]
