@@ -361,6 +361,8 @@ def _ranks_per_node(given: int | None, ranks: int) -> int | None:
     source = "--ranks-per-node"
     if given is None and (text := os.environ.get("MOECOMM_RANKS_PER_NODE")):
         source = "MOECOMM_RANKS_PER_NODE"
+        if not text.isdecimal():
+            raise ValueError(f"{source} {text!r} is no number")
         given = int(text)
     if given is None and "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
         local = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -17,8 +17,6 @@ from typing import Any
 
 from . import record
 
-_MOST_S = 300.0
-
 
 def program(name: str) -> Path:
     """A program as it was built. Raises RuntimeError with what to do where it was not."""
@@ -34,18 +32,18 @@ def program(name: str) -> Path:
     return found
 
 
-def lines(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
+def lines(name: str, flags: Sequence[str], most_s: float = 300.0) -> list[dict[str, Any]]:
     """Runs a program in C++ and returns the records that it prints, one a line. Raises RuntimeError with the
-    reason if it prints none.
+    reason if it prints none, or takes more than `most_s` seconds.
     """
     command = [str(program(name)), *flags]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=most_s, check=False)
         if done.returncode != 0:
             raise RuntimeError(" ".join(done.stderr.split()) or f"{name} ended with status {done.returncode}")
         return [json.loads(line) for line in done.stdout.splitlines()]
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{name} took more than {_MOST_S:g} s") from None
+        raise RuntimeError(f"{name} took more than {most_s:g} s") from None
     except (OSError, ValueError) as problem:
         raise RuntimeError(f"{name}: {problem}") from None
 

@@ -32,6 +32,7 @@ from ..harness.timing import Timing, sum_over_ranks
 _SETTLE_S, _MOST_SETTLING_S = 5e-3, 2.0
 _PUTS_OF_A_NODE, _LEAST_PUT, _MOST_PUT = 16, 1 << 19, {"cpu": 1 << 22, "cuda": 1 << 20}
 _COLD_BYTES = 256 << 20  # larger than the caches
+_MOST_S = 60.0  # for one measurement of the ceiling, while all ranks wait
 _COUNTERS = ("network_bytes", "network_row_bytes", "network_puts")
 
 
@@ -163,5 +164,5 @@ def yardstick(name: str, case: Case, lanes: int) -> Yardstick | NotRun:
 def measure(flags: list[str], pairs_of_processes: int) -> list[dict[str, Any]]:
     """The records of so many runs of fabric_raw at the same time. Raises RuntimeError if one fails."""
     with ThreadPoolExecutor(pairs_of_processes) as pool:
-        runs = [pool.submit(native.lines, "fabric_raw", flags) for _ in range(pairs_of_processes)]
+        runs = [pool.submit(native.lines, "fabric_raw", flags, _MOST_S) for _ in range(pairs_of_processes)]
         return [run.result()[0] for run in runs]

@@ -54,7 +54,9 @@ Cells = Sequence[tuple[str, Callable[[Group], str]]]
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, so that a terminal shows it well too."""
+    """A Markdown table with aligned columns, so that a terminal shows it well too; "" without lines."""
+    if not lines:
+        return ""
     widths = [max(len(row[column]) for row in (titles, *lines)) for column in range(len(titles))]
 
     def line(cells: Sequence[str]) -> str:
@@ -67,9 +69,12 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def table_of(cells: Cells, groups: Iterable[Group]) -> str:
-    """The table of some columns, a line a comparison; "" without any."""
-    lines = [[cell(group) for _, cell in cells] for group in groups]
-    return table([title for title, _ in cells], lines) if lines else ""
+    """The table of some columns, a line a comparison."""
+    return table([title for title, _ in cells], [[cell(group) for _, cell in cells] for group in groups])
+
+
+def _titled(title: str, body: str) -> str:
+    return f"{title}\n\n{body}" if body else ""
 
 
 def groups_of(records: Records) -> list[Group]:
@@ -269,7 +274,7 @@ def _limit_table(groups: Sequence[Group]) -> str:
         ]
         lines.append(line)
     titles = ("run", "MB sent", "without", "puts", "without", "ms", "without", "bytes saved", "faster")
-    return table(titles, lines) if lines else ""
+    return table(titles, lines)
 
 
 def _native_table(program: str, records: Records, columns: Sequence[tuple[str, str, float, int]]) -> str:
@@ -280,7 +285,7 @@ def _native_table(program: str, records: Records, columns: Sequence[tuple[str, s
         + [number(row[key], scale, digits) for _, key, scale, digits in columns]
         for row in rows
     ]
-    return table(["what", *(title for title, *_ in columns)], lines) if lines else ""
+    return table(["what", *(title for title, *_ in columns)], lines)
 
 
 _RAW = (
@@ -319,7 +324,7 @@ def _missing(records: Records) -> str:
         for name, content in records.items()
         for each in content.get("missing", ())
     )
-    return "Not run:\n\n" + "\n".join(found) if found else ""
+    return _titled("Not run:", "\n".join(found))
 
 
 def _gpus(records: Records) -> list[str]:
@@ -346,19 +351,19 @@ def _gpus(records: Records) -> list[str]:
         _facts(records),
         "Times are as called, with an empty L2. The ceiling is `sm-push`; *nccl* moves rows as they are.",
         table_of(_GPU, single),
-        "Every path of the runs beside all baselines (memcpy reads and writes *algbw* on one GPU):"
-        if paths
-        else "",
-        table(("run", "path", "us", "remote GB/s", "algbw GB/s", "how"), paths) if paths else "",
+        _titled(
+            "Every path of the runs beside all baselines (memcpy reads and writes *algbw* on one GPU):",
+            table(("run", "path", "us", "remote GB/s", "algbw GB/s", "how"), paths),
+        ),
         "### Sweeps",
         table_of(_GPU, [group for group in groups if group not in single]),
         "### Several numbers of GPUs",
         table_of(_GPU, groups_of(grown)),
-        "The [formula](memory.md#how-time-grows), with its two constants from the run on most GPUs:\n\n"
-        + "\n".join(constants)
-        if constants
-        else "",
-        table(growth.TITLES, formula) if formula else "",
+        _titled(
+            "The [formula](memory.md#how-time-grows), with its two constants from the run on most GPUs:",
+            "\n".join(constants),
+        ),
+        table(growth.TITLES, formula),
         _missing(records),
     ]
 
@@ -375,16 +380,16 @@ def _layer_parts(records: Records) -> list[str]:
         eager = [group for group in groups if not group.own["graphs"]]
         graphs = [group for group in groups if group.own["graphs"] and group.own["phase"] == STEP]
         fp8 = [group for group in eager if named.FP8_OVERLAPPED in group.paths and group.own["phase"] == STEP]
-        keep, steps = _keep_lines(eager), [group for group in eager if group not in fp8]
+        steps = [group for group in eager if group not in fp8]
         steps.sort(key=lambda group: group.own["phase"] == FORWARD)
         shape = " x ".join(map(str, first["options"]["dense"]))
         found += [
             f"### Layers on {ranks} {'GPUs' if device == 'cuda' else 'CPU ranks'}",
             f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
             table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
-            *(["Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)] if graphs else []),
-            *(["By what a forward keeps for its backward:", table(_KEEP_TITLES, keep)] if keep else []),
-            *(["Products in fp8, times as fast as without:", table_of(_FP8, fp8)] if fp8 else []),
+            _titled("Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)),
+            _titled("By what a forward keeps for its backward:", table(_KEEP_TITLES, _keep_lines(eager))),
+            _titled("Products in fp8, times as fast as without:", table_of(_FP8, fp8)),
         ]
     return [*found, _missing(records)]
 
@@ -411,15 +416,14 @@ def _node_parts(records: Records) -> list[str]:
     for place, of_one in enumerate(machines.values()):
         groups = groups_of(of_one)
         backend = "nccl" if any(each["gpus"] for each in of_one.values()) else "gloo"
-        limited = _limit_table(groups)
         raw, proxy = _native_table("fabric_raw", of_one, _RAW), _native_table("proxy_rate", of_one, _PROXY)
         found += [
             f"### Machine {place + 1}",
             _facts(of_one),
             table_of(_nodes(backend), groups),
-            *(["Group-limited routing beside the same without, over all ranks:", limited] if limited else []),
-            *(["A provider by itself, both ways at once, of one direction:", raw] if raw else []),
-            *(["The proxy before a network that does nothing, by kind of command:", proxy] if proxy else []),
+            _titled("Group-limited routing beside the same without, over all ranks:", _limit_table(groups)),
+            _titled("A provider by itself, both ways at once, of one direction:", raw),
+            _titled("The proxy before a network that does nothing, by kind of command:", proxy),
         ]
     return [*found, _missing(records)]
 
