@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation
-from moecomm.kernels.grouped_mm import grouped_matmul
+from moecomm.kernels.products import grouped_matmul
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.fp8 import make_products
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moecomm.errors import Unsupported
-from moecomm.kernels.grouped_mm import PlainProducts, Products
+from moecomm.kernels.products import Products
 from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
 from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn.config import MoEConfig
@@ -31,7 +31,7 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
     """Makes the products of config.expert_precision. Raises Unsupported where the device has no product of
     e4m3."""
     if config.expert_precision is None:
-        return PlainProducts()
+        return Products()
     if device.type == "cuda":
         reason = missing_on(device)
         if reason is not None:
@@ -43,7 +43,7 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
     return Fp8Products()
 
 
-class Fp8Products:
+class Fp8Products(Products):
     """Grouped products in e4m3. Quantised weights are kept until the weight changes, so that the microbatches
     of a step pay for them once: a byte a value in the forward, two with the backward.
 
@@ -53,6 +53,8 @@ class Fp8Products:
     by steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go
     past all of these.
     """
+
+    name = "fp8"
 
     def __init__(self) -> None:
         self._kept: MutableMapping[Tensor, dict[str, _Kept]] = WeakTensorKeyDictionary()
@@ -81,7 +83,9 @@ class Fp8Products:
         weights = self._weights(weight_LAB, quantize_rows)
         return scaled_grouped_mm(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
 
-    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_wgrad(
+        self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor, *, leave_sms: int = 0
+    ) -> Tensor:
         left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
