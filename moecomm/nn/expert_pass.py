@@ -151,7 +151,8 @@ class Known(NamedTuple):
 
     handle: Handle
     weights_P: Tensor
-    offsets_L: Tensor
+    groups: Tensor
+    """The groups of rows as the products take them; the last element is the number of rows."""
 
 
 class Forward:
@@ -210,7 +211,8 @@ class Forward:
         side.join(out.tokens, out.weights, out.offsets)
         if call.overflow is not None:
             torch.maximum(call.overflow, out.overflow, out=call.overflow)
-        self._known, self._rows_PH = Known(out.handle, out.weights, out.offsets), out.tokens
+        groups = call.products.groups(out.offsets)
+        self._known, self._rows_PH = Known(out.handle, out.weights, groups), out.tokens
 
         with stages("fc1"):
             inner_PI, z_PF = self._fc1()
@@ -218,7 +220,7 @@ class Forward:
             self._inner_PI = inner_PI
         del inner_PI
         with stages("fc2"):
-            expert_rows_PH = call.products.grouped_mm(z_PF, weights.w_out, out.offsets)
+            expert_rows_PH = call.products.grouped_mm(z_PF, weights.w_out, groups)
         del z_PF
         home = Beside(comm, wanted=call.pool is not None)
         with home, stages("combine", stream=COMM, communicates=True):
@@ -262,7 +264,7 @@ class Forward:
         z_PF, self._z_PF = self._z_PF, None
         if z_PF is None:
             _, z_PF = self._fc1()
-        rows_PH = self.call.products.grouped_mm(z_PF, self.weights.w_out, self.known.offsets_L)
+        rows_PH = self.call.products.grouped_mm(z_PF, self.weights.w_out, self.known.groups)
         y_TH = self.call.comm.combine(rows_PH, self.known.handle)
         return y_TH if self.weights.shared_in is None else y_TH.add_(self._shared_fc2())
 
@@ -277,7 +279,7 @@ class Forward:
             self.x_TH if shared or keep == "nothing" else None,
             self._rows_PH if keeps_rows else None,
             known.weights_P,
-            known.offsets_L,
+            known.groups,
             self._shared_inner_TI,
             self.ticket.table if self.ticket is not None else self._inner_PI,
         )
@@ -287,7 +289,7 @@ class Forward:
         return self.call.products.gated_mm(
             self._rows_PH,
             self.weights.w_in,
-            self.known.offsets_L,
+            self.known.groups,
             self.known.weights_P,
             activation=self.call.activation,
         )
@@ -307,7 +309,7 @@ class Forward:
         """Puts the rows, and the first product if kept, into the pool."""
         kept = [each for each in (self._rows_PH, self._inner_PI) if each is not None]
         if self.keeps:
-            self.ticket = pool.owned(pool.stash(*kept, ends=self.known.offsets_L))
+            self.ticket = pool.owned(pool.stash(*kept, ends=self.known.groups))
         else:
             self.ticket = pool.blank(*kept)
 
@@ -320,11 +322,12 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
     comm, products, handle = call.comm, call.products, ctx.handle
     saved: tuple[Any, ...] = ctx.saved_tensors
-    w_in, w_out, shared_in, shared_out, x_TH, rows_PH, weights_P, offsets_L, shared_inner_TI, last = saved
+    w_in, w_out, shared_in, shared_out, x_TH, rows_PH, weights_P, groups, shared_inner_TI, last = saved
     _, need_x, need_weights, need_in, need_out, *need_shared = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
     weights_now = call.deferred is None
+    into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (_W_IN, _W_OUT))
     stages = call.stages()
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None)
@@ -351,12 +354,12 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
     if call.keep != "all":
         with stages("fc1_again"):
-            inner_PI = products.grouped_mm(rows_PH, w_in, offsets_L)
+            inner_PI = products.grouped_mm(rows_PH, w_in, groups)
     with stages("fc2_dgrad"):
         grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
             grad_rows_PH,
             w_out,
-            offsets_L,
+            groups,
             inner_PI,
             weights_P,
             activation=call.activation,
@@ -367,10 +370,10 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     if call.deferred is not None and (need_in or need_out):
         of_in = (rows_PH, grad_inner_PI) if need_in else None
         of_out = None if z_PF is None else (z_PF, grad_rows_PH)
-        call.deferred.pending.append(partial(_wgrads, products, offsets_L, of_in, of_out))
+        call.deferred.pending.append(partial(_wgrads, products, groups, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
-            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, offsets_L)
+            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
     del z_PF, grad_rows_PH
 
     # Gradients of tokens go home, on few SMs beside the product that nobody waits for.
@@ -378,7 +381,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     home = Beside(comm, wanted=sms is not None)
     if needs_home:
         with stages("fc1_dgrad"):
-            grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, offsets_L)
+            grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
         limit = contextlib.nullcontext() if sms is None else comm.limit_sms(sms)
         with home, limit, stages("combine_grad", stream=COMM, communicates=True):
             grad_x_TH, grad_weights_TK = comm.dispatch_backward(
@@ -386,7 +389,9 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             )
     if need_in and weights_now:
         with stages("fc1_wgrad"):
-            grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, offsets_L, leave_sms=sms or 0)
+            grad_in_LHI = products.grouped_mm_wgrad(
+                rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
+            )
     home.join(grad_x_TH, grad_weights_TK)
 
     grad_shared_x_TH, *grad_shared_weights = grad_shared
@@ -403,6 +408,32 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         grad_out_LFH,
         *grad_shared_weights,
     )
+
+
+_W_IN, _W_OUT = 2, 3
+"""The places of the experts' weights among the tensors that `_Keep` takes."""
+
+
+def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
+    """Returns the `grad` to which a product may add the gradient of a weight, as autograd would after it;
+    None where autograd has to do it: without a grad yet, where the products cannot, for torch.autograd.grad,
+    for parameters with hooks that want to see the gradient, and for sharded ones."""
+    node = ctx.next_functions[number][0]
+    if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
+        return None
+    parameter = node.variable
+    grad = parameter.grad
+    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
+        return None
+    if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
+        return None
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return None
+    try:
+        runs: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch says so where torch.autograd.grad is under way
+        return None
+    return grad if runs else None
 
 
 def _shared_backward(
@@ -435,14 +466,14 @@ def _shared_backward(
 
 def _wgrads(
     products: Products,
-    offsets_L: Tensor,
+    groups: Tensor,
     of_in: tuple[Tensor, Tensor] | None,
     of_out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the weight gradients of w_in and w_out that a backward has put off, where wanted."""
-    with torch.no_grad(), without_autocast(offsets_L.device.type):
-        grad_out = None if of_out is None else products.grouped_mm_wgrad(*of_out, offsets_L)
-        return None if of_in is None else products.grouped_mm_wgrad(*of_in, offsets_L), grad_out
+    with torch.no_grad(), without_autocast(groups.device.type):
+        grad_out = None if of_out is None else products.grouped_mm_wgrad(*of_out, groups)
+        return None if of_in is None else products.grouped_mm_wgrad(*of_in, groups), grad_out
 
 
 # -- autograd and checkpoints ------------------------------------------------------------------------------

@@ -28,10 +28,27 @@ from moecomm.nn.parameters import is_expert_parameter
 
 
 def make_products(config: MoEConfig, device: torch.device) -> Products:
-    """Makes the products of config.expert_precision. Raises Unsupported where the device has no product of
-    e4m3."""
-    if config.expert_precision is None:
-        return Products()
+    """Makes the products of a config's experts on a device: those of config.expert_precision, of
+    config.products, or of quack where it serves them and else of torch. Raises Unsupported where the device
+    has no product of e4m3, or quack is asked for and does not serve."""
+    if config.expert_precision is not None:
+        return _make_fp8(config, device)
+    if config.products != "torch":
+        # Imported here: it is for one kind of GPU alone.
+        from moecomm.kernels import quack
+
+        sizes: dict[str, Any] = {
+            "hidden": config.hidden,
+            "ffn": config.ffn_hidden,
+            "dtype": config.dtype,
+            "device": device,
+        }
+        if config.products == "quack" or quack.missing_on(**sizes) is None:
+            return quack.QuackProducts(**sizes, activation=config.activation)
+    return Products()
+
+
+def _make_fp8(config: MoEConfig, device: torch.device) -> Products:
     if device.type == "cuda":
         reason = missing_on(device)
         if reason is not None:
@@ -75,18 +92,16 @@ class Fp8Products(Products):
         kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
         return sum(part.nbytes for each in kept for part in each)
 
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_transposed)
-        return scaled_grouped_mm(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PA, groups), weights, groups).to(rows_PA.dtype)
 
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_rows)
-        return scaled_grouped_mm(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PB, groups), weights, groups).to(rows_PB.dtype)
 
-    def grouped_mm_wgrad(
-        self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor, *, leave_sms: int = 0
-    ) -> Tensor:
-        left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
+        left, right = quantize_columns(rows_PA, groups), quantize_columns(grad_PB, groups)
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:

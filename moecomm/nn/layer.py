@@ -265,7 +265,7 @@ class MoELayer(nn.Module):
         layer was made."""
         config, comm = self.config, self.comm
         assert self._sms is not None
-        if config.expert_precision is not None or config.dtype is not torch.bfloat16:
+        if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
             return None  # the kernels of other products leave no SMs
         if 2 * comm.num_sms <= self._sms:
             return comm.num_sms
