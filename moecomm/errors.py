@@ -30,10 +30,6 @@ class MismatchedArguments(InvalidArgument):
     """Ranks called with arguments, or operations, that have to be the same everywhere and are not."""
 
 
-class InvalidSchedule(InvalidArgument):
-    """A schedule of stages that cannot run: a cycle, or a stage, stream or resource that there is not."""
-
-
 class CapacityExceeded(MoecommError):
     """A dispatch with a fixed capacity needed more rows than that on some rank; rows past it were left out.
 

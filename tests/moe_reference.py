@@ -86,7 +86,9 @@ def feed_forward(rows: Tensor, w_in: Tensor, w_out: Tensor, activation: str) -> 
     The benchmarks (bench/harness/verify.py) use it and its gradients by autograd.
     """
     inner = rows @ w_in
-    if activation == "swiglu":
+    if activation == "swiglu_interleaved":
+        inner = torch.cat([inner[..., ::2], inner[..., 1::2]], dim=-1)
+    if activation != "gelu":
         gate, up = inner.chunk(2, dim=-1)
         inner = gate / (1 + torch.exp(-gate)) * up
     else:

@@ -27,11 +27,11 @@ ON_REQUEST = ("torch-symm", "gloo-rows", "fabric-one")
 
 # Variants of a layer.
 COMPUTE, PLAIN, COMM = "compute only", "plain compute", "communication only"
-SERIAL, OVERLAPPED, INTERLEAVED = "serial", "overlapped", "interleaved"
+SERIAL, OVERLAPPED = "serial", "overlapped"
 FIXED, GRAPH, GRAPHED = "fixed", "graph replay", "graphed step"
 BASELINE, TUNED = "baseline", "baseline-tuned"
 FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW = "fp8 compute only", "fp8 overlapped", "fp8 weights anew"
-VARIANTS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, INTERLEAVED, BASELINE, TUNED)
+VARIANTS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, BASELINE, TUNED)
 FP8_VARIANTS = (FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW)  # on request: few GPUs have them
 GRAPH_VARIANTS = (COMPUTE, OVERLAPPED, FIXED, GRAPH, GRAPHED)  # those at --graph-tokens
 KEEPS = ("all", "rows", "nothing")

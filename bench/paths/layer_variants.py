@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import moecomm
 from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, Routing
-from moecomm.overlap import interleave
 
 from ..harness import options as named
 from ..harness import verify
@@ -113,7 +112,6 @@ class _Variants:
             named.COMM: self._communication,
             named.SERIAL: partial(layer, named.SERIAL, overlap=False),
             **keeping,
-            named.INTERLEAVED: self._interleaved,
             named.FP8_COMPUTE: partial(compute, named.FP8_COMPUTE, fp8=True),
             named.FP8_OVERLAPPED: partial(layer, named.FP8_OVERLAPPED, fp8=True),
             named.FP8_ANEW: partial(layer, named.FP8_ANEW, fp8=True, anew=True),
@@ -388,27 +386,6 @@ class _Variants:
             keeps_memory=True,
             note=f"{case.fixed_rows} rows",
         )
-
-    def _interleaved(self) -> Path:
-        """The backward of the forward before, and beside it the layer's forward: of two microbatches."""
-        case, layer = self.case, self._layer()
-        earlier: list[Tensor] = []
-
-        def forward() -> Tensor:
-            y_TH: Tensor = layer(case.x_TH)
-            return y_TH
-
-        def before() -> None:
-            case.fresh_ids()
-            earlier[:] = [forward()]
-
-        def step() -> Results:
-            earlier_TH = earlier.pop() if earlier else forward()
-            results, y_TH = interleave(lambda: self._backward(earlier_TH), forward)
-            return {**results, verify.Y: y_TH.detach()}
-
-        # Two threads wait, and nobody knows how long.
-        return self._path(named.INTERLEAVED, forward, step, before=before, blocks=True)
 
     def _graphed_step(self) -> Path:
         """The layer as GraphedStep runs it; its forward alone has no pool, as there is nothing to keep."""

@@ -174,7 +174,7 @@ _LAYERS: Cells = (
     ("overlapped ms", lambda g: g.ms(OVERLAPPED)),
     ("ratio", lambda g: g.of(OVERLAPPED, "ratio")),
     ("serial", lambda g: g.of(named.SERIAL, "ratio")),
-    ("interleaved", lambda g: g.of(named.INTERLEAVED, "ratio") if g.own["phase"] == STEP else "-"),
+    ("interleaved", lambda g: g.of("interleaved", "ratio") if g.own["phase"] == STEP else "-"),
     ("communication only ms", lambda g: g.ms(named.COMM)),
     ("exposed %", lambda g: g.of(OVERLAPPED, "exposed_share", 100, 1)),
     ("TFLOP/s", lambda g: f"{g.own['tflops']:.4g}"),

@@ -51,7 +51,10 @@ void check_quantized(int64_t rows, int64_t columns, DType dtype) {
 }  // namespace
 
 void bind_experts(py::module_& m) {
-  py::enum_<Activation>(m, "Activation").value("swiglu", Activation::swiglu).value("gelu", Activation::gelu);
+  py::enum_<Activation>(m, "Activation")
+      .value("swiglu", Activation::swiglu)
+      .value("swiglu_interleaved", Activation::swiglu_interleaved)
+      .value("gelu", Activation::gelu);
   // Arguments are positional, which costs the caller less than names.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,
                          int64_t width, DType dtype, Activation activation, uintptr_t z, uintptr_t stream) {

@@ -43,7 +43,6 @@ PER_CALL = (
     "device",
     "preset",
     "graph",
-    "interleave",
     "note",
 )
 
@@ -63,7 +62,6 @@ class Options:
     device: str
     graph: bool
     microbatches: int
-    interleave: bool
     preset: str
     dtype: str
     expert_precision: str
@@ -148,8 +146,6 @@ def _check(options: Options) -> None:
             raise UsageError(
                 f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
             )
-    if options.interleave and options.microbatches == 1:
-        raise UsageError("--interleave is for several microbatches: set --microbatches to 2 or more")
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.top_k > options.experts:
@@ -281,11 +277,6 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=1,
         help="parts of a step, forward and backward each; the exposed share is that of steps in one part",
-    )
-    add(
-        "--interleave",
-        action="store_true",
-        help="the forward of each microbatch beside the backward of the one before; for large experts",
     )
 
     add = parser.add_argument_group("output").add_argument

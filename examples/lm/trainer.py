@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import moecomm
-from lm import checkpoint, data, evaluate, microbatches, plots, precision
+from lm import checkpoint, data, evaluate, plots, precision
 from lm.build import (
     build_graphed_step,
     build_model,
@@ -120,7 +120,7 @@ class Trainer:
         """Makes an optimizer step; returns whether the run was asked to stop, the same on all ranks."""
         options = self.options
         began = time.perf_counter()
-        # The times of stages cannot be measured in a graph, and those of microbatches lie beside each other.
+        # Stages cannot be measured in a graph, and a layer has the times of its last microbatch alone.
         measurable = self.graphed is None and options.microbatches == 1
         measured = measurable and (step in (1, options.steps) or step % options.log_every == 0)
         measure_layers(self.model, measured)
@@ -171,16 +171,14 @@ class Trainer:
 
     def _in_microbatches(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, and the load of all of them."""
-        loads = []
-
-        def loss_of(part_BS: torch.Tensor) -> torch.Tensor:
-            loss = self._cross_entropy(part_BS)
-            loads.append(last_load(self.model))
-            return loss
-
+        losses, loads = [], []
         parts = tokens_BS.chunk(self.options.microbatches)
-        loss = microbatches.forward_backward(loss_of, parts, interleaved=self.options.interleave)
-        return loss, torch.stack(loads).sum(0)
+        for part_BS in parts:
+            loss = self._cross_entropy(part_BS) / len(parts)
+            loads.append(last_load(self.model))
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(), torch.stack(loads).sum(0)
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)

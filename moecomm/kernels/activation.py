@@ -28,7 +28,7 @@ from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 
 Tensor = torch.Tensor
 
-INPUTS = {"swiglu": 2, "gelu": 1}
+INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "gelu": 1}
 """The ratio I / F of each activation."""
 
 
@@ -38,7 +38,8 @@ def weighted_activation(
     """Returns z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
     activation: "swiglu", silu of the first half of a row times its second half (arXiv 2002.05202), I = 2F;
-    "gelu", the exact one (arXiv 1606.08415), I = F. inner: bfloat16, float16, float32; not on CUDA float64.
+    "swiglu_interleaved", silu of the even columns times the odd ones; "gelu", the exact one (arXiv
+    1606.08415), I = F. inner: bfloat16, float16, float32; not on CUDA float64.
     weights: float32, float64 for float64 inner; None: 1. ends: int32 inclusive ends of groups of rows, on the
     same device; rows from ends[-1] on are not real. On CUDA tensors these are neither read nor written, so
     that they come out unspecified and get an unspecified gradient; elsewhere both are zero. The host does not
@@ -317,7 +318,9 @@ def _backward_by_torch(
     value_PF, slopes = _value_and_slopes(inner_PI, activation)
     grad_PF = grad_z_PF.contiguous().to(exact)
     scaled_PF = _weighted(grad_PF, weights_P)
-    grad_inner_PI = torch.cat([(scaled_PF * slope_PF).to(dtype) for slope_PF in slopes], dim=1)
+    grads = [(scaled_PF * slope_PF).to(dtype) for slope_PF in slopes]
+    interleaved = activation == "swiglu_interleaved"
+    grad_inner_PI = torch.stack(grads, dim=2).flatten(1) if interleaved else torch.cat(grads, dim=1)
     grad_weights_P, z_PF = inner_PI.new_empty(0, dtype=exact), inner_PI.new_empty(0)
     if need_weights:
         grad_weights_P = _real((grad_PF * value_PF).sum(dim=1), ends_L)
@@ -329,8 +332,9 @@ def _backward_by_torch(
 def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns act(inner), not yet rounded, and its derivatives with respect to the parts of `inner`."""
     inner_PI = inner_PI.contiguous().to(weight_dtype(inner_PI.dtype))
-    if activation == "swiglu":
-        gate_PF, up_PF = inner_PI.chunk(2, dim=1)
+    if activation != "gelu":
+        interleaved = activation == "swiglu_interleaved"
+        gate_PF, up_PF = (inner_PI[:, ::2], inner_PI[:, 1::2]) if interleaved else inner_PI.chunk(2, dim=1)
         share_PF = gate_PF.sigmoid()
         silu_PF = gate_PF * share_PF
         return silu_PF * up_PF, (up_PF * (share_PF * (1 + gate_PF * (1 - share_PF))), silu_PF)

@@ -1,92 +1,12 @@
-"""Matrix product of row groups, each with its own weight, differentiable: the arithmetic of the experts."""
+"""Matrix products of row groups, each with its own weight, by torch."""
 
 from __future__ import annotations
-
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _ALIGNMENT_BYTES = 16
-
-
-class Products(Protocol):
-    """The experts' grouped products: the forward, its data gradient and its weight gradient, none of them
-    differentiable. Shapes, offsets and unspecified rows are as in `grouped_matmul`; results have the rows'
-    dtype."""
-
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        """Returns (P, B): rows of each group times its weight."""
-
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        """Returns (P, A): rows of each group times its weight, transposed."""
-
-    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-        """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one."""
-
-    def forget(self) -> None:
-        """Throws away what is kept of weights (quantised copies), if anything."""
-
-
-class PlainProducts:
-    """Products in the dtype of the operands."""
-
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        return grouped_mm(rows_PA, weight_LAB, offsets_L)
-
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), offsets_L)
-
-    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-        return grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
-
-    def forget(self) -> None:
-        """Does nothing: no weights are kept."""
-
-
-_PLAIN = PlainProducts()
-
-
-def grouped_matmul(
-    rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products = _PLAIN
-) -> Tensor:
-    """Returns (P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l].
-
-    rows: (P, A); weight: (L, A, B) of the same dtype; offsets: (L,) int32 inclusive ends, ascending, at most
-    P; a group may be empty. Rows past offsets[-1] come out unspecified and get an unspecified gradient; the
-    weights' gradient does not depend on them, even if they hold NaN, and is zero for an empty group.
-
-    Plain products run torch.nn.functional.grouped_mm, with no padding and no host wait. That has no float64
-    and wants A and B to be multiples of 16 bytes; elsewhere each group is one torch.mm, for which the host
-    must know the offsets. A graph of torch.compile holds grouped_mm for bfloat16, the only dtype that it can
-    be traced in, and the operators moecomm::grouped_mm and moecomm::grouped_mm_wgrad for the rest.
-    """
-    product: Tensor = _GroupedMatmul.apply(rows_PA, weight_LAB, offsets_L, products)  # type: ignore[no-untyped-call]
-    return product
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    # The backward of torch's grouped_mm refuses gradients that are not contiguous, such as the expanded one
-    # of a sum.
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor, products: Products
-    ) -> Tensor:
-        ctx.save_for_backward(rows_PA, weight_LAB, offsets_L)
-        ctx.products = products
-        return products.grouped_mm(rows_PA, weight_LAB, offsets_L)
-
-    @staticmethod
-    def backward(ctx: Any, grad_PB: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows_PA, weight_LAB, offsets_L = ctx.saved_tensors
-        grad_rows_PA = grad_weight_LAB = None
-        if ctx.needs_input_grad[0]:
-            grad_rows_PA = ctx.products.grouped_mm_dgrad(grad_PB, weight_LAB, offsets_L)
-        if ctx.needs_input_grad[1]:
-            grad_weight_LAB = ctx.products.grouped_mm_wgrad(rows_PA, grad_PB, offsets_L)
-        return grad_rows_PA, grad_weight_LAB, None, None
 
 
 def _row_major(rows_PA: Tensor) -> Tensor:
@@ -96,7 +16,8 @@ def _row_major(rows_PA: Tensor) -> Tensor:
 
 
 def grouped_mm(rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
-    """Computes `grouped_matmul` without a gradient."""
+    """Returns (P, B): rows of group l, offsets[l-1]..offsets[l]-1, times weight[l], as
+    `moecomm.kernels.products.grouped_matmul` says."""
     if _is_opaque(rows_PA, weight_LAB.shape[2]):
         product_PB: Tensor = torch.ops.moecomm.grouped_mm(rows_PA, weight_LAB, offsets_L)
         return product_PB

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import ep_group_of
 from moecomm.nn.replicas import expert_owners, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
@@ -33,6 +33,9 @@ def sharded_state(
     MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
     parameters marked outside of MoELayers the default is all ranks.
 
+    The w_in of experts with activation="swiglu_interleaved" has the name w_in.interleaved, so that a model
+    with another order of columns finds it missing.
+
     Every tensor shares storage with the live one: `load` writes into model and optimizer in place.
     "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded;
     add keys of your own beside these, but keep these at the top level of what you pass to `load`. An
@@ -44,12 +47,13 @@ def sharded_state(
     records |= {"_extra_state"} if isinstance(model, GroupedExperts) else set()
     tensors = {name: value for name, value in all_tensors.items() if name not in records}
     parameters = dict(model.named_parameters())
-    shards = {n: _shard(t, places.get(parameters.get(n))) for n, t in tensors.items()}
+    saved_as = _names_of_interleaved(model)
+    shards = {saved_as.get(n, n): _shard(t, places.get(parameters.get(n))) for n, t in tensors.items()}
     state: dict[str, Any] = {"model": shards}
     if optimizer is not None:
         _ensure_state(optimizer)
         state["optimizer"] = {
-            name: {
+            saved_as.get(name, name): {
                 key: _shard(value, places.get(parameter) if value.shape == parameter.shape else None)
                 for key, value in optimizer.state[parameter].items()
                 if isinstance(value, Tensor)
@@ -59,6 +63,17 @@ def sharded_state(
         }
         state["param_groups"] = _ParamGroups(optimizer)
     return state
+
+
+def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
+    """Returns other names for weights whose gates and up values are interleaved, so that a checkpoint of them
+    cannot be loaded into halves, nor the other way round."""
+    return {
+        f"{name}.w_in".lstrip("."): f"{name}.w_in.interleaved".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, (GroupedExperts, SharedExperts))
+        and module.config.activation == "swiglu_interleaved"
+    }
 
 
 def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, DeviceMesh]:

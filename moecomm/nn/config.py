@@ -12,7 +12,8 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.quantize import QUANTUM
 
 _CHOICES = {
-    "activation": ("swiglu", "gelu"),
+    "activation": ("swiglu", "swiglu_interleaved", "gelu"),
+    "products": (None, "torch", "quack"),
     "score_function": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence"),
     "drop_policy": ("probs", "position"),
@@ -34,7 +35,9 @@ class MoEConfig:
         ffn_hidden: inner width of one expert.
         num_experts: experts over all ranks (E).
         top_k: experts a token is sent to (K).
-        activation: "swiglu": silu(x W_gate) * (x W_up), or "gelu": the exact (erf) GELU of x W_in. No biases.
+        activation: "swiglu": silu(x W_gate) * (x W_up), the gates in the first half of w_in's columns;
+            "swiglu_interleaved": the same with the gates in the even columns, as gpt-oss stores them, which
+            products="quack" computes in one kernel; "gelu": the exact (erf) GELU of x W_in. No biases.
         num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
             ffn_hidden.
         score_function: "softmax" or "sigmoid" of the router's logits.
@@ -73,6 +76,9 @@ class MoEConfig:
             backward in e4m3 with a scale a row or column (docs/fp8.md), which on CUDA takes a GPU of compute
             capability 9.0; dtype narrower than float64, hidden and ffn_hidden multiples of 16. Shared experts
             and router compute as ever.
+        products: what computes the experts' products: "torch"; "quack", quack-kernels on Hopper GPUs for
+            bfloat16 and float16, which has to be installed; None: quack where it is installed and serves the
+            layer, else torch. The layer's repr says which. With expert_precision None applies alone.
         init_std: standard deviation of the normal distribution that all weights start from.
     """
 
@@ -104,6 +110,7 @@ class MoEConfig:
 
     dtype: torch.dtype = torch.float32
     expert_precision: str | None = None
+    products: str | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -115,9 +122,8 @@ class MoEConfig:
         shared = self.num_shared_experts
         _require(shared == 0 or _is_count(shared), "num_shared_experts", shared, "an int of at least 0")
         for name, allowed in _CHOICES.items():
-            _require(
-                getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}"
-            )
+            expected = f"one of {', '.join(map(str, allowed))}"
+            _require(getattr(self, name) in allowed, name, getattr(self, name), expected)
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {', '.join(map(str, _DTYPES))}")
         for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate", "init_std"):
             value = getattr(self, name)
@@ -135,6 +141,7 @@ class MoEConfig:
         _require(precision in (None, "fp8"), "expert_precision", precision, "None or 'fp8'")
         if precision is None:
             return
+        _require(self.products is None, "products", self.products, "None with expert_precision")
         _require(
             self.dtype != torch.float64, "dtype", self.dtype, "narrower than float64 with expert_precision"
         )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.activation import weighted_activation
-from moecomm.kernels.grouped_mm import grouped_matmul
+from moecomm.kernels.activation import INPUTS, weighted_activation
+from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.fp8 import make_products
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
@@ -23,17 +23,19 @@ Run = Callable[[Tensor], Tensor]
 class GroupedExperts(nn.Module):
     """This rank's experts (L of E), applied to expert-major rows in two grouped products.
 
-    Weights, of the config's dtype: w_in (L, H, 2F) for swiglu, gate first and up second, or (L, H, F) for
-    gelu; w_out (L, F, H). They are marked as expert parameters. Expert e starts from a seed made of its
-    global id and one number drawn from torch's default generator: ranks that call torch.manual_seed alike
-    make the same model at any EP size. first_expert is the global id of the first local expert.
+    Weights, of the config's dtype: w_in (L, H, 2F), gate first and up second, or for swiglu_interleaved gates
+    in the even columns; (L, H, F) for gelu; w_out (L, F, H). They are marked as expert parameters. Expert e
+    starts from a seed made of its global id and one number drawn from torch's default generator: ranks that
+    call torch.manual_seed alike make the same model at any EP size. first_expert is the global id of the
+    first local expert.
 
     With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
     keep their dtype. Raises Unsupported for a GPU that has none of them.
 
-    A state_dict has a record of the experts it holds, "_extra_state": (3,) int64 of first_expert, L and E.
-    load_state_dict raises InvalidArgument, before it changes a weight, for a state of other experts. A state
-    without a record, from an earlier version, loads if its shapes fit, with a warning where L < E.
+    A state_dict has a record of the experts it holds, "_extra_state": (4,) int64 of first_expert, L, E, and 1
+    where gates and up values are interleaved. load_state_dict raises InvalidArgument, before it changes a
+    weight, for a state of other experts or another order of columns. A state without a record, from an
+    earlier version, loads if its shapes fit, with a warning where L < E.
 
     Where L < E weights may be sharded by `moecomm.nn.fully_shard_experts` alone. fully_shard itself raises
     InvalidArgument: its shards would mix different experts, or have gradients of another scale than the rest
@@ -71,7 +73,7 @@ class GroupedExperts(nn.Module):
         self.config, self.num_local_experts, self.first_expert = config, local, first_expert
         where = torch.get_default_device() if device is None else torch.device(device)
         self.products = make_products(config, where)
-        inner = config.ffn_hidden * (2 if config.activation == "swiglu" else 1)
+        inner = config.ffn_hidden * INPUTS[config.activation]
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
         self.w_out = nn.Parameter(torch.empty(local, config.ffn_hidden, config.hidden, **make))  # type: ignore[arg-type]
@@ -138,9 +140,15 @@ class GroupedExperts(nn.Module):
         self.products.forget()
 
     def _apply_experts(self, rows_PH: Tensor, offsets_L: Tensor, weights_P: Tensor | None) -> Tensor:
-        inner_PI = grouped_matmul(rows_PH, self.w_in, offsets_L, self.products)
-        z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=self.config.activation)
-        return grouped_matmul(z_PF, self.w_out, offsets_L, self.products)
+        return expert_ffn(
+            rows_PH,
+            self.w_in,
+            self.w_out,
+            offsets_L,
+            weights_P,
+            activation=self.config.activation,
+            products=self.products,
+        )
 
     def _mark_parameters(self) -> None:
         mark_expert_parameter(self.w_in)
@@ -165,8 +173,10 @@ class GroupedExperts(nn.Module):
         super().__setattr__(name, value)
 
     def get_extra_state(self) -> Tensor:
-        """Returns the record of the experts that a state_dict holds: (3,) int64 of first_expert, L and E."""
-        held = [self.first_expert, self.num_local_experts, self.config.num_experts]
+        """Returns the record of the experts that a state_dict holds: (4,) int64 of first_expert, L, E, and 1
+        where gates and up values are interleaved."""
+        interleaved = self.config.activation == "swiglu_interleaved"
+        held = [self.first_expert, self.num_local_experts, self.config.num_experts, int(interleaved)]
         return torch.tensor(held, dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -182,8 +192,14 @@ class GroupedExperts(nn.Module):
                 stacklevel=2,
             )
         held = state_dict.setdefault(name, own)
-        if held.tolist() != own.tolist():
-            first, count, of = held.tolist()
+        first, count, of, *interleaved = held.tolist()
+        if (interleaved or [0]) != [int(own[3])]:
+            raise InvalidArgument(
+                f"the state's gates and up values are {'' if any(interleaved) else 'not '}interleaved, and "
+                f"this module's activation is {self.config.activation!r}: build it with that of the saved "
+                "model, or reorder the columns of w_in"
+            )
+        if [first, count, of] != own[:3].tolist():
             raise InvalidArgument(
                 f"the state holds experts {first}..{first + count - 1} of {of}, this module experts "
                 f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1} of "
@@ -194,9 +210,8 @@ class GroupedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
-        precision = "" if self.config.expert_precision is None else f", in {self.config.expert_precision}"
         of = f"experts {self.first_expert}..{last} of {self.config.num_experts}"
-        return f"{of}, {self.config.activation}{precision}"
+        return f"{of}, {self.config.activation}, products by {self.products.name}"
 
 
 class SharedExperts(nn.Module):
@@ -217,7 +232,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         width = config.num_shared_experts * config.ffn_hidden
-        inner = width * (2 if config.activation == "swiglu" else 1)
+        inner = width * INPUTS[config.activation]
         self.w_in = nn.Parameter(torch.empty(config.hidden, inner, dtype=config.dtype, device=device))
         self.w_out = nn.Parameter(torch.empty(width, config.hidden, dtype=config.dtype, device=device))
         self.reset_parameters()

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moecomm.errors import Unsupported
-from moecomm.kernels.grouped_mm import PlainProducts, Products
+from moecomm.kernels.products import Products
 from moecomm.kernels.quantize import Quantized, prepare, quantize_columns, quantize_rows, quantize_transposed
 from moecomm.kernels.scaled_mm import missing_on, scaled_grouped_mm, scaled_grouped_mm_wgrad
 from moecomm.nn.config import MoEConfig
@@ -28,10 +28,27 @@ from moecomm.nn.parameters import is_expert_parameter
 
 
 def make_products(config: MoEConfig, device: torch.device) -> Products:
-    """Makes the products of config.expert_precision. Raises Unsupported where the device has no product of
-    e4m3."""
-    if config.expert_precision is None:
-        return PlainProducts()
+    """Makes the products of a config's experts on a device: those of config.expert_precision, of
+    config.products, or of quack where it serves them and else of torch. Raises Unsupported where the device
+    has no product of e4m3, or quack is asked for and does not serve."""
+    if config.expert_precision is not None:
+        return _make_fp8(config, device)
+    if config.products != "torch":
+        # Imported here: it is for one kind of GPU alone.
+        from moecomm.kernels import quack
+
+        sizes: dict[str, Any] = {
+            "hidden": config.hidden,
+            "ffn": config.ffn_hidden,
+            "dtype": config.dtype,
+            "device": device,
+        }
+        if config.products == "quack" or quack.missing_on(**sizes) is None:
+            return quack.QuackProducts(**sizes, activation=config.activation)
+    return Products()
+
+
+def _make_fp8(config: MoEConfig, device: torch.device) -> Products:
     if device.type == "cuda":
         reason = missing_on(device)
         if reason is not None:
@@ -43,7 +60,7 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
     return Fp8Products()
 
 
-class Fp8Products:
+class Fp8Products(Products):
     """Grouped products in e4m3. Quantised weights are kept until the weight changes, so that the microbatches
     of a step pay for them once: a byte a value in the forward, two with the backward.
 
@@ -53,6 +70,8 @@ class Fp8Products:
     by steps of any torch.optim.Optimizer (the fused ones count no version). `forget` is for changes that go
     past all of these.
     """
+
+    name = "fp8"
 
     def __init__(self) -> None:
         self._kept: MutableMapping[Tensor, dict[str, _Kept]] = WeakTensorKeyDictionary()
@@ -73,16 +92,16 @@ class Fp8Products:
         kept = [each.quantized for forms in self._kept.values() for each in forms.values()]
         return sum(part.nbytes for each in kept for part in each)
 
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_transposed)
-        return scaled_grouped_mm(quantize_rows(rows_PA, offsets_L), weights, offsets_L).to(rows_PA.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PA, groups), weights, groups).to(rows_PA.dtype)
 
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, offsets_L: Tensor) -> Tensor:
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
         weights = self._weights(weight_LAB, quantize_rows)
-        return scaled_grouped_mm(quantize_rows(rows_PB, offsets_L), weights, offsets_L).to(rows_PB.dtype)
+        return scaled_grouped_mm(quantize_rows(rows_PB, groups), weights, groups).to(rows_PB.dtype)
 
-    def grouped_mm_wgrad(self, rows_PA: Tensor, grad_PB: Tensor, offsets_L: Tensor) -> Tensor:
-        left, right = quantize_columns(rows_PA, offsets_L), quantize_columns(grad_PB, offsets_L)
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
+        left, right = quantize_columns(rows_PA, groups), quantize_columns(grad_PB, groups)
         return scaled_grouped_mm_wgrad(left, right).to(rows_PA.dtype)
 
     def _weights(self, weight_LAB: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:

@@ -322,11 +322,11 @@ class GraphedStep:
         a graph."""
         try:
             for layer in self._layers:
-                layer._executor.waits = True
+                layer._waits = True
             yield
         finally:
             for layer in self._layers:
-                layer._executor.waits = False
+                layer._waits = False
 
     # -- a step ----------------------------------------------------------------------------------------
 

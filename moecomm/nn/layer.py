@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +17,14 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn.config import MoEConfig
+from moecomm.nn.expert_pass import Call, Deferred, Keep, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
-from moecomm.nn.overlapped import run_experts
 from moecomm.nn.own_experts import adopt_experts, combine_own_experts
-from moecomm.nn.passes import Call, Deferred, Runs, Weights
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
-from moecomm.overlap import Executor, Keep, Split, Timeline, sms_beside_products
+from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.types import AnyGroup
 
 
@@ -56,17 +54,16 @@ class MoELayer(nn.Module):
     loss is multiplied by before backward (1 / accumulation steps, a GradScaler's scale); `set_loss_scale`
     does so for a model.
 
-    Forward and backward run as the schedules of moecomm.overlap.moe: rows travel under the shared experts,
-    and gradients of tokens under those of the experts' weights. The routing weights multiply the experts'
+    Forward and backward are in moecomm/nn/expert_pass.py: rows travel beside the shared experts, and
+    gradients of tokens beside those of the experts' weights. The routing weights multiply the experts'
     inner rows, so that what comes out of the second product is not kept. With overlap=False, and in a graph
     of torch.compile, the same is done in order, with the same bits in the output and in the experts'
     gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
     computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
     way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
-    half of the GPU; None: by the layer's sizes (`moecomm.overlap.sms_beside_products`), for products in
-    bfloat16; 0: it comes first. On one node, and where the communicator's operations take more than half of
-    the GPU otherwise. In a program of `moecomm.overlap.interleave` also those of all other transfers that lie
-    beside another program's product.
+    half of the GPU; None: by the layer's sizes (`moecomm.overlap.sms_beside_wgrad`), for products in
+    bfloat16, or the communicator's SMs where these are at most half of the GPU; 0: it comes first. On one
+    node.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -166,9 +163,8 @@ class MoELayer(nn.Module):
         if self._own_experts:
             self._refuse_without_effect()
         prepare_activation(comm.device, config.dtype)
-        self._split = _find_split(comm)
-        self._sms = _sms_to_share(comm) if self._split is None else None
-        self._executor = Executor(comm.device, {"comm": comm.stream}, comm.limit_sms, comm.settle)
+        self._sms = _sms_to_share(comm)
+        self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
         self.loss_scale = 1.0
@@ -221,21 +217,20 @@ class MoELayer(nn.Module):
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         experts, shared = self.experts, self.shared
+        with_capacity = self.capacity is not None
         call = Call(
             self.comm,
-            self._executor,
             topk_idx_TK,
             self.capacity,
             self.config.activation,
             experts.products,
             self.keep,
-            self._split,
-            self._home_split(),
-            self._in_turns_sms(),
+            self._choose_sms(),
+            self._waits,
             self._deferred if self.defer_weights else None,
             self._runs if self.record else None,
-            self.pool if self.capacity is not None else None,
-            self._overflow if self.capacity is not None else None,
+            self.pool if with_capacity else None,
+            self._overflow if with_capacity else None,
         )
 
         def run(x_TH: Tensor) -> Tensor:
@@ -255,35 +250,31 @@ class MoELayer(nn.Module):
         )
         return y_TH
 
-    def _home_split(self) -> Split | None:
-        if self._sms is None or self.beside_sms == 0:
-            return None
-        sms = self.beside_sms if self.beside_sms is not None else self._default_sms.get("home")
-        if sms is None:
-            return None
-        return Split(self._sms, require_integer("beside_sms", sms, 2, self._sms // 2))
-
-    def _in_turns_sms(self) -> Mapping[str, int] | None:
+    def _choose_sms(self) -> int | None:
+        """Returns the SMs of the gradients' way home beside the gradients of the experts' first weights;
+        None: it comes first."""
         if self._sms is None or self.beside_sms == 0:
             return None
         if self.beside_sms is not None:
-            return dict.fromkeys(("publish", "dispatch", "gradient rows", "combine"), self.beside_sms)
+            return require_integer("beside_sms", self.beside_sms, 2, self._sms // 2)
         return self._default_sms
 
     @functools.cached_property
-    def _default_sms(self) -> dict[str, int]:
-        """The default SMs of transfers beside products, by stage. They are computed at first use, since
-        weights may be put in after the layer was made."""
-        config = self.config
-        if self._sms is None or config.expert_precision is not None or config.dtype is not torch.bfloat16:
-            return {}  # the kernels of other products leave no SMs
-        return sms_beside_products(
+    def _default_sms(self) -> int | None:
+        """The default of `beside_sms`. It is computed at first use, since weights may be put in after the
+        layer was made."""
+        config, comm = self.config, self.comm
+        assert self._sms is not None
+        if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
+            return None  # the kernels of other products leave no SMs
+        if 2 * comm.num_sms <= self._sms:
+            return comm.num_sms
+        return sms_beside_wgrad(
             sms=self._sms,
-            ranks=self.comm.size,
+            ranks=comm.size,
             top_k=config.top_k,
             row_bytes=config.hidden * config.dtype.itemsize,
             inner=self.experts.w_in.shape[-1],
-            ffn=self.experts.w_out.shape[-2],
         )
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -331,7 +322,7 @@ class MoELayer(nn.Module):
         """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
         the communicator and the pool."""
         memo[id(self.comm)] = self.comm
-        for shared in (self._executor, self.pool, self._overflow):
+        for shared in (self.pool, self._overflow):
             memo[id(shared)] = shared
         memo[id(self._deferred)], memo[id(self._runs)] = Deferred(), Runs()
         twin = type(self).__new__(type(self))
@@ -388,15 +379,6 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
     )
     limit = tokens_per_expert_limit(config, comm.max_tokens)
     return min(worst, comm.size * comm.num_local_experts * limit)
-
-
-def _find_split(comm: Communicator) -> Split | None:
-    """Returns the split of the SMs between operations and products, or None where operations take more than
-    half of the GPU and run better alone."""
-    if comm.device.type != "cuda":
-        return None
-    sms = CudaDevice(comm.device.index).count_sms()
-    return Split(sms, comm.num_sms) if 2 * comm.num_sms <= sms else None
 
 
 def _sms_to_share(comm: Communicator) -> int | None:

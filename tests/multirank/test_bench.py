@@ -140,7 +140,7 @@ def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ra
     assert status == 0, said
     rows = content["rows"]
     eager = ["dense product", "compute only", "plain compute", "communication only", "serial", "overlapped",
-             "overlapped, keep nothing", "interleaved", "baseline", "baseline-tuned"]  # fmt: skip
+             "overlapped, keep nothing", "baseline", "baseline-tuned"]  # fmt: skip
     assert [row["path"] for row in rows if row["phase"] == "step" and not row["graphs"]] == eager
     few = ["dense product", "compute only", "overlapped", "fixed"]
     assert [row["path"] for row in rows if row["phase"] == "step" and row["graphs"]] == few

@@ -11,7 +11,6 @@ PARENTS = {
     "MoecommError": RuntimeError,
     "InvalidArgument": errors.MoecommError,
     "InvalidRouting": errors.InvalidArgument,
-    "InvalidSchedule": errors.InvalidArgument,
     "MismatchedArguments": errors.InvalidArgument,
     "CapacityExceeded": errors.MoecommError,
     "PoolExceeded": errors.MoecommError,

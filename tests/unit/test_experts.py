@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moecomm import InvalidArgument
-from moecomm.kernels.grouped_mm import grouped_matmul
+from moecomm.kernels.products import grouped_matmul
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter, is_expert_parameter
 from tests.moe_reference import feed_forward
 

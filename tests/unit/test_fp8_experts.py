@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.kernels.grouped_mm import PlainProducts, Products
+from moecomm.kernels.products import Products
 from moecomm.kernels.quantize import (
     Quantized,
     QuantizedColumns,
@@ -377,4 +377,4 @@ def test_gpus_that_have_it(capability: tuple[int, int], monkeypatch: pytest.Monk
         return
     with pytest.raises(Unsupported, match=rf"cuda:3 has compute capability {capability[0]}\.{capability[1]}"):
         make_products(config, gpu)
-    assert isinstance(make_products(MoEConfig(**SIZES), gpu), PlainProducts) and not prepared
+    assert type(make_products(MoEConfig(**SIZES), gpu)) is Products and not prepared

@@ -53,14 +53,16 @@ __device__ inline Normal normal(float x) {
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-/// value(): of one column. slopes(): also how it changes with each of its inputs. What may be fused is fused
-/// by name: left to the compiler, variants of a kernel would differ in their last bits.
+/// value(): of one column. slopes(): also how it changes with each of its inputs. kInterleaved: the inputs of a
+/// column are neighbours; else they lie in parts of the row behind each other. What may be fused is fused by
+/// name: left to the compiler, variants of a kernel would differ in their last bits.
 template <Activation>
 struct Function;
 
 template <>
 struct Function<Activation::swiglu> {
   static constexpr int kInputs = activation_inputs(Activation::swiglu);
+  static constexpr bool kInterleaved = false;
   __device__ static float value(const float* in) { return in[0] * sigmoid(in[0]) * in[1]; }
   __device__ static float slopes(const float* in, float* out) {
     const float share = sigmoid(in[0]), silu = in[0] * share;
@@ -71,8 +73,14 @@ struct Function<Activation::swiglu> {
 };
 
 template <>
+struct Function<Activation::swiglu_interleaved> : Function<Activation::swiglu> {
+  static constexpr bool kInterleaved = true;
+};
+
+template <>
 struct Function<Activation::gelu> {
   static constexpr int kInputs = activation_inputs(Activation::gelu);
+  static constexpr bool kInterleaved = false;
   __device__ static float value(const float* in) { return in[0] * normal(in[0]).below; }
   __device__ static float slopes(const float* in, float* out) {
     const Normal found = normal(in[0]);
@@ -139,12 +147,36 @@ __device__ inline float weight_of(const ActivationRows& rows, int row) {
   return rows.weights == nullptr ? 1.0f : reinterpret_cast<const float*>(rows.weights)[row];
 }
 
-/// The inputs of column `column` of a piece.
-template <int inputs, int vector>
-__device__ inline void pick(const float (&values)[inputs][vector], int column, float* in) {
+/// The inputs of the columns of one piece of the result: as many pieces as a column has inputs.
+template <DType dtype, Activation activation, bool whole>
+struct Inputs {
+  using F = Function<activation>;
+  using P = Pieces<dtype, whole>;
+  static constexpr int kVector = P::kVector;
+  float values[F::kInputs][kVector];
+
+  /// Loads piece number `i` of those that belong to piece `piece` of the result, which has `width` columns.
+  __device__ static uint4 load(const std::byte* row, int i, int piece, int width) {
+    if constexpr (F::kInterleaved) return P::load(row, piece * F::kInputs + i, width * F::kInputs);
+    return P::load(row + int64_t{i} * width * dtype_bytes(dtype), piece, width);
+  }
+  __device__ void store(std::byte* row, int i, int piece, int width) const {
+    const uint4 raw = Element<dtype>::narrow(values[i]);
+    if constexpr (F::kInterleaved)
+      P::store(row, piece * F::kInputs + i, width * F::kInputs, raw);
+    else
+      P::store(row + int64_t{i} * width * dtype_bytes(dtype), piece, width, raw);
+  }
+  /// Input number `i` of a column of the piece.
+  __device__ float& of(int column, int i) {
+    const int at = column * F::kInputs + i;
+    return F::kInterleaved ? values[at / kVector][at % kVector] : values[i][column];
+  }
+  __device__ void pick(int column, float* in) {
 #pragma unroll
-  for (int i = 0; i < inputs; ++i) in[i] = values[i][column];
-}
+    for (int i = 0; i < F::kInputs; ++i) in[i] = of(column, i);
+  }
+};
 
 // -- kernels ------------------------------------------------------------------------------------------------
 
@@ -154,6 +186,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
   using E = Element<dtype>;
   using F = Function<activation>;
   using P = Pieces<dtype, whole>;
+  using I = Inputs<dtype, activation, whole>;
   constexpr int kBatch = kLoads / F::kInputs;
   const Team team(team_bits);
   const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
@@ -169,18 +202,19 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
         const int piece = first + b * team.threads;
         if (piece >= pieces) break;
 #pragma unroll
-        for (int i = 0; i < F::kInputs; ++i) raw[b][i] = P::load(in + i * row_bytes, piece, width);
+        for (int i = 0; i < F::kInputs; ++i) raw[b][i] = I::load(in, i, piece, width);
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int piece = first + b * team.threads;
         if (piece >= pieces) break;
-        float values[F::kInputs][E::kVector], results[E::kVector], column[F::kInputs];
+        I inputs;
+        float results[E::kVector], column[F::kInputs];
 #pragma unroll
-        for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], values[i]);
+        for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], inputs.values[i]);
 #pragma unroll
         for (int e = 0; e < E::kVector; ++e) {
-          pick(values, e, column);
+          inputs.pick(e, column);
           results[e] = weight * F::value(column);
         }
         P::store(out, piece, width, E::narrow(results));
@@ -212,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
   using E = Element<dtype>;
   using F = Function<activation>;
   using P = Pieces<dtype, whole>;
+  using I = Inputs<dtype, activation, whole>;
   constexpr int kBatch = kLoads / (F::kInputs + 1);
   const Team team(team_bits);
   const int width = rows.width, pieces = (width + E::kVector - 1) / E::kVector;
@@ -230,30 +265,30 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
         const int piece = first + b * team.threads;
         if (piece >= pieces) break;
 #pragma unroll
-        for (int i = 0; i < F::kInputs; ++i) raw[b][i] = P::load(in + i * row_bytes, piece, width);
+        for (int i = 0; i < F::kInputs; ++i) raw[b][i] = I::load(in, i, piece, width);
         raw_grad[b] = P::load(grad, piece, width);
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int piece = first + b * team.threads;
         if (piece >= pieces) break;
-        float values[F::kInputs][E::kVector], grads[E::kVector], column[F::kInputs], slopes[F::kInputs];
+        I inputs;
+        float grads[E::kVector], column[F::kInputs], slopes[F::kInputs];
 #pragma unroll
-        for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], values[i]);
+        for (int i = 0; i < F::kInputs; ++i) E::widen(raw[b][i], inputs.values[i]);
         E::widen(raw_grad[b], grads);
         float results[E::kVector];
 #pragma unroll
         for (int e = 0; e < E::kVector; ++e) {
-          pick(values, e, column);
+          inputs.pick(e, column);
           const float value = F::slopes(column, slopes), scaled = weight * grads[e];
           dot = fma(grads[e], value, dot);
           results[e] = weight * value;
 #pragma unroll
-          for (int i = 0; i < F::kInputs; ++i) values[i][e] = scaled * slopes[i];
+          for (int i = 0; i < F::kInputs; ++i) inputs.of(e, i) = scaled * slopes[i];
         }
 #pragma unroll
-        for (int i = 0; i < F::kInputs; ++i)
-          P::store(out + i * row_bytes, piece, width, E::narrow(values[i]));
+        for (int i = 0; i < F::kInputs; ++i) inputs.store(out, i, piece, width);
         if (to.z != nullptr) P::store(to.z + int64_t{row} * row_bytes, piece, width, E::narrow(results));
       }
     }
@@ -273,6 +308,9 @@ cudaError_t with_variant(DType dtype, Activation activation, bool whole, const U
       case Activation::swiglu:
         return whole ? use.template operator()<d, Activation::swiglu, true>()
                      : use.template operator()<d, Activation::swiglu, false>();
+      case Activation::swiglu_interleaved:
+        return whole ? use.template operator()<d, Activation::swiglu_interleaved, true>()
+                     : use.template operator()<d, Activation::swiglu_interleaved, false>();
       case Activation::gelu:
         return whole ? use.template operator()<d, Activation::gelu, true>()
                      : use.template operator()<d, Activation::gelu, false>();

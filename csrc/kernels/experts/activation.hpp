@@ -16,12 +16,12 @@ namespace moecomm::experts {
 /// Bounds of the rows of a launch and of their columns.
 inline constexpr int64_t kMostRows = 1 << 30, kMostWidth = 1 << 27;
 
-/// swiglu: silu of the first half of a row times its second half (arXiv 2002.05202). gelu: x times the normal
-/// distribution function of x.
-enum class Activation : int32_t { swiglu = 0, gelu = 1 };
+/// swiglu: silu of the first half of a row times its second half (arXiv 2002.05202). swiglu_interleaved: silu
+/// of the even columns times the odd ones. gelu: x times the normal distribution function of x.
+enum class Activation : int32_t { swiglu = 0, gelu = 1, swiglu_interleaved = 2 };
 
 /// Columns of `inner` for each column of the result.
-constexpr int activation_inputs(Activation activation) { return activation == Activation::swiglu ? 2 : 1; }
+constexpr int activation_inputs(Activation activation) { return activation == Activation::gelu ? 1 : 2; }
 
 /// Rows lie behind each other without gaps. Absent pointers are null.
 struct ActivationRows {

@@ -1,0 +1,341 @@
+"""The experts' products by quack-kernels (github.com/Dao-AILab/quack), on Hopper GPUs.
+
+Its grouped products are faster than torch's, add gradients of weights to what is there, and have the
+activation and the routing weight in their epilogues. It is an optional dependency: `pip install
+'moecomm[quack]'`.
+
+quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
+products with activation="swiglu_interleaved" alone; with others it is a pass of its own, as with torch.
+
+A product's kernel has a tile, which makes 10 to 25 % of its time. `TILES` has what was fastest for the
+layers of docs/performance.md, and a layer of other sizes takes the tile of the nearest one.
+
+    python -m moecomm.kernels.quack_tiles      prints the table, and measures tiles for other layers
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecomm.device.cuda_device import CudaDevice
+from moecomm.errors import Unsupported
+from moecomm.kernels.activation import INPUTS
+from moecomm.kernels.products import Products
+
+VERSION = "0.6.5"
+"""The version of quack-kernels that this module was tested with."""
+_MULTIPLE = 8
+
+
+class Tile(NamedTuple):
+    """What a block and a cluster of a kernel compute.
+
+    Attributes:
+        m: rows of a block's tile.
+        n: columns of a block's tile.
+        pingpong: two groups of warps take turns with tiles of their own, instead of sharing one.
+        cluster_m: blocks of a cluster along the rows.
+        cluster_n: blocks of a cluster along the columns.
+    """
+
+    m: int
+    n: int
+    pingpong: bool
+    cluster_m: int = 2
+    cluster_n: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}{'p' if self.pingpong else 'c'}{self.cluster_m}{self.cluster_n}"
+
+
+_compiled: set[Any] = set()
+
+DEFAULT = Tile(128, 192, True)
+PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
+TILES: dict[str, dict[tuple[int, int], Tile]] = {
+    # product: (inner width of the product, columns of its result) of one expert -> tile
+    "fc1": {},
+    "fc2": {},
+    "fc2_dgrad": {},
+    "fc1_dgrad": {},
+    "fc2_wgrad": {},
+    "fc1_wgrad": {},
+}
+"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden)."""
+
+
+def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
+    """Returns the tile of the layer in the table whose sizes are nearest, as ratios."""
+
+    def distance(sizes: tuple[int, int]) -> float:
+        return math.hypot(math.log(sizes[0] / hidden), math.log(sizes[1] / ffn))
+
+    table = TILES[product]
+    return table[min(table, key=distance)] if table else DEFAULT
+
+
+def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns why quack cannot compute the products of such experts, with what helps; None where it can."""
+    if importlib.util.find_spec("quack") is None:
+        return f"quack-kernels is not installed; pip install 'quack-kernels=={VERSION}'"
+    if device.type != "cuda":
+        return f"quack needs a GPU of compute capability 9.0, and the experts are on {device}"
+    capability = CudaDevice(device.index if device.index is not None else 0).capability()
+    if capability != (9, 0):
+        return f"quack is used on compute capability 9.0, and {device} has {'.'.join(map(str, capability))}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"quack computes in bfloat16 and float16, and dtype is {dtype}"
+    if hidden % _MULTIPLE or ffn % _MULTIPLE:
+        return f"quack needs hidden and ffn_hidden as multiples of {_MULTIPLE}, they are {hidden} and {ffn}"
+    return None
+
+
+class QuackProducts(Products):
+    """Products by quack-kernels, for experts of one size.
+
+    Args:
+        hidden: H of the experts, a multiple of 8.
+        ffn: F of the experts, a multiple of 8.
+        dtype: of rows and weights.
+        device: the GPU.
+        activation: the experts' activation.
+
+        tiles: the tiles of some products; the others have those of the table.
+        compile_now: False leaves kernels to their first use.
+
+    Kernels are compiled here, which takes seconds and says so once on stderr; quack keeps them on disk
+    (QUACK_CACHE_DIR). Raises Unsupported where quack is not installed or cannot do it.
+    """
+
+    name = "quack"
+    adds = True
+    traceable = False
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        ffn: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation: str,
+        tiles: dict[str, Tile] | None = None,
+        compile_now: bool = True,
+    ) -> None:
+        reason = missing_on(hidden=hidden, ffn=ffn, dtype=dtype, device=device)
+        if reason is not None:
+            raise Unsupported(f"products is 'quack', but {reason}. products='torch' needs none of it")
+        self.fused = activation == "swiglu_interleaved"
+        self._hidden = hidden
+        self._tiles: dict[str, Tile] = {}
+        self._configs: dict[str, Any] = {}
+        for product in PRODUCTS:
+            self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn))
+        if compile_now:
+            self._compile(hidden, ffn, dtype, device, activation)
+
+    def use_tile(self, product: str, tile: Tile) -> None:
+        """Sets the tile of a product from now on."""
+        self._tiles[product], self._configs[product] = tile, _config(tile)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuackProducts:
+        return self
+
+    def groups(self, offsets_L: Tensor) -> Tensor:
+        starts = offsets_L.new_zeros(offsets_L.shape[0] + 1)
+        starts[1:].copy_(offsets_L)
+        return starts
+
+    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return self._rows(rows_PA, weight_LAB, groups, "fc2")
+
+    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return self._rows(rows_PB, weight_LAB.mT, groups, "fc1_dgrad")
+
+    def grouped_mm_wgrad(
+        self,
+        rows_PA: Tensor,
+        grad_PB: Tensor,
+        groups: Tensor,
+        *,
+        into: Tensor | None = None,
+        leave_sms: int = 0,
+    ) -> Tensor | None:
+        product = "fc1_wgrad" if rows_PA.shape[1] == self._hidden else "fc2_wgrad"
+        shape = (groups.shape[0] - 1, rows_PA.shape[1], grad_PB.shape[1])
+        out_LAB = rows_PA.new_empty(shape) if into is None else into
+        if rows_PA.shape[0] == 0:
+            return out_LAB.zero_() if into is None else None
+        _quack().gemm_tuned.fn(
+            rows_PA.contiguous().t(),
+            grad_PB.contiguous(),
+            out_LAB,
+            None,
+            cu_seqlens_k=groups,
+            add_to_output=into is not None,
+            config=self._configs[product],
+        )
+        return out_LAB if into is None else None
+
+    def gated_mm(
+        self,
+        rows_PH: Tensor,
+        weight_LHI: Tensor,
+        groups: Tensor,
+        weights_P: Tensor | None,
+        *,
+        activation: str,
+    ) -> tuple[Tensor, Tensor]:
+        if not self.fused:
+            return super().gated_mm(rows_PH, weight_LHI, groups, weights_P, activation=activation)
+        rows, inner = rows_PH.shape[0], weight_LHI.shape[2]
+        inner_PI, z_PF = rows_PH.new_empty(rows, inner), rows_PH.new_empty(rows, inner // 2)
+        if weights_P is None:
+            weights_P = rows_PH.new_ones(rows, dtype=torch.float32)
+        if rows > 0:
+            _epilogue()(
+                rows_PH.contiguous(),
+                weight_LHI,
+                None,
+                out={"D": inner_PI, "postact": z_PF},
+                tuned=False,
+                config=self._configs["fc1"],
+                cu_seqlens_m=groups,
+                weight=weights_P,
+            )
+        return inner_PI, z_PF
+
+    def gated_mm_dgrad(
+        self,
+        grad_rows_PH: Tensor,
+        weight_LFH: Tensor,
+        groups: Tensor,
+        inner_PI: Tensor,
+        weights_P: Tensor | None,
+        *,
+        activation: str,
+        need_weights: bool,
+        need_z: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if not self.fused:
+            return super().gated_mm_dgrad(
+                grad_rows_PH,
+                weight_LFH,
+                groups,
+                inner_PI,
+                weights_P,
+                activation=activation,
+                need_weights=need_weights,
+                need_z=need_z,
+            )
+        grad_inner_PI = torch.empty_like(inner_PI)
+        z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // 2)
+        if inner_PI.shape[0] == 0:
+            return grad_inner_PI, inner_PI.new_empty(0, dtype=torch.float32) if need_weights else None, z_PF
+        if weights_P is None:
+            weights_P = inner_PI.new_ones(inner_PI.shape[0], dtype=torch.float32)
+        _, _, grad_weights_P = _quack().gemm_dact(
+            grad_rows_PH.contiguous(),
+            weight_LFH.mT,
+            inner_PI,
+            activation="swiglu",
+            dx_out=grad_inner_PI,
+            postact_out=z_PF,
+            colvec_scale=weights_P,
+            colvec_reduce=True,
+            cu_seqlens_m=groups,
+            dynamic_scheduler=False,
+            tuned=False,
+            config=self._configs["fc2_dgrad"],
+        )
+        return (
+            grad_inner_PI,
+            grad_weights_P.view(-1) if need_weights else None,
+            z_PF if need_z else None,
+        )
+
+    def _rows(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, product: str) -> Tensor:
+        out_PB = rows_PA.new_empty(rows_PA.shape[0], weight_LAB.shape[2])
+        if rows_PA.shape[0] > 0:
+            _quack().gemm_tuned.fn(
+                rows_PA.contiguous(),
+                weight_LAB,
+                out_PB,
+                None,
+                cu_seqlens_m=groups,
+                config=self._configs[product],
+            )
+        return out_PB
+
+    def _compile(
+        self, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device, activation: str
+    ) -> None:
+        """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
+        long."""
+        key = (*self._tiles.values(), dtype, device, self.fused)
+        if key in _compiled:
+            return
+        began = time.monotonic()
+        rows, inner = 256, ffn * INPUTS[activation]
+        new = functools.partial(torch.zeros, dtype=dtype, device=device)
+        x_PH, grad_PH = new(rows, hidden), new(rows, hidden)
+        w_in, w_out = new(2, hidden, inner), new(2, ffn, hidden)
+        groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
+        weights_P = torch.ones(rows, device=device)
+        inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, activation=activation)
+        self.grouped_mm(z_PF, w_out, groups)
+        grad_inner_PI, _, z_PF = self.gated_mm_dgrad(  # type: ignore[assignment]
+            grad_PH, w_out, groups, inner_PI, weights_P, activation=activation, need_weights=True, need_z=True
+        )
+        self.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
+        for left, right, weight in ((z_PF, grad_PH, w_out), (x_PH, grad_inner_PI, w_in)):
+            for into in (None, torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.float32)):
+                self.grouped_mm_wgrad(left, right, groups, into=into)
+        torch.cuda.synchronize(device)
+        _compiled.add(key)
+        seconds = time.monotonic() - began
+        if seconds > 1:
+            print(
+                f"moecomm: quack's kernels for experts of {hidden} x {ffn}: {seconds:.0f} s", file=sys.stderr
+            )
+
+
+# -- quack -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _quack() -> Any:
+    found = importlib.metadata.version("quack-kernels")
+    if found != VERSION:
+        print(f"moecomm: quack-kernels is {found}, tested was {VERSION}", file=sys.stderr)
+    return importlib.import_module("quack.gemm_interface")
+
+
+@functools.cache
+def _epilogue() -> Any:
+    from moecomm.kernels.quack_epilogue import weighted_swiglu
+
+    return weighted_swiglu
+
+
+def _config(tile: Tile) -> Any:
+    return importlib.import_module("quack.gemm_config").GemmConfig(
+        tile_m=tile.m,
+        tile_n=tile.n,
+        pingpong=tile.pingpong,
+        cluster_m=tile.cluster_m,
+        cluster_n=tile.cluster_n,
+        device_capacity=9,
+        is_dynamic_persistent=False,
+        use_tma_gather=False,
+        swap_ab=False,
+    )

@@ -1,0 +1,145 @@
+"""Finds the fastest tiles of quack's kernels for a layer, on the GPU that is here.
+
+    python -m moecomm.kernels.quack_tiles                                     prints the table in use
+    python -m moecomm.kernels.quack_tiles --hidden 4096 --ffn 1536 --experts 32 --rows 1024
+
+The second measures every tile of `CANDIDATES` for each product of local experts with that many rows each, and
+prints the lines for `moecomm.kernels.quack.TILES`. Kernels are compiled by several processes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moecomm.kernels.quack import PRODUCTS, TILES, QuackProducts, Tile
+
+_SHARED = [(256, 128), (256, 160), (256, 192), (128, 224), (128, 256)]
+_PINGPONG = [(128, 128), (128, 160), (128, 192), (192, 128)]
+CANDIDATES = [
+    Tile(m, n, pingpong, *cluster)
+    for pingpong, sizes in ((False, _SHARED), (True, _PINGPONG))
+    for m, n in sizes
+    for cluster in ((2, 1), (1, 2))
+]
+
+
+def make_calls(
+    products: QuackProducts, hidden: int, ffn: int, ends: Sequence[int]
+) -> dict[str, Callable[[], Any]]:
+    """Returns a function for each product, on random rows in groups with these ends."""
+    device, rows, experts = torch.device("cuda", torch.cuda.current_device()), ends[-1], len(ends)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    x_PH, grad_PH = random(rows, hidden), random(rows, hidden)
+    inner_PI, z_PF = random(rows, 2 * ffn), random(rows, ffn)
+    w_in, w_out = random(experts, hidden, 2 * ffn) * hidden**-0.5, random(experts, ffn, hidden) * ffn**-0.5
+    groups = products.groups(torch.tensor(ends, dtype=torch.int32, device=device))
+    weights_P = torch.rand(rows, device=device)
+    gated = {"activation": "swiglu_interleaved"}
+    needs: dict[str, Any] = {**gated, "need_weights": True, "need_z": True}
+    return {
+        "fc1": lambda: products.gated_mm(x_PH, w_in, groups, weights_P, **gated),
+        "fc2": lambda: products.grouped_mm(z_PF, w_out, groups),
+        "fc2_dgrad": lambda: products.gated_mm_dgrad(grad_PH, w_out, groups, inner_PI, weights_P, **needs),
+        "fc1_dgrad": lambda: products.grouped_mm_dgrad(inner_PI, w_in, groups),
+        "fc2_wgrad": lambda: products.grouped_mm_wgrad(z_PF, grad_PH, groups),
+        "fc1_wgrad": lambda: products.grouped_mm_wgrad(x_PH, inner_PI, groups),
+    }
+
+
+def _make_products(hidden: int, ffn: int, tiles: dict[str, Tile]) -> QuackProducts:
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "dtype": torch.bfloat16, "device": device}
+    return QuackProducts(**sizes, activation="swiglu_interleaved", tiles=tiles, compile_now=False)
+
+
+def _compile(tile: Tile) -> str | None:
+    """Compiles every product with a tile, in a process of a pool; returns the error of the first that it
+    cannot be used for, if any."""
+    calls = make_calls(_make_products(256, 256, dict.fromkeys(PRODUCTS, tile)), 256, 256, [100, 256])
+    for product, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            return f"{product} with {tile}: {type(error).__name__}: {error}"
+    torch.cuda.synchronize()
+    return None
+
+
+def _measure(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 7) -> float:
+    """Returns the median of a call's time in us, with an empty L2 cache."""
+    times = []
+    for number in range(rounds + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(300_000)
+        flush.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if number >= 2:
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def find_tiles(hidden: int, ffn: int, experts: int, rows: int) -> dict[str, list[tuple[float, Tile]]]:
+    """Returns the tiles that can be used for each product and their times in us, the fastest first. Groups
+    have `rows` rows on average, from 0.7 to 1.3 times as many."""
+    generator = torch.Generator().manual_seed(7)
+    counts = (rows * (0.7 + 0.6 * torch.rand(experts, generator=generator))).int()
+    ends = counts.cumsum(0).tolist()
+    flush = torch.empty(256 << 20, device="cuda", dtype=torch.int8)
+    found: dict[str, list[tuple[float, Tile]]] = {product: [] for product in PRODUCTS}
+    products = _make_products(hidden, ffn, {})
+    calls = make_calls(products, hidden, ffn, ends)
+    for product, call in calls.items():
+        for tile in CANDIDATES:
+            products.use_tile(product, tile)
+            try:
+                found[product].append((_measure(call, flush), tile))
+            except Exception as error:
+                print(f"{product} with {tile}: {type(error).__name__}: {error}", file=sys.stderr)
+        found[product].sort(key=lambda each: each[0])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, what in (
+        ("hidden", "H"),
+        ("ffn", "F"),
+        ("experts", "local experts"),
+        ("rows", "rows an expert"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=what)
+    options = parser.parse_args()
+    given = [options.hidden, options.ffn, options.experts, options.rows]
+    if not all(given):
+        for product, table in TILES.items():
+            for (hidden, ffn), tile in table.items():
+                print(f"{product:10s} hidden {hidden:6d} ffn {ffn:6d}  {tile}")
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(len(CANDIDATES), os.cpu_count() or 1), context) as pool:
+        for error in pool.map(_compile, CANDIDATES):
+            if error is not None:
+                print(error, file=sys.stderr)
+    for product, timed in find_tiles(*given).items():
+        (best, tile), *others = timed
+        listed = ", ".join(f"{each} {us:.0f}" for us, each in others[:4])
+        print(f"{product:10s} ({options.hidden}, {options.ffn}): {tile!r},  # {best:.0f} us; {listed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,610 @@
+"""The experts of a layer with their communication: forward and backward, each from top to bottom.
+
+For rows x, routing weights w and the gradient dy of the result, per row p of expert e and its token t:
+    h = x W_in[e]    z = w act(h)    y_t = sum over p of z W_out[e]
+    dz = dy_t W_out[e]^T    dh = w dz act'(h)    dw = <dz, act(h)>    dx_t = sum over p of dh W_in[e]^T
+    dW_out[e] = sum of z^T dy_t    dW_in[e] = sum of x^T dh
+Applying w before the second product leaves that product's result to nobody's backward, and dy travels as it
+is.
+
+    stream   forward                               backward
+    comm     dispatch                 combine      dispatch_grad                          combine_grad
+    compute  shared    fc1, fc2                    shared_grad    fc2_dgrad, fc2_wgrad,   fc1_wgrad
+                                                                  fc1_dgrad
+
+"fc1" ends with the activation, "fc2_dgrad" with its backward, where a row's weight is applied. fc2_wgrad
+comes before fc1_dgrad so that the rows of dispatch_grad are not held longer than needed. Where nothing lies
+beside a transfer it is on the caller's stream, which takes the host less.
+
+To autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
+hands out the result. So where torch.utils.checkpoint computes again what was kept, it can stop before the
+result; and with `keep_plans` it goes along the plan of the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from moecomm.communicator import Communicator
+from moecomm.device.cuda_device import CudaDevice
+from moecomm.errors import InvalidArgument
+from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
+from moecomm.kernels.products import Products
+from moecomm.nn.pool import ActivationPool, PoolHandle
+from moecomm.overlap import Beside, Stages, Timeline
+from moecomm.overlap.stages import COMM
+from moecomm.types import DispatchOutput, Handle
+
+Keep = Literal["all", "rows", "nothing"]
+"""The tensors per row that a forward keeps for its backward. "all": the rows and the first product, P * (H +
+I) values. "rows": the rows; the first product is made again. "nothing": the rows are sent once more along the
+kept plan, together with the gradients, and the first product is made again."""
+
+
+class Weights(NamedTuple):
+    """Weights of the local experts, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), if
+    any."""
+
+    w_in: Tensor
+    w_out: Tensor
+    shared_in: Tensor | None
+    shared_out: Tensor | None
+
+
+@dataclass
+class Deferred:
+    """Weight gradients of the experts that are still to be computed, oldest first: each function returns
+    those of w_in and of w_out, or None."""
+
+    pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
+
+    def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
+        """Computes all pending gradients and adds them to the parameters' `grad`. Raises InvalidArgument
+        where the parameters have hooks, which would not run, or are sharded."""
+        for parameter in (w_in, w_out) if self.pending else ():
+            hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            if hooked or isinstance(parameter, DTensor):
+                raise InvalidArgument(
+                    "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
+                    "fully_shard, or with hooks, which would not see the gradients: set it to False"
+                )
+        while self.pending:
+            for parameter, gradient in zip((w_in, w_out), self.pending.pop(0)(), strict=True):
+                if gradient is None:
+                    continue
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+@dataclass
+class Runs:
+    """The stages of the last forward and backward that were recorded. Their results are not held here, since
+    autograd's graph holds this object."""
+
+    forward: Stages | None = None
+    backward: Stages | None = None
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Returns the timelines of the recorded runs, by the names "forward" and "backward". Waits for
+        them."""
+        runs = {"forward": self.forward, "backward": self.backward}
+        return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
+
+
+class Call(NamedTuple):
+    """Arguments of a pass besides the tensors that have gradients."""
+
+    comm: Communicator
+    topk_idx_TK: Tensor
+    capacity: int | None
+    activation: str
+    products: Products
+    keep: Keep
+    beside_sms: int | None
+    """SMs of combine_grad, which fc1_wgrad leaves to it; None: fc1_wgrad comes after it."""
+    waits: bool
+    """True: the host waits for the device at the end of a pass that has used the communicator's stream,
+    outside a capture, so that memory which both streams have used is free again at once."""
+    deferred: Deferred | None
+    """The list to which the computation of the weights' gradients is put off; None: they are computed in the
+    backward."""
+    runs: Runs | None
+    """The object that gets the recorded stages; None: nothing is recorded."""
+    pool: ActivationPool | None = None
+    """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
+    overflow: Tensor | None = None
+    """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
+
+    def stages(self) -> Stages:
+        """Returns the stages of a new pass."""
+        return Stages(self.comm.device, record=self.runs is not None)
+
+    def settle(self, side: Beside) -> None:
+        """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
+        if self.waits and side.apart:
+            gpu = CudaDevice(self.comm.device.index)
+            if not gpu.capturing():
+                gpu.stream().synchronize()
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Turns autocast off for the block, so that products are in the dtype of their operands."""
+    if not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()  # the context takes some ten microseconds to do nothing
+    return torch.autocast(device_type, enabled=False)
+
+
+# -- forward -----------------------------------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """The saved outcome of a dispatch, from which rows can be sent again without a new plan."""
+
+    handle: Handle
+    weights_P: Tensor
+    groups: Tensor
+    """The groups of rows as the products take them; the last element is the number of rows."""
+
+
+class Forward:
+    """One forward. `run` computes all of it. With the outcome of an earlier dispatch, `again` computes anew
+    what a backward needs, with no new plan, and `finish` computes the result, if it is wanted."""
+
+    def __init__(
+        self,
+        call: Call,
+        x_TH: Tensor,
+        topk_weights_TK: Tensor,
+        weights: Weights,
+        known: Known | None = None,
+    ) -> None:
+        self.call, self.x_TH, self.topk_weights_TK, self.weights = call, x_TH, topk_weights_TK, weights
+        self._known = known
+        self._rows_PH: Tensor | None = None
+        self._inner_PI: Tensor | None = None
+        self._z_PF: Tensor | None = None
+        self._shared_inner_TI: Tensor | None = None
+        self.keeps = True
+        """False keeps nothing in the pool; the handle in `ticket` is then a blank one."""
+        self.ticket: PoolHandle | None = None
+        """The handle of the tensors in the pool."""
+
+    @property
+    def known(self) -> Known:
+        """The outcome of the dispatch; set from the dispatch on."""
+        assert self._known is not None
+        return self._known
+
+    def run(self) -> Tensor:
+        """Runs the forward and returns y (T, H)."""
+        call, weights, comm = self.call, self.weights, self.call.comm
+        has_shared = weights.shared_in is not None
+        stages = call.stages()
+        side = Beside(comm, wanted=has_shared)
+        tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
+        out: DispatchOutput | None = None
+        shared_TH: Tensor | None = None
+
+        with side, stages("dispatch_send", stream=COMM, communicates=True):
+            # Without a capacity, receiving waits on the host for the number of rows.
+            if call.capacity is None:
+                receive = comm.begin_dispatch(*tokens)
+            else:
+                out = comm.dispatch(*tokens, capacity=call.capacity)
+        if has_shared:
+            with stages("shared"):
+                self._shared_fc1()
+                shared_TH = self._shared_fc2()
+        if out is None:
+            with side, stages("dispatch_receive", stream=COMM, communicates=True):
+                out = receive()
+        assert out.weights is not None
+        side.join(out.tokens, out.weights, out.offsets)
+        if call.overflow is not None:
+            torch.maximum(call.overflow, out.overflow, out=call.overflow)
+        groups = call.products.groups(out.offsets)
+        self._known, self._rows_PH = Known(out.handle, out.weights, groups), out.tokens
+
+        with stages("fc1"):
+            inner_PI, z_PF = self._fc1()
+        if call.keep == "all":
+            self._inner_PI = inner_PI
+        del inner_PI
+        with stages("fc2"):
+            expert_rows_PH = call.products.grouped_mm(z_PF, weights.w_out, groups)
+        del z_PF
+        home = Beside(comm, wanted=call.pool is not None)
+        with home, stages("combine", stream=COMM, communicates=True):
+            y_TH = comm.combine(expert_rows_PH, out.handle)
+        if call.pool is not None:
+            with stages("to_pool"):
+                self._to_pool(call.pool)
+        home.join(y_TH)
+        if shared_TH is not None:
+            y_TH.add_(shared_TH)
+        if call.runs is not None:
+            call.runs.forward = stages
+        call.settle(side if side.apart else home)
+        return y_TH
+
+    def again(self) -> None:
+        """Computes anew the tensors of `kept`, along the known plan."""
+        call = self.call
+        has_shared = self.weights.shared_in is not None
+        stages = call.stages()
+        side = Beside(call.comm, wanted=has_shared and call.keep != "nothing")
+        if call.keep != "nothing":
+            with side, stages("dispatch_again", stream=COMM, communicates=True):
+                self._rows_PH = call.comm.redispatch(self.x_TH, self.known.handle)
+        if has_shared:
+            with stages("shared_again"):
+                self._shared_fc1()
+        side.join(self._rows_PH)
+        if call.keep == "all":
+            with stages("fc1_again"):
+                self._inner_PI, self._z_PF = self._fc1()
+        if call.pool is not None:
+            with stages("to_pool"):
+                self._to_pool(call.pool)
+        call.settle(side)
+
+    def finish(self) -> Tensor:
+        """Returns y (T, H), after `again`."""
+        if self.call.keep == "nothing":
+            self._rows_PH = self.call.comm.redispatch(self.x_TH, self.known.handle)
+        z_PF, self._z_PF = self._z_PF, None
+        if z_PF is None:
+            _, z_PF = self._fc1()
+        rows_PH = self.call.products.grouped_mm(z_PF, self.weights.w_out, self.known.groups)
+        y_TH = self.call.comm.combine(rows_PH, self.known.handle)
+        return y_TH if self.weights.shared_in is None else y_TH.add_(self._shared_fc2())
+
+    def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
+        """Returns the tensors that a backward needs besides the weights. Tensors in the pool are not among
+        them; the table of the pool's handle comes last instead. `need_in`: w_in needs a gradient."""
+        keep = self.call.keep
+        shared = self.weights.shared_in is not None
+        known, in_pool = self.known, self.ticket is not None
+        keeps_rows = not in_pool and keep != "nothing" and (need_in or keep == "rows")
+        return (
+            self.x_TH if shared or keep == "nothing" else None,
+            self._rows_PH if keeps_rows else None,
+            known.weights_P,
+            known.groups,
+            self._shared_inner_TI,
+            self.ticket.table if self.ticket is not None else self._inner_PI,
+        )
+
+    def _fc1(self) -> tuple[Tensor, Tensor]:
+        assert self._rows_PH is not None
+        return self.call.products.gated_mm(
+            self._rows_PH,
+            self.weights.w_in,
+            self.known.groups,
+            self.known.weights_P,
+            activation=self.call.activation,
+        )
+
+    def _shared_fc1(self) -> None:
+        assert self.weights.shared_in is not None
+        self._shared_inner_TI = self.x_TH @ self.weights.shared_in
+
+    def _shared_fc2(self) -> Tensor:
+        inner_TI = self._shared_inner_TI
+        assert inner_TI is not None and self.weights.shared_out is not None
+        z_TF = inner_TI.new_empty(inner_TI.shape[0], self.weights.shared_out.shape[0])
+        weighted_activation_into(z_TF, inner_TI, activation=self.call.activation)
+        return z_TF @ self.weights.shared_out
+
+    def _to_pool(self, pool: ActivationPool) -> None:
+        """Puts the rows, and the first product if kept, into the pool."""
+        kept = [each for each in (self._rows_PH, self._inner_PI) if each is not None]
+        if self.keeps:
+            self.ticket = pool.owned(pool.stash(*kept, ends=self.known.groups))
+        else:
+            self.ticket = pool.blank(*kept)
+
+
+# -- backward ----------------------------------------------------------------------------------------------
+
+
+def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
+    """Runs the backward of `_Keep` and returns gradients in the order of its inputs."""
+    call: Call = ctx.call
+    comm, products, handle = call.comm, call.products, ctx.handle
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    w_in, w_out, shared_in, shared_out, x_TH, rows_PH, weights_P, groups, shared_inner_TI, last = saved
+    _, need_x, need_weights, need_in, need_out, *need_shared = ctx.needs_input_grad
+    has_shared = shared_in is not None and (need_x or any(need_shared))
+    needs_home = need_x or need_weights
+    weights_now = call.deferred is None
+    into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (_W_IN, _W_OUT))
+    stages = call.stages()
+    grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = None
+    grad_shared: tuple[Tensor | None, ...] = (None, None, None)
+
+    # Rows go to the experts, beside the shared experts' gradients and what the pool gives back.
+    side = Beside(comm, wanted=has_shared or ctx.ticket is not None)
+    with side, stages("dispatch_grad", stream=COMM, communicates=True):
+        if call.keep == "nothing":
+            rows_PH = comm.redispatch(x_TH, handle)
+        grad_rows_PH = comm.redispatch(grad_y_TH, handle)
+    inner_PI = last
+    if ctx.ticket is not None:
+        with stages("from_pool"):
+            assert call.pool is not None
+            # A checkpoint has thrown the first table away and made another.
+            rows_PH, *inner = call.pool.restore(ctx.ticket._replace(table=last))
+            inner_PI = inner[0] if inner else None
+    if has_shared:
+        with stages("shared_grad"):
+            grad_shared = _shared_backward(
+                grad_y_TH, x_TH, shared_in, shared_out, shared_inner_TI, call.activation, need_x, *need_shared
+            )
+    side.join(grad_rows_PH, rows_PH if call.keep == "nothing" else None)
+
+    if call.keep != "all":
+        with stages("fc1_again"):
+            inner_PI = products.grouped_mm(rows_PH, w_in, groups)
+    with stages("fc2_dgrad"):
+        grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
+            grad_rows_PH,
+            w_out,
+            groups,
+            inner_PI,
+            weights_P,
+            activation=call.activation,
+            need_weights=need_weights,
+            need_z=need_out,
+        )
+    del inner_PI, last, saved
+    if call.deferred is not None and (need_in or need_out):
+        of_in = (rows_PH, grad_inner_PI) if need_in else None
+        of_out = None if z_PF is None else (z_PF, grad_rows_PH)
+        call.deferred.pending.append(partial(_wgrads, products, groups, of_in, of_out))
+    if z_PF is not None and weights_now:
+        with stages("fc2_wgrad"):
+            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
+    del z_PF, grad_rows_PH
+
+    # Gradients of tokens go home, on few SMs beside the product that nobody waits for.
+    sms = call.beside_sms if needs_home and need_in and weights_now else None
+    home = Beside(comm, wanted=sms is not None)
+    if needs_home:
+        with stages("fc1_dgrad"):
+            grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
+        limit = contextlib.nullcontext() if sms is None else comm.limit_sms(sms)
+        with home, limit, stages("combine_grad", stream=COMM, communicates=True):
+            grad_x_TH, grad_weights_TK = comm.dispatch_backward(
+                grad_expert_rows_PH, handle, grad_weights=grad_weights_P
+            )
+    if need_in and weights_now:
+        with stages("fc1_wgrad"):
+            grad_in_LHI = products.grouped_mm_wgrad(
+                rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
+            )
+    home.join(grad_x_TH, grad_weights_TK)
+
+    grad_shared_x_TH, *grad_shared_weights = grad_shared
+    if grad_x_TH is not None and grad_shared_x_TH is not None:
+        grad_x_TH.add_(grad_shared_x_TH)
+    if call.runs is not None:
+        call.runs.backward = stages
+    call.settle(side if side.apart else home)
+    return (
+        None,
+        grad_x_TH if need_x else None,
+        grad_weights_TK,
+        grad_in_LHI,
+        grad_out_LFH,
+        *grad_shared_weights,
+    )
+
+
+_W_IN, _W_OUT = 2, 3
+"""The places of the experts' weights among the tensors that `_Keep` takes."""
+
+
+def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
+    """Returns the `grad` to which a product may add the gradient of a weight, as autograd would after it;
+    None where autograd has to do it: without a grad yet, where the products cannot, for torch.autograd.grad,
+    for parameters with hooks that want to see the gradient, and for sharded ones."""
+    node = ctx.next_functions[number][0]
+    if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
+        return None
+    parameter = node.variable
+    grad = parameter.grad
+    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
+        return None
+    if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
+        return None
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return None
+    try:
+        runs: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch says so where torch.autograd.grad is under way
+        return None
+    return grad if runs else None
+
+
+def _shared_backward(
+    grad_y_TH: Tensor,
+    x_TH: Tensor,
+    shared_in: Tensor,
+    shared_out: Tensor,
+    inner_TI: Tensor,
+    activation: str,
+    need_x: bool,
+    need_in: bool,
+    need_out: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of x, shared_in and shared_out."""
+    grad_inner_TI, _, z_TF = weighted_activation_backward(
+        grad_y_TH @ shared_out.t(),
+        inner_TI,
+        None,
+        None,
+        activation=activation,
+        need_weights=False,
+        need_z=need_out,
+    )
+    return (
+        grad_inner_TI @ shared_in.t() if need_x else None,
+        x_TH.t() @ grad_inner_TI if need_in else None,
+        z_TF.t() @ grad_y_TH if z_TF is not None else None,
+    )
+
+
+def _wgrads(
+    products: Products,
+    groups: Tensor,
+    of_in: tuple[Tensor, Tensor] | None,
+    of_out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes the weight gradients of w_in and w_out that a backward has put off, where wanted."""
+    with torch.no_grad(), without_autocast(groups.device.type):
+        grad_out = None if of_out is None else products.grouped_mm_wgrad(*of_out, groups)
+        return None if of_in is None else products.grouped_mm_wgrad(*of_in, groups), grad_out
+
+
+# -- autograd and checkpoints ------------------------------------------------------------------------------
+
+_NO_TABLE = torch.empty(0, dtype=torch.int32)
+
+
+class _Plans(NamedTuple):
+    """Dispatch outcomes of the passes within one checkpoint, in their order."""
+
+    found: list[Known]
+    again: bool
+    """True while the passes are computed again."""
+
+
+_plans: ContextVar[_Plans | None] = ContextVar("moecomm plans", default=None)
+
+
+def keep_plans() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Makes torch.utils.checkpoint recompute with the plans of the first time.
+
+        y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans)
+
+    The MoELayers in `block` then make no second plan and exchange no counts; rows travel again, as far as the
+    layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
+    keeps anything. Plans take some KB a token, whatever the hidden size (docs/memory.md). The routing has to
+    be the same both times, as torch.utils.checkpoint sees to (preserve_rng_state).
+    """
+    found: list[Known] = []
+    return _Within(found, again=False), _Within(found, again=True)
+
+
+class _Within(contextlib.AbstractContextManager[None]):
+    """A context in which passes keep or reuse their plans. It may be entered several times: a graph whose
+    backward runs twice is computed again twice."""
+
+    def __init__(self, found: list[Known], again: bool) -> None:
+        self._found, self._again = found, again
+        self._tokens: list[Token[_Plans | None]] = []
+
+    def __enter__(self) -> None:
+        # Each recomputation begins with the first plan.
+        plans = _Plans(list(self._found) if self._again else self._found, self._again)
+        self._tokens.append(_plans.set(plans))
+
+    def __exit__(self, *_: object) -> None:
+        _plans.reset(self._tokens.pop())
+
+
+def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
+    """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
+
+    x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
+    Differentiable once in both and in the weights.
+    """
+    plans = _plans.get()
+    first = plans is not None and not plans.again
+    inputs = (x_TH, topk_weights_TK, *weights)
+    wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
+    if call.capacity is None or call.keep == "nothing" or not wanted:
+        call = call._replace(pool=None)
+    known = plans.found.pop(0) if plans is not None and plans.again and plans.found else None
+    passing = _Pass(call, known, first)
+    placeholder_TH = _Keep.apply(passing, x_TH, topk_weights_TK, *weights)  # type: ignore[no-untyped-call]
+    if plans is not None and first:
+        assert passing.forward is not None
+        plans.found.append(passing.forward.known)
+    y_TH: Tensor = _Finish.apply(passing, placeholder_TH)  # type: ignore[no-untyped-call]
+    return y_TH
+
+
+class _Pass:
+    """The state that the two autograd functions of one pass share."""
+
+    def __init__(self, call: Call, known: Known | None, is_first: bool) -> None:
+        """`is_first`: tensors kept in this pass are thrown away, and made again by a second pass."""
+        self.call, self.known, self.is_first = call, known, is_first
+        self.forward: Forward | None = None
+        self.y_TH: Tensor | None = None
+
+    def start(self, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Forward:
+        """Computes the whole forward, or, along a known plan, only the tensors that a backward needs."""
+        forward = Forward(self.call, x_TH, topk_weights_TK, weights, self.known)
+        self.forward, forward.keeps = forward, not self.is_first
+        with without_autocast(x_TH.device.type):
+            if self.known is None:
+                self.y_TH = forward.run()
+            else:
+                forward.again()
+        return forward
+
+    def result(self) -> Tensor:
+        """Returns y (T, H), computing it if that was not done yet; may be called once."""
+        assert self.forward is not None
+        y_TH, self.y_TH = self.y_TH, None
+        if y_TH is None:
+            with without_autocast(self.forward.x_TH.device.type):
+                y_TH = self.forward.finish()
+        self.forward = None
+        return y_TH
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, passing: _Pass, x_TH: Tensor, topk_weights_TK: Tensor, *weights: Tensor | None
+    ) -> Tensor:
+        w_in, w_out, shared_in, shared_out = weights
+        assert w_in is not None and w_out is not None
+        found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, shared_in, shared_out))
+        ctx.call, ctx.handle = passing.call, found.known.handle
+        # The handle in ctx has no table, so that autograd alone holds it: a checkpoint's hook, for example,
+        # throws away what the first pass would keep, and with the table its pages are freed
+        # (ActivationPool.owned).
+        ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)
+        ctx.save_for_backward(w_in, w_out, shared_in, shared_out, *found.kept(ctx.needs_input_grad[3]))
+        found.ticket = None
+        return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast(grad_y_TH.device.type):
+            return backward(ctx, grad_y_TH)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passing: _Pass, placeholder_TH: Tensor) -> Tensor:
+        return passing.result()
+
+    @staticmethod
+    def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[None, Tensor]:
+        return None, grad_y_TH

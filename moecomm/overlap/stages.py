@@ -1,0 +1,95 @@
+"""Named stages of a pass: ranges for profilers, and, where wanted, when each of them ran."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm.device.cuda_device import CudaDevice
+from moecomm.errors import InvalidArgument
+from moecomm.overlap.timeline import Span, Timeline
+
+COMPUTE, COMM = "compute", "comm"
+"""Names of the streams of a timeline: the caller's, and the communicator's."""
+
+
+class _Times(NamedTuple):
+    """A stage that has been issued, with two events of a GPU or two times of the host's clock."""
+
+    name: str
+    stream: str
+    communicates: bool
+    begin: Any
+    end: Any
+
+
+class Stages:
+    """The stages of one forward or backward, in the order of their issue.
+
+        stages = Stages(comm.device, record=True)
+        with stages("fc1"):
+            ...
+        stages.timeline().chrome_trace("layer.json")
+
+    Each is an NVTX range "moecomm NAME" on a GPU. With `record` each is also measured: by two CUDA events on
+    the stream that is current within the block, which a CUDA graph cannot hold, or by the host's clock on the
+    CPU. Raises InvalidArgument for `record` within a capture.
+    """
+
+    def __init__(self, device: torch.device, *, record: bool) -> None:
+        self._gpu = CudaDevice(device.index) if device.type == "cuda" else None
+        self._record = record
+        self._times: list[_Times] = []
+        if record and self._gpu is not None and self._gpu.capturing():
+            raise InvalidArgument("record is True within a CUDA graph capture, must be False")
+
+    def __call__(self, name: str, *, stream: str = COMPUTE, communicates: bool = False) -> _Stage:
+        """Returns the context of a stage. `communicates`: it waits for peers or for links."""
+        return _Stage(self, name, stream, communicates)
+
+    def timeline(self) -> Timeline:
+        """Returns when the stages ran. Waits for the last of them."""
+        if self._gpu is not None:
+            for each in self._times:
+                each.end.synchronize()
+        first: Any = self._times[0].begin if self._times else None
+
+        def seconds(of: Any) -> float:
+            return float(first.elapsed_time(of)) * 1e-3 if self._gpu is not None else float(of - first)
+
+        spans = [
+            Span(each.name, each.stream, seconds(each.begin), seconds(each.end), each.communicates)
+            for each in self._times
+        ]
+        return Timeline(spans, streams=(COMPUTE, COMM))
+
+    def _now(self) -> Any:
+        return time.perf_counter() if self._gpu is None else self._gpu.record_event(timed=True)
+
+
+class _Stage:
+    """The context of one stage."""
+
+    def __init__(self, stages: Stages, name: str, stream: str, communicates: bool) -> None:
+        self._stages, self._name, self._stream, self._communicates = stages, name, stream, communicates
+        self._begin: Any = None
+
+    def __enter__(self) -> None:
+        stages = self._stages
+        if stages._gpu is not None:
+            stages._gpu.push_range(f"moecomm {self._name}")
+        if stages._record:
+            self._begin = stages._now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stages = self._stages
+        if stages._record:
+            times = _Times(self._name, self._stream, self._communicates, self._begin, stages._now())
+            stages._times.append(times)
+        if stages._gpu is not None:
+            stages._gpu.pop_range()
