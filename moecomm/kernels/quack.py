@@ -1,8 +1,8 @@
 """The experts' products by quack-kernels (github.com/Dao-AILab/quack), on Hopper GPUs.
 
 Its grouped products are faster than torch's, add gradients of weights to what is there, and have the
-activation and the routing weight in their epilogues. It is an optional dependency: `pip install
-'moecomm[quack]'`.
+activation and the routing weight in their epilogues. It is an optional dependency, which `pip
+install 'moecomm[quack]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
 products with activation="swiglu_interleaved" alone; with others it is a pass of its own, as with torch.
@@ -16,8 +16,7 @@ layers of docs/performance.md, and a layer of other sizes takes the tile of the 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
+import importlib
 import math
 import sys
 import time
@@ -30,6 +29,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.kernels.activation import INPUTS
 from moecomm.kernels.products import Products
+from moecomm.setup.version import version_of
 
 VERSION = "0.6.5"
 """The version of quack-kernels that this module was tested with."""
@@ -62,13 +62,48 @@ _compiled: set[Any] = set()
 DEFAULT = Tile(128, 192, True)
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
 TILES: dict[str, dict[tuple[int, int], Tile]] = {
-    # product: (inner width of the product, columns of its result) of one expert -> tile
-    "fc1": {},
-    "fc2": {},
-    "fc2_dgrad": {},
-    "fc1_dgrad": {},
-    "fc2_wgrad": {},
-    "fc1_wgrad": {},
+    "fc1": {
+        (2048, 768): Tile(256, 192, False, 1, 2),
+        (2880, 2880): Tile(256, 128, False, 1, 2),
+        (4096, 1536): Tile(256, 128, False, 1, 2),
+        (6144, 16384): Tile(256, 128, False, 1, 2),
+        (7168, 2048): Tile(256, 128, False, 1, 2),
+    },
+    "fc2": {
+        (2048, 768): Tile(128, 256, False, 1, 2),
+        (2880, 2880): Tile(128, 256, False, 1, 2),
+        (4096, 1536): Tile(128, 192, True, 1, 2),
+        (6144, 16384): Tile(256, 128, False, 1, 2),
+        (7168, 2048): Tile(128, 192, True, 1, 2),
+    },
+    "fc2_dgrad": {
+        (2048, 768): Tile(256, 128, False, 1, 2),
+        (2880, 2880): Tile(128, 160, True, 2, 1),
+        (4096, 1536): Tile(128, 224, False, 1, 2),
+        (6144, 16384): Tile(128, 160, True, 2, 1),
+        (7168, 2048): Tile(128, 192, True, 1, 2),
+    },
+    "fc1_dgrad": {
+        (2048, 768): Tile(128, 256, False, 1, 2),
+        (2880, 2880): Tile(128, 256, False, 1, 2),
+        (4096, 1536): Tile(128, 256, False, 1, 2),
+        (6144, 16384): Tile(256, 192, False, 1, 2),
+        (7168, 2048): Tile(128, 192, True, 1, 2),
+    },
+    "fc2_wgrad": {
+        (2048, 768): Tile(192, 128, True, 1, 2),
+        (2880, 2880): Tile(256, 160, False, 2, 1),
+        (4096, 1536): Tile(192, 128, True, 1, 2),
+        (6144, 16384): Tile(256, 192, False, 1, 2),
+        (7168, 2048): Tile(128, 128, True, 1, 2),
+    },
+    "fc1_wgrad": {
+        (2048, 768): Tile(128, 192, True, 2, 1),
+        (2880, 2880): Tile(128, 192, True, 1, 2),
+        (4096, 1536): Tile(128, 128, True, 2, 1),
+        (6144, 16384): Tile(192, 128, True, 1, 2),
+        (7168, 2048): Tile(128, 128, True, 2, 1),
+    },
 }
 """The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden)."""
 
@@ -85,7 +120,7 @@ def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
 
 def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Returns why quack cannot compute the products of such experts, with what helps; None where it can."""
-    if importlib.util.find_spec("quack") is None:
+    if version_of("quack-kernels") is None:
         return f"quack-kernels is not installed; pip install 'quack-kernels=={VERSION}'"
     if device.type != "cuda":
         return f"quack needs a GPU of compute capability 9.0, and the experts are on {device}"
@@ -314,7 +349,7 @@ class QuackProducts(Products):
 
 @functools.cache
 def _quack() -> Any:
-    found = importlib.metadata.version("quack-kernels")
+    found = version_of("quack-kernels")
     if found != VERSION:
         print(f"moecomm: quack-kernels is {found}, tested was {VERSION}", file=sys.stderr)
     return importlib.import_module("quack.gemm_interface")

@@ -20,7 +20,7 @@ from moecomm.errors import InvalidArgument, MoecommError, Unsupported
 from moecomm.setup.devices import default_threads
 from moecomm.setup.memory_plan import window_shape
 from moecomm.setup.topology import NodeMap, find_nodes
-from moecomm.setup.version import __version__
+from moecomm.setup.version import __version__, version_of
 
 _GIB = 1 << 30
 _NETWORK_OF_GPUS = "CUDA tensors through pinned host memory, by the NICs nearest to each GPU"
@@ -58,6 +58,11 @@ def versions() -> Iterator[tuple[str, str]]:
     yield (
         "cuda-bindings",
         cuda_driver.bindings_version() or "not installed (CUDA tensors need it: pip install cuda-bindings)",
+    )
+    yield (
+        "quack-kernels",
+        version_of("quack-kernels")
+        or "not installed (faster products on Hopper: pip install 'moecomm[quack]')",
     )
     yield "kernel", f"{platform.system()} {platform.release()} {platform.machine()}"
 

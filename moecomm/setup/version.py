@@ -1,5 +1,13 @@
-"""The version of the package, as installed."""
+"""Versions of packages, as installed."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 __version__ = version("moecomm")
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

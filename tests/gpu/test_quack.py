@@ -1,0 +1,202 @@
+"""Products by quack-kernels have float64's numbers, and a layer with them is what it is with torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import harness
+from tests.gpu.conftest import Pools
+
+pytest.importorskip("quack", reason="needs quack-kernels: pip install 'moecomm[quack]'")
+
+BOUND = 1e-2
+"""Of the largest value: operands and results are bfloat16, sums float32."""
+
+
+def _operands(hidden: int, ffn: int, ends: list[int], seed: int) -> dict[str, torch.Tensor]:
+    """Random rows, five of them past the last group, with weights and gradients."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    rows, experts = ends[-1] + 5, len(ends)
+
+    def new(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda", generator=generator) * scale).bfloat16()
+
+    return {
+        "x": new(rows, hidden),
+        "grad": new(rows, hidden),
+        "w_in": new(experts, hidden, 2 * ffn, scale=hidden**-0.5),
+        "w_out": new(experts, ffn, hidden, scale=ffn**-0.5),
+        "weights": torch.rand(rows, device="cuda", generator=generator) + 0.5,
+    }
+
+
+def _by_float64(given: dict[str, torch.Tensor], ends: list[int], activation: str) -> dict[str, torch.Tensor]:
+    """The numbers of every product, by torch in float64, of the real rows alone."""
+    rows = ends[-1]
+    x, weights = (given[name][:rows].double().requires_grad_() for name in ("x", "weights"))
+    w_in, w_out = (given[name].double().requires_grad_() for name in ("w_in", "w_out"))
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    inner = torch.cat([x[a:b] @ w_in[group] for group, (a, b) in enumerate(groups)])
+    inner.retain_grad()
+    interleaved = activation == "swiglu_interleaved"
+    gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=1)
+    z = torch.nn.functional.silu(gate) * up * weights[:, None]
+    y = torch.cat([z[a:b] @ w_out[group] for group, (a, b) in enumerate(groups)])
+    y.backward(given["grad"][:rows].double())
+    return {
+        "inner": inner,
+        "z": z,
+        "y": y,
+        "grad_inner": inner.grad,
+        "grad_weights": weights.grad,
+        "grad_x": x.grad,
+        "grad_w_in": w_in.grad,
+        "grad_w_out": w_out.grad,
+    }  # type: ignore[dict-item]
+
+
+def _by_quack(products: Any, given: dict[str, torch.Tensor], offsets: torch.Tensor, activation: str) -> Any:
+    groups = products.groups(offsets)
+    inner, z = products.gated_mm(given["x"], given["w_in"], groups, given["weights"], activation=activation)
+    grad_inner, grad_weights, z_again = products.gated_mm_dgrad(
+        given["grad"],
+        given["w_out"],
+        groups,
+        inner,
+        given["weights"],
+        activation=activation,
+        need_weights=True,
+        need_z=True,
+    )
+    return {
+        "inner": inner,
+        "z": z,
+        "y": products.grouped_mm(z, given["w_out"], groups),
+        "grad_inner": grad_inner,
+        "grad_weights": grad_weights,
+        "grad_x": products.grouped_mm_dgrad(grad_inner, given["w_in"], groups),
+        "grad_w_in": products.grouped_mm_wgrad(given["x"], grad_inner, groups),
+        "grad_w_out": products.grouped_mm_wgrad(z_again, given["grad"], groups),
+    }
+
+
+def _make(hidden: int, ffn: int, activation: str) -> Any:
+    from moecomm.kernels.quack import QuackProducts
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    return QuackProducts(hidden=hidden, ffn=ffn, dtype=torch.bfloat16, device=device, activation=activation)
+
+
+def _far(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference over the largest value, of the rows that `want` has."""
+    rows = want.shape[0]
+    return float((got[:rows].double() - want).abs().max() / want.abs().max())
+
+
+def _products(rank: int, world_size: int, case: tuple[int, int, list[int], str], seed: int) -> list[str]:
+    hidden, ffn, ends, activation = case
+    given, products = _operands(hidden, ffn, ends, seed), _make(hidden, ffn, activation)
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    want = _by_float64(given, ends, activation)
+    got = _by_quack(products, given, offsets, activation)
+    problems = [name for name in want if not _far(got[name], want[name]) <= BOUND]
+    for dtype in (torch.bfloat16, torch.float32):
+        into = torch.ones_like(given["w_in"], dtype=dtype)
+        groups = products.groups(offsets)
+        assert products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into) is None
+        problems += [f"into {dtype}"] * (not _far(into - 1, want["grad_w_in"]) <= 2 * BOUND)
+    again = _by_quack(products, given, offsets, activation)
+    rows = ends[-1]
+    for name, value in got.items():
+        count = value.shape[0] if name.startswith("grad_w_") else rows
+        problems += [f"{name} again"] * (not torch.equal(value[:count], again[name][:count]))
+    return problems
+
+
+CASES = {
+    "even": (256, 192, [100, 200, 300], "swiglu_interleaved"),
+    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved"),
+    "halves": (256, 192, [90, 91, 300], "swiglu"),
+}
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_those_of_float64(pool: Pools, name: str, seed: int) -> None:
+    harness.assert_none(pool(1)(_products, CASES[name], seed))
+
+
+def _layer(rank: int, world_size: int, seed: int) -> list[str]:
+    """Microbatches whose gradients add up: with torch's products and quack's, overlapped and in order, and
+    replayed from a graph."""
+    from moecomm import Communicator
+    from moecomm.nn import MoEConfig, MoELayer
+
+    sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
+    sizes |= {"activation": "swiglu_interleaved", "dtype": torch.bfloat16, "init_std": 0.05}
+    sizes |= {"capacity_factor": 4.0, "pad_to_capacity": True}
+    torch.manual_seed(seed)
+    comm = Communicator(
+        num_experts=8, hidden=256, top_k=2, max_tokens=200, dtype=torch.bfloat16, device=harness.device()
+    )
+    plain = MoELayer(MoEConfig(**sizes, products="torch"), comm)
+    layer = MoELayer(MoEConfig(**sizes, products="quack"), comm)
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 200, 256, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn(200, 256, device="cuda").bfloat16()
+
+    def step(of: MoELayer) -> dict[str, torch.Tensor]:
+        x.grad = None
+        for parameter in of.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        ys = [of(each) for each in x]
+        for y in ys:
+            y.backward(grad)
+        grads = {name: parameter.grad for name, parameter in of.named_parameters()}
+        return {"y": torch.stack(ys), "x": x.grad, **grads}  # type: ignore[dict-item]
+
+    def taken(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    want = taken(step(plain))
+    step(layer)
+    found = {"overlapped": taken(step(layer))}  # into gradients that are there
+    layer.overlap = False
+    found["in order"] = taken(step(layer))
+    layer.overlap = True
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step(layer)
+    graph.replay()
+    found["graph"] = taken(recorded)
+    comm.check()
+    problems = [
+        f"rank {rank}, {way}, {name}: {_far(values[name], value.double()):.1e}"
+        for way, values in found.items()
+        for name, value in want.items()
+        if not _far(values[name], value.double()) <= 2 * BOUND
+    ]
+    problems += [
+        f"rank {rank}, {name} in the graph"
+        for name, value in found["overlapped"].items()
+        if name.startswith("experts.") and not torch.equal(value, found["graph"][name])
+    ]
+    torch.cuda.synchronize()
+    del graph
+    comm.close()
+    return problems
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_layer_is_what_it_is_with_torch(pool: Pools, size: int, seed: int) -> None:
+    harness.assert_none(pool(size)(_layer, seed))

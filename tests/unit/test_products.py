@@ -1,0 +1,129 @@
+"""Engines of the experts' products: which one is chosen, and what is refused; tiles of quack's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moecomm.errors import InvalidArgument, Unsupported
+from moecomm.kernels import quack
+from moecomm.kernels.products import Products
+from moecomm.nn import GroupedExperts, MoEConfig
+from moecomm.nn.fp8 import make_products
+
+SIZES: dict[str, Any] = {
+    "hidden": 64,
+    "ffn_hidden": 32,
+    "num_experts": 4,
+    "top_k": 2,
+    "dtype": torch.bfloat16,
+}
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Hopper:
+    def __init__(self, index: int) -> None:
+        pass
+
+    def capability(self) -> tuple[int, int]:
+        return 9, 0
+
+
+class Ampere(Hopper):
+    def capability(self) -> tuple[int, int]:
+        return 8, 0
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """quack-kernels seems to be installed, and every GPU is a Hopper."""
+    monkeypatch.setattr(quack, "version_of", lambda name: quack.VERSION)
+    monkeypatch.setattr(quack, "CudaDevice", Hopper)
+    return monkeypatch
+
+
+REFUSED: dict[str, tuple[dict[str, Any], torch.device, str]] = {
+    "no GPU": ({}, CPU, "quack needs a GPU of compute capability 9.0, and the experts are on cpu"),
+    "float32": (
+        {"dtype": torch.float32},
+        GPU,
+        "quack computes in bfloat16 and float16, and dtype is torch.float32",
+    ),
+    "odd width": ({"ffn_hidden": 36}, GPU, "hidden and ffn_hidden as multiples of 8, they are 64 and 36"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_quack_is_refused_where_it_does_not_serve(name: str, installed: pytest.MonkeyPatch) -> None:
+    changes, device, text = REFUSED[name]
+    config = MoEConfig(**{**SIZES, **changes}, products="quack")
+    with pytest.raises(Unsupported, match=text):
+        make_products(config, device)
+    plain = MoEConfig(**{**SIZES, **changes})
+    assert type(make_products(plain, device)) is Products  # nobody asked for quack
+
+
+def test_quack_is_refused_on_other_gpus(installed: pytest.MonkeyPatch) -> None:
+    installed.setattr(quack, "CudaDevice", Ampere)
+    with pytest.raises(Unsupported, match=r"used on compute capability 9\.0, and cuda:0 has 8\.0"):
+        make_products(MoEConfig(**SIZES, products="quack"), GPU)
+
+
+def test_quack_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quack, "version_of", lambda name: None)
+    with pytest.raises(Unsupported, match=r"quack-kernels is not installed; pip install 'quack-kernels=="):
+        GroupedExperts(MoEConfig(**SIZES, products="quack"), device="cpu")
+    assert "products by torch" in repr(GroupedExperts(MoEConfig(**SIZES), device="cpu"))
+
+
+def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Recorded(Products):
+        name = "quack"
+
+        def __init__(self, **sizes: Any) -> None:
+            made.append(sizes)
+
+    installed.setattr(quack, "QuackProducts", Recorded)
+    for choice, expected in ((None, "quack"), ("quack", "quack"), ("torch", "torch")):
+        assert make_products(MoEConfig(**SIZES, products=choice), GPU).name == expected
+    assert made == 2 * [
+        {"hidden": 64, "ffn": 32, "dtype": torch.bfloat16, "device": GPU, "activation": "swiglu"}
+    ]
+
+
+def test_a_config_has_one_engine() -> None:
+    with pytest.raises(InvalidArgument, match="products is 'cutlass', must be one of None, torch, quack"):
+        MoEConfig(**SIZES, products="cutlass")
+    with pytest.raises(InvalidArgument, match="products is 'torch', must be None with expert_precision"):
+        MoEConfig(**SIZES, products="torch", expert_precision="fp8")
+
+
+def test_tiles() -> None:
+    """A layer of the table has its own tiles, another one those of the nearest; every product has some."""
+    for product in quack.PRODUCTS:
+        table = quack.TILES[product]
+        for (hidden, ffn), tile in table.items():
+            assert quack.nearest_tile(product, hidden, ffn) == tile
+        assert quack.nearest_tile(product, 7000, 2100) == table[7168, 2048]
+        assert quack.nearest_tile(product, 1024, 512) == table[2048, 768]
+
+
+def test_a_state_of_another_order_of_columns_is_refused() -> None:
+    halves = GroupedExperts(MoEConfig(**SIZES), device="cpu")
+    interleaved = GroupedExperts(MoEConfig(**SIZES, activation="swiglu_interleaved"), device="cpu")
+    for one, other, text in (
+        (halves, interleaved, "not interleaved"),
+        (interleaved, halves, "up values are interleaved"),
+    ):
+        before = other.w_in.detach().clone()
+        with pytest.raises(InvalidArgument, match=text):
+            other.load_state_dict(one.state_dict())
+        assert torch.equal(other.w_in, before)
+    old = {**halves.state_dict(), "_extra_state": halves.get_extra_state()[:3]}  # of version 0.2.0
+    GroupedExperts(MoEConfig(**SIZES), device="cpu").load_state_dict(old)
+    with pytest.raises(InvalidArgument, match="not interleaved"):
+        interleaved.load_state_dict(old)
