@@ -38,12 +38,12 @@ def require_gpus() -> Callable[[int], None]:
     return _require
 
 
-@pytest.fixture(scope="session")
-def fresh_ranks() -> Callable[..., list[Any]]:
+@pytest.fixture
+def fresh_ranks(require_gpus: Callable[[int], None]) -> Callable[..., list[Any]]:
     """As that of tests/multirank, one rank a GPU."""
 
     def run(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        _require(world_size)
+        require_gpus(world_size)
         return harness.run_on_gpus(world_size, fn, *args, **options)
 
     return run
