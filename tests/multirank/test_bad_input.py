@@ -1,5 +1,5 @@
-"""Bad input: a typed error that names argument, value and bound, on all ranks; memory untouched; and then work
-as usual.
+"""Bad input: a typed error that names argument, value and bound, on all ranks; memory is untouched, and then
+work goes on as usual.
 
 On the CPU every rank hears of it from the call. On GPUs what the host can see raises from the call on the
 rank that made the mistake; what the device finds (ids, ranks that disagree, a peer's mistake) raises from a

@@ -255,20 +255,24 @@ def test_ranks_that_take_turns_at_being_late(pool: Pools, size: int, seed: int) 
 
 
 def _interleaved(rank: int, world_size: int, some: list[Case]) -> list[str]:
-    """Dispatch on all communicators, then combine in another order."""
+    """Dispatch on all communicators, then combine in another order; some serve on when others have closed."""
     comms = [ranks.communicator(**case.communicator) for case in some]
     knowns = [Oracle(case, rank, comm.device) for comm, case in zip(comms, some, strict=True)]
     outs = [known.dispatch(comm) for comm, known in zip(comms, knowns, strict=True)]
     for comm, known, out in list(zip(comms, knowns, outs, strict=True))[::-1]:
         known.check_dispatch(out)
         known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
-    for comm in comms[1::2] + comms[::2]:
+    problems = [text for known in knowns for text in known.problems]
+    for comm in comms[1::2]:
         comm.close()
-    return [text for known in knowns for text in known.problems]
+    for comm, case in list(zip(comms, some, strict=True))[::2]:
+        problems += oracle.play(comm, case, rank)
+        comm.close()
+    return problems
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_several_communicators_at_once(pool: Pools, size: int, seed: int) -> None:
+def test_several_communicators_at_once(pool: Pools, size: int, widest: str, seed: int) -> None:
     some = [
         Case(tokens=(5,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed),
         Case(
@@ -283,31 +287,33 @@ def test_several_communicators_at_once(pool: Pools, size: int, seed: int) -> Non
         Case(
             tokens=cases.unequal_tokens(size, 7, seed),
             num_experts=size,
-            hidden=2,
+            hidden=8,
             top_k=1,
-            dtype="float64",
+            dtype=widest,
             seed=seed,
         ),
     ]
-    oracle.assert_none(pool(size)(_interleaved, some))
+    oracle.assert_none(pool(size)(_interleaved, some * 2))
 
 
 def _subgroups(rank: int, world_size: int, case: Case) -> list[str]:
-    """Ranks {0, 2} and {1, 3} each have a communicator of their own, and all four share a third."""
-    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    wide = replace(case, tokens=case.tokens * 2, num_experts=2 * case.num_experts)
+    """Ranks with even and with odd numbers have a communicator each, and all of them share a third."""
+    halves = [list(range(first, world_size, 2)) for first in range(2)]
+    groups = [dist.new_group(members) for members in halves]
+    mine = halves[rank % 2]
+    part = replace(case, tokens=tuple(case.tokens[r] for r in mine), seed=case.seed + rank % 2)
     with (
-        ranks.communicator(group=groups[rank % 2], **case.communicator) as pair,
-        ranks.communicator(**wide.communicator) as everybody,
+        ranks.communicator(group=groups[rank % 2], **part.communicator) as some,
+        ranks.communicator(**case.communicator) as everybody,
     ):
-        assert (pair.rank, pair.size) == (rank // 2, 2)
-        problems = oracle.play(pair, replace(case, seed=case.seed + rank % 2), rank // 2)
-        return problems + oracle.play(everybody, wide, rank)
+        assert (some.rank, some.size) == (rank // 2, len(mine))
+        return oracle.play(some, part, rank // 2) + oracle.play(everybody, case, rank)
 
 
-def test_two_subgroups_and_the_world(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(8, 3), num_experts=4, hidden=16, top_k=3, seed=seed)
-    oracle.assert_none(pool(4)(_subgroups, case))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_two_subgroups_and_the_world(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(8, 3, 0, 7)[:size], num_experts=12, hidden=16, top_k=3, seed=seed)
+    oracle.assert_none(pool(size)(_subgroups, case))
 
 
 def _alone(rank: int, world_size: int) -> tuple[int, int]:
