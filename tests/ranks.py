@@ -7,17 +7,19 @@ CPUs, and a file of tests/gpu that imports it hands it ranks on GPUs.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-COMM_TIMEOUT_S = float(os.environ.get("MOECOMM_TEST_TIMEOUT", "20"))
+COMM_TIMEOUT_S = float(os.environ.get("MOECOMM_TEST_TIMEOUT", "30"))
 """Deadline of the communicators in these tests: a hang ends by itself, before the pool's own deadline."""
 
 
-def on_cpu() -> bool:
-    """Does this rank work on the CPU backend: without GPUs in sight, or because the suite is played there?"""
-    return os.environ.get("MOECOMM_TEST_DEVICE") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+def on_cpu(environment: Mapping[str, str] = os.environ) -> bool:
+    """Does this rank, or one with `environment`, work on the CPU backend: without GPUs in sight, or because
+    the suite is played there?"""
+    return environment.get("MOECOMM_TEST_DEVICE") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == ""
 
 
 def device() -> torch.device:

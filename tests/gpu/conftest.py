@@ -1,16 +1,18 @@
-"""Pools of ranks on GPUs, kept for the whole run: a process with a CUDA context takes seconds to start."""
+"""Sets of ranks on GPUs, kept for the whole run: a process with a CUDA context takes seconds to start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu import harness
 from tests.gpu.harness import GpuPool
+from tests.multirank.conftest import Pools, kept_pools
 
-Pools = Callable[[int], GpuPool]
+__all__ = ["Pools"]
 
 
 def _require(world_size: int) -> None:
@@ -22,23 +24,29 @@ def _require(world_size: int) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """pool(world_size) is a set of ranks kept for the whole run; after a failure, a fresh one."""
-    pools: dict[int, GpuPool] = {}
 
-    def get(world_size: int) -> GpuPool:
+    def start(world_size: int, environment: dict[str, str]) -> GpuPool:
         _require(world_size)
-        if world_size not in pools:
-            pools[world_size] = GpuPool(world_size)
-        return pools[world_size]
+        return GpuPool(world_size, environment=environment)
 
-    yield get
-    for each in pools.values():
-        each.close()
+    yield from kept_pools(start, most=64)
 
 
 @pytest.fixture(scope="session")
 def require_gpus() -> Callable[[int], None]:
     """require_gpus(n) skips with a reason where there are fewer."""
     return _require
+
+
+@pytest.fixture
+def fresh_ranks(require_gpus: Callable[[int], None]) -> Callable[..., list[Any]]:
+    """As that of tests/multirank, one rank a GPU."""
+
+    def run(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        require_gpus(world_size)
+        return harness.run_on_gpus(world_size, fn, *args, **options)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -15,16 +15,27 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.multirank.harness import RankPool
+from tests.oracle import assert_none, settled_error
 from tests.ranks import COMM_TIMEOUT_S, communicator, device, on_cpu, poison, synchronize
 
-__all__ = ["COMM_TIMEOUT_S", "communicator", "device", "on_cpu", "poison", "synchronize"]
+__all__ = [
+    "COMM_TIMEOUT_S",
+    "assert_none",
+    "communicator",
+    "device",
+    "on_cpu",
+    "poison",
+    "settled_error",
+    "synchronize",
+]
 
 TIMEOUT_S = 120.0
 
@@ -55,32 +66,24 @@ def on_nodes(ranks_per_node: int) -> dict[str, str]:
     }
 
 
-class GpuPool:
+class GpuPool(RankPool):
     """A set of ranks, one a GPU, that runs one function after another; a fresh set after a failure."""
 
     def __init__(
-        self, world_size: int, *, timeout: float = TIMEOUT_S, ranks_per_node: int | None = None
+        self,
+        world_size: int,
+        *,
+        timeout: float = TIMEOUT_S,
+        ranks_per_node: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`ranks_per_node`: of nodes that are emulated on this host."""
-        environment = ENVIRONMENT if ranks_per_node is None else ENVIRONMENT | on_nodes(ranks_per_node)
-        self._pool = RankPool(world_size, timeout=timeout, environment=environment)
+        nodes = {} if ranks_per_node is None else on_nodes(ranks_per_node)
+        super().__init__(world_size, timeout=timeout, environment={**ENVIRONMENT, **nodes, **environment})
 
-    def __call__(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout: float | None = None,
-        may_die: Sequence[int] = (),
-    ) -> list[Any]:
+    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """fn(rank, world_size, *args) on every rank; the results by rank."""
-        return self._pool(_on_device, fn, args, timeout=timeout, may_die=may_die)
-
-    @property
-    def ranks_per_node(self) -> int | None:
-        return self._pool.ranks_per_node
-
-    def close(self) -> None:
-        self._pool.close()
+        return super().__call__(_on_device, fn, args, **options)
 
 
 def run_on_gpus(
@@ -91,11 +94,8 @@ def run_on_gpus(
     may_die: Sequence[int] = (),
 ) -> list[Any]:
     """Runs `fn` as `GpuPool` does, on fresh processes that end with the call: for ranks that die or leave."""
-    pool = GpuPool(world_size, timeout=timeout)
-    try:
+    with GpuPool(world_size, timeout=timeout) as pool:
         return pool(fn, *args, may_die=may_die)
-    finally:
-        pool.close()
 
 
 def _on_device(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -132,17 +132,3 @@ def warm_up(step: Any, times: int = 2) -> None:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-
-
-def settled_error(comm: Any) -> Any:
-    """Returns what check() raises once all work of this rank is done: a Caught, or None."""
-    from tests.multirank.catching import catch
-
-    synchronize()
-    return catch(comm.check)
-
-
-def assert_none(problems: Sequence[Sequence[str]]) -> None:
-    """Asserts that every rank's list of what was wrong is empty."""
-    found = [text for each in problems for text in each]
-    assert not found, "\n".join(found[:12])

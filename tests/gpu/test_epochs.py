@@ -4,16 +4,19 @@ writes over what somebody still reads.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.gpu import harness, oracle
+from tests import oracle
+from tests.cases import Case
+from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job, Oracle
 from tests.gpu.test_graphs import AtCapacity, Captured
+from tests.gpu.test_turns import in_turns_case
+from tests.multirank.test_epochs import first_epoch
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -27,13 +30,10 @@ SLEEP = 400_000_000
 """Clock ticks of a GPU, some tenths of a second."""
 
 
-def _across(rank: int, world_size: int, job: Job, start: int) -> list[str]:
+def _across(rank: int, world_size: int, job: Case, start: int) -> list[str]:
     """Runs all operations, abandoned operations and replays of a graph, from epoch `start` on."""
-    os.environ["MOECOMM_FIRST_EPOCH"] = str(start)
-    try:
+    with first_epoch(start):
         comm = harness.communicator(**job.communicator)
-    finally:
-        del os.environ["MOECOMM_FIRST_EPOCH"]
     with comm:
         problems = oracle.play(comm, job, rank)
         known = Oracle(job, rank, comm.device)
@@ -48,27 +48,29 @@ def _across(rank: int, world_size: int, job: Job, start: int) -> list[str]:
             captured.load(now)
             captured.graph.replay()
             problems += captured.check(now)
-        error = harness.settled_error(comm)
+        error = oracle.settled_error(comm)
         return problems + ([f"rank {rank}: {error}"] if error else [])
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
+@pytest.mark.parametrize("in_turns", [False, True], ids=["at once", "in turns"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_across_the_borders(pool: Pools, size: int, start: int, seed: int) -> None:
-    job = Job(tokens=(64, 33, 50, 0)[:size], num_experts=8 * size, hidden=256, top_k=4, seed=seed)
-    harness.assert_none(pool(size)(_across, job, start))
+def test_across_the_borders(pool: Pools, size: int, in_turns: bool, start: int, seed: int) -> None:
+    """Chunks that take turns in the staging section get the right credits across the borders as well."""
+    job = Case(
+        tokens=(64, 33, 50, 0)[:size],
+        num_experts=8 * size,
+        hidden=256,
+        top_k=4,
+        dtype="bfloat16",
+        seed=seed,
+    )
+    if in_turns:
+        job = in_turns_case(size, seed)
+    oracle.assert_none(pool(size)(_across, job, start))
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS.keys())
-@pytest.mark.parametrize("size", [2, 4])
-def test_credits_across_the_borders(pool: Pools, size: int, start: int, seed: int) -> None:
-    """Chunks that take turns in the staging section get the right credits across the borders of epochs."""
-    tokens = (2048, 2000, 1025, 2048)[:size]
-    job = Job(tokens=tokens, num_experts=8 * size, hidden=1024, top_k=size // 2, seed=seed)
-    harness.assert_none(pool(size)(_across, job, start))
-
-
-def _slow_peer(rank: int, world_size: int, job: Job) -> list[str]:
+def _slow_peer(rank: int, world_size: int, job: Case) -> list[str]:
     """Each rank in turn is slow between sending and receiving a dispatch, epoch n. The others
     give n + 1 up and begin n + 2, whose rows lie where those of n do."""
     problems = []
@@ -92,5 +94,12 @@ def _slow_peer(rank: int, world_size: int, job: Job) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_who_gives_up_waits_for_slow_peers(pool: Pools, size: int, seed: int) -> None:
-    job = Job(tokens=(600, 333, 64, 512)[:size], num_experts=8 * size, hidden=512, top_k=4, seed=seed)
-    harness.assert_none(pool(size)(_slow_peer, job))
+    job = Case(
+        tokens=(600, 333, 64, 512)[:size],
+        num_experts=8 * size,
+        hidden=512,
+        top_k=4,
+        dtype="bfloat16",
+        seed=seed,
+    )
+    oracle.assert_none(pool(size)(_slow_peer, job))

@@ -1,4 +1,4 @@
-"""Small whole jobs against the numpy reference, bit for bit: the tests of the CPU ranks, on GPUs."""
+"""Small whole jobs against the oracle, bit for bit: the tests of the CPU ranks, on GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tests.multirank.test_dispatch_combine import (
     test_many_steps_on_one_communicator,
     test_nothing_to_do,
     test_one_plain_job,
-    test_runs_repeat_bit_for_bit,
+    test_several_communicators_at_once,
+    test_stats_count_calls_rows_and_bytes,
     test_top_k,
+    test_two_subgroups_and_the_world,
 )
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "test_many_steps_on_one_communicator",
     "test_nothing_to_do",
     "test_one_plain_job",
-    "test_runs_repeat_bit_for_bit",
+    "test_several_communicators_at_once",
+    "test_stats_count_calls_rows_and_bytes",
     "test_top_k",
+    "test_two_subgroups_and_the_world",
 ]

@@ -1,12 +1,13 @@
-"""Dispatches whose rows do not all fit into the owners' staging sections, with more ranks than top-k: chunks
-take turns there, so what sends and what receives wait for each other.
+"""Dispatches in two halves, and dispatches whose rows do not all fit into the owners' staging sections: with
+more ranks than top-k chunks take turns there, so what sends and what receives wait for each other.
 
 Nothing that a program puts between the two calls of a dispatch may keep them apart: work on the same stream,
-events, a wait of the host for the device.
+events, a wait of the host for the device, another number of SMs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,15 +15,27 @@ from typing import Any
 import pytest
 import torch
 
+import moecomm
+from tests import oracle
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job, Oracle
+from tests.gpu.oracle import Job
+from tests.oracle import Oracle
+
+pytestmark = pytest.mark.usefixtures("cuda_only")
+
+LIMITS = (2, 3, 8, 14, 33, 132, None)
+"""Numbers of SMs."""
 
 
-def _job(size: int, seed: int, **changes: Any) -> Job:
+def in_turns_case(size: int, seed: int, **changes: Any) -> Job:
     """Half of each source's tokens have a place of their own, or less."""
     tokens = (2048, 2000, 1025, 2048)[:size]
     return Job(tokens=tokens, num_experts=8 * size, hidden=1024, top_k=size // 2, seed=seed, **changes)
+
+
+def begin(comm: Any, known: Oracle) -> Callable[[], Any]:
+    return comm.begin_dispatch(known.own.x_TH, known.own.ids_TK, known.own.weights_TK)
 
 
 def _work_on_the_stream(device: torch.device) -> None:
@@ -48,67 +61,118 @@ def _all_memory_back(device: torch.device) -> None:
 
 
 BETWEEN: dict[str, Callable[[torch.device], None]] = {
+    "nothing": lambda device: None,
     "work": _work_on_the_stream,
     "events": _events,
     "wait": _wait,
     "memory": _all_memory_back,
 }
+Halves = list[tuple[int | None, int | None]]
 
 
-def _separated(rank: int, world_size: int, job: Job, between: str) -> list[str]:
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
-        own = known.own
-        for _ in range(3):
-            harness.poison(32 << 20)
-            receive = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK)
-            BETWEEN[between](comm.device)
-            out = receive()
-            known.check_dispatch(out)
-            answer = known.answer(out.tokens)
-            known.check_combine("combine", comm.combine(answer, out.handle))
-            rows = comm.redispatch(known.own.x_TH, out.handle)
-            if not torch.equal(rows, out.tokens) and job.wire is None:
-                known.problems.append(f"rank {rank}: other rows along the plan")
-        harness.synchronize()
-        comm.check()
-    return known.problems
-
-
-@pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("wire", [None, "fp8"])
-@pytest.mark.parametrize("between", list(BETWEEN))
-@pytest.mark.parametrize("size", [2, 4])
-def test_whatever_is_between_the_calls(
-    pool: Pools, size: int, between: str, wire: str | None, seed: int
-) -> None:
-    harness.assert_none(pool(size)(_separated, _job(size, seed, wire=wire), between))
-
-
-def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
-    """Each rank in turn abandons a dispatch: nobody waits for it, and the next one is right everywhere."""
+def _in_halves(rank: int, world_size: int, job: Job, between: str, some: list[Halves]) -> list[str]:
+    """`some`: for each step the numbers of SMs of all ranks, with which they send and receive."""
     problems = []
     with harness.communicator(**job.communicator) as comm:
-        for leaver in range(world_size):
-            own = Oracle(job, rank, comm.device).own
-            receive = comm.begin_dispatch(own.x_TH, own.ids_TK, own.weights_TK)
-            if rank != leaver:
-                receive()
-            for _ in range(2):
-                known = Oracle(job, rank, comm.device)
-                out = known.dispatch(comm)
+        for step, of_ranks in enumerate(some):
+            known = Oracle(replace(job, seed=job.seed + step), rank, comm.device)
+            harness.poison(32 << 20)
+            sends, receives = of_ranks[rank]
+            with comm.limit_sms(sends):
+                receive = begin(comm, known)
+            BETWEEN[between](comm.device)
+            with comm.limit_sms(receives):
+                out = receive()
                 known.check_dispatch(out)
                 known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
-                problems += known.problems
+                rows = comm.redispatch(known.own.x_TH, out.handle)
+            if not torch.equal(rows, out.tokens) and job.wire is None:
+                known.problems.append(f"rank {rank}: other rows along the plan")
+            problems += known.problems
         harness.synchronize()
         comm.check()
     return problems
 
 
-@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("between", list(BETWEEN)[1:])
+@pytest.mark.parametrize("size", [2, 4])
+def test_whatever_is_between_the_calls(
+    pool: Pools, size: int, between: str, wire: str | None, seed: int
+) -> None:
+    steps: list[Halves] = [[(None, None)] * size] * 3
+    oracle.assert_none(pool(size)(_in_halves, in_turns_case(size, seed, wire=wire), between, steps))
+
+
+@pytest.mark.parametrize("agree", [True, False], ids=["the same on all", "another on each"])
+@pytest.mark.parametrize("wire", [None, "fp8"])
+@pytest.mark.parametrize("top_k", [1, 4])  # 1: chunks take turns in the staging section
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_number_of_sms(
+    pool: Pools, size: int, top_k: int, wire: str | None, agree: bool, seed: int
+) -> None:
+    job = Job(
+        tokens=(1500, 64, 1200, 0)[:size],
+        num_experts=8 * size,
+        hidden=1040,
+        top_k=top_k,
+        wire=wire,
+        seed=seed,
+    )
+    count = len(LIMITS)
+    steps: list[Halves] = [
+        [
+            (LIMITS[step], LIMITS[step])
+            if agree
+            else (LIMITS[(step + rank) % count], LIMITS[(step + 3 * rank + 1) % count])
+            for rank in range(size)
+        ]
+        for step in range(count)
+    ]
+    oracle.assert_none(pool(size)(_in_halves, job, "nothing", steps))
+
+
+def _mistakes(rank: int, world_size: int, job: Job) -> list[str]:
+    with harness.communicator(**job.communicator) as comm:
+        most = torch.cuda.get_device_properties(comm.device).multi_processor_count
+        bad: Any
+        for bad in (0, 1, -3, most + 1, 2.5, "all"):
+            with pytest.raises(moecomm.InvalidArgument, match="num_sms is"), comm.limit_sms(bad):
+                pass
+        with contextlib.suppress(ZeroDivisionError), comm.limit_sms(8):
+            raise ZeroDivisionError
+        problems = oracle.play(comm, job, rank)
+    with pytest.raises(moecomm.CommunicatorClosed), comm.limit_sms(8):
+        pass
+    return problems
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mistakes_with_numbers_of_sms(pool: Pools, size: int, seed: int) -> None:
+    job = Job(tokens=(64, 50)[:size], num_experts=4 * size, hidden=64, top_k=3, seed=seed)
+    oracle.assert_none(pool(size)(_mistakes, job))
+
+
+def _given_up(rank: int, world_size: int, job: Job) -> list[str]:
+    """Each rank in turn abandons a dispatch: nobody waits for it, and the next one is right everywhere."""
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        for leaver in range(world_size):
+            receive = begin(comm, known)
+            if rank != leaver:
+                receive()
+            for _ in range(2):
+                out = known.dispatch(comm)
+                known.check_dispatch(out)
+                known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+        harness.synchronize()
+        comm.check()
+        return known.problems
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_given_up_keeps_nobody_waiting(pool: Pools, size: int, seed: int) -> None:
-    harness.assert_none(pool(size)(_given_up, _job(size, seed)))
+    oracle.assert_none(pool(size)(_given_up, in_turns_case(size, seed)))
 
 
 def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
@@ -116,10 +180,14 @@ def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
         x_TH, ids_TK = known.own.x_TH.clone(), known.own.ids_TK.clone()
-        harness.warm_up(lambda: comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity))
+
+        def dispatch() -> Any:
+            return comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity)
+
+        harness.warm_up(dispatch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity)
+            out = dispatch()
             rows = comm.redispatch(x_TH, out.handle)
             y_TH = comm.combine(rows, out.handle)
         for step in range(4):
@@ -128,7 +196,7 @@ def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
             ids_TK.copy_(other.own.ids_TK)
             graph.replay()
             torch.cuda.synchronize()
-            eager = comm.dispatch(x_TH, ids_TK, known.own.weights_TK, capacity=known.capacity)
+            eager = dispatch()
             kept = min(other.mine.needed, other.capacity or 0)
             for name, got in (("dispatch", out.tokens), ("other rows along the plan", rows)):
                 if not torch.equal(got[:kept], eager.tokens[:kept]):
@@ -139,7 +207,6 @@ def _replayed(rank: int, world_size: int, job: Job) -> list[str]:
     return problems
 
 
-@pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_a_graph(pool: Pools, size: int, seed: int) -> None:
-    harness.assert_none(pool(size)(_replayed, _job(size, seed, slack=4096)))
+    oracle.assert_none(pool(size)(_replayed, in_turns_case(size, seed, slack=4096)))

@@ -1,13 +1,13 @@
-"""Rank pools that tests share."""
+"""Sets of ranks on CPUs that tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import pytest
 
-from tests.multirank.harness import NO_GPUS, RankPool
+from tests.multirank.harness import NO_GPUS, RankPool, run_ranks
 
 MOST_RANKS = 40
 """Alive at a time. A pool that was not used for longest ends when another one would make it more."""
@@ -17,21 +17,18 @@ class Pools(Protocol):
     def __call__(self, world_size: int, **environment: str) -> RankPool: ...
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pools]:
-    """pool(world_size, NAME="value", ...) is a set of ranks with these environment variables, kept for the
-    whole run; after a failure, a fresh one."""
+def kept_pools(start: Callable[[int, dict[str, str]], RankPool], most: int) -> Iterator[Pools]:
+    """Yields pool(world_size, NAME="value", ...), a set of ranks with these environment variables that is
+    kept for the whole run; after a failure, a fresh one."""
     pools: dict[tuple[int, frozenset[tuple[str, str]]], RankPool] = {}
 
     def get(world_size: int, **environment: str) -> RankPool:
         key = world_size, frozenset(environment.items())
         # The dictionary's order is that of use: the last one is the newest.
-        pools[key] = pools.pop(key, None) or RankPool(
-            world_size, timeout=120.0, environment=NO_GPUS | environment
-        )
+        pools[key] = pools.pop(key, None) or start(world_size, environment)
         running = sum(size for size, _ in pools)
         for oldest in list(pools)[:-1]:
-            if running <= MOST_RANKS:
+            if running <= most:
                 break
             pools.pop(oldest).close()
             running -= oldest[0]
@@ -40,6 +37,21 @@ def pool() -> Iterator[Pools]:
     yield get
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pools]:
+    """pool(world_size, NAME="value", ...) is a set of ranks that are kept (`kept_pools`)."""
+    yield from kept_pools(
+        lambda size, environment: RankPool(size, timeout=120.0, environment=NO_GPUS | environment), MOST_RANKS
+    )
+
+
+@pytest.fixture(scope="session")
+def fresh_ranks() -> Callable[..., list[Any]]:
+    """fresh_ranks(world_size, fn, *args, may_die=()): on processes that end with the call, for ranks that die
+    or leave."""
+    return run_ranks
 
 
 @pytest.fixture(scope="session")

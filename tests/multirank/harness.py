@@ -43,6 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import on_cpu
+
 GRACE_S = 4.0
 """How long the other ranks may go on after the first failure, so that their own errors can be shown too."""
 
@@ -124,6 +126,11 @@ class RankPool:
         """The ranks per node that the environment sets; None: each communicator chooses."""
         given = self.environment.get("MOECOMM_RANKS_PER_NODE")
         return None if given is None else int(given)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Do its communicators work on the CPU backend unless told otherwise?"""
+        return on_cpu({**os.environ, **self.environment})
 
     @property
     def pids(self) -> list[int]:

@@ -12,32 +12,27 @@ import torch
 from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.conftest import Pools
+from tests.oracle import Oracle, assert_none
 
 
-def _result(case: Case, rank: int, out: Any, y_TH: torch.Tensor, weighted_TH: torch.Tensor) -> cases.Arrays:
-    return {
-        "tokens": cases.to_numpy(out.tokens),
-        "weights": cases.to_numpy(out.weights),
-        "topk_idx": cases.to_numpy(out.topk_idx),
-        "tokens_per_expert": out.tokens_per_expert.numpy(),
-        "offsets": out.offsets.numpy(),
-        "overflow": int(out.overflow),
-        "y": cases.to_numpy(y_TH),
-        "weighted": cases.to_numpy(weighted_TH),
-        "exceeded": None,
-    }
+def _combines(comm: Any, known: Oracle, out: Any) -> Any:
+    """Begins a plain combine and one with weights; the function returned waits and checks both."""
+    rows_PH = known.answer(out.tokens)
+    weighted = known.job.layout == "expert" and known.job.weights
+    works = [comm.combine(rows_PH, out.handle, async_op=True)]
+    if weighted:
+        works.append(comm.combine(rows_PH, out.handle, weights=out.weights, async_op=True))
+
+    def check() -> list[str]:
+        known.check_dispatch(out)
+        for work, by_weights in zip(works, (False, True), strict=False):
+            known.check_combine("combine", work.wait(), weighted=by_weights)
+        return known.problems
+
+    return check
 
 
-def _combines(comm: Any, case: Case, rank: int, out: Any) -> tuple[Any, Any]:
-    rows_PH = cases.tensor(case.rows(rank, len(out.tokens)), case.torch_dtype)
-    weights_P = torch.from_numpy(case.row_weights(rank, len(out.tokens)))
-    return (
-        comm.combine(rows_PH, out.handle, async_op=True),
-        comm.combine(rows_PH, out.handle, weights=weights_P, async_op=True),
-    )
-
-
-def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) -> list[cases.Arrays]:
+def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) -> list[str]:
     import moecomm
 
     order = list(reversed(range(len(some)))) if backwards else list(range(len(some)))
@@ -49,9 +44,9 @@ def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) ->
         # wait() twice is the same object, and a finished operation stays finished.
         assert all(works[i].wait() is outs[i] for i in order)
         # All ranks start the combines in one order, whatever order they waited in.
-        pairs = [_combines(comm, some[i], rank, outs[i]) for i in range(len(some))]
-        found: dict[int, tuple[torch.Tensor, ...]] = {i: tuple(w.wait() for w in pairs[i]) for i in order}
-        return [_result(case, rank, outs[i], *found[i]) for i, case in enumerate(some)]
+        knowns = [Oracle(case, rank, comm.device) for case in some]
+        checks = [_combines(comm, knowns[i], outs[i]) for i in range(len(some))]
+        return [text for i in order for text in checks[i]()]
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["in order", "last first"])
@@ -69,15 +64,14 @@ def test_several_in_flight(pool: Pools, size: int, backwards: bool, seed: int) -
         )
         for i in range(5)
     ]
-    for case, results in zip(some, zip(*pool(size)(_in_flight, some, backwards), strict=True), strict=True):
-        cases.verify(case, results)
+    assert_none(pool(size)(_in_flight, some, backwards))
 
 
-def _mixed(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+def _mixed(rank: int, world_size: int, some: list[Case]) -> list[str]:
     """Synchronous calls queue up behind what is under way, on two communicators at once."""
     import moecomm
 
-    results = []
+    problems: list[str] = []
     with (
         moecomm.Communicator(**some[0].communicator) as left,
         moecomm.Communicator(**some[1].communicator) as right,
@@ -93,18 +87,15 @@ def _mixed(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
                 (left, some[0], works[0].wait()),
                 (left, some[2], sync),
             ):
-                first, second = _combines(comm, case, rank, out)
-                results.append(_result(case, rank, out, first.wait(), second.wait()))
-    return results
+                problems += _combines(comm, Oracle(case, rank, comm.device), out)()
+    return problems
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_mixed_with_synchronous_calls(pool: Pools, size: int, seed: int) -> None:
     base = Case(tokens=(8,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
     some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
-    gathered = list(zip(*pool(size)(_mixed, some), strict=True))
-    for step, results in enumerate(gathered):
-        cases.verify([some[1], some[0], some[2]][step % 3], results)
+    assert_none(pool(size)(_mixed, some))
 
 
 def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np.ndarray]:
@@ -138,7 +129,7 @@ def test_gradients_through_work(pool: Pools, size: int, seed: int) -> None:
             np.testing.assert_allclose(right, left, rtol=1e-6, atol=1e-6)
 
 
-def _late(rank: int, world_size: int, case: Case) -> tuple[bool, cases.Arrays]:
+def _late(rank: int, world_size: int, case: Case) -> tuple[bool, list[str]]:
     """The call returns while a peer has not come; the caller works on meanwhile."""
     import torch.distributed as dist
 
@@ -155,8 +146,7 @@ def _late(rank: int, world_size: int, case: Case) -> tuple[bool, cases.Arrays]:
             work = cases.dispatch(comm, case, rank, async_op=True)
         out = work.wait()
         assert work.is_completed()
-        first, second = _combines(comm, case, rank, out)
-        return early, _result(case, rank, out, first.wait(), second.wait())
+        return early, _combines(comm, Oracle(case, rank, comm.device), out)()
 
 
 def test_the_call_does_not_wait_for_peers(pool: Pools, seed: int) -> None:
@@ -166,7 +156,7 @@ def test_the_call_does_not_wait_for_peers(pool: Pools, seed: int) -> None:
     cases.verify(case, [result for _, result in results])
 
 
-def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], cases.Arrays]:
+def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], list[str]]:
     """An error of one operation reaches its wait(), on all ranks; those before and after are untouched."""
     import moecomm
 
@@ -183,8 +173,7 @@ def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], cases.Ar
                 texts.append(str(error))
         good.wait()
         out = after.wait()
-        first, second = _combines(comm, case, rank, out)
-        return texts, _result(case, rank, out, first.wait(), second.wait())
+        return texts, _combines(comm, Oracle(case, rank, comm.device), out)()
 
 
 def test_an_error_comes_from_wait(pool: Pools, seed: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests import oracle
+from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank import cases
-from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import NO_GPUS, RankPool, no_shared_memory_left, no_threads_left
@@ -43,9 +43,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def _bad_constructions(
-    rank: int, world_size: int, names: list[str]
-) -> tuple[list[Caught | None], cases.Arrays]:
+def _bad_constructions(rank: int, world_size: int, names: list[str]) -> tuple[list[Caught | None], list[str]]:
     import moecomm
 
     caught = []
@@ -54,7 +52,7 @@ def _bad_constructions(
         caught.append(catch(lambda kept=arguments: moecomm.Communicator(**kept)))
     case = Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2)
     with moecomm.Communicator(**GOOD) as comm:
-        return caught, cases.play(comm, case, rank)
+        return caught, oracle.play(comm, case, rank)
 
 
 def test_constructor_arguments(pool: Pools) -> None:
@@ -62,7 +60,7 @@ def test_constructor_arguments(pool: Pools) -> None:
     names = [name for name in BAD_CONSTRUCTION for _ in range(3)]
     with no_shared_memory_left():
         results = pool(2)(_bad_constructions, names)
-    cases.verify(Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), [result for _, result in results])
+    oracle.assert_none([problems for _, problems in results])
     for i, name in enumerate(names):
         _, type_name, words = BAD_CONSTRUCTION[name]
         for rank in range(2):
@@ -134,7 +132,7 @@ def _too_large(rank: int, world_size: int, max_tokens: int) -> tuple[Caught | No
         **{name: arguments[name] for name in ("num_experts", "hidden", "top_k", "max_tokens", "dtype")},
     )
     with moecomm.Communicator(**GOOD) as comm:
-        cases.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
+        assert oracle.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank) == []
     return caught, needed.committed_bytes * world_size
 
 
@@ -174,7 +172,7 @@ def _with_environment(rank: int, world_size: int, name: str, value: str) -> Caug
         os.environ.pop(name, None)
 
 
-def _no_memory_on_one_rank(rank: int, world_size: int) -> tuple[Caught | None, cases.Arrays]:
+def _no_memory_on_one_rank(rank: int, world_size: int) -> tuple[Caught | None, list[str]]:
     import moecomm
     from moecomm.backends import cpu
 
@@ -187,12 +185,13 @@ def _no_memory_on_one_rank(rank: int, world_size: int) -> tuple[Caught | None, c
     caught = catch(lambda: moecomm.Communicator(**GOOD))
     cpu._C = runtime
     with moecomm.Communicator(**GOOD) as comm:
-        return caught, cases.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
+        return caught, oracle.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
 
 
 def test_no_memory_on_one_rank_is_no_memory_on_all(pool: Pools) -> None:
     with no_shared_memory_left():
         results = pool(2)(_no_memory_on_one_rank)
+    oracle.assert_none([problems for _, problems in results])
     for (caught, _), text in zip(
         results, ("rank 1: no room for a window", "no room for a window"), strict=True
     ):
@@ -203,21 +202,26 @@ def test_no_memory_on_one_rank_is_no_memory_on_all(pool: Pools) -> None:
 
 def _no_threads_on_one_rank(
     rank: int, world_size: int, arguments: dict[str, Any]
-) -> tuple[Caught | None, cases.Arrays]:
+) -> tuple[Caught | None, list[str]]:
     import moecomm
 
     with no_threads_left() if rank == 1 else contextlib.nullcontext():
         caught = catch(lambda: moecomm.Communicator(**{**GOOD, **arguments}))
     with moecomm.Communicator(**{**GOOD, **arguments}) as comm:
-        tokens = (5, 3, 0, 4)[:world_size]
-        return caught, cases.play(
-            comm, Case(tokens=tokens, num_experts=arguments["num_experts"], hidden=8, top_k=2), rank
+        case = Case(
+            tokens=(5, 3, 0, 4)[:world_size],
+            num_experts=arguments["num_experts"],
+            hidden=8,
+            top_k=2,
+            ranks_per_node=arguments.get("ranks_per_node"),
         )
+        return caught, oracle.play(comm, case, rank)
 
 
 def test_no_threads_on_one_rank(pool: Pools) -> None:
     with no_shared_memory_left():
         results = pool(2)(_no_threads_on_one_rank, {"num_experts": 8, "num_sms": 4})
+    oracle.assert_none([problems for _, problems in results])
     for caught, _ in results:
         assert caught is not None and caught.name == "OutOfMemory"
         assert "rank 1" in caught.text or caught is results[1][0]
@@ -235,6 +239,7 @@ def test_no_threads_between_nodes(size: int, per_node: int, lanes: str, words: l
     arguments = {"num_experts": 2 * size, "num_sms": 1, "ranks_per_node": per_node, "timeout": 600.0}
     with no_shared_memory_left(), RankPool(size, timeout=90.0, environment=environment) as ranks:
         results = ranks(_no_threads_on_one_rank, arguments)
+    oracle.assert_none([problems for _, problems in results])
     for rank, (caught, _) in enumerate(results):
         assert caught is not None and caught.name == "OutOfMemory", caught
         assert "no thread to be had for" in caught.text and all(word in caught.text for word in words)

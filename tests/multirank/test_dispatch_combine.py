@@ -1,44 +1,43 @@
-"""Dispatch and combine against the numpy reference, bit for bit."""
+"""Dispatch, combine and their gradients against the oracle, bit for bit."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
-from tests.multirank import cases
-from tests.multirank.cases import Case
+from tests import cases, oracle, ranks
+from tests.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
+from tests.oracle import Oracle
 from tests.reference import DTYPES
 
 SIZES = [1, 2, 3, 4, 7]
 
 
-def play_here(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
+def play_here(rank: int, world_size: int, some: list[Case]) -> list[str]:
     """Cases that follow each other and ask for the same communicator share one."""
-    results = []
+    problems = []
     for arguments, alike in itertools.groupby(some, lambda case: case.communicator):
         ranks.poison(8 << 20)
         with ranks.communicator(**arguments) as comm:
             assert (comm.rank, comm.size) == (rank, world_size)
             assert comm.device.type == ranks.device().type
             assert comm.num_local_experts == arguments["num_experts"] // world_size
-            results += [cases.play(comm, case, rank) for case in alike]
-    return results
+            for case in alike:
+                problems += oracle.play(comm, case, rank)
+    return problems
 
 
 def check(pool: RankPool, some: list[Case]) -> None:
     if pool.ranks_per_node is not None:
         some = [replace(case, ranks_per_node=pool.ranks_per_node) for case in some]
-    for case, results in zip(some, zip(*pool(play_here, some), strict=True), strict=True):
-        cases.verify(case, results)
+    oracle.assert_none(pool(play_here, some))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -56,7 +55,7 @@ def test_layouts_alignments_and_capacities(pool: Pools, size: int, dtype: str, s
 @pytest.mark.parametrize("size", SIZES)
 def test_top_k(pool: Pools, size: int, seed: int) -> None:
     some = []
-    for top_k in (1, 2, 4, 6, 8, 10, 16, 22, 32):
+    for top_k in (1, 2, 8, 22, 32):
         base = Case(
             tokens=cases.unequal_tokens(size, 9, seed),
             num_experts=32 * size,
@@ -255,49 +254,25 @@ def test_ranks_that_take_turns_at_being_late(pool: Pools, size: int, seed: int) 
     assert sum(pool(size)(_skewed_steps, case, 150)) == 150 * 6 * 2 * size
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_runs_repeat_bit_for_bit(pool: Pools, size: int, seed: int) -> None:
-    case = Case(tokens=(64,) * size, num_experts=4 * size, hidden=128, top_k=4, dtype="float16", seed=seed)
-    runs = [zip(*pool(size)(play_here, [case] * 2), strict=True) for _ in range(2)]
-    first, *others = itertools.chain(*runs)
-    for results in others:
-        for left, right in zip(first, results, strict=True):
-            for name, value in left.items():
-                if isinstance(value, np.ndarray):
-                    assert value.tobytes() == right[name].tobytes(), name
-                else:
-                    assert value == right[name], name
-
-
-def _interleaved(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
-    """Dispatch on all communicators, then combine in another order."""
-    import moecomm
-
-    comms = [moecomm.Communicator(**case.communicator) for case in some]
-    outs = [cases.dispatch(comm, case, rank) for comm, case in zip(comms, some, strict=True)]
-    results: list[Any] = [None] * len(some)
-    for i in reversed(range(len(some))):
-        case, out = some[i], outs[i]
-        rows_PH = cases.tensor(case.rows(rank, len(out.tokens)), case.torch_dtype)
-        weights_P = torch.from_numpy(case.row_weights(rank, len(out.tokens)))
-        results[i] = {
-            "tokens": cases.to_numpy(out.tokens),
-            "weights": cases.to_numpy(out.weights),
-            "topk_idx": cases.to_numpy(out.topk_idx),
-            "tokens_per_expert": out.tokens_per_expert.numpy(),
-            "offsets": out.offsets.numpy(),
-            "overflow": int(out.overflow),
-            "y": cases.to_numpy(comms[i].combine(rows_PH, out.handle)),
-            "weighted": cases.to_numpy(comms[i].combine(rows_PH, out.handle, weights=weights_P)),
-            "exceeded": None,
-        }
-    for comm in comms[1::2] + comms[::2]:
+def _interleaved(rank: int, world_size: int, some: list[Case]) -> list[str]:
+    """Dispatch on all communicators, then combine in another order; some serve on when others have closed."""
+    comms = [ranks.communicator(**case.communicator) for case in some]
+    knowns = [Oracle(case, rank, comm.device) for comm, case in zip(comms, some, strict=True)]
+    outs = [known.dispatch(comm) for comm, known in zip(comms, knowns, strict=True)]
+    for comm, known, out in list(zip(comms, knowns, outs, strict=True))[::-1]:
+        known.check_dispatch(out)
+        known.check_combine("combine", comm.combine(known.answer(out.tokens), out.handle))
+    problems = [text for known in knowns for text in known.problems]
+    for comm in comms[1::2]:
         comm.close()
-    return results
+    for comm, case in list(zip(comms, some, strict=True))[::2]:
+        problems += oracle.play(comm, case, rank)
+        comm.close()
+    return problems
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_several_communicators_at_once(pool: Pools, size: int, seed: int) -> None:
+def test_several_communicators_at_once(pool: Pools, size: int, widest: str, seed: int) -> None:
     some = [
         Case(tokens=(5,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed),
         Case(
@@ -312,41 +287,33 @@ def test_several_communicators_at_once(pool: Pools, size: int, seed: int) -> Non
         Case(
             tokens=cases.unequal_tokens(size, 7, seed),
             num_experts=size,
-            hidden=2,
+            hidden=8,
             top_k=1,
-            dtype="float64",
+            dtype=widest,
             seed=seed,
         ),
     ]
-    for case, results in zip(some, zip(*pool(size)(_interleaved, some), strict=True), strict=True):
-        cases.verify(case, results)
+    oracle.assert_none(pool(size)(_interleaved, some * 2))
 
 
-def _subgroups(rank: int, world_size: int, case: Case) -> tuple[int, cases.Arrays, cases.Arrays]:
-    """Ranks {0, 2} and {1, 3} each have a communicator of their own, and all four share a third."""
-    import moecomm
-
-    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    mine = groups[rank % 2]
-    arguments = case.communicator
+def _subgroups(rank: int, world_size: int, case: Case) -> list[str]:
+    """Ranks with even and with odd numbers have a communicator each, and all of them share a third."""
+    halves = [list(range(first, world_size, 2)) for first in range(2)]
+    groups = [dist.new_group(members) for members in halves]
+    mine = halves[rank % 2]
+    part = replace(case, tokens=tuple(case.tokens[r] for r in mine), seed=case.seed + rank % 2)
     with (
-        moecomm.Communicator(mine, **arguments) as pair,
-        moecomm.Communicator(**{**arguments, "num_experts": 2 * case.num_experts}) as everybody,
+        ranks.communicator(group=groups[rank % 2], **part.communicator) as some,
+        ranks.communicator(**case.communicator) as everybody,
     ):
-        assert (pair.rank, pair.size) == (rank // 2, 2)
-        wide = replace(case, tokens=case.tokens * 2, num_experts=2 * case.num_experts)
-        first = cases.play(pair, replace(case, seed=case.seed + rank % 2), rank // 2)
-        return rank % 2, first, cases.play(everybody, wide, rank)
+        assert (some.rank, some.size) == (rank // 2, len(mine))
+        return oracle.play(some, part, rank // 2) + oracle.play(everybody, case, rank)
 
 
-def test_two_subgroups_and_the_world(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(8, 3), num_experts=4, hidden=16, top_k=3, seed=seed)
-    results = pool(4)(_subgroups, case)
-    for half in (0, 1):
-        cases.verify(replace(case, seed=seed + half), [first for which, first, _ in results if which == half])
-    cases.verify(
-        replace(case, tokens=case.tokens * 2, num_experts=8), [everybody for _, _, everybody in results]
-    )
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_two_subgroups_and_the_world(pool: Pools, size: int, seed: int) -> None:
+    case = Case(tokens=(8, 3, 0, 7)[:size], num_experts=12, hidden=16, top_k=3, seed=seed)
+    oracle.assert_none(pool(size)(_subgroups, case))
 
 
 def _alone(rank: int, world_size: int) -> tuple[int, int]:
@@ -369,23 +336,30 @@ def test_without_a_process_group_it_is_one_process() -> None:
 
 
 def _stats(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    import moecomm
-
-    with moecomm.Communicator(**case.communicator) as comm:
-        cases.play(comm, case, rank)
-        comm.reset_stats()
-        assert comm.stats()["dispatch_calls"] == 0
-        for _ in range(3):
-            cases.play(comm, case, rank)
+    with ranks.communicator(**case.communicator) as comm:
+        known = Oracle(case, rank, comm.device)
+        for step in range(4):
+            if step == 1:
+                ranks.synchronize()
+                comm.reset_stats()
+                assert comm.stats()["dispatch_calls"] == 0
+            out = known.dispatch(comm)
+            rows_PH = known.answer(out.tokens)
+            comm.combine(rows_PH, out.handle)
+            comm.combine(rows_PH, out.handle, weights=out.weights)
+        ranks.synchronize()
         return comm.stats()
 
 
-def test_stats_count_rows_and_bytes(pool: Pools, seed: int) -> None:
-    case = Case(tokens=(10, 4), num_experts=4, hidden=8, top_k=2, seed=seed)
-    for rank, stats in enumerate(pool(2)(_stats, case)):
+def test_stats_count_calls_rows_and_bytes(pool: Pools, most_ranks: int, seed: int) -> None:
+    size = min(2, most_ranks)
+    case = Case(tokens=(10, 4)[:size], num_experts=4, hidden=8, top_k=2, seed=seed)
+    for rank, stats in enumerate(pool(size)(_stats, case)):
         want = case.expected(rank)
         far = {(src, t) for row in want.origin for src, t, _ in row if src != rank}
         assert stats["dispatch_calls"] == 3 and stats["combine_calls"] == 6
-        assert stats["rows_in"] == 3 * case.tokens[rank] and stats["rows_out"] == 3 * len(want.origin)
-        assert stats["bytes_wire"] == (3 + 6) * len(far) * case.hidden * 4
-        assert 0 <= stats["wait_seconds"] <= stats["dispatch_seconds"] + stats["combine_seconds"]
+        assert stats["rows_in"] == 3 * case.tokens[rank]
+        if pool(size).on_cpu:
+            assert stats["rows_out"] == 3 * len(want.origin)
+            assert stats["bytes_wire"] == (3 + 6) * len(far) * case.hidden * 4
+            assert 0 <= stats["wait_seconds"] <= stats["dispatch_seconds"] + stats["combine_seconds"]

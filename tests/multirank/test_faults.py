@@ -1,10 +1,15 @@
-"""Ranks that die, stop or never come: typed errors on the others, no hang, nothing left, life afterwards."""
+"""Ranks that die, stop or never come: typed errors on the others, no hang, nothing left, life afterwards.
+
+These ranks end with their test: each pays for fresh processes.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,381 +18,387 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank import cases
-from tests.multirank.cases import Case
+from moecomm.env import read_env
+from tests import oracle, ranks
+from tests.cases import Case
+from tests.multirank.catching import catch
 from tests.multirank.harness import Died, no_shared_memory_left, run_ranks
+from tests.oracle import Oracle
 
-NEVER_NOTICED = 10.0  # seconds; a generous bound, a loss is normally noticed within some tens of milliseconds
-
-
-def _case(size: int) -> Case:
-    return Case(tokens=(6,) * size, num_experts=2 * size, hidden=64, top_k=2, seed=5)
-
-
-def _communicator(case: Case, timeout: float, group: Any = None) -> Any:
-    import moecomm
-
-    return moecomm.Communicator(group, **{**case.communicator, "timeout": timeout})
+NEVER_NOTICED = 10.0  # seconds; a generous bound, a loss is normally noticed within one
+LONG = 60.0
+"""A timeout of communicators that no test waits for."""
+Found = dict[str, Any]
+FreshRanks = Callable[..., list[Any]]
 
 
-def _describe(error: Any) -> dict[str, Any]:
+def small(size: int) -> Case:
+    if ranks.on_cpu():
+        return Case(tokens=(6,) * size, num_experts=2 * size, hidden=64, top_k=2, seed=5)
+    return Case(tokens=(300,) * size, num_experts=4 * size, hidden=1024, top_k=2, dtype="bfloat16", seed=5)
+
+
+def start(case: Case, rank: int, timeout: float = LONG) -> tuple[Any, Oracle]:
+    comm = ranks.communicator(**{**case.communicator, "timeout": timeout})
+    return comm, Oracle(case, rank, comm.device)
+
+
+def describe(error: BaseException, begin: float) -> Found:
+    names = ("rank", "peer", "phase", "expected", "seen")
     return {
         "type": type(error).__name__,
         "text": str(error),
-        **{name: getattr(error, name, None) for name in ("rank", "peer", "phase", "expected", "seen")},
+        "seconds": time.monotonic() - begin,
+        **{name: getattr(error, name, None) for name in names},
     }
 
 
-def _step(comm: Any, case: Case, rank: int) -> None:
-    out = cases.dispatch(comm, case, rank)
+def caught(call: Callable[[], Any]) -> Found:
+    import moecomm
+
+    begin = time.monotonic()
+    try:
+        call()
+    except moecomm.MoecommError as error:
+        return describe(error, begin)
+    return {"type": "nothing"}
+
+
+def until_it_fails(step: Callable[[], None], seconds: float = 30.0) -> Found:
+    """Repeats the step, as a training loop would, until it raises."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if (found := caught(step))["type"] != "nothing":
+            return found
+    return {"type": "nothing", "text": f"{seconds} s without an error"}
+
+
+def one_step(comm: Any, known: Oracle, fixed: bool = False) -> None:
+    """A dispatch and a combine. `fixed`: with a capacity; on GPUs its errors come from check()."""
+    out = known.dispatch(comm, capacity=max(known.needed) if fixed else None)
     comm.combine(out.tokens, out.handle, weights=out.weights)
+    if fixed:
+        ranks.synchronize()
+        comm.check()
 
 
-def _refusals(comm: Any, case: Case, rank: int) -> list[str]:
+def refusals(comm: Any, known: Oracle) -> set[str]:
     """Types of the errors that a broken communicator gives to whatever is asked of it."""
-    calls = [
-        lambda: cases.dispatch(comm, case, rank),
-        lambda: cases.dispatch(comm, case, rank, async_op=True).wait(),
-        lambda: comm.dispatch(torch.zeros(1), torch.zeros(1)),
+    calls: list[Callable[[], Any]] = [
+        lambda: known.dispatch(comm),
+        lambda: known.dispatch(comm, async_op=True).wait(),
         comm.check,
     ]
-    found = []
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            found.append(type(error).__name__)
-        else:
-            found.append("nothing")
-    return found
+    if ranks.on_cpu():
+        calls.append(lambda: comm.dispatch(torch.zeros(1), torch.zeros(1)))
+    return {error.name if (error := catch(call)) else "nothing" for call in calls}
 
 
-def _life_afterwards(folder: str, rank: int, survivors: list[int]) -> bool:
-    """The survivors, in the same processes, form a new group and work on it."""
-    place = survivors.index(rank)
+def device_works() -> bool:
+    """Is there a CUDA context that can still be used, where there are GPUs?"""
+    ranks.synchronize()
+    a = torch.randn(128, 128, device=ranks.device(), dtype=torch.float64)
+    unit = torch.eye(128, device=ranks.device(), dtype=torch.float64)
+    return bool(torch.allclose(torch.linalg.inv(a) @ a, unit, atol=1e-5))
+
+
+def new_start(folder: str, rank: int, survivors: list[int]) -> list[str]:
+    """The survivors, in the same processes, form a new group and a new communicator, and work on it."""
+    place, size = survivors.index(rank), len(survivors)
     dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/survivors", len(survivors))
-    dist.init_process_group("gloo", store=store, rank=place, world_size=len(survivors))
-    case = _case(len(survivors))
-    with _communicator(case, 20.0) as comm:
-        out = cases.dispatch(comm, case, place)
-        return torch.equal(out.tokens, torch.from_numpy(case.expected(place).tokens))
+    store = dist.FileStore(f"{folder}/survivors", size)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=size)
+    case = small(size)
+    if size % (read_env().ranks_per_node or 1):
+        os.environ["MOECOMM_RANKS_PER_NODE"] = "1"  # equal nodes, as many ranks as are left
+    with ranks.communicator(**case.communicator) as comm:
+        return oracle.play(comm, case, place)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- death in the middle of steps ----------------------------------------------------------------------------
 
 
-def _killed(rank: int, world_size: int, victim: int, where: str, folder: str) -> dict[str, Any]:
-    import moecomm
+def _killed(rank: int, world_size: int, victim: int, how: str, folder: str) -> Found:
+    """The victim dies between or within steps; the others sit in the next one, and in nothing else."""
+    comm, known = start(small(world_size), rank)
 
-    case = _case(world_size)
-    comm = _communicator(case, 60.0)
-    try:
-        for step in range(1000):
-            if rank == victim and step == 20:
-                if where == "between calls":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if where == "after dispatch":
-                    cases.dispatch(comm, case, rank)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if where == "in a call":
-                    # The others are late for this step: the call is waiting when the signal comes.
-                    cases.dispatch(comm, case, rank, async_op=True)
-                    time.sleep(0.1)
-                    os.kill(os.getpid(), signal.SIGKILL)
-            if step == 20 and where == "in a call":
-                time.sleep(0.3)
-            before = time.monotonic()
-            _step(comm, case, rank)
-    except moecomm.PeerLost as error:
-        found = _describe(error)
-    found["seconds"] = time.monotonic() - before
-    found["refusals"] = _refusals(comm, case, rank)
+    def step() -> None:
+        one_step(comm, known, fixed=how in ("fixed", "graph"))
+
+    for _ in range(3):
+        step()
+    if how == "graph":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = known.dispatch(comm, capacity=max(known.needed))
+            comm.combine(out.tokens, out.handle)
+
+        def step() -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+            comm.check()
+
+        step()
+    ranks.synchronize()
+    dist.barrier()
+    if rank == victim:
+        if how == "after dispatch":
+            known.dispatch(comm)
+        elif how == "in a call":  # the others are late for this step: the call waits when the signal comes
+            known.dispatch(comm, async_op=True)
+        time.sleep(0.2)  # the others are waiting by now
+        die()
+    if how == "in a call":
+        time.sleep(0.4)
+    found = until_it_fails(step)
+    found["refusals"] = refusals(comm, known)
+    found["device works"] = device_works()
     comm.close()
-    found["afterwards"] = _life_afterwards(folder, rank, [r for r in range(world_size) if r != victim])
+    found["new start"] = new_start(folder, rank, [r for r in range(world_size) if r != victim])
     return found
+
+
+def check_killed(fresh_ranks: FreshRanks, size: int, victim: int, how: str, folder: Any) -> None:
+    with no_shared_memory_left():
+        results = fresh_ranks(size, _killed, victim, how, str(folder), may_die=[victim])
+    assert results.pop(victim) == Died(-signal.SIGKILL)
+    for rank, found in zip((r for r in range(size) if r != victim), results, strict=True):
+        assert (found["type"], found["rank"], found["peer"]) == ("PeerLost", rank, victim), found
+        assert f"rank {victim}" in found["text"] and found["phase"] in found["text"], found
+        assert found["seconds"] < NEVER_NOTICED, found
+        assert found["refusals"] == {"PeerLost"}, found
+        assert found["device works"] and found["new start"] == [], found
+        print(f"{how}: rank {rank} noticed after {found['seconds']:.3f} s in {found['phase']}")
 
 
 @pytest.mark.parametrize(
-    ("size", "victim", "where"),
-    [
-        (2, 1, "between calls"),
-        (3, 0, "between calls"),
-        (3, 1, "after dispatch"),
-        (3, 2, "in a call"),
-        (7, 3, "between calls"),
-    ],
-)
-def test_a_killed_rank_is_lost_to_the_others(size: int, victim: int, where: str, tmp_path: Any) -> None:
-    with no_shared_memory_left():
-        results = run_ranks(size, _killed, victim, where, str(tmp_path), may_die=[victim])
-    assert results[victim] == Died(-signal.SIGKILL)
-    for rank, found in enumerate(results):
-        if rank == victim:
-            continue
-        assert (found["type"], found["rank"], found["peer"]) == ("PeerLost", rank, victim), found
-        assert found["phase"] in ("dispatch", "combine"), found
-        assert found["seen"] < found["expected"], found
-        assert f"rank {victim}" in found["text"] and found["phase"] in found["text"]
-        assert found["seconds"] < NEVER_NOTICED, found
-        assert set(found["refusals"]) == {"PeerLost"}, found
-        assert found["afterwards"]
-        print(f"{where}: rank {rank} noticed after {found['seconds']:.3f} s")
+    ("size", "victim", "how"),
+    [(2, 0, "fixed"), (3, 0, "between calls"), (3, 1, "after dispatch"), (3, 2, "in a call"),
+     (7, 3, "between calls")],
+)  # fmt: skip
+def test_a_killed_rank_is_lost_to_the_others(
+    fresh_ranks: FreshRanks, size: int, victim: int, how: str, tmp_path: Any
+) -> None:
+    check_killed(fresh_ranks, size, victim, how, tmp_path)
 
 
-def _killed_at_any_moment(rank: int, world_size: int, victim: int, delay: float) -> list[dict[str, Any]]:
-    """Two communicators in a tight loop; the victim's own thread kills it wherever it is."""
-    import threading
-
-    import moecomm
-
-    case = replace(_case(world_size), tokens=(64,) * world_size, hidden=1024)
-    comms = [_communicator(case, 60.0) for _ in range(2)]
+def _killed_at_any_moment(rank: int, world_size: int, victim: int, delay: float) -> list[Any]:
+    """Communicators in a tight loop; the victim's own thread kills it wherever it is."""
+    case = replace(small(world_size), hidden=1024)
+    pairs = [start(case, rank) for _ in range(2 if ranks.on_cpu() else 1)]
     dist.barrier()
     if rank == victim:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    found = []
-    try:
-        while True:
-            for comm in comms:
-                before = time.monotonic()
-                _step(comm, case, rank)
-    except moecomm.PeerLost as error:
-        found.append({**_describe(error), "seconds": time.monotonic() - before})
-    for comm in comms:
-        try:
-            cases.dispatch(comm, case, rank)
-        except moecomm.PeerLost as error:
-            found.append(_describe(error))
-    return found
+        threading.Timer(delay, die).start()
+    found = until_it_fails(lambda: [one_step(*pair) for pair in pairs])
+    return [found, *(refusals(*pair) for pair in pairs), device_works()]
 
 
-def test_death_at_any_moment(seed: int) -> None:
+@pytest.mark.parametrize("turn", range(3))
+def test_death_at_any_moment(fresh_ranks: FreshRanks, most_ranks: int, turn: int, seed: int) -> None:
+    size = max(2, most_ranks)
     rng = np.random.default_rng(seed)
-    for _ in range(4):
-        victim, delay = int(rng.integers(0, 3)), float(rng.uniform(0.0, 0.03))
-        with no_shared_memory_left():
-            results = run_ranks(3, _killed_at_any_moment, victim, delay, may_die=[victim])
-        for rank, found in enumerate(results):
-            if rank != victim:
-                assert [error["type"] for error in found] == ["PeerLost"] * 3, found
-                assert {error["peer"] for error in found} == {victim}, found
-                assert found[0]["seconds"] < NEVER_NOTICED, found
+    victim, delay = int(rng.integers(size)), turn and float(rng.uniform(0.0, 0.03))
+    with no_shared_memory_left():
+        results = fresh_ranks(size, _killed_at_any_moment, victim, delay, may_die=[victim])
+    del results[victim]
+    for found, *refused, works in results:
+        assert (found["type"], found["peer"]) == ("PeerLost", victim), found
+        assert found["seconds"] < NEVER_NOTICED, found
+        assert all(types == {"PeerLost"} for types in refused) and works, refused
 
 
-def _paused(rank: int, world_size: int, folder: str) -> bool:
-    """A stop that is shorter than the deadline is only a delay."""
-    case = _case(world_size)
-    with _communicator(case, 30.0) as comm:
-        if rank == 1:
-            with open(f"{folder}/pid", "w") as file:
-                file.write(str(os.getpid()))
-        dist.barrier()
-        if rank == 0:
-            with open(f"{folder}/pid") as file:
-                peer = int(file.read())
-            for pause in (signal.SIGSTOP, signal.SIGCONT):
-                os.kill(peer, pause)
-                time.sleep(0.3)
-        out = cases.dispatch(comm, case, rank)
-        return torch.equal(out.tokens, torch.from_numpy(case.expected(rank).tokens))
-
-
-def test_a_short_stop_is_only_a_delay(tmp_path: Any) -> None:
-    assert run_ranks(3, _paused, str(tmp_path)) == [True] * 3
-
-
-def _killed_in_backward(rank: int, world_size: int) -> dict[str, Any]:
-    import moecomm
-
-    case = _case(world_size)
-    comm = _communicator(case, 60.0)
-    x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
-    out = comm.dispatch(x_TH, torch.from_numpy(case.ids(rank)))
+def _killed_in_backward(rank: int, world_size: int) -> Found:
+    comm, known = start(small(world_size), rank)
+    out = comm.dispatch(known.own.x_TH.clone().requires_grad_(), known.own.ids_TK)
     y_TH = comm.combine(out.tokens * 2, out.handle)
+    ranks.synchronize()
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        y_TH.sum().backward()
-    except moecomm.PeerLost as error:
-        return _describe(error)
-    return {"type": "nothing"}
+        die()
+
+    def step() -> None:
+        y_TH.sum().backward(retain_graph=True)
+        ranks.synchronize()
+        comm.check()
+
+    return {**until_it_fails(step), "device works": device_works(), "on cpu": ranks.on_cpu()}
 
 
-def test_death_during_a_backward() -> None:
-    results = run_ranks(3, _killed_in_backward, may_die=[1])
-    for rank in (0, 2):
-        assert (results[rank]["type"], results[rank]["peer"]) == ("PeerLost", 1), results[rank]
-        assert results[rank]["phase"] == "backward of combine"
+def test_death_during_a_backward(fresh_ranks: FreshRanks, most_ranks: int) -> None:
+    results = fresh_ranks(max(2, most_ranks), _killed_in_backward, may_die=[1])
+    del results[1]
+    for found in results:
+        assert (found["type"], found["peer"]) == ("PeerLost", 1) and found["device works"], found
+        assert not found["on cpu"] or found["phase"] == "backward of combine"
 
 
-def _exit_early(rank: int, world_size: int, how: str) -> dict[str, Any]:
+def _leaves_early(rank: int, world_size: int, how: str) -> Found:
     """A rank closes its communicator, or simply drops it, while others still need it."""
-    import moecomm
-
-    case = _case(world_size)
-    comm = _communicator(case, 60.0)
-    _step(comm, case, rank)
+    comm, known = start(small(world_size), rank)
+    one_step(comm, known)
+    ranks.synchronize()
+    dist.barrier()
     if rank == 1:
         if how == "close":
             comm.close()
         else:
             del comm
-        return {}
-    try:
-        _step(comm, case, rank)
-    except moecomm.PeerLost as error:
-        return _describe(error)
-    return {"type": "nothing"}
+        found: Found = {}
+    else:
+        found = until_it_fails(lambda: one_step(comm, known))
+    dist.barrier()  # rank 1 lives on: its end must not be what ends the others' wait
+    return {**found, "device works": device_works(), "on cpu": ranks.on_cpu()}
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_rank_that_closes_early_is_lost_too(how: str) -> None:
-    results = run_ranks(3, _exit_early, how)
-    for rank in (0, 2):
-        assert (results[rank]["type"], results[rank]["peer"]) == ("PeerLost", 1), results[rank]
+def test_a_rank_that_closes_early_is_lost_too(fresh_ranks: FreshRanks, most_ranks: int, how: str) -> None:
+    results = fresh_ranks(max(2, most_ranks), _leaves_early, how)
+    assert all(found["device works"] for found in results)
+    del results[1]
+    for found in results:
+        assert (found["type"], found["peer"]) == ("PeerLost", 1), found
+        assert found["seconds"] < NEVER_NOTICED, found
     # One of them noticed; the other may have learnt it from that one.
-    assert any("closed" in results[rank]["text"] for rank in (0, 2))
+    assert not results[0]["on cpu"] or any("closed" in found["text"] for found in results)
 
 
 # -- a rank that stops ---------------------------------------------------------------------------------------
 
 
-def _stopped(rank: int, world_size: int, victim: int, folder: str) -> dict[str, Any]:
-    import moecomm
+def _paused(rank: int, world_size: int) -> list[str]:
+    """A stop that is shorter than the deadline is only a delay."""
+    case = small(world_size)
+    comm, _ = start(case, rank)
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        for pause in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(pids[1], pause)
+            time.sleep(0.3)
+    return oracle.play(comm, case, rank)
 
-    case = _case(world_size)
-    comm = _communicator(case, 1.0)
+
+def test_a_short_stop_is_only_a_delay() -> None:
+    oracle.assert_none(run_ranks(3, _paused))
+
+
+def _stopped(rank: int, world_size: int, victim: int, folder: str) -> Found:
+    """Rank 0 continues the victim after everybody has noticed: it must hear that it was given up, and not
+    hang."""
+    comm, known = start(small(world_size), rank, timeout=1.0)
     for _ in range(5):
-        _step(comm, case, rank)
-    dist.barrier()
+        one_step(comm, known)
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
     if rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
-        # Continued by rank 0 after everybody has noticed: it must hear that it was given up, and not hang.
-    try:
-        for _ in range(3):
-            _step(comm, case, rank)
-    except (moecomm.PeerTimeout, moecomm.PeerLost) as error:
-        found = _describe(error)
-    else:
-        found = {"type": "nothing"}
-    found["refusals"] = _refusals(comm, case, rank)
+    found = until_it_fails(lambda: one_step(comm, known))
+    found["refusals"] = refusals(comm, known)
     if rank != victim:
         comm.close()
-        found["afterwards"] = _life_afterwards(folder, rank, [r for r in range(world_size) if r != victim])
+        found["new start"] = new_start(folder, rank, [r for r in range(world_size) if r != victim])
         if rank == 0:
-            with open(f"{folder}/pid") as file:
-                os.kill(int(file.read()), signal.SIGCONT)
+            os.kill(pids[victim], signal.SIGCONT)
     return found
-
-
-def _stopped_main(rank: int, world_size: int, victim: int, folder: str) -> dict[str, Any]:
-    if rank == victim:
-        with open(f"{folder}/pid", "w") as file:
-            file.write(str(os.getpid()))
-    return _stopped(rank, world_size, victim, folder)
 
 
 def test_a_stopped_rank_is_a_timeout_with_rank_peer_and_phase(tmp_path: Any) -> None:
     with no_shared_memory_left():
-        results = run_ranks(3, _stopped_main, 2, str(tmp_path))
-    for rank in (0, 1):
-        found = results[rank]
+        *others, stopped = run_ranks(3, _stopped, 2, str(tmp_path))
+    for rank, found in enumerate(others):
+        names = ("rank", "peer", "phase", "expected", "seen")
         assert (found["type"], found["rank"], found["peer"]) == ("PeerTimeout", rank, 2), found
         assert found["phase"] == "dispatch" and found["expected"] == found["seen"] + 1, found
-        assert all(
-            str(found[name]) in found["text"] for name in ("rank", "peer", "phase", "expected", "seen")
-        )
-        assert set(found["refusals"]) == {"PeerTimeout"}, found
-        assert found["afterwards"]
-    assert results[2]["type"] in ("PeerTimeout", "PeerLost"), results[2]
-    assert set(results[2]["refusals"]) == {results[2]["type"]}
+        assert all(str(found[name]) in found["text"] for name in names)
+        assert found["refusals"] == {"PeerTimeout"} and found["new start"] == [], found
+    assert stopped["type"] in ("PeerTimeout", "PeerLost"), stopped
+    assert stopped["refusals"] == {stopped["type"]}
 
 
-# -- a rank that never comes ---------------------------------------------------------------------------------
+# -- a rank that does not come -------------------------------------------------------------------------------
 
 
-def _absent(rank: int, world_size: int, missing: int) -> dict[str, Any]:
-    import moecomm
-
-    found = {"type": "nothing"}
-    if rank != missing:
-        try:
-            _communicator(_case(world_size), 1.0)
-        except moecomm.PeerTimeout as error:
-            found = _describe(error)
-    dist.barrier()  # the missing rank is there until the others have given it up
+def _absent(rank: int, world_size: int, fixed: bool) -> Found:
+    """Rank 1 does something else for longer than the deadline."""
+    timeout = 1.0 if ranks.on_cpu() else 2.0
+    comm, known = start(small(world_size), rank, timeout)
+    one_step(comm, known, fixed)
+    ranks.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2 * timeout)
+        dist.barrier()
+        # What the others sent before they gave up is there; what they have not sent never comes.
+        return {**until_it_fails(lambda: one_step(comm, known, fixed)), "device works": device_works()}
+    begin = time.monotonic()
+    found = until_it_fails(lambda: one_step(comm, known, fixed))
+    found["waited"] = (time.monotonic() - begin) / timeout
+    found["refusals"] = refusals(comm, known)
+    found["device works"] = device_works()
+    dist.barrier()
     return found
 
 
+@pytest.mark.parametrize(("size", "fixed"), [(2, True), (3, False)])
+def test_a_rank_that_does_not_call(fresh_ranks: FreshRanks, size: int, fixed: bool) -> None:
+    results = fresh_ranks(size, _absent, fixed)
+    late = results.pop(1)
+    assert late["type"] in ("PeerTimeout", "PeerLost") and late["device works"], late
+    for rank, found in zip((0, 2), results, strict=False):
+        assert (found["type"], found["rank"], found["peer"]) == ("PeerTimeout", rank, 1), found
+        assert "dispatch" in found["phase"] and found["seen"] < found["expected"], found
+        assert all(str(found[name]) in found["text"] for name in ("rank", "peer", "phase")), found
+        assert 0.5 < found["waited"] < NEVER_NOTICED, found
+        assert found["refusals"] == {"PeerTimeout"} and found["device works"], found
+
+
+def _never_built(rank: int, world_size: int, missing: int) -> Found:
+    timeout = 1.0 if ranks.on_cpu() else 2.0
+    found = {} if rank == missing else caught(lambda: start(small(world_size), rank, timeout))
+    dist.barrier()  # the missing rank is there until the others have given it up
+    return {**found, "device works": device_works()}
+
+
 @pytest.mark.parametrize(("size", "missing"), [(2, 0), (3, 1)])
-def test_a_rank_that_never_comes_to_the_construction(size: int, missing: int) -> None:
+def test_a_rank_that_never_comes_to_the_construction(
+    fresh_ranks: FreshRanks, size: int, missing: int
+) -> None:
     with no_shared_memory_left():
-        results = run_ranks(size, _absent, missing)
+        results = fresh_ranks(size, _never_built, missing)
     for rank, found in enumerate(results):
+        assert found["device works"]
         if rank != missing:
             assert (found["type"], found["rank"], found["peer"]) == ("PeerTimeout", rank, missing), found
             assert "construction" in found["phase"] and f"rank {missing}" in found["text"]
 
 
-def _dies_at_construction(rank: int, world_size: int) -> dict[str, Any]:
-    import moecomm
-
+def _dies_at_construction(rank: int, world_size: int) -> Found:
     if rank == 1:
         # Takes part in the first meeting of the construction and dies before the windows are mapped.
         from moecomm.backends import cpu
 
-        cpu.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        _communicator(_case(world_size), 1.0)
-    except (moecomm.PeerTimeout, moecomm.PeerLost) as error:
-        return _describe(error)
-    return {"type": "nothing"}
+        cpu.connect = lambda *_, **__: die()
+    return caught(lambda: start(small(world_size), rank, 1.0))
 
 
 def test_death_during_the_construction_leaves_nothing_behind() -> None:
     with no_shared_memory_left():
         results = run_ranks(3, _dies_at_construction, may_die=[1])
-    for rank in (0, 2):
-        assert results[rank]["type"] in ("PeerTimeout", "PeerLost") and results[rank]["peer"] == 1, results[
-            rank
-        ]
-
-
-def _other_call(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 1 does something else altogether: the others learn what they waited for."""
-    import moecomm
-
-    case = _case(world_size)
-    comm = _communicator(case, 1.0)
-    found = {"type": "nothing"}
-    if rank != 1:
-        try:
-            cases.dispatch(comm, case, rank)
-        except moecomm.PeerTimeout as error:
-            found = _describe(error)
-    dist.barrier()
-    return found
-
-
-def test_a_rank_that_does_not_call() -> None:
-    results = run_ranks(3, _other_call)
-    for rank in (0, 2):
-        found = results[rank]
-        assert (found["type"], found["peer"], found["phase"]) == ("PeerTimeout", 1, "dispatch"), found
-        assert (found["expected"], found["seen"]) == (1, 0)
+    for found in results[::2]:
+        assert found["type"] in ("PeerTimeout", "PeerLost") and found["peer"] == 1, found
 
 
 # -- everybody dies ------------------------------------------------------------------------------------------
 
 
 def _all_die(rank: int, world_size: int) -> None:
-    case = _case(world_size)
-    comm = _communicator(case, 60.0)
-    for _ in range(10):
-        _step(comm, case, rank)
-    os.kill(os.getpid(), signal.SIGKILL)
+    comm, known = start(small(world_size), rank)
+    one_step(comm, known)
+    die()
 
 
 def test_nothing_is_left_when_all_ranks_are_killed() -> None:
@@ -398,15 +409,14 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
 
 def _interrupted(rank: int, world_size: int) -> str:
     """Ctrl-C while a call waits for a peer that does not come."""
-    case = _case(world_size)
-    comm = _communicator(case, 20.0)
+    comm, known = start(small(world_size), rank)
     found = "absent"
     if rank == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         found = "nothing"
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.3)
-            cases.dispatch(comm, case, rank)
+            known.dispatch(comm)
         except BaseException as error:
             found = type(error).__name__
     dist.barrier()

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from tests.fabric import needs_fabric
-from tests.multirank import cases
+from tests.multirank import cases, test_bad_input
 from tests.multirank.cases import Case
 from tests.multirank.conftest import Pools
-from tests.multirank.harness import NO_GPUS, Died, RankPool
+from tests.multirank.harness import NO_GPUS, Died
 from tests.multirank.node_jobs import (
     LONG,
     NEVER_NOTICED,
@@ -42,90 +42,45 @@ from tests.multirank.node_jobs import (
     steps,
     warm_up,
 )
-from tests.multirank.test_bad_input import (
-    BAD_DISPATCH,
-    CASE,
-    COMBINE_WORDS,
-    _bad_combines,
-    _bad_dispatches,
-    _different_calls,
-    _overflow_then_mistake,
-    _overflows,
-)
 
 pytestmark = needs_fabric
 
 REPOSITORY = Path(__file__).parents[2]
-ON_NODES = replace(CASE, ranks_per_node=1)
-"""The case of those tests, as their ranks play it here."""
 
 
 # -- the mistakes of one node, with the ranks on three -------------------------------------------------------
 
 
 @pytest.fixture
-def three(pool: Pools) -> RankPool:
+def three(pool: Pools) -> Pools:
     """The ranks of test_bad_input.py on three nodes; what travels comes late and in random order."""
     chosen = {
         "MOECOMM_RANKS_PER_NODE": "1",
         "MOECOMM_FABRIC_PROVIDER": "tcp",
         "MOECOMM_FABRIC_SHUFFLE": "7",
     }
-    return pool(3, **chosen)
+    return lambda world_size, **_: pool(world_size, **chosen)
 
 
-def test_dispatch_arguments(three: RankPool) -> None:
-    # Of two ranks alone, or of one and of all: which of them, the count of names before it says.
-    names = [name for name in BAD_DISPATCH for _ in range(2)]
-    results = three(_bad_dispatches, names)
-    cases.verify(ON_NODES, [arrays for _, arrays in results])
-    for i, name in enumerate(names):
-        _, type_name, words = BAD_DISPATCH[name]
-        for rank, (errors, _) in enumerate(results):
-            error = errors[i]
-            assert error is not None and error.name == type_name, f"{name}: rank {rank} raised {error}"
-            assert all(word in error.text for word in words), f"{name}: {error.text!r} lacks one of {words}"
-            assert i % 4 in (rank, 3) or f"rank {i % 4}" in error.text, f"{name}: {error.text!r}"
+def test_dispatch_arguments(three: Pools, seed: int) -> None:
+    test_bad_input.test_dispatch_arguments(three, most_ranks=3, alone=False, fixed=False, seed=seed)
 
 
-def test_combine_arguments(three: RankPool) -> None:
-    results = three(_bad_combines)
-    cases.verify(ON_NODES, [arrays for _, arrays in results])
-    for name, words in COMBINE_WORDS.items():
-        for rank, (errors, _) in enumerate(results):
-            error = errors[name]
-            assert error is not None and error.name == "InvalidArgument", f"{name}: rank {rank}: {error}"
-            assert all(word in error.text for word in words), f"{name}: {error.text!r} lacks one of {words}"
-            assert rank == 1 or "rank 1" in error.text, f"{name}: {error.text!r} does not say which rank"
+def test_combine_arguments(three: Pools, seed: int) -> None:
+    test_bad_input.test_combine_arguments(three, most_ranks=3, alone=False, seed=seed)
 
 
-def test_calls_that_differ_between_nodes(three: RankPool) -> None:
-    results = three(_different_calls)
-    cases.verify(ON_NODES, [arrays for _, arrays in results])
-    for errors, _ in results:
-        for name, error in errors.items():
-            assert error is not None and error.name == "MismatchedArguments", f"{name}: {error}"
-            assert name.split(",")[0].split()[0] in error.text and "rank 2" in error.text, f"{name}: {error}"
+def test_calls_that_differ_between_nodes(three: Pools, seed: int) -> None:
+    test_bad_input.test_calls_that_differ_between_ranks(three, size=3, seed=seed)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_too_small_a_capacity(three: RankPool, layout: str, seed: int) -> None:
-    case = replace(CASE, slack=-3, layout=layout, seed=seed)
-    results = three(_overflows, case)
-    cases.verify(replace(case, slack=None, ranks_per_node=1), [arrays for _, _, arrays in results])
-    for errors, _, _ in results:
-        for name in ("check", "next dispatch"):
-            error = errors[name]
-            assert error is not None and error.name == "CapacityExceeded", f"{name}: {error}"
-            assert (error.needed, error.capacity) == (max(case.needed()), case.capacity)
-        assert errors["check again"] is None and errors["the one after"] is None
+def test_too_small_a_capacity(three: Pools, layout: str, seed: int) -> None:
+    test_bad_input.test_too_small_a_capacity(three, most_ranks=3, alone=False, layout=layout, seed=seed)
 
 
-def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: RankPool) -> None:
-    case = replace(CASE, slack=-3)
-    results = three(_overflow_then_mistake, case, "id too large")
-    cases.verify(replace(case, slack=None, ranks_per_node=1), [arrays for _, arrays in results])
-    assert all(error is not None and "MoecommError" in error.bases for error, _ in results)
+def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Pools) -> None:
+    test_bad_input.test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three, "id too large")
 
 
 # -- operations that are left in the middle ------------------------------------------------------------------

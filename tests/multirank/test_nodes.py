@@ -18,7 +18,7 @@ from tests.multirank import cases
 from tests.multirank.cases import Case
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
-from tests.multirank.test_autograd import gradients, verify_gradients
+from tests.multirank.test_autograd import gradients
 from tests.multirank.test_dispatch_combine import check
 from tests.reference import DTYPES
 
@@ -166,7 +166,7 @@ def test_gradients(fabric: Fabric, size: int, per_node: int, dtype: str, seed: i
         replace(base, layout="rank"),
         replace(base, routing="one-rank"),
     ):
-        verify_gradients(case, fabric(size)(gradients, case))
+        cases.verify(case, fabric(size)(gradients, case))
 
 
 def _both(rank: int, world_size: int, case: Case) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
