@@ -51,7 +51,11 @@ PRELOAD = [
     "torch.distributed",
     "torch.utils.checkpoint",
     "torch._inductor.config",  # torch.use_deterministic_algorithms() looks into it: half a second a rank
+    "torch._dynamo",  # the first optimizer imports it
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
     "numpy",
+    "matplotlib.pyplot",
     "pytest",
     "moecomm",
     "moecomm.nn",
@@ -414,5 +418,5 @@ def _rank_main(
             pipe.send_bytes(answer)
         except OSError:
             os._exit(1)
-    if joined:
+    if dist.is_initialized():
         dist.destroy_process_group()
