@@ -1,12 +1,8 @@
-"""Text to train on, and how the examples are started: by their command line, as a user does, or, which takes
-a fraction of the time, as a program of ranks that are forked with all libraries loaded already."""
+"""Text to train on, runs that tests share, and how an example is started as a user does."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.multirank.harness import run_ranks
+from tests.programs import TIMEOUT_S, Finished, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # `lm` is imported from there, as `train_lm.py` does
 
-TIMEOUT_S = 240
 SMALL_SIZES = {"dim": 32, "heads": 2, "layers": 2, "experts": 4, "ffn": 32, "seq": 32, "batch": 8}
 SMALL_STEPS = {"steps": 60, "warmup": 5, "eval-every": 30, "eval-windows": 33, "save-every": 20}
 SMALL_MODEL = [f"--{name}={value}" for name, value in SMALL_SIZES.items()]
@@ -44,17 +38,6 @@ TEXT = (
 )
 
 
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def last_line(self) -> str:
-        return self.out.strip().splitlines()[-1]
-
-
 def run_example(
     name: str, *arguments: str | Path, ranks_by_torchrun: int = 0, gpus: bool = False
 ) -> Finished:
@@ -64,33 +47,6 @@ def run_example(
     environment = clean_environment(gpus)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     return Finished(done.returncode, done.stdout, done.stderr)
-
-
-def run_in_ranks(name: str, *arguments: str | Path, ranks: int = 2, code: int = 0) -> Finished:
-    """Runs one example to its end, which is `code`, on ranks in the environment that torchrun gives them."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    done = run_ranks(ranks, _as_rank, name, [str(each) for each in arguments], store.port, timeout=TIMEOUT_S)
-    codes, out, err = zip(*done, strict=True)
-    assert set(codes) == {code}, err
-    return Finished(code, "".join(out), "".join(err))
-
-
-def _as_rank(rank: int, ranks: int, name: str, arguments: list[str], port: int) -> tuple[int, str, str]:
-    dist.destroy_process_group()  # the example makes its own
-    places = {f"{of}RANK": rank for of in ("", "LOCAL_")} | {
-        f"{of}WORLD_SIZE": ranks for of in ("", "LOCAL_")
-    }
-    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    given = {**places, **store, "TORCHELASTIC_RUN_ID": "tests"}
-    os.environ.update({key: str(value) for key, value in given.items()})
-    sys.argv = [name, *arguments]
-    code, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-    return code, out.getvalue(), err.getvalue()
 
 
 def clean_environment(gpus: bool = False) -> dict[str, str]:
@@ -152,7 +108,7 @@ def bfloat16_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The same in bfloat16."""
     folder = tmp_path_factory.mktemp("bfloat16") / "run"
     arguments = ("--dtype", "bfloat16", "--data", text_folder, "--sample", "5", "--out", folder)
-    return BaseRun(folder, run_in_ranks("train_lm.py", *SMALL_RUN, *arguments))
+    return BaseRun(folder, run_program(EXAMPLES / "train_lm.py", *SMALL_RUN, *arguments, torchrun=2))
 
 
 @pytest.fixture

@@ -19,15 +19,13 @@ from tests.examples.conftest import (
     EXAMPLES,
     SMALL_MODEL,
     SMALL_RUN,
-    TIMEOUT_S,
     BaseRun,
-    Finished,
     clean_environment,
     processes_naming,
     run_example,
-    run_in_ranks,
     wait_until,
 )
+from tests.programs import TIMEOUT_S, Finished, run_program
 
 import train_lm  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
@@ -57,6 +55,10 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return Finished(code, said.out, said.err)
 
     return run
+
+
+def train(*arguments: str | Path, ranks: int = 2, code: int = 0) -> Finished:
+    return run_program(EXAMPLES / "train_lm.py", *arguments, torchrun=ranks, code=code)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -107,7 +109,7 @@ def test_sample_goes_on_from_the_prompt(base_run: BaseRun) -> None:
 
 
 def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> None:
-    done = run_in_ranks("train_lm.py", "--resume", "--out", half_run, "--note", "left out: nothing")
+    done = train("--resume", "--out", half_run, "--note", "left out: nothing")
     assert "resumed at step 40" in done.out
     said = done.out.splitlines()
     assert said[0] == said[-2] == "left out: nothing"
@@ -117,7 +119,7 @@ def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> No
 
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (1, 1), (4, 2)])
 def test_resume_on_other_ranks(base_run: BaseRun, half_run: Path, ranks: int, ep: int) -> None:
-    run_in_ranks("train_lm.py", "--resume", "--out", half_run, "--ep", str(ep), ranks=ranks)
+    train("--resume", "--out", half_run, "--ep", str(ep), ranks=ranks)
     assert losses(half_run) == pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
 
 
@@ -128,7 +130,7 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRu
     shutil.copytree(bfloat16_run.folder, folder)
     assert losses(folder) == pytest.approx(losses(base_run.folder), abs=BFLOAT16)
     assert losses(folder) != pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
-    run_in_ranks("train_lm.py", "--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
+    train("--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
 
 
@@ -137,7 +139,7 @@ def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_p
     found = {}
     for name, flags in {"beside": ("--interleave",), "after": ()}.items():
         arguments = [*SMALL_RUN, "--microbatches", "2", *flags, "--data", text_folder]
-        done = run_in_ranks("train_lm.py", *arguments, "--out", tmp_path / name)
+        done = train(*arguments, "--out", tmp_path / name)
         assert "exposed_comm=nan" in done.out
         found[name] = losses(tmp_path / name)
         base = losses(base_run.folder)
@@ -154,7 +156,7 @@ def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, 
     """Experts in fp8 give the losses of bfloat16 experts but for some percent of noise in their part."""
     folder = tmp_path / "run"
     flags = ("--dtype", "bfloat16", "--expert-precision", "fp8")
-    run_in_ranks("train_lm.py", *SMALL_RUN, *flags, "--data", text_folder, "--out", folder)
+    train(*SMALL_RUN, *flags, "--data", text_folder, "--out", folder)
     found = {"bf16": losses(bfloat16_run.folder), "fp8": losses(folder)}
     assert found["fp8"] == pytest.approx(found["bf16"], abs=BFLOAT16)
     assert found["fp8"] != found["bf16"]
@@ -167,7 +169,7 @@ def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
 ) -> None:
     folder = tmp_path / "run"
     arguments = [*SMALL_RUN, "--no-tied", "--steps", "30", "--data", text_folder, "--out", folder]
-    run_in_ranks("train_lm.py", *arguments)
+    train(*arguments)
     assert losses(folder)[1] == pytest.approx(math.log(257), abs=1e-5)
     assert losses(folder)[30] < losses(base_run.folder)[1]
     done = run_here("--resume", "--tied", "--out", folder)
@@ -177,11 +179,11 @@ def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
 def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(base_run.folder, folder)
-    done = run_in_ranks("train_lm.py", "--resume", "--out", folder, "--sample", "5")
+    done = train("--resume", "--out", folder, "--sample", "5")
     before, after = (re.search(r"val_loss=(\S+)", each.last_line) for each in (base_run.finished, done))
     assert before and after and before[1] == after[1]
     assert done.last_line.endswith("(no step was left to run)")
-    done = run_in_ranks("train_lm.py", "--resume", "--out", folder, "--steps", "10", code=2)
+    done = train("--resume", "--out", folder, "--steps", "10", code=2)
     assert len(done.err.splitlines()) == 1
     assert "is at step 60 already, beyond --steps 10" in done.err
 
@@ -301,7 +303,7 @@ def test_resume_notices_changed_text(half_run: Path, tmp_path: Path, text_folder
     before = name.read_text()
     try:
         name.write_text(before + "# changed\n")
-        done = run_in_ranks("train_lm.py", "--resume", "--out", half_run, code=2)
+        done = train("--resume", "--out", half_run, code=2)
     finally:
         name.write_text(before)
     assert "the text is not the one" in done.err

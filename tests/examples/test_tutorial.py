@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, run_example, run_in_ranks
+from tests.examples.conftest import EXAMPLES, run_example
+from tests.programs import run_program
 
 SAYS = {
     "01_dispatch_combine.py": ["expert 5: tokens", "combined: token 3 became 12.75"],
@@ -25,7 +26,7 @@ def test_every_numbered_example_is_here() -> None:
 @pytest.mark.parametrize("name", SAYS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_example(name: str, ranks: int) -> None:
-    done = run_example(name) if ranks == 1 else run_in_ranks(name, ranks=ranks)
+    done = run_example(name) if ranks == 1 else run_program(EXAMPLES / name, torchrun=ranks)
     assert done.code == 0, done.out + done.err
     for text in SAYS[name]:
         assert text in done.out
