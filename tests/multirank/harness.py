@@ -54,6 +54,7 @@ PRELOAD = [
     "torch._dynamo",  # the first optimizer imports it
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "numpy",
     "matplotlib.pyplot",
     "pytest",
