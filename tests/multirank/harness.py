@@ -51,12 +51,9 @@ PRELOAD = [
     "torch.distributed",
     "torch.utils.checkpoint",
     "torch._inductor.config",  # torch.use_deterministic_algorithms() looks into it: half a second a rank
-    "torch._dynamo",  # the first optimizer imports it
-    "torch.distributed.tensor",
     "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
     "numpy",
-    "matplotlib.pyplot",
+    "matplotlib.pyplot",  # of examples/train_lm.py
     "pytest",
     "moecomm",
     "moecomm.nn",
