@@ -37,7 +37,7 @@ def run_program(
     torchrun gives them. Every exit status has to be `code`. The output is that of all ranks, by rank."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = [str(each) for each in arguments], store.port if torchrun else None
-    done = run_ranks(torchrun or 1, _run, *given, timeout=TIMEOUT_S, environment=NO_GPUS | environment)
+    done = run_ranks(torchrun or 1, _run, *given, timeout=TIMEOUT_S, environment={**NO_GPUS, **environment})
     codes, out, err = ([each[i] for each in done] for i in range(3))
     assert set(codes) == {code}, "".join((*out, *err))
     return Finished(code, "".join(out), "".join(err))
