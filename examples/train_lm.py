@@ -44,13 +44,15 @@ def start_ranks(options: command_line.Options) -> int:
     """Checks all that can be checked before there are ranks, then runs this program again on each of them."""
     from pathlib import Path
 
-    from lm import checkpoint, data, ranks, tokenizer
+    from lm import data, ranks, tokenizer
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
     command_line.check_ranks(options, count)
     data.split_files(data.find_files(options.data))
     tokenizer.make_tokenizer(options.tokenizer)
     if options.resume:
+        from lm import checkpoint  # late: it takes a second to import
+
         checkpoint.newest(Path(options.out) / "checkpoints")
     return ranks.launch(sys.argv, count)
 

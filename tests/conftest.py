@@ -13,6 +13,7 @@ from moecomm.setup import discovery
 from tests import seeds
 
 HERE = Path(__file__).parent
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank that compiles starts processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Text to train on, and how the examples are started: as a user does, by their command line."""
+"""Text to train on, runs that tests share, and how an example is started as a user does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import TIMEOUT_S, Finished, run_program
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # `lm` is imported from there, as `train_lm.py` does
 
-TIMEOUT_S = 240
 SMALL_SIZES = {"dim": 32, "heads": 2, "layers": 2, "experts": 4, "ffn": 32, "seq": 32, "batch": 8}
-SMALL_STEPS = {"steps": 60, "warmup": 5, "eval-every": 30, "eval-windows": 33, "save-every": 30}
+SMALL_STEPS = {"steps": 60, "warmup": 5, "eval-every": 30, "eval-windows": 33, "save-every": 20}
 SMALL_MODEL = [f"--{name}={value}" for name, value in SMALL_SIZES.items()]
 SMALL_RUN = [*SMALL_MODEL, *(f"--{name}={value}" for name, value in SMALL_STEPS.items())]
 TEXT = (
@@ -37,25 +38,12 @@ TEXT = (
 )
 
 
-@dataclass(frozen=True)
-class Finished:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def last_line(self) -> str:
-        return self.out.strip().splitlines()[-1]
-
-
 def run_example(
-    name: str, *arguments: str | Path, ranks_by_torchrun: int | None = None, gpus: bool = False
+    name: str, *arguments: str | Path, ranks_by_torchrun: int = 0, gpus: bool = False
 ) -> Finished:
     """Runs one example to its end, alone or under torchrun, and hands back what it said."""
-    torchrun = [] if ranks_by_torchrun is None else ["-m", "torch.distributed.run", "--standalone"]
-    if ranks_by_torchrun is not None:
-        torchrun += ["--nproc-per-node", str(ranks_by_torchrun)]
-    command = [sys.executable, *torchrun, EXAMPLES / name, *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks_by_torchrun)]
+    command = [sys.executable, *(torchrun if ranks_by_torchrun else ()), EXAMPLES / name, *arguments]
     environment = clean_environment(gpus)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     return Finished(done.returncode, done.stdout, done.stderr)
@@ -105,30 +93,27 @@ class BaseRun:
     finished: Finished
 
 
-def whole_run(folder: Path, *arguments: str | Path) -> BaseRun:
-    """A whole small run on two ranks of its own."""
-    done = run_example("train_lm.py", *SMALL_RUN, *arguments, "--out", folder)
-    assert done.code == 0, done.err
-    return BaseRun(folder, done)
-
-
 @pytest.fixture(scope="session")
 def base_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseRun:
-    """Tests look at it and go on from copies of it."""
+    """A whole small run on two ranks of its own. Tests look at it and go on from copies of it."""
+    folder = tmp_path_factory.mktemp("base") / "run"
     sample = ("--sample", "20", "--prompt", "def ")
-    return whole_run(tmp_path_factory.mktemp("base") / "run", "--data", text_folder, *sample)
+    done = run_example("train_lm.py", *SMALL_RUN, "--data", text_folder, *sample, "--out", folder)
+    assert done.code == 0, done.err
+    return BaseRun(folder, done)
 
 
 @pytest.fixture(scope="session")
 def bfloat16_run(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseRun:
     """The same in bfloat16."""
     folder = tmp_path_factory.mktemp("bfloat16") / "run"
-    return whole_run(folder, "--dtype", "bfloat16", "--data", text_folder, "--sample", "5")
+    arguments = ("--dtype", "bfloat16", "--data", text_folder, "--sample", "5", "--out", folder)
+    return BaseRun(folder, run_program(EXAMPLES / "train_lm.py", *SMALL_RUN, *arguments, torchrun=2))
 
 
 @pytest.fixture
 def half_run(base_run: BaseRun, tmp_path: Path) -> Path:
-    """A copy of the run as it was at step 30: the checkpoint of the last step is taken away."""
+    """A copy of the run as it was at step 40: the checkpoint of the last step is taken away."""
     folder = tmp_path / "run"
     shutil.copytree(base_run.folder, folder)
     shutil.rmtree(folder / "checkpoints" / "step-00000060")

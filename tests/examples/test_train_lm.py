@@ -19,14 +19,13 @@ from tests.examples.conftest import (
     EXAMPLES,
     SMALL_MODEL,
     SMALL_RUN,
-    TIMEOUT_S,
     BaseRun,
-    Finished,
     clean_environment,
     processes_naming,
     run_example,
     wait_until,
 )
+from tests.programs import TIMEOUT_S, Finished, run_program
 
 import train_lm  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
@@ -56,6 +55,10 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return Finished(code, said.out, said.err)
 
     return run
+
+
+def train(*arguments: str | Path, ranks: int = 2, code: int = 0) -> Finished:
+    return run_program(EXAMPLES / "train_lm.py", *arguments, torchrun=ranks, code=code)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -95,7 +98,7 @@ def test_output_files(base_run: BaseRun) -> None:
     for name in ("loss.png", "expert_load.png"):
         assert (base_run.folder / name).read_bytes().startswith(b"\x89PNG")
     checkpoints = sorted(path.name for path in (base_run.folder / "checkpoints").iterdir())
-    assert checkpoints == ["step-00000030", "step-00000060"]
+    assert checkpoints == ["step-00000040", "step-00000060"]
     assert "estimate: " in base_run.finished.out
 
 
@@ -106,28 +109,17 @@ def test_sample_goes_on_from_the_prompt(base_run: BaseRun) -> None:
 
 
 def test_resume_repeats_the_same_losses(base_run: BaseRun, half_run: Path) -> None:
-    done = run_example("train_lm.py", "--resume", "--out", half_run, "--note", "left out: nothing")
-    assert done.code == 0, done.err
-    assert "resumed at step 30" in done.out
+    done = train("--resume", "--out", half_run, "--note", "left out: nothing")
+    assert "resumed at step 40" in done.out
     said = done.out.splitlines()
     assert said[0] == said[-2] == "left out: nothing"
     assert losses(half_run) == losses(base_run.folder)
     assert RESULT.fullmatch(done.last_line)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "torchrun"),
-    [
-        pytest.param(["--ep", "1"], None, id="2 ranks, ep 1"),
-        pytest.param(["--ranks", "1"], None, id="1 rank"),
-        pytest.param(["--ep", "2"], 4, id="4 ranks of torchrun, ep 2"),
-    ],
-)
-def test_resume_on_other_ranks(
-    base_run: BaseRun, half_run: Path, arguments: list[str], torchrun: int | None
-) -> None:
-    done = run_example("train_lm.py", "--resume", "--out", half_run, *arguments, ranks_by_torchrun=torchrun)
-    assert done.code == 0, done.err
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (1, 1), (4, 2)])
+def test_resume_on_other_ranks(base_run: BaseRun, half_run: Path, ranks: int, ep: int) -> None:
+    train("--resume", "--out", half_run, "--ep", str(ep), ranks=ranks)
     assert losses(half_run) == pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
 
 
@@ -138,8 +130,7 @@ def test_bfloat16_learns_as_float32_does(base_run: BaseRun, bfloat16_run: BaseRu
     shutil.copytree(bfloat16_run.folder, folder)
     assert losses(folder) == pytest.approx(losses(base_run.folder), abs=BFLOAT16)
     assert losses(folder) != pytest.approx(losses(base_run.folder), abs=OTHER_SPREAD)
-    done = run_example("train_lm.py", "--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
-    assert done.code == 0, done.err
+    train("--resume", "--out", folder, "--dtype", "float32", "--steps", "62")
     assert losses(folder)[62] == pytest.approx(losses(folder)[60], abs=0.5)
 
 
@@ -148,8 +139,7 @@ def test_microbatches_learn_the_same(base_run: BaseRun, text_folder: Path, tmp_p
     found = {}
     for name, flags in {"beside": ("--interleave",), "after": ()}.items():
         arguments = [*SMALL_RUN, "--microbatches", "2", *flags, "--data", text_folder]
-        done = run_example("train_lm.py", *arguments, "--out", tmp_path / name)
-        assert done.code == 0, done.err
+        done = train(*arguments, "--out", tmp_path / name)
         assert "exposed_comm=nan" in done.out
         found[name] = losses(tmp_path / name)
         base = losses(base_run.folder)
@@ -166,8 +156,7 @@ def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, 
     """Experts in fp8 give the losses of bfloat16 experts but for some percent of noise in their part."""
     folder = tmp_path / "run"
     flags = ("--dtype", "bfloat16", "--expert-precision", "fp8")
-    done = run_example("train_lm.py", *SMALL_RUN, *flags, "--data", text_folder, "--out", folder)
-    assert done.code == 0, done.err
+    train(*SMALL_RUN, *flags, "--data", text_folder, "--out", folder)
     found = {"bf16": losses(bfloat16_run.folder), "fp8": losses(folder)}
     assert found["fp8"] == pytest.approx(found["bf16"], abs=BFLOAT16)
     assert found["fp8"] != found["bf16"]
@@ -180,8 +169,7 @@ def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
 ) -> None:
     folder = tmp_path / "run"
     arguments = [*SMALL_RUN, "--no-tied", "--steps", "30", "--data", text_folder, "--out", folder]
-    done = run_example("train_lm.py", *arguments)
-    assert done.code == 0, done.err
+    train(*arguments)
     assert losses(folder)[1] == pytest.approx(math.log(257), abs=1e-5)
     assert losses(folder)[30] < losses(base_run.folder)[1]
     done = run_here("--resume", "--tied", "--out", folder)
@@ -191,47 +179,45 @@ def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
 def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(base_run.folder, folder)
-    done = run_example("train_lm.py", "--resume", "--out", folder, "--sample", "5")
-    assert done.code == 0, done.err
-    before, after = (
-        RESULT.fullmatch(base_run.finished.last_line),
-        re.search(r"val_loss=(\S+)", done.last_line),
-    )
-    assert before and after and before["val"] == after[1]
+    done = train("--resume", "--out", folder, "--sample", "5")
+    before, after = (re.search(r"val_loss=(\S+)", each.last_line) for each in (base_run.finished, done))
+    assert before and after and before[1] == after[1]
     assert done.last_line.endswith("(no step was left to run)")
-    done = run_example("train_lm.py", "--resume", "--out", folder, "--steps", "10")
-    assert done.code == 2 and len(done.err.splitlines()) == 1
+    done = train("--resume", "--out", folder, "--steps", "10", code=2)
+    assert len(done.err.splitlines()) == 1
     assert "is at step 60 already, beyond --steps 10" in done.err
 
 
-def start(folder: Path, text_folder: Path) -> subprocess.Popen[str]:
-    """An endless run, already past its first steps."""
-    steps = ["--steps", "1000000", "--eval-every", "1000000", "--save-every", "1000000"]
-    command = [sys.executable, EXAMPLES / "train_lm.py", *SMALL_MODEL, *steps, "--data", text_folder]
+def start(folder: Path, *arguments: str | Path) -> subprocess.Popen[str]:
+    """Starts or resumes an endless run, and returns when it is some steps further."""
+    before = len(losses(folder)) if folder.exists() else 0
     process = subprocess.Popen(
-        [*command, "--out", folder],
+        [sys.executable, EXAMPLES / "train_lm.py", *arguments, "--out", folder],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=clean_environment(),
         start_new_session=True,
     )
-    wait_until(lambda: process.poll() is not None or len(losses(folder)) >= 3, "three steps")
+    wait_until(lambda: process.poll() is not None or len(losses(folder)) >= before + 3, "three steps")
     assert process.poll() is None, process.communicate()
     return process
 
 
-def test_interrupt_leaves_a_checkpoint_and_nothing_else(text_folder: Path, tmp_path: Path) -> None:
+def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
+    text_folder: Path, tmp_path: Path
+) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     folder = tmp_path / "run"
-    process = start(folder, text_folder)
+    steps = [f"--{name}=1000000" for name in ("steps", "eval-every", "save-every")]
+    process = start(folder, *SMALL_MODEL, *steps, "--data", text_folder)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT, err
     assert err == "", err
-    steps = max(losses(folder))
-    assert f"stopped at step {steps}" in out.strip().splitlines()[-1]
-    assert (folder / "checkpoints" / f"step-{steps:08d}" / ".metadata").is_file()
+    last = max(losses(folder))
+    assert f"stopped at step {last}" in out.strip().splitlines()[-1]
+    assert (folder / "checkpoints" / f"step-{last:08d}" / ".metadata").is_file()
     assert processes_naming(folder) == []
     # Another program's window may have its name there for a moment; one that was left behind stays.
     wait_until(
@@ -240,39 +226,24 @@ def test_interrupt_leaves_a_checkpoint_and_nothing_else(text_folder: Path, tmp_p
         seconds=20,
     )
 
-    done = run_example("train_lm.py", "--resume", "--out", folder, "--steps", str(steps + 2))
-    assert done.code == 0, done.err
-    assert max(losses(folder)) == steps + 2
-
-
-def test_ranks_end_with_a_killed_launcher(text_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, text_folder)
+    process = start(folder, "--resume")
     process.kill()
-    process.communicate(timeout=TIMEOUT_S)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert f"resumed at step {last} of 1000000" in out
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
-WRONG_FOR_RANKS = {
-    "one file": (["--data", EXAMPLES / "train_lm.py"], "is the only text file"),
-    "no text": (["--data", sys.executable], "is not a text file"),
-    "text too short": (["--seq", "100000", "--batch", "2"], "held-out text"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_FOR_RANKS)
-def test_what_ranks_find_wrong_gives_one_line(case: str, text_folder: Path, tmp_path: Path) -> None:
-    arguments, message = WRONG_FOR_RANKS[case]
-    text = [] if "--data" in arguments else ["--data", text_folder]
-    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "2", *text, *arguments)
-    assert done.code == 2, done.err
-    assert done.out == ""
-    assert len(done.err.splitlines()) == 1, done.err
-    assert done.err.startswith("train_lm.py: error: ") and message in done.err
+def test_what_ranks_find_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
+    too_short = ("--seq", "100000", "--batch", "2", "--data", text_folder)
+    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "2", *too_short)
+    assert done.code == 2 and done.out == "" and len(done.err.splitlines()) == 1, done
+    assert done.err.startswith("train_lm.py: error: ") and "held-out text" in done.err
 
 
 TWO = ["--ranks", "2"]
 WRONG_BEFORE_THERE_ARE_RANKS = {
+    "one file": (["--data", str(EXAMPLES / "train_lm.py")], "is the only text file"),
+    "no text": (["--data", sys.executable], "is not a text file"),
     "missing file": (["--data", "/no/such/file"], "no such file or folder: /no/such/file"),
     "batch over ranks": ([*TWO, "--batch", "7"], "--batch 7 is not divisible by the number of ranks, 2"),
     "ep over ranks": ([*TWO, "--ep", "3"], "--ep 3 does not divide the number of ranks, 2"),
@@ -305,10 +276,10 @@ def test_bad_options_give_one_line(case: str, tmp_path: Path, run_here: Callable
     assert done.err.startswith("train_lm.py: error: ") and message in done.err
 
 
-def test_out_must_be_a_folder(text_folder: Path, tmp_path: Path) -> None:
+def test_out_must_be_a_folder(tmp_path: Path, run_here: Callable[..., Finished]) -> None:
     path = tmp_path / "file"
     path.write_text("taken")
-    done = run_example("train_lm.py", "--data", text_folder, "--out", path)
+    done = run_here("--out", path)
     assert done.code == 2 and "is a file, not a folder" in done.err
 
 
@@ -327,12 +298,12 @@ def test_resume_refuses_another_run(
     assert len(done.err.splitlines()) == 1
 
 
-def test_resume_notices_changed_text(text_folder: Path, half_run: Path, tmp_path: Path) -> None:
-    name = next(path for path in sorted(text_folder.iterdir()))
+def test_resume_notices_changed_text(half_run: Path, tmp_path: Path, text_folder: Path) -> None:
+    name = min(text_folder.iterdir())
     before = name.read_text()
     try:
         name.write_text(before + "# changed\n")
-        done = run_example("train_lm.py", "--resume", "--out", half_run)
+        done = train("--resume", "--out", half_run, code=2)
     finally:
         name.write_text(before)
-    assert done.code == 2 and "the text is not the one" in done.err, done.err
+    assert "the text is not the one" in done.err

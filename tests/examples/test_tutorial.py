@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from tests.examples.conftest import EXAMPLES, run_example
+from tests.programs import run_program
 
 SAYS = {
     "01_dispatch_combine.py": ["expert 5: tokens", "combined: token 3 became 12.75"],
@@ -23,9 +24,9 @@ def test_every_numbered_example_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", SAYS)
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_example(name: str, ranks: int | None) -> None:
-    done = run_example(name, ranks_by_torchrun=ranks)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_example(name: str, ranks: int) -> None:
+    done = run_example(name) if ranks == 1 else run_program(EXAMPLES / name, torchrun=ranks)
     assert done.code == 0, done.out + done.err
     for text in SAYS[name]:
         assert text in done.out
@@ -44,6 +45,6 @@ def test_the_guide_shows_parts_of_the_example() -> None:
 
 
 def test_dispatch_combine_on_three_ranks() -> None:
-    done = run_example("01_dispatch_combine.py", ranks_by_torchrun=3)
+    done = run_example("01_dispatch_combine.py", torchrun=3)
     assert done.code == 0, done.out + done.err
     assert done.out.count("received") == 3

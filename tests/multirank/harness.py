@@ -53,7 +53,9 @@ PRELOAD = [
     "torch.distributed",
     "torch.utils.checkpoint",
     "torch._inductor.config",  # torch.use_deterministic_algorithms() looks into it: half a second a rank
+    "torch.distributed.checkpoint",
     "numpy",
+    "matplotlib.pyplot",  # of examples/train_lm.py
     "pytest",
     "moecomm",
     "moecomm.nn",
@@ -421,5 +423,5 @@ def _rank_main(
             pipe.send_bytes(answer)
         except OSError:
             os._exit(1)
-    if joined:
+    if dist.is_initialized():
         dist.destroy_process_group()

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import moecomm
 from tests.fabric import needs_fabric
+from tests.programs import run_program
 
-
-def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+REPORT = ("-m", "moecomm")
 
 
 def test_the_report_names_versions_host_gpus_network_and_transports() -> None:
-    done = _run("-m", "moecomm", "-g", "3")
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, *REPORT, "-g", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     assert ["moecomm", moecomm.__version__] in lines
     for title in ("versions", "host", "GPUs", "network", "transports"):
@@ -37,24 +28,21 @@ def test_the_report_names_versions_host_gpus_network_and_transports() -> None:
 
 
 def test_ranks_of_torchrun_try_their_transport() -> None:
-    done = _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moecomm")
-    assert done.returncode == 0, done.stderr
-    assert "transports of 2 ranks (tried: works)" in done.stdout
-    assert done.stdout.count("versions\n") == 1
+    done = run_program(*REPORT, torchrun=2)
+    assert "transports of 2 ranks (tried: works)" in done.out
+    assert done.out.count("versions\n") == 1
 
 
-def _facts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+def _facts(*arguments: str, **environment: str) -> dict[str, str]:
     """Returns the facts of the report by name; the names are padded to 18 columns."""
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("  ")]
+    said = run_program(*REPORT, *arguments, environment=environment).out
+    lines = [line for line in said.splitlines() if line.startswith("  ")]
     return {line[2:20].strip(): line[21:] for line in lines}
 
 
 @needs_fabric
 def test_nodes_emulated_on_a_host_are_told_apart() -> None:
-    facts = _facts(
-        _run("-m", "moecomm", "-g", "4", MOECOMM_RANKS_PER_NODE="2", MOECOMM_FABRIC_PROVIDER="shm")
-    )
+    facts = _facts("-g", "4", MOECOMM_RANKS_PER_NODE="2", MOECOMM_FABRIC_PROVIDER="shm")
     assert facts["between nodes"].startswith("shm on ")
     assert "as MOECOMM_FABRIC_PROVIDER=shm asks" in facts["between nodes"]
     assert facts["rank 1"].startswith("shared memory (POSIX, /dev/shm)")
@@ -65,30 +53,25 @@ def test_nodes_emulated_on_a_host_are_told_apart() -> None:
 
 @needs_fabric
 def test_a_provider_that_is_not_there_is_said_and_not_raised() -> None:
-    facts = _facts(_run("-m", "moecomm", MOECOMM_RANKS_PER_NODE="1", MOECOMM_FABRIC_PROVIDER="no-such"))
+    facts = _facts(MOECOMM_RANKS_PER_NODE="1", MOECOMM_FABRIC_PROVIDER="no-such")
     assert facts["between nodes"].startswith("nothing: fabric provider 'no-such' cannot be used here")
     assert facts["rank 1"].startswith("node 1: none: fabric provider 'no-such' cannot be used here")
     assert "shm" in facts["fabric providers"]
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_said_and_not_raised() -> None:
-    facts = _facts(_run("-m", "moecomm", "-g", "4", MOECOMM_RANKS_PER_NODE="3"))
+    facts = _facts("-g", "4", MOECOMM_RANKS_PER_NODE="3")
     assert facts["none"].startswith("ranks_per_node is 3 for 4 ranks")
 
 
 @needs_fabric
 def test_ranks_of_torchrun_try_the_network() -> None:
-    done = _run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moecomm"),
-        MOECOMM_RANKS_PER_NODE="1",
-        MOECOMM_FABRIC_PROVIDER="tcp",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "transports of 2 ranks on 2 nodes (tried: works)" in done.stdout
-    assert "  rank 1             node 1: " in done.stdout
+    network = {"MOECOMM_RANKS_PER_NODE": "1", "MOECOMM_FABRIC_PROVIDER": "tcp"}
+    done = run_program(*REPORT, torchrun=2, environment=network)
+    assert "transports of 2 ranks on 2 nodes (tried: works)" in done.out
+    assert "  rank 1             node 1: " in done.out
 
 
 def test_a_bad_number_of_ranks_is_one_line() -> None:
-    done = _run("-m", "moecomm", "-g", "0")
-    assert done.returncode == 2
-    assert "--ranks is 0, expected at least 1" in done.stderr
+    done = run_program(*REPORT, "-g", "0", code=2)
+    assert "--ranks is 0, expected at least 1" in done.err

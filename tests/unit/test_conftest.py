@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import torch
-
 from moecomm.setup import discovery
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_program
 
 PROGRAM = """
 import pytest
@@ -29,9 +24,8 @@ def test_gpu():
 
 def _run(tmp_path: Path, *options: str) -> str:
     (tmp_path / "test_program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rs"]
-    command += ["--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path / "test_program.py"), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+    command = ["-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rs", "-c", "/dev/null"]
+    return run_program(*command, "--rootdir", tmp_path, tmp_path / "test_program.py", *options, code=1).out
 
 
 def test_seeds_are_shown_and_repeat(tmp_path: Path) -> None:
@@ -46,11 +40,7 @@ def test_seeds_are_shown_and_repeat(tmp_path: Path) -> None:
 
 
 def test_gpu_tests_say_why_they_are_skipped(tmp_path: Path) -> None:
-    found = _run(tmp_path)
-    if torch.cuda.is_available():
-        assert "skipped" not in found
-    else:
-        assert re.search(r"SKIPPED \[1\].*needs a GPU: torch ", found)
+    assert re.search(r"SKIPPED \[1\].*needs a GPU: torch ", _run(tmp_path))
 
 
 def test_what_is_left_out_is_said_first_and_last(tmp_path: Path) -> None:
