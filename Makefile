@@ -198,8 +198,8 @@ tsan:
 	@$(call ctest_summary,tsan)
 
 # Architectures are its arguments: 90a alone without any.
-cuda12:
-	@.ci/cuda12 $(ARGS)
+cuda12: $(VENV_DONE)
+	@PYTHON=$(abspath $(PY)) .ci/cuda12 $(ARGS)
 
 ctest_summary = grep -h -E 'tests passed|No tests were found|\(Skipped\)|\(Not Run\)' $(LOGS)/$(1).log | sed 's/^/    /'
 

@@ -25,7 +25,10 @@ def _section(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def _try_out() -> int:
-    """Dispatches and combines a few tokens between the ranks of torchrun, and says so on rank 0."""
+    """Dispatches and combines a few tokens between the ranks of torchrun, and says so on rank 0.
+
+    Returns 0, or 1 for a wrong result and for an error of moecomm, which each rank prints in a line.
+    """
     dist.init_process_group("gloo")
     try:
         size = dist.get_world_size()
@@ -50,6 +53,9 @@ def _try_out() -> int:
                     ),
                 )
             return 0 if right else 1
+    except moecomm.MoecommError as error:
+        print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     finally:
         dist.destroy_process_group()
 

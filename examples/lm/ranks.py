@@ -54,8 +54,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         nproc_per_node=ranks,
         run_id=f"train_lm-{os.getpid()}",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_endpoint="127.0.0.1:0",  # a number: a bare machine may not know the name localhost
+        local_addr="127.0.0.1",
         max_restarts=0,
     )
     if hasattr(config, "shutdown_timeout"):  # torch 2.11 has no such setting yet

@@ -80,9 +80,11 @@ def left_out() -> Iterator[str]:
         )
     elif not on_gpus:
         kernels = (
-            "are compiled" if _C.cuda_version else "are compiled with CMAKE_ARGS=-DMOECOMM_CUDA=ON alone"
+            "with their kernels"
+            if _C.cuda_version
+            else "without their kernels (CMAKE_ARGS=-DMOECOMM_CUDA=ON builds them where no GPU is)"
         )
-        yield f"GPUs: left out, torch {torch.__version__} finds none here; kernels {kernels}"
+        yield f"GPUs: left out, torch {torch.__version__} finds none here; moecomm was built {kernels}"
 
 
 def processors() -> Iterator[tuple[str, str]]:

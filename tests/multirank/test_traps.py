@@ -84,6 +84,7 @@ def test_a_state_of_other_experts_is_refused(pool: Callable[[int], RankPool], se
         assert found.text.startswith(start) and "moecomm.nn.sharded_state" in found.text
 
 
+@pytest.mark.filterwarnings("ignore:the state has no record")
 def test_a_state_without_a_record_loads_where_shapes_fit() -> None:
     config = MoEConfig(**SIZES)
     whole, part = GroupedExperts(config), GroupedExperts(config, num_local_experts=4, first_expert=4)
