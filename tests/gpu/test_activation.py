@@ -1,5 +1,5 @@
-"""The weighted activation's kernels: the tests of the CPU, and what only kernels have: bits that do not depend
-on the address, memory that they leave alone, streams, graphs, devices.
+"""The weighted activation's kernels: the tests of the CPU, and what only kernels have: bits that do not
+depend on the address, memory that they leave alone, streams, graphs, devices.
 
 Bodies run on rank 0 of a pool of one.
 """
