@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.test_layer import Case
+from tests.multirank.moe_cases import LayerCase as Case
 
 _STEPS = 3
 
