@@ -14,18 +14,11 @@ from tests.multirank.cases import Case
 from tests.multirank.conftest import Pools
 
 
-def _result(case: Case, rank: int, out: Any, y_TH: torch.Tensor, weighted_TH: torch.Tensor) -> cases.Arrays:
-    return {
-        "tokens": cases.to_numpy(out.tokens),
-        "weights": cases.to_numpy(out.weights),
-        "topk_idx": cases.to_numpy(out.topk_idx),
-        "tokens_per_expert": out.tokens_per_expert.numpy(),
-        "offsets": out.offsets.numpy(),
-        "overflow": int(out.overflow),
-        "y": cases.to_numpy(y_TH),
-        "weighted": cases.to_numpy(weighted_TH),
-        "exceeded": None,
-    }
+def _result(out: Any, y_TH: torch.Tensor, weighted_TH: torch.Tensor) -> cases.Arrays:
+    names = ("tokens", "weights", "topk_idx", "tokens_per_expert", "offsets")
+    sums = {"y": cases.to_numpy(y_TH), "weighted": cases.to_numpy(weighted_TH)}
+    arrays = {name: cases.to_numpy(getattr(out, name)) for name in names}
+    return {**arrays, **sums, "overflow": int(out.overflow), "exceeded": None}
 
 
 def _combines(comm: Any, case: Case, rank: int, out: Any) -> tuple[Any, Any]:
@@ -51,11 +44,10 @@ def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) ->
         # All ranks start the combines in one order, whatever order they waited in.
         pairs = [_combines(comm, some[i], rank, outs[i]) for i in range(len(some))]
         found: dict[int, tuple[torch.Tensor, ...]] = {i: tuple(w.wait() for w in pairs[i]) for i in order}
-        return [_result(case, rank, outs[i], *found[i]) for i, case in enumerate(some)]
+        return [_result(outs[i], *found[i]) for i, case in enumerate(some)]
 
 
-@pytest.mark.parametrize("backwards", [False, True], ids=["in order", "last first"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "backwards"), [(1, True), (3, False), (3, True)])
 def test_several_in_flight(pool: Pools, size: int, backwards: bool, seed: int) -> None:
     base = Case(tokens=(9, 5, 7)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
     base = replace(base, tokens=(9, *base.tokens[1:]))
@@ -94,15 +86,14 @@ def _mixed(rank: int, world_size: int, some: list[Case]) -> list[cases.Arrays]:
                 (left, some[2], sync),
             ):
                 first, second = _combines(comm, case, rank, out)
-                results.append(_result(case, rank, out, first.wait(), second.wait()))
+                results.append(_result(out, first.wait(), second.wait()))
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_mixed_with_synchronous_calls(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=(8,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+def test_mixed_with_synchronous_calls(pool: Pools, seed: int) -> None:
+    base = Case(tokens=(8,) * 3, num_experts=6, hidden=8, top_k=2, seed=seed)
     some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
-    gathered = list(zip(*pool(size)(_mixed, some), strict=True))
+    gathered = list(zip(*pool(3)(_mixed, some), strict=True))
     for step, results in enumerate(gathered):
         cases.verify([some[1], some[0], some[2]][step % 3], results)
 
@@ -129,7 +120,7 @@ def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np
         return [each.detach().numpy() for each in (y_TH, x_TH.grad, weights_TK.grad)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_gradients_through_work(pool: Pools, size: int, seed: int) -> None:
     case = Case(tokens=(6,) * size, num_experts=3 * size, hidden=8, top_k=2, seed=seed, routing="holes")
     plain = pool(size)(_autograd, case, False)
@@ -156,7 +147,7 @@ def _late(rank: int, world_size: int, case: Case) -> tuple[bool, cases.Arrays]:
         out = work.wait()
         assert work.is_completed()
         first, second = _combines(comm, case, rank, out)
-        return early, _result(case, rank, out, first.wait(), second.wait())
+        return early, _result(out, first.wait(), second.wait())
 
 
 def test_the_call_does_not_wait_for_peers(pool: Pools, seed: int) -> None:
@@ -184,7 +175,7 @@ def _errors(rank: int, world_size: int, case: Case) -> tuple[list[str], cases.Ar
         good.wait()
         out = after.wait()
         first, second = _combines(comm, case, rank, out)
-        return texts, _result(case, rank, out, first.wait(), second.wait())
+        return texts, _result(out, first.wait(), second.wait())
 
 
 def test_an_error_comes_from_wait(pool: Pools, seed: int) -> None:
