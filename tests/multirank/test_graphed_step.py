@@ -30,6 +30,7 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from tests import ranks
+from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.played import Played
@@ -457,19 +458,12 @@ def test_gradients_of_the_caller(pools: dict[int, RankPool], overflows: bool, se
         assert not problems, problems
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]:
     case = replace(SECOND, seed=seed, headroom=0.5, pool_bytes=(0, 0))
     model, x_TH = case.model(world_size), case.batch(rank, 0)
-    handler = _Warnings()
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moecomm").addHandler(handler)
     step = case.step(model, rank, report_every=3, warmup=1)
     for _ in range(5):
@@ -477,16 +471,12 @@ def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]
     texts: dict[str, str] = {}
 
     def refused(name: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-            texts[name] = ""
-        except Exception as error:
-            texts[name] = f"{type(error).__name__}: {error}"
+        error = catch(call)
+        texts[name] = "" if error is None else f"{error.name}: {error.text}"
 
     refused("shape", lambda: step(x_TH[1:]))
     refused("count", lambda: step(x_TH, x_TH))
     refused("no tensor", lambda: step(3))
-    grads = [each.grad for each in model.parameters()]
     broken: list[bool] = []
 
     def breaks(x_TH: Tensor) -> Tensor:
@@ -519,7 +509,7 @@ def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]
     refused("input", lambda: GraphedStep(breaks, model, recorder=Played())(x_TH.clone().requires_grad_()))
     logging.getLogger("moecomm").removeHandler(handler)
     model.layers[0].comm.close()
-    return {"texts": texts, "warnings": handler.texts, "same": same, "counts": (step.replays, step.overflows)}
+    return {"texts": texts, "warnings": warnings, "same": same, "counts": (step.replays, step.overflows)}
 
 
 def test_errors_and_warnings(pools: dict[int, RankPool], seed: int) -> None:
