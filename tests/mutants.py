@@ -382,7 +382,7 @@ MUTANTS = [
         "moecomm/nn/graphed.py",
         "        torch.set_rng_state(on_host)\n",
         "",
-        "tests/multirank/test_graphed_step.py -k overflow-2",
+        "tests/multirank/test_graphed_step.py -k overflow-3",
     ),
     Mutant(
         "the pool's peak stays",

@@ -15,45 +15,25 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
-from moecomm.kernels.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.test_activation import Output
-from tests.gpu.test_layer import Case, _run, check_graph, check_waits, check_ways
+from tests.gpu.test_layer import KINDS as LAYERS
+from tests.gpu.test_layer import check_graph, check_waits
+from tests.multirank.moe_cases import LayerCase, check_ways, run_layer
+from tests.unit.test_fp8_experts import test_products_of_quantised_operands
+from tests.unit.test_quantize import (
+    GROUPS,
+    KINDS,
+    LARGE_GROUPS,
+    ends_of,
+    numbers,
+    test_columns,
+    test_matrices,
+    test_rows,
+)
 
-KINDS = ("bfloat16", "float16", "float32")
-NAN = 0x7F
-"""In e4m3."""
-
-
-def numbers(shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:
-    """Draws finite numbers on the CPU, of sizes from far below to far above one, zeros among them."""
-    generator = torch.Generator().manual_seed(seed)
-    kind: torch.dtype = getattr(torch, dtype)
-    low, high = (-24, 12) if dtype == "float16" else (-140, 120)
-    around = torch.randint(low, high, (*shape[:-1], 1), generator=generator)
-    spread = torch.randint(-6, 3, shape, generator=generator)
-    values = torch.randn(shape, generator=generator, dtype=torch.float64) * torch.exp2(
-        (around + spread).double()
-    )
-    values *= torch.rand(shape, generator=generator) > 0.05
-    return values.to(kind)
-
-
-def other_bits(text: str, got: Tensor, want: Tensor) -> list[str]:
-    """Lists differences in bits of e4m3 values or scales; the sign of a NaN does not count."""
-    got = got.cpu()
-    same = got.view(torch.uint8) == want.view(torch.uint8)
-    if want.dtype == torch.float8_e4m3fn:
-        same |= want.float().isnan() & got.float().isnan()
-    if bool(same.all()):
-        return []
-    at = tuple((~same).nonzero()[0].tolist())
-    return [f"{text}: {int((~same).sum())} of {same.numel()} bytes differ, first at {at}"]
-
-
-def ends_of(ends: list[int]) -> Tensor:
-    return torch.tensor(ends, dtype=torch.int32)
+__all__ = ["test_columns", "test_matrices", "test_products_of_quantised_operands", "test_rows"]
 
 
 @pytest.fixture(scope="module")
@@ -72,80 +52,6 @@ def _capability(rank: int, world_size: int) -> tuple[int, int]:
 # -- kernels -----------------------------------------------------------------------------------------------
 
 
-def _rows(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
-    problems = []
-    for rows, columns in (
-        (1, 16),
-        (7, 32),
-        (513, 528),
-        (64, 1024),
-        (70, 1040),
-        (33, 7168),
-        (5, 16400),
-        (3, 40016),
-    ):
-        x = numbers((rows, columns), dtype, seed + columns)
-        if rows > 3:
-            x[1, 3], x[2, 5] = math.nan, math.inf
-        for ends in (None, [rows], [0, rows // 2], [0], [rows + 9], [-4]):
-            harness.poison(1 << 20)
-            real = rows if ends is None else max(0, min(rows, ends[-1]))
-            on_device = None if ends is None else ends_of(ends).to(harness.device())
-            got, want = quantize_rows(x.to(harness.device()), on_device), quantize_rows(x)
-            for name, one, other in zip(("values", "scales"), got, want, strict=True):
-                problems += other_bits(f"{rows} x {columns}, ends {ends}: {name}", one[:real], other[:real])
-    return problems
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-def test_rows(pool: Pools, dtype: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_rows, dtype, seed))
-
-
-GROUPS = (
-    (50, 32, [3, 3, 20]),
-    (50, 80, [50]),
-    (0, 16, [0, 0]),
-    (50, 16, [0, 0, 50]),
-    (2000, 48, [10, 1500, 2000]),  # more than fits in shared memory
-    (900, 7168, [100, 101, 899]),
-    (4096, 256, [128 * i for i in range(1, 33)]),
-    (700, 64, [min(700, 2 * i) for i in range(1, 401)]),  # more groups than a block has threads
-    (40, 32, [0]),
-)
-
-
-def _columns(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
-    problems = []
-    for rows, columns, ends in GROUPS:
-        x = numbers((rows, columns), dtype, seed + columns)
-        if rows:
-            x[: min(rows, 3), 1] = math.inf
-            x[min(rows, 5) - 1, 2] = math.nan
-        x[ends[-1] :] = math.nan
-        harness.poison(1 << 22)
-        got = quantize_columns(x.to(harness.device()), ends_of(ends).to(harness.device()))
-        want = quantize_columns(x, ends_of(ends))
-        text = f"{rows} x {columns}, {len(ends)} groups"
-        padded = int(want.padded_ends_L[-1])
-        problems += other_bits(f"{text}: values", got[0][:, :padded], want[0][:, :padded].contiguous())
-        problems += other_bits(f"{text}: scales", got[1], want[1])
-        if got[2].tolist() != want[2].tolist():
-            problems.append(f"{text}: padded ends {got[2].tolist()[:8]}, expected {want[2].tolist()[:8]}")
-    for shape in ((2, 32, 48), (1, 1040, 64), (3, 144, 80), (4, 512, 1024), (1, 16, 7168)):
-        x = numbers(shape, dtype, seed)
-        for quantize in (quantize_transposed, quantize_rows):
-            got, want = quantize(x.to(harness.device())), quantize(x)
-            for one, other in zip(got, want, strict=True):
-                problems += other_bits(f"{quantize.__name__} of {shape}", one, other)
-    return problems
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-def test_columns(pool: Pools, dtype: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_columns, dtype, seed))
-
-
 def _untouched(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
     """The extension's functions on memory of the test's own: nothing is written but what is said."""
     from moecomm import _C
@@ -155,11 +61,11 @@ def _untouched(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
     kind: torch.dtype = getattr(torch, dtype)
     prepare(harness.device(), kind)
     stream = torch.cuda.current_stream().cuda_stream
-    for rows, columns, ends in GROUPS:
+    for rows, columns, ends in GROUPS + LARGE_GROUPS:
         real = ends[-1]
-        x = numbers((rows, columns), dtype, seed)
+        x = numbers((rows, columns), kind, seed)
         x[real:] = math.nan
-        there, ends_L = x.to(harness.device()), ends_of(ends).to(harness.device())
+        there, ends_L = x.to(harness.device()), ends_of(ends)
         given = (there.data_ptr(), ends_L.data_ptr(), len(ends), rows, columns)
         values, scales = Output((rows, columns), torch.uint8, 0), Output((rows,), torch.float32, 0)
         addresses = values.value.data_ptr(), scales.value.data_ptr()
@@ -167,7 +73,7 @@ def _untouched(rank: int, world_size: int, dtype: str, seed: int) -> list[str]:
         text = f"{rows} x {columns}, {len(ends)} groups"
         if values.touched(real) or scales.touched(real):
             problems.append(f"{text}: rows past the real ones were written")
-        padded = quantize_columns(x, ends_of(ends)).padded_ends_L
+        padded = quantize_columns(there, ends_L).padded_ends_L
         width = 16 * (rows // 16 + len(ends))
         lines = Output((columns, width), torch.uint8, 0)
         found, places = Output((len(ends), columns), torch.float32, 0), Output((len(ends),), torch.int32, 0)
@@ -236,15 +142,12 @@ def test_what_the_extension_refuses(pool: Pools) -> None:
 def _kernels_in_a_graph(rank: int, world_size: int, seed: int) -> list[str]:
     """Inputs and the sizes of groups change between replays; the host waits for nothing while it issues."""
     problems = []
-    x = numbers((400, 160), "bfloat16", seed).to(harness.device())
-    ends = ends_of([100, 100, 400]).to(harness.device())
+    x = numbers((400, 160), torch.bfloat16, seed).to(harness.device())
+    ends = ends_of([100, 100, 400])
 
     def program() -> list[Tensor]:
-        return [
-            *quantize_rows(x, ends),
-            *quantize_columns(x, ends),
-            *quantize_transposed(x.view(1, 400, 160)),
-        ]
+        matrices = quantize_transposed(x.view(1, 400, 160))
+        return [*quantize_rows(x, ends), *quantize_columns(x, ends), *matrices]
 
     program()
     torch.cuda.synchronize()
@@ -255,24 +158,20 @@ def _kernels_in_a_graph(rank: int, world_size: int, seed: int) -> list[str]:
     with torch.cuda.graph(graph):
         captured = program()
     for replay, sizes in enumerate(([100, 100, 400], [0, 1, 17], [0, 0, 0], [399, 400, 400])):
-        now = numbers((400, 160), "bfloat16", seed + replay + 1)
-        x.copy_(now)
+        x.copy_(numbers((400, 160), torch.bfloat16, seed + replay + 1))
         ends.copy_(ends_of(sizes))
         for each in captured:
             each.view(torch.uint8).fill_(0xFF)
         graph.replay()
-        rows, columns = quantize_rows(now), quantize_columns(now, ends_of(sizes))
-        padded = int(columns.padded_ends_L[-1])
-        wanted = (
-            (captured[0][: sizes[-1]], rows.values[: sizes[-1]]),
-            (captured[1][: sizes[-1]], rows.scales[: sizes[-1]]),
-            (captured[2][:, :padded], columns.values_CQ[:, :padded].contiguous()),
-            (captured[3], columns.scales_LC),
-            (captured[4], columns.padded_ends_L),
-            *zip(captured[5:], quantize_transposed(now.view(1, 400, 160)), strict=True),
-        )
-        for number, (got, want) in enumerate(wanted):
-            problems += other_bits(f"replay {replay}, result {number}", got.contiguous(), want)
+        eager = program()
+        padded = int(eager[4][-1])
+        for number, (got, want) in enumerate(zip(captured, eager, strict=True)):
+            if number < 2:
+                got, want = got[: sizes[-1]], want[: sizes[-1]]
+            elif number == 2:
+                got, want = got[:, :padded], want[:, :padded]
+            if not torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)):
+                problems.append(f"replay {replay}: result {number} differs")
     return problems
 
 
@@ -281,86 +180,11 @@ def test_kernels_in_a_cuda_graph(pool: Pools, seed: int) -> None:
     harness.assert_none(pool(1)(_kernels_in_a_graph, seed))
 
 
-# -- products ----------------------------------------------------------------------------------------------
-
-SHAPES = (
-    (64, 32, 48, [3, 3, 40, 50]),
-    (300, 256, 384, [0, 100, 100, 300]),
-    (1024, 1024, 512, [256, 512, 768, 1024]),
-    (520, 512, 4096, [130, 260, 390, 520]),
-    (100, 16, 16, [25, 50, 75, 90]),
-)
-
-
-def _far_off(text: str, got: Tensor, want: Tensor, size: Tensor, summed: int) -> list[str]:
-    """The tensor cores keep 14 bits of a running sum, to which they add 32 products at a time."""
-    bound = want.abs() * 2.0**-7 + size * (summed / 32 + 2) * 2.0**-13
-    off = ~((got.cpu().double() - want).abs() <= bound)
-    return [f"{text}: {int(off.sum())} of {off.numel()} are off"] if bool(off.any()) else []
-
-
-def _products(rank: int, world_size: int, seed: int) -> list[str]:
-    """Compares products with float64 sums of the same quantised operands. NaN lies where nobody may read."""
-    problems = []
-    torch.manual_seed(seed)
-    for rows, a, b, ends in SHAPES:
-        text, real = f"{rows} x {a} -> {b}, ends {ends}", ends[-1]
-        x, dy = torch.randn(rows, a).to(torch.bfloat16), torch.randn(rows, b).to(torch.bfloat16)
-        weight = torch.randn(len(ends), a, b).to(torch.bfloat16)
-        x[real:], dy[real:] = math.nan, math.nan
-        there = {name: each.to(harness.device()) for name, each in (("x", x), ("dy", dy), ("w", weight))}
-        offsets = ends_of(ends).to(harness.device())
-        for name, source, quantize, along in (
-            ("y", "x", quantize_transposed, a),
-            ("dx", "dy", quantize_rows, b),
-        ):
-            left, right = quantize_rows(there[source], offsets), quantize(there["w"])
-            got = scaled_grouped_mm(left, right, offsets)
-            left, right = quantize_rows(x if source == "x" else dy), quantize(weight)
-            p = left.values.double() * left.scales.double().unsqueeze(1)
-            q = (right.values.double() * right.scales.double().unsqueeze(2)).transpose(1, 2)
-            for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-                part = slice(begin, end)
-                want, size = p[part] @ q[group], p[part].abs() @ q[group].abs()
-                problems += _far_off(f"{text}: {name}, group {group}", got[part], want, size, along)
-        columns = [quantize_columns(there[name], offsets) for name in ("x", "dy")]
-        end = int(columns[0].padded_ends_L[-1])
-        results = []
-        for fill in (NAN, 0):
-            for each in columns:
-                each.values_CQ.view(torch.uint8)[:, end:] = fill
-            results.append(scaled_grouped_mm_wgrad(*columns))
-        if not torch.equal(*results):
-            problems.append(f"{text}: values past the last padded end matter")
-        for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            if begin == end:
-                if bool((results[0][group] != 0).any()):
-                    problems.append(f"{text}: an empty group has a gradient")
-                continue
-            parts = [quantize_transposed(_padded(each[begin:end]).unsqueeze(0)) for each in (x, dy)]
-            p, q = (each.values[0].double() * each.scales[0].double().unsqueeze(1) for each in parts)
-            want, size = p @ q.t(), p.abs() @ q.t().abs()
-            problems += _far_off(f"{text}: dw, group {group}", results[0][group], want, size, end - begin)
-    return problems
-
-
-def _padded(rows: Tensor) -> Tensor:
-    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
-
-
-@pytest.mark.usefixtures("products")
-def test_products(pool: Pools, seed: int) -> None:
-    harness.assert_none(pool(1)(_products, seed))
-
-
 # -- the layer ---------------------------------------------------------------------------------------------
 
 FP8 = {"expert_precision": "fp8"}
+IN_FP8 = {**FP8, "ffn_hidden": 192}
 FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
-
-
-def _case(size: int, seed: int, options: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Case:
-    return Case((300, 0, 257, 64)[:size], seed, dtype, {**FP8, **options})
 
 
 @pytest.mark.usefixtures("products")
@@ -368,25 +192,22 @@ def _case(size: int, seed: int, options: dict[str, Any], dtype: torch.dtype = to
 @pytest.mark.parametrize("kind", ["dropless", "capacity", "gelu, no shared experts"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_way_gives_the_same(pool: Pools, size: int, kind: str, dtype: torch.dtype, seed: int) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "dropless": {},
-        "capacity": {"capacity_factor": 1.5, "pad_to_capacity": True},
-        "gelu, no shared experts": {"activation": "gelu", "num_shared_experts": 0},
-    }
-    harness.assert_none(pool(size)(check_ways, _case(size, seed, options[kind], dtype)))
+    case = LayerCase((300, 0, 257, 64)[:size], seed, dtype, {**IN_FP8, **LAYERS[kind]})
+    harness.assert_none(pool(size)(check_ways, case))
 
 
-def _against_cpu(rank: int, world_size: int, case: Case) -> list[str]:
+def _against_cpu(rank: int, world_size: int, case: LayerCase) -> list[str]:
     layer, on_cpu = case.layer(), case.layer("cpu")
     plain = replace(case, options={**case.options, "expert_precision": None}).layer("cpu")
     x, grad = case.input(rank)
-    want, exact = _run(on_cpu, x, grad, {}), _run(plain, x, grad, {})
-    got = _run(layer, x.to(harness.device()), grad.to(harness.device()), {})
+    want, exact = run_layer(on_cpu, x, grad, {}), run_layer(plain, x, grad, {})
+    got = run_layer(layer, x.to(harness.device()), grad.to(harness.device()), {})
     problems = []
     for name, value in want.items():
         # What differs in the last bits of bfloat16 may be another number of e4m3 in the next product.
-        size = float(exact[name].norm())
-        off, error = float((got[name].cpu() - value).norm()), float((got[name].cpu() - exact[name]).norm())
+        size = float(exact[name].double().norm())
+        here = got[name].cpu().double()
+        off, error = float((here - value).norm()), float((here - exact[name]).norm())
         if not off <= 0.06 * size + 1e-6 or not error <= 0.16 * size + 1e-6:
             problems.append(f"rank {rank}: {name} is off by {off} and {error} of {size}")
     for each in (layer, on_cpu, plain):
@@ -399,19 +220,20 @@ def _against_cpu(rank: int, world_size: int, case: Case) -> list[str]:
 def test_against_the_cpu(pool: Pools, size: int, seed: int) -> None:
     """Results in float32, where GPU and CPU choose the same experts, are near those of the CPU, which are
     as far from exact products as docs/fp8.md says."""
-    harness.assert_none(pool(size)(_against_cpu, Case((70, 40)[:size], seed, torch.float32, dict(FP8))))
+    case = LayerCase((70, 40)[:size], seed, torch.float32, IN_FP8)
+    harness.assert_none(pool(size)(_against_cpu, case))
 
 
 @pytest.mark.usefixtures("cuda_only", "products")
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_host_waits_for_nothing_with_a_capacity(pool: Pools, size: int, seed: int) -> None:
-    pool(size)(check_waits, Case((96,) * size, seed, options={**FP8, **FIXED}))
+    pool(size)(check_waits, LayerCase((96,) * size, seed, options={**IN_FP8, **FIXED}))
 
 
 @pytest.mark.usefixtures("cuda_only", "products")
 @pytest.mark.parametrize("size", [1, 2])
 def test_forward_and_backward_in_one_graph(pool: Pools, size: int, seed: int) -> None:
-    case = Case((128,) * size, seed, options={**FP8, **FIXED})
+    case = LayerCase((128,) * size, seed, options={**IN_FP8, **FIXED})
     harness.assert_none(pool(size)(check_graph, case))
 
 
@@ -425,7 +247,7 @@ def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     )
     experts = GroupedExperts(config, device=harness.device())
     rows = torch.randn(256, 512, device=harness.device()).to(torch.bfloat16)
-    offsets = ends_of([32 * i for i in range(1, 9)]).to(harness.device())
+    offsets = ends_of([32 * i for i in range(1, 9)])
     want = experts(rows, offsets, has_tail=False).detach()
     problems = []
     for _ in range(5):

@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.fabric import needs_fabric
 from tests.gpu import (
@@ -33,6 +30,8 @@ from tests.gpu import (
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import GpuPool
 from tests.gpu.oracle import Job, Oracle, play
+from tests.multirank.cases import Case
+from tests.multirank.test_nodes import against_one_node, counted, verify_against_one_node, verify_crossing
 
 SAME_AS_ON_ONE_NODE: list[Callable[..., None]] = [
     test_small_cases.test_layouts_alignments_and_capacities,
@@ -117,73 +116,36 @@ def require_gpus(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     return require
 
 
-def _both(rank: int, world_size: int, job: Job) -> tuple[list[str], list[str], int, list[bool]]:
-    """The same job on nodes, on one node and on nodes again: what was wrong, and what is the same."""
-    with (
-        harness.communicator(**job.communicator) as between,
-        harness.communicator(**{**job.communicator, "ranks_per_node": world_size}) as within,
-    ):
-        problems = play(between, job, rank)
-        known = Oracle(job, rank, between.device)
-        outs = [known.dispatch(comm) for comm in (between, within, between)]
-        sums = [
-            comm.combine(known.answer(out.tokens), out.handle, weights=out.weights)
-            for comm, out in zip((between, within, between), outs, strict=True)
-        ]
-        same = [
-            torch.equal(outs[0].tokens[: known.kept], out.tokens[: known.kept])
-            and torch.equal(outs[0].weights[: known.kept], out.weights[: known.kept])
-            for out in outs[1:]
-        ]
-        return problems, known.problems, between.nodes, [*same, torch.equal(sums[0], sums[2])]
-
-
 @pytest.mark.parametrize("wire", [None, "fp8"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_against_one_node(pool: Pools, per_node: int, size: int, wire: str | None, seed: int) -> None:
-    """A dispatch gives the same bits as on one node, and a combine the same in each run."""
-    job = Job(
-        tokens=(700, 1, 600, 333)[:size],
+    case = Case(
+        tokens=(300, 1, 200, 133)[:size],
         num_experts=8 * size,
-        hidden=2064,
+        hidden=1040,
         top_k=4,
+        dtype="bfloat16",
         wire=wire,
         routing="holes",
         seed=seed,
+        ranks_per_node=per_node,
     )
-    for problems, more, nodes, same in pool(size)(_both, job):
-        assert problems == more == []
-        assert nodes == size // per_node and all(same)
-
-
-def _counted(rank: int, world_size: int, job: Job) -> dict[str, float]:
-    with harness.communicator(**job.communicator) as comm:
-        known = Oracle(job, rank, comm.device)
-        out = known.dispatch(comm)
-        comm.combine(known.answer(out.tokens), out.handle)
-        torch.cuda.synchronize()
-        dist.barrier()
-        return comm.stats()
+    verify_against_one_node(case, pool(size)(against_one_node, case))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_cross_once_a_node(pool: Pools, per_node: int, size: int, seed: int) -> None:
-    job = Job(tokens=(200,) * size, num_experts=4 * size, hidden=256, top_k=3, routing="holes", seed=seed)
-    counts = pool(size)(_counted, job)
-    nodes = size // per_node
-    crossing = np.zeros((size, nodes), np.int64)  # rows that a rank's tokens need, by node
-    for rank, ids_TK in enumerate(pool(size)(_ids, job)):
-        owners = np.where(ids_TK >= 0, ids_TK // 4 // per_node, -1)
-        for node in range(nodes):
-            crossing[rank, node] = (owners == node).any(1).sum() * (node != rank // per_node)
-    for rank, stats in enumerate(counts):
-        rail = [home for home in range(size) if home % per_node == rank % per_node]
-        rows = crossing[rank].sum() + sum(crossing[home, rank // per_node] for home in rail)
-        assert stats["network_row_bytes"] == rows * job.hidden * 2
-
-
-def _ids(rank: int, world_size: int, job: Job) -> np.ndarray:
-    return np.asarray(Oracle(job, rank, harness.device()).own.ids_TK.cpu().numpy())
+    case = Case(
+        tokens=(200,) * size,
+        num_experts=4 * size,
+        hidden=256,
+        top_k=3,
+        dtype="bfloat16",
+        routing="holes",
+        seed=seed,
+        ranks_per_node=per_node,
+    )
+    verify_crossing(case, pool(size)(counted, case))
 
 
 @pytest.mark.parametrize("size", [2, 4])

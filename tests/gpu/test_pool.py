@@ -1,4 +1,4 @@
-"""The kernels of ActivationPool: bits, counts, graphs whose replays differ, host pages, streams.
+"""The kernels of ActivationPool: the tests of the CPU, graphs whose replays differ, streams, sizes.
 
 Bodies run on rank 0 of a pool of one.
 """
@@ -11,61 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm.nn.pool import ActivationPool
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.pool_cases import ORDERS, pages_for, random_order, same, tensors_of
+from tests.unit.test_pool import (
+    pages_for,
+    same,
+    tensors_of,
+    test_only_real_rows_are_written,
+    test_random_order,
+)
+
+__all__ = ["test_only_real_rows_are_written", "test_random_order"]
 
 PAGE = 1 << 14
 
 
-def _random_order(rank: int, world_size: int, order: dict[str, int], seed: int) -> list[str]:
-    harness.poison(64 << 20)
-    return random_order(harness.device(), seed, **order)
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-def test_random_order(pool: Pools, order: dict[str, int], seed: int) -> None:
-    harness.assert_none(pool(1)(_random_order, order, seed))
-
-
-def _within(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
-    """Rows that are not real, and all around the tensors, stay as they were."""
-    from moecomm.nn.pool import ActivationPool
-
-    device, rng, problems = harness.device(), random.Random(seed), []
-    pool = ActivationPool(device, (64 - spill) * PAGE, page_bytes=PAGE, spill_bytes=spill * PAGE)
-    for turn in range(30):
-        rows = rng.choice((1, 3, 50, 130))
-        width = rng.choice((1, 13, 16, 512, 1000))
-        count = rng.randint(0, rows)
-        pushed = tensors_of(device, rows, rng, most=1)[0].view(torch.uint8)[:, :1]
-        pushed = pushed.expand(rows, width).contiguous()
-        pushed.copy_(torch.randint(0, 256, (rows, width), dtype=torch.uint8, device=device))
-        ends = torch.tensor([count], dtype=torch.int32, device=device)
-        handle = pool.stash(pushed, ends=ends)
-        memory = torch.full((4096 + rows * width + 4096,), 0xA5, dtype=torch.uint8, device=device)
-        into = memory[4096 : 4096 + rows * width].view(rows, width)
-        pool._pages.restore([into], handle.table)
-        if not torch.equal(into[:count], pushed[:count]):
-            problems.append(f"turn {turn}: {count} of {rows} x {width} came back differently")
-        rest = memory.clone()
-        rest[4096 : 4096 + count * width] = 0xA5
-        if not bool((rest == 0xA5).all()):
-            problems.append(f"turn {turn}: {count} of {rows} x {width}: bytes outside were written")
-    if pool.use().held:
-        problems.append(f"{pool.use()} at the end")
-    return problems
-
-
-@pytest.mark.parametrize("spill", [0, 60, 64])
-def test_nothing_else_is_written(pool: Pools, spill: int, seed: int) -> None:
-    harness.assert_none(pool(1)(_within, spill, seed))
-
-
 def _owned(rank: int, world_size: int, seed: int) -> list[str]:
     """Pages of tables that nobody has any more: at once, and within a graph, in each of its replays."""
-    from moecomm.nn.pool import ActivationPool
-
     device = harness.device()
     pool = ActivationPool(device, 16 * PAGE, page_bytes=PAGE)
     generator = torch.Generator(device).manual_seed(seed)
@@ -97,14 +60,13 @@ def _owned(rank: int, world_size: int, seed: int) -> list[str]:
     return problems
 
 
+@pytest.mark.usefixtures("cuda_only")
 def test_pages_go_back_with_their_tables(pool: Pools, seed: int) -> None:
     harness.assert_none(pool(1)(_owned, seed))
 
 
 def _graph(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
     """Checks a graph whose replays each take as much as they need; some need more than there is."""
-    from moecomm.nn.pool import ActivationPool
-
     device, rng, problems = harness.device(), random.Random(seed), []
     rows, pages = 400, 40
     pool = ActivationPool(device, (pages - spill) * PAGE, page_bytes=PAGE, spill_bytes=spill * PAGE)
@@ -171,8 +133,6 @@ def test_replays_take_what_they_need(pool: Pools, spill: int, seed: int) -> None
 
 def _streams(rank: int, world_size: int, seed: int) -> list[str]:
     """Pushed on one stream, popped on another, with only the pool to order them."""
-    from moecomm.nn.pool import ActivationPool
-
     device, rng, problems = harness.device(), random.Random(seed), []
     streams = [torch.cuda.Stream() for _ in range(3)]
     sources = [tensors_of(device, 2000, rng, most=2) for _ in range(20)]
@@ -202,8 +162,6 @@ def test_several_streams(pool: Pools, seed: int) -> None:
 
 
 def _no_waits(rank: int, world_size: int) -> None:
-    from moecomm.nn.pool import ActivationPool
-
     pool = ActivationPool(harness.device(), 100 * PAGE, page_bytes=PAGE)
     rows = torch.zeros(100, 64, device=harness.device())
     ends = torch.full((2,), 50, dtype=torch.int32, device=harness.device())
@@ -223,8 +181,6 @@ def test_the_host_waits_for_nothing(pool: Pools) -> None:
 
 def _large(rank: int, world_size: int, seed: int) -> list[str]:
     """More than 4 GiB in one tensor, so that offsets do not fit 32 bits."""
-    from moecomm.nn.pool import ActivationPool
-
     device = harness.device()
     rows = torch.randint(0, 1 << 30, (70_000, 16_384), dtype=torch.int32, device=device)
     ends = torch.tensor([69_999], dtype=torch.int32, device=device)
@@ -240,7 +196,6 @@ def test_large_tensors(pool: Pools, seed: int) -> None:
 
 
 def _no_memory(rank: int, world_size: int) -> Any:
-    from moecomm.nn.pool import ActivationPool
     from tests.multirank.catching import catch
 
     return catch(lambda: ActivationPool(harness.device(), 1 << 50))

@@ -165,15 +165,11 @@ def _late_producer(rank: int, world_size: int, job: Job, side: bool, async_op: b
             y_TH = y_TH.clone()
             if not async_op:
                 answer_PH.fill_(float("nan"))
-            known.check_dispatch(replace_tokens(out, tokens_PH))
+            known.check_dispatch(replace(out, tokens=tokens_PH))
             known.check_combine("combine", y_TH)
             problems += [f"turn {turn}: {text}" for text in known.problems]
             known.problems = []
     return problems
-
-
-def replace_tokens(out: Any, tokens_PH: torch.Tensor) -> Any:
-    return replace(out, tokens=tokens_PH)
 
 
 @pytest.mark.parametrize("slack", [None, 10], ids=["dropless", "fixed"])

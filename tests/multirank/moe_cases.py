@@ -1,4 +1,5 @@
-"""One step of a MoELayer on every rank, and the same step by the dense reference on all ranks' tokens."""
+"""One step of a MoELayer on every rank, and the same step by the dense reference on all ranks' tokens; and a
+layer on the rank's device, which has to give the same in whatever way it runs."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from moecomm import Communicator, Work
 from moecomm.nn import MoEConfig, MoELayer, is_expert_parameter, sync_gradients
 from tests.moe_reference import reference_moe
+from tests.ranks import communicator, device, on_cpu, synchronize
 
 SIZES: dict[str, Any] = {"hidden": 16, "ffn_hidden": 8, "num_experts": 12, "top_k": 3, "init_std": 0.4}
 TOKENS = {1: [9], 2: [6, 0], 3: [6, 0, 9], 4: [3, 9, 0, 6]}
@@ -40,11 +42,6 @@ class Case:
     poison_tail: bool = False
     """Put NaN in the received rows that the communicator leaves unspecified."""
 
-    layer: dict[str, Any] = field(default_factory=dict)
-    """How it runs: arguments of MoELayer."""
-    defer: bool = False
-    """The experts' weights get their gradients after the backward."""
-
     def with_dtype(self, dtype: torch.dtype) -> Case:
         return replace(self, dtype=dtype)
 
@@ -61,8 +58,7 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
     torch.manual_seed(seed)
     config = MoEConfig(**{**SIZES, "dtype": case.dtype, **case.options})
     counts = TOKENS[world_size]
-    layer = MoELayer(config, max_tokens=max(counts) + 2, **case.layer)
-    layer.defer_weights = case.defer
+    layer = MoELayer(config, max_tokens=max(counts) + 2)
     layer.loss_scale = case.loss_scale
     if layer.router.expert_bias_E is not None:
         layer.router.expert_bias_E.copy_(torch.randn(config.num_experts) * 0.1)
@@ -78,9 +74,6 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
     assert y.shape == shaped.shape
     assert y.dtype == x.dtype
     (y.view_as(x) * factor).sum().backward()
-    if case.defer:
-        assert all(parameter.grad is None for parameter in layer.experts.parameters())
-    layer.backward_weights()
     sync_gradients(layer)
     layer.comm.close()
     record = "experts._extra_state"  # of which experts are here
@@ -167,3 +160,129 @@ def groups_of(rank: int, world_size: int, ep: int) -> tuple[Any, Any]:
             if rank in ranks:
                 mine[kind] = group
     return mine[0], mine[1]
+
+
+# -- in whatever way it runs ---------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in order": {"overlap": False},
+    "overlapped": {},
+    "rows kept": {"keep": "rows"},
+    "nothing kept": {"keep": "nothing"},
+    "weights later": {"defer_weights": True},
+    "nothing kept, weights later": {"keep": "nothing", "defer_weights": True},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "home on eight SMs": {"beside_sms": 8},
+    "home on two SMs, rows kept": {"beside_sms": 2, "keep": "rows"},
+    "home before the weights": {"beside_sms": 0},
+}
+"""Ways that only GPUs have."""
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    return WAYS if on_cpu() else WAYS | BESIDE
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer on the rank's device and inputs for it; on the CPU it is small."""
+
+    tokens: tuple[int, ...]
+    seed: int
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+    num_sms: int | None = None
+    """Of the communicator. With few of them products leave these alone."""
+    reentrant: bool | None = None
+    poison_tail: bool = False
+
+    @property
+    def config(self) -> MoEConfig:
+        sizes = SIZES if on_cpu() else {**SIZES, "hidden": 256, "ffn_hidden": 192, "init_std": 0.05}
+        return MoEConfig(**{**sizes, "dtype": self.dtype, "num_shared_experts": 1, **self.options})
+
+    def layer(self, where: str | None = None) -> Any:
+        torch.manual_seed(self.seed)
+        config = self.config
+        comm = communicator(
+            num_experts=config.num_experts,
+            hidden=config.hidden,
+            top_k=config.top_k,
+            max_tokens=max(*self.tokens, 1) + 2,
+            dtype=config.dtype,
+            num_sms=self.num_sms,
+            device=where or device(),
+        )
+        if self.poison_tail:
+            poison_tail(comm)
+        return MoELayer(config, comm)
+
+    def input(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
+        """x and the gradient of y, on the CPU."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + step * 10 + rank)
+        pair = torch.randn(2, self.tokens[rank], self.config.hidden, generator=generator)
+        return pair[0].to(self.dtype), pair[1].to(self.dtype)
+
+    def input_here(self, rank: int, step: int = 0) -> tuple[Tensor, ...]:
+        return tuple(each.to(device()) for each in self.input(rank, step))
+
+
+def run_layer(
+    layer: Any, x: Tensor, grad: Tensor, way: dict[str, Any], reentrant: bool | None = None
+) -> dict[str, Tensor]:
+    """Runs one forward and backward; returns the output, all gradients, losses and the experts' load."""
+    settings = {"overlap": True, "keep": "all", "defer_weights": False, "beside_sms": None, **way}
+    for name, value in settings.items():
+        setattr(layer, name, value)
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+    y.backward(grad)
+    if layer.defer_weights:
+        assert all(parameter.grad is None for parameter in layer.experts.parameters())
+    layer.backward_weights()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    seen = {"load": layer.last_tokens_per_expert, **layer.last_losses}
+    return {"y": y.detach(), "x": x.grad, **grads, **{name: each.detach() for name, each in seen.items()}}
+
+
+def differences(left: dict[str, Tensor], right: dict[str, Tensor], what: str) -> list[str]:
+    """Lists values that differ: gradients of the router and of x by some roundings, all else by a bit.
+
+    Autograd chooses the order in which gradients from several places are summed."""
+    problems = []
+    for name, value in left.items():
+        other = right[name]
+        if name != "x" and not name.startswith("router."):
+            good = torch.equal(value, other)
+        else:
+            scale = float(value.float().abs().max()) if value.numel() else 0.0
+            roundings, scale = (32, max(scale, 1.0)) if on_cpu() else (8, scale)
+            bound = roundings * torch.finfo(left["x"].dtype).eps * scale
+            good = bool(((value - other).double().abs() <= bound).all())
+        if not good:
+            problems.append(f"{what}: {name}")
+    return problems
+
+
+def change_weights(layer: Any, factor: float) -> None:
+    """Changes the experts' weights in place, so that what is cached of them has to be made again."""
+    with torch.no_grad():
+        for parameter in layer.experts.parameters():
+            parameter.mul_(factor)
+
+
+def check_ways(rank: int, world_size: int, case: LayerCase) -> list[str]:
+    """Every way gives the same bits in the output, the losses and the gradients of the experts."""
+    layer, problems = case.layer(), []
+    for step in range(2 if on_cpu() else 3):
+        x, grad = case.input_here(rank, step)
+        found = {name: run_layer(layer, x, grad, way, case.reentrant) for name, way in ways().items()}
+        found["again"] = run_layer(layer, x, grad, {}, case.reentrant)
+        for name, each in found.items():
+            problems += differences(found["overlapped"], each, f"rank {rank}, step {step}, {name}")
+        change_weights(layer, 1.5)
+    synchronize()
+    layer.comm.close()
+    return problems

@@ -49,8 +49,7 @@ def _in_flight(rank: int, world_size: int, some: list[Case], backwards: bool) ->
         return [text for i in order for text in checks[i]()]
 
 
-@pytest.mark.parametrize("backwards", [False, True], ids=["in order", "last first"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "backwards"), [(1, True), (3, False), (3, True)])
 def test_several_in_flight(pool: Pools, size: int, backwards: bool, seed: int) -> None:
     base = Case(tokens=(9, 5, 7)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
     base = replace(base, tokens=(9, *base.tokens[1:]))
@@ -91,11 +90,10 @@ def _mixed(rank: int, world_size: int, some: list[Case]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_mixed_with_synchronous_calls(pool: Pools, size: int, seed: int) -> None:
-    base = Case(tokens=(8,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+def test_mixed_with_synchronous_calls(pool: Pools, seed: int) -> None:
+    base = Case(tokens=(8,) * 3, num_experts=6, hidden=8, top_k=2, seed=seed)
     some = [base, replace(base, dtype="bfloat16", hidden=24), replace(base, seed=seed + 1, layout="rank")]
-    assert_none(pool(size)(_mixed, some))
+    assert_none(pool(3)(_mixed, some))
 
 
 def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np.ndarray]:
@@ -120,7 +118,7 @@ def _autograd(rank: int, world_size: int, case: Case, async_op: bool) -> list[np
         return [each.detach().numpy() for each in (y_TH, x_TH.grad, weights_TK.grad)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_gradients_through_work(pool: Pools, size: int, seed: int) -> None:
     case = Case(tokens=(6,) * size, num_experts=3 * size, hidden=8, top_k=2, seed=seed, routing="holes")
     plain = pool(size)(_autograd, case, False)

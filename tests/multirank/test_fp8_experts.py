@@ -18,20 +18,14 @@ from moecomm.nn import MoEConfig, MoELayer
 from moecomm.nn.fp8 import Fp8Products
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
-from tests.multirank.moe_cases import SIZES, Case, groups_of, layer_step, reference_step, whole
-from tests.multirank.test_moe_layer import CASES, WAYS
+from tests.multirank.moe_cases import SIZES, check_ways, groups_of, layer_step, reference_step, whole
+from tests.multirank.test_moe_layer import CASES, IN_EVERY_WAY, in_every_way
 
 FP8: dict[str, Any] = {"ffn_hidden": 32, "expert_precision": "fp8"}
-NAMES = ("softmax", "like deepseek-v3", "like switch", "fixed buffers", "drop by weight", "recomputed")
 PRODUCT = math.sqrt(2 / 3) / 16
 """Error of a product in the mean, relative to it, at most: e4m3 is off by up to a sixteenth of a value,
 evenly spread and independent for both operands."""
 DRAWS = 8
-
-
-def in_fp8(name: str, dtype: torch.dtype) -> Case:
-    case = CASES[name].with_dtype(dtype)
-    return replace(case, options={**case.options, **FP8})
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +33,15 @@ def pools(pool: Pools) -> dict[int, RankPool]:
     return {size: pool(size) for size in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 3) for name in IN_EVERY_WAY), ("like switch", 1)])
 def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
     """The case is in float32, so that tokens choose the same experts. The output comes from two products in
     e4m3, a gradient from up to four; gradients of others (the router, x) have the experts' error in the mean.
 
     The router's is that of several draws together: it is made of differences, and in a single draw may be
     small where its error is not."""
-    case = in_fp8(name, torch.float32)
+    case = CASES[name].with_dtype(torch.float32)
+    case = replace(case, options={**case.options, **FP8})
 
     def near(error: float, size: float, products: int, what: str, least: float = 0.0) -> None:
         # Half as much again: these are few numbers, and activations may stretch errors.
@@ -72,22 +66,10 @@ def test_near_the_dense_reference(name: str, ranks: int, pools: dict[int, RankPo
     near(*(math.hypot(*each) for each in zip(*router, strict=True)), 4, "the router's gradients")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_way_to_run_gives_the_same(
-    name: str, dtype: torch.dtype, ranks: int, pools: dict[int, RankPool], seed: int
-) -> None:
-    """The same bits in the output and in the gradients of the experts."""
-    case = in_fp8(name, dtype)
-    plain = pools[ranks](layer_step, case, seed)
-    for layer, defer in WAYS.values():
-        found = pools[ranks](layer_step, replace(case, layer=layer, defer=defer), seed)
-        for a, b in zip(plain, found, strict=True):
-            assert torch.equal(a["y"], b["y"]) and a["load"] == b["load"], layer
-            for grad in a["grads"]:
-                if grad.startswith(("experts.", "shared.")):
-                    assert torch.equal(a["grads"][grad], b["grads"][grad]), (layer, grad)
+@pytest.mark.parametrize("name", IN_EVERY_WAY)
+def test_every_way_gives_the_same(pool: Pools, name: str, dtype: torch.dtype, seed: int) -> None:
+    assert pool(3)(check_ways, in_every_way(name, dtype, 3, seed, **FP8)) == [[]] * 3
 
 
 def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:

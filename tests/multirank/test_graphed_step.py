@@ -1,7 +1,9 @@
-"""A GraphedStep whose graph is the step itself equals plain steps, bit for bit, whether it overflows or not.
+"""A GraphedStep equals plain steps, whether it overflows or not: what is undone, what ranks agree upon, what
+is counted. On the CPU its graph is the step itself, and equal is bit for bit; tests/gpu/test_graphed_step.py
+runs the same body with CUDA graphs.
 
-CUDA graphs have tests/gpu/test_graphed_step.py; here is all that is around them: what is undone, what ranks
-agree upon, what is counted.
+The layers of a model stand side by side on one input, so that a last bit in one does not change the routing
+of another.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moecomm import Communicator
 from moecomm.nn import (
     ActivationPool,
     GraphedStep,
@@ -28,12 +29,26 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
+from tests import ranks
+from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.played import Played
 
-HIDDEN, TOKENS, LAYERS = 16, 12, 3
+TOKENS = 12
 PAGE = 4096
+OPTIONS: dict[str, Any] = {
+    "hidden": 16,
+    "ffn_hidden": 8,
+    "top_k": 2,
+    "num_shared_experts": 1,
+    "bias_update_rate": 0.01,
+    "aux_loss": "batch",
+    "aux_loss_coef": 0.1,
+    "jitter": 0.01,
+    "init_std": 0.4,
+    "dtype": torch.float64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,96 +56,131 @@ def pools(pool: Pools) -> dict[int, RankPool]:
     return {size: pool(size) for size in (1, 2, 3)}
 
 
-class Model(nn.Module):
-    """Dropout before each layer; the second under a checkpoint; a buffer that each forward changes."""
+@dataclass(frozen=True)
+class Case:
+    seed: int = 0
+    tokens: int = TOKENS
+    layers: int = 3
+    experts: int = 4
+    """Of each rank."""
+    headroom: float = 1.25
+    pool_bytes: tuple[int, ...] = (1 << 20,) * 4
+    """Of each rank; 0: no pool."""
+    spill_bytes: int = 0
+    page_bytes: int | None = None
+    keep: Any = "all"
+    checkpointed: tuple[int, ...] = ()
+    """Which layers."""
+    update: str | None = "adamw"
+    """The optimizer that is part of a step; "none" leaves gradients to the caller."""
+    accumulate: int = 1
+    """Calls between two updates, which are not part of a step where there are several."""
+    synced: bool = True
+    """An update sums gradients over ranks and moves biases."""
+    nccl: bool = False
+    """The ranks agree by NCCL, else by gloo."""
+    steps: int = 6
+    options: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(self, comm: Communicator, config: MoEConfig, keep: Any) -> None:
+    def config(self, world_size: int) -> MoEConfig:
+        return MoEConfig(**{**OPTIONS, "num_experts": self.experts * world_size, **self.options})
+
+    def communicator(self, world_size: int) -> Any:
+        config = self.config(world_size)
+        return ranks.communicator(
+            num_experts=config.num_experts,
+            hidden=config.hidden,
+            top_k=config.top_k,
+            max_tokens=self.tokens,
+            dtype=config.dtype,
+        )
+
+    def model(self, world_size: int) -> Model:
+        torch.manual_seed(self.seed)
+        return Model(self.config(world_size), self.communicator(world_size), self).to(ranks.device())
+
+    def batch(self, rank: int, step: int) -> Tensor:
+        """Every third step all tokens of all ranks are nearly the same, so that all want the same experts."""
+        generator = torch.Generator().manual_seed(self.seed + 100 * step + rank)
+        config = self.config(1)
+        x_TH = torch.randn(self.tokens, config.hidden, generator=generator, dtype=torch.float64)
+        if step % 3 == 1:
+            same = torch.Generator().manual_seed(self.seed + step)
+            x_TH = 1e-3 * x_TH + 4 * torch.randn(config.hidden, generator=same, dtype=torch.float64)
+        return x_TH.to(ranks.device(), config.dtype)
+
+    def group(self) -> Any:
+        from tests.gpu.harness import nccl
+
+        return nccl() if self.nccl else None
+
+    def step(self, model: Model, rank: int, **arguments: Any) -> Any:
+        """A GraphedStep with its pool."""
+        pool, size = None, self.pool_bytes[rank]
+        if size + self.spill_bytes:
+            pages = {} if self.page_bytes is None else {"page_bytes": self.page_bytes}
+            pool = ActivationPool(ranks.device(), size, spill_bytes=self.spill_bytes, **pages)
+        return GraphedStep(
+            forward_backward(model),
+            model,
+            pool=pool,
+            headroom=self.headroom,
+            group=self.group(),
+            recorder=Played() if ranks.on_cpu() else None,
+            **arguments,
+        )
+
+    def optimizer(self, model: Model) -> torch.optim.Optimizer:
+        if self.update == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+        rate = 1e-2 if ranks.on_cpu() else 1e-4
+        return torch.optim.AdamW(model.parameters(), lr=rate, capturable=not ranks.on_cpu())
+
+
+class Model(nn.Module):
+    """Dropout after each layer, and a buffer that each forward changes."""
+
+    def __init__(self, config: MoEConfig, comm: Any, case: Case) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MoELayer(config, comm, keep=keep) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(MoELayer(config, comm, keep=case.keep) for _ in range(case.layers))
+        self.checkpointed = case.checkpointed
         self.register_buffer("forwards", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("never", torch.ones(3))
 
     def forward(self, x_TH: Tensor) -> Tensor:
         self.forwards += 1
+        y_TH = x_TH
         for number, layer in enumerate(self.layers):
-
-            def block(x: Tensor, layer: nn.Module = layer) -> Tensor:
-                return x + layer(nn.functional.dropout(x, 0.25))
-
-            if number == 1:
-                x_TH = checkpoint(block, x_TH, use_reentrant=False, context_fn=keep_plans)
+            if number in self.checkpointed:
+                out_TH = checkpoint(
+                    layer,
+                    x_TH,
+                    use_reentrant=False,
+                    context_fn=keep_plans,
+                    preserve_rng_state=ranks.on_cpu(),  # a capture cannot; for the jitter
+                )
             else:
-                x_TH = block(x_TH)
-        return x_TH
-
-
-@dataclass(frozen=True)
-class Case:
-    headroom: float = 1.25
-    pool_bytes: tuple[int, ...] = (1 << 20,) * 3
-    """Of each rank; 0: no pool."""
-    keep: str = "all"
-    accumulate: int = 1
-    """Calls between two updates."""
-    capacity_factor: float | None = None
-    steps: int = 6
-
-
-def config_of(case: Case, world_size: int) -> MoEConfig:
-    return MoEConfig(
-        hidden=HIDDEN,
-        ffn_hidden=8,
-        num_experts=4 * world_size,
-        top_k=2,
-        dtype=torch.float64,
-        num_shared_experts=1,
-        bias_update_rate=0.01,
-        aux_loss="batch",
-        aux_loss_coef=0.1,
-        jitter=0.01,
-        init_std=0.4,
-        capacity_factor=case.capacity_factor,
-    )
-
-
-def batch(rank: int, step: int, seed: int) -> Tensor:
-    """Every third step all tokens of all ranks are nearly the same, so that all want the same experts."""
-    generator = torch.Generator().manual_seed(seed + 100 * step + rank)
-    x_TH = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
-    if step % 3 == 1:
-        same = torch.Generator().manual_seed(seed + step)
-        x_TH = 1e-3 * x_TH + torch.randn(HIDDEN, generator=same, dtype=torch.float64)
-    return x_TH
-
-
-def communicator_for(config: MoEConfig) -> Communicator:
-    return Communicator(
-        num_experts=config.num_experts,
-        hidden=HIDDEN,
-        top_k=config.top_k,
-        max_tokens=TOKENS,
-        dtype=config.dtype,
-        device="cpu",
-        timeout=20,
-    )
-
-
-def build(rank: int, world_size: int, case: Case, seed: int) -> tuple[Model, Model]:
-    """Two models alike on one communicator."""
-    torch.manual_seed(seed)
-    config = config_of(case, world_size)
-    model = Model(communicator_for(config), config, case.keep)
-    return model, copy.deepcopy(model)
+                out_TH = layer(x_TH)
+            y_TH = y_TH + nn.functional.dropout(out_TH, 0.2)
+        return y_TH
 
 
 def forward_backward(model: Model) -> Callable[[Tensor], dict[str, Tensor]]:
     def step(x_TH: Tensor) -> dict[str, Tensor]:
         y_TH = model(x_TH.mul_(1.25))  # in place: a second run has to begin with what was given
-        loss = y_TH.square().mean()
-        loss.backward()
+        loss = y_TH.to(torch.promote_types(y_TH.dtype, torch.float32)).square().mean()
+        (loss * 100).backward()
         return {"loss": loss, "y": y_TH}
 
     return step
+
+
+def random_state() -> Tensor:
+    return torch.get_rng_state() if ranks.on_cpu() else torch.cuda.get_rng_state()
+
+
+def set_random_state(state: Tensor) -> None:
+    (torch.set_rng_state if ranks.on_cpu() else torch.cuda.set_rng_state)(state)
 
 
 def state_of(model: Model) -> dict[str, Tensor]:
@@ -139,154 +189,180 @@ def state_of(model: Model) -> dict[str, Tensor]:
     found |= {f"{n}.grad": each.grad for n, each in model.named_parameters() if each.grad is not None}
     found |= dict(model.named_buffers())
     for number, layer in enumerate(model.layers):
-        found |= {f"{number} {name}": loss for name, loss in layer.last_losses.items()}
+        found |= {f"{number} {name}": loss.detach() for name, loss in layer.last_losses.items()}
         found[f"{number} tokens"] = layer.last_tokens_per_expert
     return found
 
 
 def differences(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> list[str]:
+    """Numbers of bfloat16 are within some roundings of the largest of their tensor, others equal."""
     if got.keys() != want.keys():
         return [f"{what}: {sorted(got.keys() ^ want.keys())} is in one of them only"]
-    return [f"{what}: {name} differs" for name in want if not torch.equal(got[name], want[name])]
+    rough = any(each.dtype == torch.bfloat16 for each in want.values())
+    problems = []
+    for name, value in want.items():
+        if not rough or not value.dtype.is_floating_point:
+            good = torch.equal(got[name], value)
+        else:
+            off = (value.float() - got[name].float()).abs()
+            bound = 8 * torch.finfo(torch.bfloat16).eps * value.float().abs().amax() if value.numel() else 0
+            good = bool((off <= bound).all())
+        if not good:
+            problems.append(f"{what}: {name} differs")
+    return problems
 
 
 def most_rows(model: Model, world_size: int) -> int:
     """Returns the most rows that a rank got in a layer, in the last step without a graph."""
     found = 0
     for layer in model.layers:
-        tokens_E = layer.last_tokens_per_expert.clone()
+        tokens_E = layer.last_tokens_per_expert.cpu().clone()
         dist.all_reduce(tokens_E)
         found = max(found, int(tokens_E.view(world_size, -1).sum(dim=1).max()))
     return found
 
 
-def pool_of(rank: int, case: Case) -> ActivationPool | None:
-    size = case.pool_bytes[rank]
-    return ActivationPool("cpu", size, page_bytes=PAGE) if size else None
-
-
-def plain_and_graphed(rank: int, world_size: int, case: Case, seed: int) -> dict[str, Any]:
+def plain_and_graphed(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     """Steps of both, with updates in between; what differs, and what was counted."""
-    model, twin = build(rank, world_size, case, seed)
-    first, second = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, twin))
+    model = case.model(world_size)
+    twin = copy.deepcopy(model)
+    first, second = case.optimizer(model), case.optimizer(twin)
 
     def update_of(each: Model, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def update() -> None:
-            sync_gradients(each)
+            if case.synced:
+                sync_gradients(each, case.group())
             optimizer.step()
-            update_expert_bias(each)
+            if case.synced:
+                update_expert_bias(each, case.group())
             optimizer.zero_grad()
 
         return update
 
-    pool = pool_of(rank, case)
-    whole_steps = case.accumulate == 1
-    step = GraphedStep(
-        forward_backward(model),
-        model,
-        pool=pool,
-        headroom=case.headroom,
-        update=update_of(model, first) if whole_steps else None,
-        recorder=Played(),
-    )
-    plain, update = forward_backward(twin), update_of(twin, second)
+    within = case.update is not None and case.accumulate == 1
+    update, update_twin = update_of(model, first), update_of(twin, second)
+    # An optimizer alone is an update, too, which leaves gradients to the caller.
+    step = case.step(model, rank, update=(update if case.synced else first) if within else None)
+    plain = forward_backward(twin)
     problems, overflowed, rows = [], [], []
-    torch.manual_seed(seed + rank)
+    torch.manual_seed(case.seed + rank)
     for number in range(case.steps):
-        x_TH = batch(rank, number, seed)
-        random = torch.get_rng_state()
-        before = step.overflows
+        x_TH, what = case.batch(rank, number), f"rank {rank}, step {number}"
+        random, before = random_state(), step.overflows
         got = step(x_TH)
         overflowed.append(step.overflows > before)
-        after = torch.get_rng_state()
-        torch.set_rng_state(random)
-        if not torch.equal(x_TH, batch(rank, number, seed)):
-            problems.append(f"step {number}: the caller's input was written")
+        if within and not case.synced:
+            model.zero_grad()
+        after = random_state()
+        set_random_state(random)
+        if not torch.equal(x_TH, case.batch(rank, number)):
+            problems.append(f"{what}: the caller's input was written")
         want = plain(x_TH)
-        problems += differences(got, {n: t.detach() for n, t in want.items()}, f"step {number}")
+        problems += differences(got, {name: each.detach() for name, each in want.items()}, what)
         rows.append(most_rows(twin, world_size))
-        if not torch.equal(after, torch.get_rng_state()):
-            problems.append(f"step {number}: the RNG went on differently")
-        if whole_steps:
-            update()
-        problems += differences(state_of(model), state_of(twin), f"step {number}")
-        if not whole_steps and number % case.accumulate == case.accumulate - 1:
-            update()
-            update_of(model, first)()
+        if not torch.equal(after, random_state()):
+            problems.append(f"{what}: the RNG went on differently")
+        if within:
+            update_twin()
+        problems += differences(state_of(model), state_of(twin), what)
         if any(layer.pool is not None or layer.capacity is not None for layer in model.layers):
-            problems.append(f"step {number}: capacity or pool stayed in a layer")
+            problems.append(f"{what}: capacity or pool stayed in a layer")
+        if within:
+            with torch.no_grad():  # so that a step's difference is not that of all before it
+                for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                    ours.copy_(theirs)
+        elif number % case.accumulate == case.accumulate - 1:
+            for each, updated in ((model, update), (twin, update_twin)):
+                (updated if case.update else each.zero_grad)()
+        if problems:
+            break
+    ranks.synchronize()
     result = {
-        "problems": [f"rank {rank}, {text}" for text in problems],
+        "problems": problems,
         "overflowed": overflowed,
         "rows": rows,
         "counts": (step.replays, step.overflows),
         "needed": step.last_needed,
         "report": step.report(),
         "capacities": step.capacities,
-        "left": None if pool is None else pool.use().held,
+        "left": None if step.pool is None else step.pool.use().held,
     }
+    del step
     model.layers[0].comm.close()
     return result
 
 
-CASES = {
-    "room for all": Case(headroom=100.0),
-    "rows overflow": Case(),
-    "rows overflow, one row a token": Case(headroom=0.5),
-    "no pool": Case(pool_bytes=(0, 0, 0)),
-    "rows kept": Case(keep="rows"),
-    "nothing kept": Case(keep="nothing"),
-    "the pool of one rank overflows": Case(headroom=100.0, pool_bytes=(PAGE, 1 << 20, 1 << 20)),
-    "accumulated": Case(accumulate=3),
-    "accumulated, the pool overflows": Case(accumulate=2, headroom=100.0, pool_bytes=(PAGE,) * 3),
-    "with drops of its own": Case(capacity_factor=0.7),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_equals_plain_steps(case: Case, ranks: int, pools: dict[int, RankPool], seed: int) -> None:
-    results = pools[ranks](plain_and_graphed, case, seed)
+def check_steps(case: Case, results: list[dict[str, Any]]) -> None:
+    """What every rank found is right, and the same where ranks have to agree."""
     found = [text for result in results for text in result["problems"]]
     assert not found, "\n".join(found[:10])
-    assert all(result["overflowed"] == results[0]["overflowed"] for result in results), "ranks disagree"
+    first = results[0]
     for result in results:
+        assert result["overflowed"] == first["overflowed"], "ranks disagree"
         assert result["counts"] == (case.steps, sum(result["overflowed"]))
         if not result["overflowed"][-1]:  # else it may have ended in the middle
             assert result["left"] in (0, None)
+        if first["needed"] is not None:
+            assert result["needed"][::2] == first["needed"][::2]
+    needed, capacity = first["needed"], first["capacities"][0]
+    if needed is not None and needed.rows:
+        assert needed.rows > needed.capacity == capacity and needed.bytes == 0
+        assert f"{needed.rows} rows of {needed.capacity}" in first["report"]
+    elif needed is not None:
+        assert needed.bytes > case.pool_bytes[0]
+        assert f"{needed.bytes} bytes" in first["report"]
+
+
+SECOND = Case(checkpointed=(1,))
+CASES = {
+    "room for all": replace(SECOND, headroom=100.0),
+    "rows overflow": SECOND,
+    "rows overflow, one row a token": replace(SECOND, headroom=0.5),
+    "no pool": replace(SECOND, pool_bytes=(0, 0, 0)),
+    "rows kept": replace(SECOND, keep="rows"),
+    "nothing kept": replace(SECOND, keep="nothing"),
+    "the pool of one rank overflows": replace(SECOND, headroom=100.0, pool_bytes=(PAGE, 1 << 20, 1 << 20)),
+    "accumulated": replace(SECOND, accumulate=3),
+    "accumulated, the pool overflows": replace(SECOND, accumulate=2, headroom=100.0, pool_bytes=(PAGE,) * 3),
+    "with drops of its own": replace(SECOND, options={"capacity_factor": 0.7}),
+}
+
+
+ALONE = ("room for all", "rows overflow, one row a token", "accumulated, the pool overflows")
+"""One rank has all rows whatever the routing."""
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 3) for name in CASES), *((name, 1) for name in ALONE)])
+def test_equals_plain_steps(name: str, size: int, pools: dict[int, RankPool], seed: int) -> None:
+    case = replace(CASES[name], seed=seed, page_bytes=PAGE)
+    results = pools[size](plain_and_graphed, case)
+    check_steps(case, results)
     overflowed, needed = results[0]["overflowed"], results[0]["needed"]
-    assert all(result["needed"][::2] == needed[::2] for result in results) if needed else True
-    if case is CASES["room for all"]:
-        assert not any(overflowed) and needed is None
     capacity = results[0]["capacities"][0]
-    if case.pool_bytes[0] != PAGE and case.capacity_factor is None:
-        assert overflowed == [rows > capacity for rows in results[0]["rows"]]
+    assert capacity <= size * TOKENS * 2
+    if name == "room for all":
+        assert not any(overflowed) and needed is None
     if case.headroom == 0.5:
         assert all(overflowed)
-    if needed is not None and needed.rows:
-        assert needed.rows > needed.capacity == capacity
-        assert f"{needed.rows} rows of {needed.capacity}" in results[0]["report"]
     if case.pool_bytes[0] == PAGE:
-        assert all(overflowed) and needed.rows == 0 and needed.bytes > PAGE
-        assert f"{needed.bytes} bytes" in results[0]["report"]
-    worst = ranks * TOKENS * 2
-    assert all(rows <= worst for rows in results[0]["capacities"])
+        assert all(overflowed) and needed.rows == 0
+    elif name != "with drops of its own":
+        assert overflowed == [rows > capacity for rows in results[0]["rows"]]
 
 
 def buffers_after_an_early_end(rank: int, world_size: int, seed: int) -> dict[str, Any]:
     """Steps whose first layer gets a balanced routing or none; the last always has the same experts."""
-    config = config_of(Case(), world_size)
-    comm = communicator_for(config)
+    config, comm = Case().config(world_size), Case().communicator(world_size)
     torch.manual_seed(seed)
     model = nn.Sequential(MoELayer(config, comm), MoELayer(config, comm))
     with torch.no_grad():
-        model[0].router.weight.copy_(torch.eye(config.num_experts, HIDDEN))
+        model[0].router.weight.copy_(torch.eye(config.num_experts, config.hidden))
     model[1].router.expert_bias_E[:2] = 100.0
     twin = copy.deepcopy(model)
-    axes = 4 * torch.eye(HIDDEN, dtype=torch.float64)
+    axes = 4 * torch.eye(config.hidden, dtype=torch.float64)
     one = torch.arange(TOKENS) % config.num_experts
     other = (one + config.num_experts // 2) % config.num_experts
-    all_alike, balanced = (axes[0] + axes[1]).expand(TOKENS, HIDDEN), axes[one] + axes[other]
+    all_alike, balanced = (axes[0] + axes[1]).expand(TOKENS, config.hidden), axes[one] + axes[other]
 
     def run(each: nn.Module) -> Callable[[Tensor], Tensor]:
         def step(x_TH: Tensor) -> Tensor:
@@ -325,15 +401,14 @@ def test_buffers_after_runs_that_ended_early(pools: dict[int, RankPool], seed: i
 
 def needed_is_enough(rank: int, world_size: int, seed: int) -> list[Any]:
     """The bytes that an overflow names are the least that suffice."""
-    case = Case(headroom=100.0)
+    case = replace(SECOND, seed=seed, headroom=100.0, page_bytes=PAGE)
     found: list[Any] = []
-    model, _ = build(rank, world_size, case, seed)
-    x_TH = batch(rank, 0, seed)
+    model = case.model(world_size)
+    x_TH = case.batch(rank, 0)
     size = PAGE
     for _ in range(3):
         torch.manual_seed(seed + rank)
-        pool = ActivationPool("cpu", size, page_bytes=PAGE)
-        step = GraphedStep(forward_backward(model), model, pool=pool, headroom=100.0, recorder=Played())
+        step = replace(case, pool_bytes=(size,) * world_size).step(model, rank)
         step(x_TH)
         found.append((size, step.last_needed))
         if step.last_needed is None:
@@ -352,21 +427,22 @@ def test_needed_bytes_suffice(pools: dict[int, RankPool], seed: int) -> None:
 
 def with_own_gradients(rank: int, world_size: int, seed: int, overflows: bool) -> list[str]:
     """Gradients that the caller has put there stay his tensors, and are added to."""
-    case = Case(headroom=0.5 if overflows else 100.0)
-    model, twin = build(rank, world_size, case, seed)
+    case = replace(SECOND, seed=seed, headroom=0.5 if overflows else 100.0, pool_bytes=(0, 0))
+    model = case.model(world_size)
+    twin = copy.deepcopy(model)
     own = []
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         ours.grad = torch.randn_like(ours)
         theirs.grad = ours.grad.clone()
         own.append(ours.grad)
-    step = GraphedStep(forward_backward(model), model, headroom=case.headroom, recorder=Played())
+    step = case.step(model, rank)
     problems = []
     torch.manual_seed(seed + rank)
     for number in range(3):
         random = torch.get_rng_state()
-        step(batch(rank, number, seed))
+        step(case.batch(rank, number))
         torch.set_rng_state(random)
-        forward_backward(twin)(batch(rank, number, seed))
+        forward_backward(twin)(case.batch(rank, number))
         problems += differences(state_of(model), state_of(twin), f"step {number}")
         if any(p.grad is not each for p, each in zip(model.parameters(), own, strict=True)):
             problems.append(f"step {number}: another tensor is in the place of a gradient")
@@ -382,39 +458,25 @@ def test_gradients_of_the_caller(pools: dict[int, RankPool], overflows: bool, se
         assert not problems, problems
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]:
-    case = Case(headroom=0.5)
-    model, _ = build(rank, world_size, case, seed)
-    x_TH = batch(rank, 0, seed)
-    handler = _Warnings()
+    case = replace(SECOND, seed=seed, headroom=0.5, pool_bytes=(0, 0))
+    model, x_TH = case.model(world_size), case.batch(rank, 0)
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("moecomm").addHandler(handler)
-    step = GraphedStep(
-        forward_backward(model), model, headroom=0.5, report_every=3, recorder=Played(), warmup=1
-    )
+    step = case.step(model, rank, report_every=3, warmup=1)
     for _ in range(5):
         step(x_TH)
     texts: dict[str, str] = {}
 
     def refused(name: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-            texts[name] = ""
-        except Exception as error:
-            texts[name] = f"{type(error).__name__}: {error}"
+        error = catch(call)
+        texts[name] = "" if error is None else f"{error.name}: {error.text}"
 
     refused("shape", lambda: step(x_TH[1:]))
     refused("count", lambda: step(x_TH, x_TH))
     refused("no tensor", lambda: step(3))
-    grads = [each.grad for each in model.parameters()]
     broken: list[bool] = []
 
     def breaks(x_TH: Tensor) -> Tensor:
@@ -447,7 +509,7 @@ def errors_and_warnings(rank: int, world_size: int, seed: int) -> dict[str, Any]
     refused("input", lambda: GraphedStep(breaks, model, recorder=Played())(x_TH.clone().requires_grad_()))
     logging.getLogger("moecomm").removeHandler(handler)
     model.layers[0].comm.close()
-    return {"texts": texts, "warnings": handler.texts, "same": same, "counts": (step.replays, step.overflows)}
+    return {"texts": texts, "warnings": warnings, "same": same, "counts": (step.replays, step.overflows)}
 
 
 def test_errors_and_warnings(pools: dict[int, RankPool], seed: int) -> None:

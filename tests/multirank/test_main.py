@@ -74,15 +74,12 @@ def test_ranks_of_torchrun_try_the_network() -> None:
 
 def test_an_error_between_nodes_is_a_line_a_rank() -> None:
     """A provider that is nowhere, and with no libfabric at all its absence, is what each rank says."""
-    done = _run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moecomm"),
-        MOECOMM_RANKS_PER_NODE="1",
-        MOECOMM_FABRIC_PROVIDER="no-such",
-    )
-    assert done.returncode == 1 and "tried: works" not in done.stdout
-    said = [line for line in done.stderr.splitlines() if line.startswith(("rank 0: ", "rank 1: "))]
-    assert len(said) == 2 and all("no-such" in line or "libfabric" in line for line in said), done.stderr
-    assert "moecomm/__main__.py" not in done.stderr, "the errors came with stack traces"
+    network = {"MOECOMM_RANKS_PER_NODE": "1", "MOECOMM_FABRIC_PROVIDER": "no-such"}
+    done = run_program(*REPORT, torchrun=2, environment=network, code=1)
+    assert "tried: works" not in done.out
+    said = [line for line in done.err.splitlines() if line.startswith(("rank 0: ", "rank 1: "))]
+    assert len(said) == 2 and all("no-such" in line or "libfabric" in line for line in said), done.err
+    assert "moecomm/__main__.py" not in done.err, "the errors came with stack traces"
 
 
 def test_a_bad_number_of_ranks_is_one_line() -> None:

@@ -88,16 +88,11 @@ def _lanes_of(words: str) -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("size", "per_node", "victim", "where", "provider"),
     [
-        (2, 1, 1, "others in dispatch", "tcp"),
         (2, 1, 0, "others in combine", "shm"),
         (2, 1, 1, "between calls", "tcp"),
-        (4, 2, 3, "others in combine", "tcp"),
         (4, 2, 2, "in a call", "tcp"),
-        (4, 2, 0, "others in dispatch", "shm"),
         (6, 2, 3, "others in dispatch", "tcp"),
-        (6, 2, 4, "between calls", "shm"),
-        (4, 2, 1, "others in dispatch", "tcp, 3 lanes"),
-        (2, 1, 0, "in a call", "tcp, 3 lanes"),
+        (4, 2, 1, "others in combine", "tcp, 3 lanes"),
     ],
 )
 def test_a_killed_rank_is_lost_to_all_nodes(
@@ -145,7 +140,7 @@ def _killed_at_any_moment(rank: int, world_size: int, per_node: int, victim: int
 
 @pytest.mark.parametrize(
     ("provider", "nodes"),
-    [("tcp", [(2, 1), (4, 2), (3, 1)]), ("shm", [(4, 2)]), ("tcp, 2 lanes", [(3, 1), (2, 1)])],
+    [("tcp", [(4, 2), (3, 1)]), ("shm", [(4, 2)]), ("tcp, 2 lanes", [(3, 1)])],
 )
 def test_death_at_any_moment(provider: str, nodes: list[tuple[int, int]], seed: int) -> None:
     provider, environment = _lanes_of(provider)
@@ -196,9 +191,7 @@ def _all_pids(world_size: int) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize(
-    ("size", "per_node", "victim", "provider"), [(2, 1, 1, "tcp"), (4, 2, 3, "tcp"), (4, 2, 2, "shm")]
-)
+@pytest.mark.parametrize(("size", "per_node", "victim", "provider"), [(4, 2, 3, "tcp"), (4, 2, 2, "shm")])
 def test_a_stopped_rank_is_a_timeout_with_rank_peer_and_phase(
     size: int, per_node: int, victim: int, provider: str, tmp_path: Path
 ) -> None:
@@ -277,7 +270,7 @@ def _leaves_early(rank: int, world_size: int, per_node: int, leaver: int, how: s
 
 @pytest.mark.parametrize(
     ("size", "per_node", "leaver", "how"),
-    [(2, 1, 0, "close"), (4, 2, 3, "drop"), (4, 2, 0, "exception of the user"), (3, 1, 1, "close")],
+    [(3, 1, 1, "close"), (4, 2, 3, "drop"), (4, 2, 0, "exception of the user")],
 )
 def test_a_rank_that_leaves_early_is_lost_too(size: int, per_node: int, leaver: int, how: str) -> None:
     results = run(size, _leaves_early, per_node, leaver, how)
@@ -325,7 +318,7 @@ def _leaves_at_different_times(
 
 @pytest.mark.parametrize(
     ("size", "per_node", "provider", "shuffle"),
-    [(2, 1, "shm", False), (4, 2, "tcp", True), (3, 1, "tcp", False), (4, 2, "tcp, 3 lanes", True)],
+    [(2, 1, "shm", False), (3, 1, "tcp", False), (4, 2, "tcp, 3 lanes", True)],
 )
 def test_nobody_loses_rows_when_others_leave(
     size: int, per_node: int, provider: str, shuffle: bool, seed: int

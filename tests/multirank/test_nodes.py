@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests import seeds
+from tests import ranks, seeds
 from tests.fabric import needs_fabric
 from tests.multirank import cases
 from tests.multirank.cases import Case
@@ -20,14 +19,10 @@ from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.test_autograd import gradients
 from tests.multirank.test_dispatch_combine import check
-from tests.reference import DTYPES
 
 pytestmark = needs_fabric
 
 Fabric = Callable[..., RankPool]
-
-MATRIX = [(2, 1), (4, 2), (6, 2), (4, 1)]
-"""(ranks, ranks a node): 2x1, 2x2, 3x2, 4x1 nodes."""
 
 
 @pytest.fixture
@@ -66,9 +61,8 @@ def _many_chunks(size: int, seed: int) -> Case:
 
 @pytest.mark.parametrize(
     ("size", "per_node", "dtype"),
-    [*((2, 1, dtype) for dtype in DTYPES), *((4, 2, dtype) for dtype in DTYPES), (6, 2, "float32"),
-     (4, 1, "bfloat16")],
-)  # fmt: skip
+    [(2, 1, "float32"), (2, 1, "float64"), (4, 2, "bfloat16"), (4, 2, "float16"), (6, 2, "float32")],
+)
 def test_layouts_alignments_and_capacities(
     fabric: Fabric, size: int, per_node: int, dtype: str, seed: int
 ) -> None:
@@ -76,13 +70,15 @@ def test_layouts_alignments_and_capacities(
     check(fabric(size), _on_nodes(some, per_node))
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
-@pytest.mark.parametrize(("size", "per_node"), [*MATRIX, (6, 3)])
+@pytest.mark.parametrize(
+    ("size", "per_node", "provider"),
+    [(2, 1, "tcp"), (4, 1, "tcp"), (6, 2, "tcp"), (6, 3, "tcp"), (2, 1, "shm"), (4, 2, "shm")],
+)
 def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, seed: int) -> None:
     check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node))
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
 def test_any_order_of_delivery(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
     """Results are right if messages arrive late and in random order."""
     pool = fabric(size, shuffled=True)
@@ -125,18 +121,17 @@ def test_ranks_use_the_lanes_that_all_have(
     cases.verify(case, [results for _, results in found])
 
 
-@pytest.mark.parametrize(("size", "per_node"), MATRIX)
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
 def test_nothing_to_do_and_all_to_one(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
     some = cases.nothing_to_do(size, seed) + cases.all_tokens_to_one_rank(size, seed)
     check(fabric(size), _on_nodes(some, per_node))
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
-def test_chunks_and_threads(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
+def test_chunks_and_threads(fabric: Fabric, seed: int) -> None:
     """More rows than a chunk holds, more chunks than there are places for."""
     base = Case(
-        tokens=(560, 1, *(200,) * (size - 2)),
-        num_experts=4 * size,
+        tokens=(560, 1, 200, 200),
+        num_experts=16,
         hidden=2056,
         top_k=4,
         dtype="float64",
@@ -144,11 +139,13 @@ def test_chunks_and_threads(fabric: Fabric, size: int, per_node: int, seed: int)
         seed=seed,
     )
     some = [replace(base, num_sms=2), replace(base, layout="rank", slack=-3), replace(base, dtype="bfloat16")]
-    check(fabric(size), _on_nodes(some, per_node))
+    check(fabric(4), _on_nodes(some, 2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("size", "per_node", "dtype"),
+    [(2, 1, "float32"), (4, 2, "float64"), (4, 2, "bfloat16"), (4, 1, "float32")],
+)
 def test_gradients(fabric: Fabric, size: int, per_node: int, dtype: str, seed: int) -> None:
     base = Case(
         tokens=(6, 0, 9, 5)[-size:],
@@ -169,16 +166,15 @@ def test_gradients(fabric: Fabric, size: int, per_node: int, dtype: str, seed: i
         cases.verify(case, fabric(size)(gradients, case))
 
 
-def _both(rank: int, world_size: int, case: Case) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
+def against_one_node(rank: int, world_size: int, case: Case) -> tuple[cases.Arrays, cases.Arrays, list[bool]]:
     """The same case on nodes and on one node, and whether a second run gives the same bits."""
-    import moecomm
-
-    one_node = replace(case, ranks_per_node=None)
+    one_node = replace(case, ranks_per_node=world_size)
     with (
-        moecomm.Communicator(**case.communicator) as between,
-        moecomm.Communicator(**one_node.communicator) as within,
+        ranks.communicator(**case.communicator) as between,
+        ranks.communicator(**one_node.communicator) as within,
     ):
         assert between.network_lanes >= 1 and within.network_lanes == 0
+        assert case.ranks_per_node is not None
         assert (between.nodes, between.ranks_per_node) == (
             world_size // case.ranks_per_node,
             case.ranks_per_node,
@@ -190,10 +186,26 @@ def _both(rank: int, world_size: int, case: Case) -> tuple[dict[str, Any], dict[
         return first, cases.play(within, one_node, rank), same
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("size", "per_node"), MATRIX)
-def test_against_one_node(fabric: Fabric, size: int, per_node: int, dtype: str, seed: int) -> None:
+def verify_against_one_node(case: Case, results: list[tuple[cases.Arrays, cases.Arrays, list[bool]]]) -> None:
     """Dispatch gives the same bits. A combine rounds once more for each other node (docs/nodes.md)."""
+    assert case.ranks_per_node is not None
+    cases.verify(case, [between for between, _, _ in results])
+    # Each partial sum of a node is rounded once more: half a unit of it, and one of the result.
+    roundings = torch.finfo(case.torch_dtype).eps * (case.size // case.ranks_per_node + 1)
+    for between, within, same in results:
+        assert all(same)
+        for name in ("tokens", "weights", "offsets", "tokens_per_expert"):
+            cases.assert_same_bits(between[name], within[name], name)
+        for name in ("y", "weighted"):
+            off = np.abs(between[name] - within[name]).max(initial=0.0)
+            assert off <= roundings * np.abs(within[name]).max(initial=0.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "dtype"),
+    [(2, 1, "float32"), (4, 2, "bfloat16"), (6, 2, "float32"), (4, 1, "bfloat16")],
+)
+def test_against_one_node(fabric: Fabric, size: int, per_node: int, dtype: str, seed: int) -> None:
     case = Case(
         tokens=(40,) * size,
         num_experts=4 * size,
@@ -203,28 +215,34 @@ def test_against_one_node(fabric: Fabric, size: int, per_node: int, dtype: str, 
         seed=seed,
         ranks_per_node=per_node,
     )
-    epsilon = torch.finfo(case.torch_dtype).eps
-    for between, within, same in fabric(size)(_both, case):
-        assert all(same)
-        for name in ("tokens", "weights", "offsets", "tokens_per_expert"):
-            cases.assert_same_bits(between[name], within[name], name)
-        for name in ("y", "weighted"):
-            # Each partial sum of a node is rounded once more: half a unit of it, and one of the result.
-            largest = np.abs(within[name]).max()
-            bound = epsilon * (size // per_node + 1) * largest
-            assert np.abs(between[name] - within[name]).max() <= bound
+    verify_against_one_node(case, fabric(size)(against_one_node, case))
 
 
-def _counted(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    import moecomm
-
-    with moecomm.Communicator(**case.communicator) as comm:
+def counted(rank: int, world_size: int, case: Case) -> dict[str, float]:
+    with ranks.communicator(**case.communicator) as comm:
         cases.play(comm, case, rank)
         dist.barrier()  # a rank can be done while what it sends is still on its way
         return comm.stats()
 
 
-@pytest.mark.parametrize(("size", "per_node"), MATRIX)
+def verify_crossing(case: Case, counts: list[dict[str, float]]) -> None:
+    """A dispatch and two combines sent each row once to each node that needs it."""
+    assert case.ranks_per_node is not None
+    size, per_node = case.size, case.ranks_per_node
+    local, nodes = case.num_experts // size, size // per_node
+    crossing = np.zeros((size, nodes), np.int64)  # rows that a rank's tokens need, by node
+    for rank in range(size):
+        owners = np.where(case.ids(rank) >= 0, case.ids(rank) // local // per_node, -1)
+        for node in range(nodes):
+            crossing[rank, node] = (owners == node).any(1).sum() * (node != rank // per_node)
+    for rank, stats in enumerate(counts):
+        # A dispatch sends this rank's rows out; two combines send sums to the homes on its rail.
+        rail = [home for home in range(size) if home % per_node == rank % per_node]
+        rows = crossing[rank].sum() + 2 * sum(crossing[home, rank // per_node] for home in rail)
+        assert stats["network_row_bytes"] == rows * case.hidden * case.torch_dtype.itemsize
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (6, 2), (4, 1)])
 def test_rows_cross_once_a_node(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
     case = Case(
         tokens=cases.unequal_tokens(size, 50, seed),
@@ -235,20 +253,9 @@ def test_rows_cross_once_a_node(fabric: Fabric, size: int, per_node: int, seed: 
         seed=seed,
         ranks_per_node=per_node,
     )
-    counts = fabric(size)(_counted, case)
-    nodes = size // per_node
-    crossing = np.zeros((size, nodes), np.int64)  # rows that a rank's tokens need, by node
-    for rank in range(size):
-        owners = np.where(case.ids(rank) >= 0, case.ids(rank) // 4 // per_node, -1)
-        for node in range(nodes):
-            crossing[rank, node] = (owners == node).any(1).sum() * (node != rank // per_node)
-    row_bytes = case.hidden * case.torch_dtype.itemsize
-    for rank, stats in enumerate(counts):
-        # A dispatch sends this rank's rows out; two combines send sums to the homes on its rail.
-        rail = [home for home in range(size) if home % per_node == rank % per_node]
-        rows = crossing[rank].sum() + 2 * sum(crossing[home, rank // per_node] for home in rail)
-        assert stats["network_row_bytes"] == rows * row_bytes
-        assert (
-            stats["network_bytes"] - stats["network_row_bytes"]
-            < stats["network_puts"] * 80 + 2 * (nodes - 1) * case.tokens[rank] * case.top_k * 4 + 1
-        )
+    counts = fabric(size)(counted, case)
+    verify_crossing(case, counts)
+    others = size // per_node - 1
+    for tokens, stats in zip(case.tokens, counts, strict=True):
+        plans = stats["network_bytes"] - stats["network_row_bytes"]
+        assert plans < stats["network_puts"] * 80 + 2 * others * tokens * case.top_k * 4 + 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from bench.harness import command_line
@@ -14,3 +17,11 @@ def bench_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command_line, "find_device", lambda given: "cpu" if given == "auto" else given)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[..., list[Any]]]:
+    """pool(1)(body, *arguments) runs body(0, 1, *arguments) in this process on the CPU, where the same test
+    in tests/gpu has a rank on a GPU."""
+    monkeypatch.setenv("MOECOMM_TEST_DEVICE", "cpu")
+    return lambda world_size: lambda body, *arguments: [body(0, world_size, *arguments)]

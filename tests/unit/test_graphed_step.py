@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,15 +92,7 @@ def test_capacities_and_report(model: nn.Module) -> None:
 
 def test_a_capacity_of_the_layer_bounds_that_of_the_graph() -> None:
     comm = communicator()
-    config = MoEConfig(
-        hidden=16,
-        ffn_hidden=8,
-        num_experts=4,
-        top_k=2,
-        dtype=torch.float64,
-        capacity_factor=0.5,
-        pad_to_capacity=True,
-    )
+    config = replace(CONFIG, capacity_factor=0.5, pad_to_capacity=True)
     model = nn.Sequential(MoELayer(config, comm))
     assert model[0].capacity == 20  # 4 experts with 5 tokens each
     step = GraphedStep(step_of(model), model, headroom=10.0, recorder=Played())

@@ -1,8 +1,13 @@
-"""ActivationPool on the CPU: rows, counts, errors; and layers that keep theirs in one."""
+"""ActivationPool: rows, counts, errors; and layers that keep theirs in one. tests/gpu/test_pool.py runs the
+tests that have a `pool` on a GPU, too.
+
+Pushes and pops in random order go beside a count of pages that shares nothing with the pool's.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -14,35 +19,161 @@ from moecomm.errors import InvalidArgument, PoolExceeded
 from moecomm.nn import ActivationPool, MoEConfig, MoELayer, keep_plans
 from moecomm.nn.pages import TABLE_WORDS
 from moecomm.nn.token_dropping import rows_for_headroom
-from tests.pool_cases import ORDERS, random_order
+from tests import ranks
+from tests.multirank.conftest import Pools
 
-CPU = torch.device("cpu")
 PAGE = 4096
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8)
+WIDTHS = (1, 7, 16, 200, 1024, 2049)
+
+
+def tensors_of(device: torch.device, rows: int, rng: random.Random, most: int = 4) -> list[Tensor]:
+    """1 to `most` tensors of random bytes, all of `rows` rows."""
+    found = []
+    for _ in range(rng.randint(1, most)):
+        dtype = rng.choice(DTYPES)
+        count = rows * rng.choice(WIDTHS) * dtype.itemsize
+        generator = torch.Generator(device).manual_seed(rng.getrandbits(40))
+        data = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device, generator=generator)
+        found.append(
+            data.view(dtype).view(rows, -1) if rows else torch.empty(0, 3, dtype=dtype, device=device)
+        )
+    return found
+
+
+def pages_for(tensors: list[Tensor], count: int, page_bytes: int) -> int:
+    total = 0
+    for each in tensors:
+        size = count * each.shape[1] * each.element_size()
+        while size > 0:
+            total, size = total + 1, size - page_bytes
+    return total
+
+
+def same(got: Tensor, want: Tensor, count: int) -> bool:
+    """The first rows, byte by byte: NaNs too."""
+    left, right = (each[:count].contiguous().view(torch.uint8) for each in (got, want))
+    return got.shape == want.shape and got.dtype == want.dtype and torch.equal(left, right)
+
+
+def _random_order(
+    rank: int, world_size: int, seed: int, page_bytes: int, pages: int, spill: int, steps: int
+) -> list[str]:
+    """Lists what is wrong after random steps: rows, pages held, the peak, or what `check` says."""
+    ranks.poison(64 << 20)
+    device = ranks.device()
+    rng = random.Random(seed)
+    pool = ActivationPool(
+        device, pages * page_bytes + 5, page_bytes=page_bytes, spill_bytes=spill * page_bytes + 7
+    )
+    problems: list[str] = []
+    if (pool.device_bytes, pool.spill_bytes) != (pages * page_bytes, spill * page_bytes):
+        problems.append(f"{pool} has not {pages} + {spill} pages")
+    free, held, peak, failures = pages + spill, 0, 0, 0
+    alive: list[tuple[Any, list[Tensor], int, int, bool]] = []
+    for step in range(steps):
+        if rng.random() < 0.55 and len(alive) < 12:
+            rows = rng.choice((0, 1, 5, 64, 300))
+            tensors = tensors_of(device, rows, rng)
+            said = rng.choice((0, 1, rows // 2, rows, rows + 9))
+            ends = torch.tensor([0, said // 2, said], dtype=torch.int32, device=device)
+            given = rng.random() < 0.8
+            count = min(said, rows) if given else rows
+            needed = pages_for(tensors, count, page_bytes)
+            handle = pool.stash(*tensors, ends=ends if given else None)
+            fits = needed <= free
+            free -= needed if fits else 0
+            held += needed
+            peak = max(peak, held)
+            failures += not fits
+            alive.append((handle, tensors, count, needed, fits))
+        elif alive:
+            handle, tensors, count, needed, fits = alive.pop(rng.randrange(len(alive)))
+            if rng.random() < 0.2:
+                pool.drop(handle)
+            else:
+                for number, (got, want) in enumerate(zip(pool.restore(handle), tensors, strict=True)):
+                    if got.shape != want.shape or (fits and not same(got, want, count)):
+                        problems.append(f"step {step}: tensor {number} of {count} rows came back differently")
+            free += needed if fits else 0
+            held -= needed
+        use = pool.use()
+        if (use.held, use.peak) != (held * page_bytes, peak * page_bytes):
+            problems.append(f"step {step}: {use}, expected {held} and {peak} pages of {page_bytes}")
+        if problems:
+            break
+        if step % 40 == 39:
+            problems += _check(pool, peak * page_bytes if failures else 0, step)
+            failures, peak = 0, held
+    return problems
+
+
+def _check(pool: ActivationPool, needed: int, step: int) -> list[str]:
+    """`check` raises once, with the bytes that would have been needed."""
+    problems = []
+    for expected in (needed, 0):
+        found = 0
+        try:
+            pool.check()
+        except PoolExceeded as error:
+            found = error.needed
+            if error.available != pool.bytes:
+                problems.append(f"step {step}: {error} of a pool with {pool.bytes} bytes")
+        if found != expected:
+            problems.append(f"step {step}: check said {found} bytes were needed, expected {expected}")
+    return problems
+
+
+ORDERS: dict[str, dict[str, int]] = {
+    "room for all": {"page_bytes": 1 << 16, "pages": 2000, "spill": 0, "steps": 80},
+    "small pages": {"page_bytes": 1 << 12, "pages": 9000, "spill": 0, "steps": 80},
+    "some in host memory": {"page_bytes": 1 << 14, "pages": 60, "spill": 1500, "steps": 80},
+    "all in host memory": {"page_bytes": 1 << 13, "pages": 0, "spill": 4000, "steps": 60},
+    "often too small": {"page_bytes": 1 << 14, "pages": 150, "spill": 30, "steps": 160},
+    "one page": {"page_bytes": 1 << 13, "pages": 1, "spill": 0, "steps": 80},
+}
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-def test_random_order(order: dict[str, int], seed: int) -> None:
-    problems = random_order(CPU, seed, **order)
-    assert not problems, problems
+def test_random_order(pool: Pools, order: dict[str, int], seed: int) -> None:
+    assert pool(1)(_random_order, seed, *order.values()) == [[]]
 
 
 def numbers(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def test_only_real_rows_are_written(seed: int) -> None:
-    """Two tensors of 40 rows, 25 of them real, with 400 and 512 bytes a row: 3 and 4 pages of 4096."""
-    pool = ActivationPool("cpu", 16 * PAGE, page_bytes=PAGE)
-    first, second = numbers(40, 100, seed), numbers(40, 128, seed + 1)
-    handle = pool.stash(first, second, ends=torch.tensor([3, 25], dtype=torch.int32))
-    assert pool.use().held == 7 * PAGE
-    assert handle.table.shape == (TABLE_WORDS + 4 + 5,), "pages of the worst case"
-    into = [torch.full_like(each, float("nan")) for each in (first, second)]
-    pool._pages.restore(into, handle.table)
-    for got, want in zip(into, (first, second), strict=True):
-        assert torch.equal(got[:25], want[:25])
-        assert got[25:].isnan().all()
-    assert pool.use().held == 0
+def _within(rank: int, world_size: int, spill: int, seed: int) -> list[str]:
+    device, rng, problems = ranks.device(), random.Random(seed), []
+    pool = ActivationPool(device, (64 - spill) * PAGE, page_bytes=PAGE, spill_bytes=spill * PAGE)
+    for turn in range(30):
+        rows = rng.choice((1, 3, 50, 130))
+        width = rng.choice((1, 13, 16, 512, 1000))
+        count = rng.randint(0, rows)
+        pushed = torch.randint(0, 256, (rows, width), dtype=torch.uint8, device=device)
+        ends = torch.tensor([0, count], dtype=torch.int32, device=device)
+        handle = pool.stash(pushed, ends=ends)
+        if pool.use().held != pages_for([pushed], count, PAGE) * PAGE:
+            problems.append(f"turn {turn}: {pool.use()} of {count} x {width}")
+        if handle.table.shape != (TABLE_WORDS + pages_for([pushed], rows, PAGE),):
+            problems.append(f"turn {turn}: {handle.table.shape} is not for the pages of the worst case")
+        memory = torch.full((4096 + rows * width + 4096,), 0xA5, dtype=torch.uint8, device=device)
+        into = memory[4096 : 4096 + rows * width].view(rows, width)
+        pool._pages.restore([into], handle.table)
+        if not torch.equal(into[:count], pushed[:count]):
+            problems.append(f"turn {turn}: {count} of {rows} x {width} came back differently")
+        memory[4096 : 4096 + count * width] = 0xA5
+        if not bool((memory == 0xA5).all()):
+            problems.append(f"turn {turn}: {count} of {rows} x {width}: bytes outside were written")
+    if pool.use().held:
+        problems.append(f"{pool.use()} at the end")
+    return problems
+
+
+@pytest.mark.parametrize("spill", [0, 60, 64])
+def test_only_real_rows_are_written(pool: Pools, spill: int, seed: int) -> None:
+    """Rows that are not real, and all around the tensors, stay as they were and take no pages."""
+    assert pool(1)(_within, spill, seed) == [[]]
 
 
 def test_what_does_not_fit_is_left_alone(seed: int) -> None:
@@ -245,27 +376,20 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("keep", "pages"), [("all", 4), ("rows", 2), ("nothing", 0)])
 def test_a_layer_keeps_its_rows_there(keep: Any, pages: int, seed: int) -> None:
-    """40 rows of 16 values, and of 16 of the first product, 8 bytes each: two pages of 4096 each."""
+    """40 rows of 16 values, and of 16 of the first product, 8 bytes each: two pages of 4096 each. They go
+    with the backward, or with a result that has none."""
     case = Layer(seed, keep=keep)
     want = case.gradients()
     pool = case.with_pool()
-    y = case.layer(case.x)
-    assert pool.use().held == pages * PAGE
-    y.sum().backward()
-    assert pool.use().held == 0
+    for backward in (True, False):
+        y = case.layer(case.x)
+        assert pool.use().held == pages * PAGE
+        if backward:
+            y.sum().backward()
+        del y
+        assert pool.use().held == 0
     assert_same(case.gradients(), want)
     pool.check()
-    case.layer.comm.close()
-
-
-def test_a_forward_without_a_backward_leaves_no_pages(seed: int) -> None:
-    case = Layer(seed)
-    pool = case.with_pool()
-    y = case.layer(case.x)
-    assert pool.use().held == 4 * PAGE
-    del y
-    assert pool.use().held == 0
-    case.layer.comm.close()
 
 
 def test_an_error_after_the_push_leaves_no_pages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +408,6 @@ def test_an_error_after_the_push_leaves_no_pages(seed: int, monkeypatch: pytest.
     assert pool.use().held == 0
     assert_same(case.gradients(), want)
     pool.check()
-    comm.close()
 
 
 def test_an_alias_of_the_saved_table_changes_nothing(seed: int) -> None:
@@ -319,7 +442,6 @@ def test_an_alias_of_the_saved_table_changes_nothing(seed: int) -> None:
     assert pool.use().held == 0
     pool.check()
     del y, other
-    case.layer.comm.close()
 
 
 def test_tables_that_the_caller_copies_own_nothing(seed: int) -> None:
@@ -334,25 +456,16 @@ def test_tables_that_the_caller_copies_own_nothing(seed: int) -> None:
     y.sum().backward()
     with pytest.raises(InvalidArgument, match="not in the activation pool any more"):
         pool.check()
-    case.layer.comm.close()
 
 
-def test_nothing_is_kept_without_a_gradient(seed: int) -> None:
+def test_nothing_is_kept_without_a_gradient_or_a_capacity(seed: int) -> None:
     case = Layer(seed)
     pool = case.with_pool()
     with torch.no_grad():
         case.layer(case.x)
-    assert pool.use().peak == 0
-    case.layer.comm.close()
-
-
-def test_without_a_capacity_the_pool_is_not_used(seed: int) -> None:
-    case = Layer(seed)
-    pool = case.with_pool()
     case.layer.capacity = None
     case.gradients()
     assert pool.use().peak == 0
-    case.layer.comm.close()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -374,7 +487,6 @@ def test_checkpoints(reentrant: bool, plans: bool, seed: int) -> None:
     assert_same(case.gradients(wrap), want)
     assert pool.use() == (0, 4 * PAGE, 16 * PAGE)
     pool.check()
-    case.layer.comm.close()
 
 
 def test_a_second_backward_is_an_error(seed: int) -> None:
@@ -390,7 +502,6 @@ def test_a_second_backward_is_an_error(seed: int) -> None:
     y.sum().backward()
     with pytest.raises(InvalidArgument, match="a backward ran twice"):
         pool.check()
-    case.layer.comm.close()
 
 
 def test_a_pool_too_small(seed: int) -> None:
@@ -404,7 +515,6 @@ def test_a_pool_too_small(seed: int) -> None:
     with pytest.raises(PoolExceeded) as caught:
         pool.check()
     assert (caught.value.needed, caught.value.available) == (4 * PAGE, 3 * PAGE)
-    case.layer.comm.close()
 
 
 def test_a_layer_in_order_has_no_pool(seed: int) -> None:
@@ -412,4 +522,3 @@ def test_a_layer_in_order_has_no_pool(seed: int) -> None:
     case.with_pool()
     with pytest.raises(InvalidArgument, match="pool is set and the layer runs in order"):
         case.layer(case.x)
-    case.layer.comm.close()

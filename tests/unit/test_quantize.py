@@ -1,4 +1,5 @@
-"""Rows and columns in e4m3 on the CPU: bit for bit against numpy, and what the extension is given."""
+"""Rows and columns in e4m3: bit for bit against numpy, and what the extension is given. Tests that have a
+`pool` run on a GPU, too (tests/gpu/test_fp8_experts.py)."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quantize as module
 from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
-from tests import reference
+from tests import ranks, reference
+from tests.multirank.conftest import Pools
 from tests.unit.loopback import DTYPES, memory
 
-KINDS = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = ("bfloat16", "float16", "float32")
 LEAST = np.float32(2.0**-126)
 
 
@@ -62,6 +64,7 @@ def column_oracle(x_PC: np.ndarray, ends: list[int]) -> tuple[np.ndarray, np.nda
 def assert_bits(values: Tensor, scales: Tensor, want: np.ndarray, want_scales: np.ndarray) -> None:
     assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
     assert scales.dtype == torch.float32 and scales.is_contiguous()
+    values, scales = values.cpu(), scales.cpu()
     np.testing.assert_array_equal(values.float().numpy(), want)
     np.testing.assert_array_equal(scales.numpy(), want_scales)
     # Zeros have signs, which comparing numbers does not see.
@@ -70,43 +73,94 @@ def assert_bits(values: Tensor, scales: Tensor, want: np.ndarray, want_scales: n
     np.testing.assert_array_equal(signs[numbers_only], np.signbit(want)[numbers_only])
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (40, 64), (0, 16), (7, 1040)])
-def test_rows(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
-    x = numbers((rows, columns), dtype, seed)
-    assert_bits(*quantize_rows(x), *oracle(x.float().numpy()))
+def ends_of(ends: list[int]) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=ranks.device())
+
+
+def _rows(rank: int, world_size: int, dtype: str, seed: int) -> None:
+    shapes = ((1, 16), (7, 32), (40, 64), (7, 1040))
+    large = ((513, 528), (64, 1024), (70, 1040), (33, 7168), (5, 16400), (3, 40016))
+    for rows, columns in shapes if ranks.on_cpu() else shapes + large:
+        x = numbers((rows, columns), getattr(torch, dtype), seed + columns)
+        if rows > 3:
+            x[1, 3], x[2, 5] = math.nan, math.inf
+        for ends in (None, [rows], [0, rows // 2], [0], [rows + 9], [-4]):
+            ranks.poison(1 << 20)
+            real = rows if ends is None else max(0, min(rows, ends[-1]))
+            given = x.clone()
+            given[real:] = math.nan
+            values, scales = quantize_rows(given.to(ranks.device()), None if ends is None else ends_of(ends))
+            assert_bits(values[:real], scales[:real], *oracle(x[:real].float().numpy()))
+            if ranks.on_cpu():  # GPUs leave other rows alone
+                assert int(values[real:].view(torch.uint8).sum()) == 0
+                assert bool((scales[real:] == LEAST.item()).all())
+    values, scales = quantize_rows(x[:0].to(ranks.device()))
+    assert values.shape == x[:0].shape and scales.shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_columns_of_matrices(dtype: torch.dtype, seed: int) -> None:
-    x = numbers((3, 48, 32), dtype, seed)
-    values, scales = quantize_transposed(x)
-    assert values.shape == (3, 32, 48) and scales.shape == (3, 32)
-    for each, got, got_scales in zip(x, values, scales, strict=True):
-        assert_bits(got, got_scales, *oracle(np.ascontiguousarray(each.float().numpy().T)))
-    rows, row_scales = quantize_rows(x)
-    assert rows.shape == x.shape and row_scales.shape == (3, 48)
-    flat, flat_scales = quantize_rows(x.flatten(0, 1))
-    assert torch.equal(rows.view(torch.uint8).flatten(0, 1), flat.view(torch.uint8))
-    assert torch.equal(row_scales.flatten(), flat_scales)
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize(
-    "ends",
-    [[50], [16, 32, 48], [3, 3, 20], [0, 0, 50], [50, 50], [0], [1, 18, 18, 19, 50], [49, 50]],
-    ids=str,
-)
-def test_columns(ends: list[int], dtype: torch.dtype, seed: int) -> None:
+def test_rows(pool: Pools, dtype: str, seed: int) -> None:
     """NaN past the last end is nobody's."""
-    x = numbers((50, 32), dtype, seed)
-    x[ends[-1] :] = math.nan
-    values, scales, padded = quantize_columns(x, torch.tensor(ends, dtype=torch.int32))
-    want, want_scales, want_padded = column_oracle(x.float().numpy(), ends)
-    assert padded.dtype == torch.int32 and padded.tolist() == want_padded
-    assert values.shape == (32, 16 * (50 // 16 + len(ends))) and values.shape[1] >= want_padded[-1]
-    assert_bits(values[:, : want_padded[-1]].contiguous(), scales, want, want_scales)
-    assert int(values[:, want_padded[-1] :].view(torch.uint8).sum()) == 0
+    pool(1)(_rows, dtype, seed)
+
+
+GROUPS = (
+    (50, 32, [50]),
+    (50, 32, [3, 3, 20]),
+    (50, 80, [16, 32, 48]),
+    (0, 16, [0, 0]),
+    (50, 16, [0, 0, 50]),
+    (50, 32, [1, 18, 18, 19, 50]),
+    (50, 16, [49, 50]),
+    (40, 32, [0]),
+    (40, 32, [40, 40]),
+)
+LARGE_GROUPS = (
+    (2000, 48, [10, 1500, 2000]),  # more than fits in shared memory
+    (900, 7168, [100, 101, 899]),
+    (4096, 256, [128 * i for i in range(1, 33)]),
+    (700, 64, [min(700, 2 * i) for i in range(1, 401)]),  # more groups than a block has threads
+)
+
+
+def _columns(rank: int, world_size: int, dtype: str, seed: int) -> None:
+    for rows, columns, ends in GROUPS if ranks.on_cpu() else GROUPS + LARGE_GROUPS:
+        x = numbers((rows, columns), getattr(torch, dtype), seed + columns)
+        if rows:
+            x[: min(rows, 3), 1] = math.inf
+            x[min(rows, 5) - 1, 2] = math.nan
+        x[ends[-1] :] = math.nan
+        ranks.poison(1 << 22)
+        values, scales, padded = quantize_columns(x.to(ranks.device()), ends_of(ends))
+        want, want_scales, want_padded = column_oracle(x.float().numpy(), ends)
+        last = want_padded[-1]
+        assert padded.dtype == torch.int32 and padded.tolist() == want_padded
+        assert values.shape == (columns, 16 * (rows // 16 + len(ends))) and values.shape[1] >= last
+        assert_bits(values[:, :last].contiguous(), scales, want, want_scales)
+        assert not ranks.on_cpu() or int(values[:, last:].view(torch.uint8).sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_columns(pool: Pools, dtype: str, seed: int) -> None:
+    """NaN past the last end is nobody's."""
+    pool(1)(_columns, dtype, seed)
+
+
+def _matrices(rank: int, world_size: int, dtype: str, seed: int) -> None:
+    shapes = ((3, 48, 32), (1, 16, 16))
+    large = ((2, 32, 48), (1, 1040, 64), (3, 144, 80), (4, 512, 1024), (1, 16, 7168))
+    for shape in shapes if ranks.on_cpu() else shapes + large:
+        x = numbers(shape, getattr(torch, dtype), seed)
+        columns, rows = quantize_transposed(x.to(ranks.device())), quantize_rows(x.to(ranks.device()))
+        assert columns.values.shape == (shape[0], shape[2], shape[1]) and rows.values.shape == shape
+        for number, each in enumerate(x.float().numpy()):
+            assert_bits(columns.values[number], columns.scales[number], *oracle(np.ascontiguousarray(each.T)))
+            assert_bits(rows.values[number], rows.scales[number], *oracle(each))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_matrices(pool: Pools, dtype: str, seed: int) -> None:
+    pool(1)(_matrices, dtype, seed)
 
 
 def test_the_example() -> None:
@@ -131,16 +185,6 @@ def test_the_bound_for_groups_is_enough(seed: int) -> None:
         assert int(padded[-1]) <= values.shape[1]
         tight |= int(padded[-1]) == values.shape[1]
     assert tight
-
-
-@pytest.mark.parametrize("real", [0, 3, 7, 9])
-def test_rows_past_the_last_end(real: int, seed: int) -> None:
-    x = numbers((7, 32), torch.bfloat16, seed)
-    x[real:] = math.nan
-    values, scales = quantize_rows(x, torch.tensor([min(real, 2), real], dtype=torch.int32))
-    want, want_scales = oracle(x[:real].float().numpy())
-    assert_bits(values[:real], scales[:real], want, want_scales)
-    assert int(values[real:].view(torch.uint8).sum()) == 0 and bool((scales[real:] == LEAST.item()).all())
 
 
 def test_extremes() -> None:
