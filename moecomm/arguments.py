@@ -65,6 +65,16 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
     return value
 
 
+def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
+    """Raises InvalidArgument if `ends_L` is not (L,) int32 on `device`, where `whose` is; L is at least 1."""
+    if ends_L.dim() != 1 or ends_L.shape[0] < 1:
+        raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
+    if ends_L.dtype != torch.int32:
+        raise InvalidArgument(f"ends is {ends_L.dtype}, expected {torch.int32}")
+    if ends_L.device != device:
+        raise InvalidArgument(f"ends is on {ends_L.device}, expected {device}, where {whose} is")
+
+
 def check_rows(
     name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:

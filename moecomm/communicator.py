@@ -440,7 +440,10 @@ class Communicator:
         def finish(raw: RawDispatch) -> DispatchOutput:
             tokens_PH, weights_out = raw.tokens_PH, raw.weights
             if dequantize:
-                tokens_PH, weights_out = ops.dispatch(x if x_scales is None else None, weights, raw, backend)
+                source = x if x_scales is None else None
+                tokens_PH, weights_out = ops.dispatch(
+                    source, weights, tokens_PH, weights_out, raw.plan, backend
+                )
             return self._output(raw, tokens_PH, weights_out, layout)
 
         name = "moecomm dispatch"
@@ -615,7 +618,7 @@ class Communicator:
             return rows_PH
 
         def finish(rows_PH: torch.Tensor) -> torch.Tensor:
-            return ops.redispatch(x, rows_PH, handle.plan, backend)
+            return ops.dispatch(x, None, rows_PH, None, handle.plan, backend)[0]
 
         if async_op:
             return backend.launch("moecomm redispatch", execute, None, finish, (x,))
