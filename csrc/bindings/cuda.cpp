@@ -12,11 +12,6 @@ namespace py = pybind11;
 namespace moecomm {
 namespace {
 
-template <class T = std::byte>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 py::dict plan_fields(const DeviceShape& shape) {
