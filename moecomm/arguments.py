@@ -101,7 +101,6 @@ def fits_dispatch(
     top_k: int,
     max_tokens: int,
     dtype: torch.dtype,
-    weights_dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
     """Returns True for tensors in which `check_dispatch` (without scales) would find nothing wrong. It runs
@@ -114,7 +113,7 @@ def fits_dispatch(
         tokens <= max_tokens
         and _is(x_TH, (tokens, hidden), dtype, device)
         and (_is(topk_idx_TK, shape, torch.int64, device) or _is(topk_idx_TK, shape, torch.int32, device))
-        and (topk_weights_TK is None or _is(topk_weights_TK, shape, weights_dtype, device))
+        and (topk_weights_TK is None or _is(topk_weights_TK, shape, weight_dtype(dtype), device))
     )
 
 
@@ -122,7 +121,6 @@ def check_dispatch(
     x_TH: Any,
     topk_idx_TK: Any,
     topk_weights_TK: Any,
-    *,
     hidden: int,
     top_k: int,
     max_tokens: int,

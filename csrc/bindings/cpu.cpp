@@ -124,7 +124,6 @@ void bind_cpu(py::module_& m, void (*interrupt)()) {
           },
           py::arg("tokens"), Release())
       .def("close", &Communicator::close, Release())
-      .def_property_readonly("closed", &Communicator::closed)
       .def("stats", &stats_dict)
       .def("reset_stats",
            [](Communicator& self) {

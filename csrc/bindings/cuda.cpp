@@ -150,7 +150,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           py::arg("kind"), py::arg("text"), py::arg("stream"))
       .def("check", &DeviceCommunicator::check)
       .def("close", &DeviceCommunicator::close, Release())
-      .def_property_readonly("closed", &DeviceCommunicator::closed)
       .def("stats", &stats_dict)
       .def("reset_stats",
            [](DeviceCommunicator& self) {

@@ -9,7 +9,6 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr int64_t kLeastStage = 64;  // tokens
 constexpr int64_t kFlag = sizeof(uint64_t);
 
