@@ -13,7 +13,7 @@ using namespace moecomm;
 
 namespace {
 
-static_assert(kPage == 4096);
+constexpr int64_t kPage = 4096;
 constexpr int64_t kFewestStaged = 64;  // tokens
 constexpr WireFormat kWires[] = {WireFormat::same, WireFormat::fp8};
 
