@@ -54,7 +54,6 @@ class Rail:
     endpoint: str
 
 class Communicator:
-    closed: bool
     def __init__(
         self,
         *,
@@ -123,7 +122,6 @@ def device_host_bytes(shape: DeviceShape) -> int: ...
 def device_plan_fields(shape: DeviceShape) -> dict[str, tuple[int, int]]: ...
 
 class DeviceCommunicator:
-    closed: bool
     num_sms: int
     def limit_sms(self, num_sms: int) -> None: ...
     def __init__(

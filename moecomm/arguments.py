@@ -34,7 +34,8 @@ def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: t
     )
 
 
-def _require_tensor(name: str, value: Any, device: torch.device) -> None:
+def require_tensor(name: str, value: Any, device: torch.device) -> None:
+    """Raises InvalidArgument if `value` is no dense tensor on `device`."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(
             f"{name} is {type(value).__name__}, expected a torch.Tensor, or an array that DLPack or "
@@ -64,6 +65,16 @@ def require_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) ->
     return value
 
 
+def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None:
+    """Raises InvalidArgument if `ends_L` is not (L,) int32 on `device`, where `whose` is; L is at least 1."""
+    if ends_L.dim() != 1 or ends_L.shape[0] < 1:
+        raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
+    if ends_L.dtype != torch.int32:
+        raise InvalidArgument(f"ends is {ends_L.dtype}, expected {torch.int32}")
+    if ends_L.device != device:
+        raise InvalidArgument(f"ends is on {ends_L.device}, expected {device}, where {whose} is")
+
+
 def check_rows(
     name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -71,7 +82,7 @@ def check_rows(
     rows."""
     if _is(rows_XH, (count, hidden), dtype, device):
         return
-    _require_tensor(name, rows_XH, device)
+    require_tensor(name, rows_XH, device)
     if rows_XH.dim() != 2 or rows_XH.shape[1] != hidden or count not in (None, rows_XH.shape[0]):
         raise InvalidArgument(
             f"{name} has shape {tuple(rows_XH.shape)}, "
@@ -90,7 +101,6 @@ def fits_dispatch(
     top_k: int,
     max_tokens: int,
     dtype: torch.dtype,
-    weights_dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
     """Returns True for tensors in which `check_dispatch` (without scales) would find nothing wrong. It runs
@@ -103,7 +113,7 @@ def fits_dispatch(
         tokens <= max_tokens
         and _is(x_TH, (tokens, hidden), dtype, device)
         and (_is(topk_idx_TK, shape, torch.int64, device) or _is(topk_idx_TK, shape, torch.int32, device))
-        and (topk_weights_TK is None or _is(topk_weights_TK, shape, weights_dtype, device))
+        and (topk_weights_TK is None or _is(topk_weights_TK, shape, weight_dtype(dtype), device))
     )
 
 
@@ -111,7 +121,6 @@ def check_dispatch(
     x_TH: Any,
     topk_idx_TK: Any,
     topk_weights_TK: Any,
-    *,
     hidden: int,
     top_k: int,
     max_tokens: int,
@@ -123,14 +132,14 @@ def check_dispatch(
     copies them. With `x_scales`, x has the dtype that wire="fp8" sends."""
     check_rows("x", x_TH, None, hidden, dtype if x_scales is None else WIRE_FP8, device)
     if x_scales is not None:
-        _require_tensor("scales of x", x_scales, device)
+        require_tensor("scales of x", x_scales, device)
         _require_dtype("scales of x", x_scales, torch.float32)
         shape = (x_TH.shape[0], -(-hidden // SCALE_COLUMNS))
         _require_shape("scales of x", x_scales, shape, f"(T, hidden / {SCALE_COLUMNS} rounded up)")
     tokens = x_TH.shape[0]
     if tokens > max_tokens:
         raise InvalidArgument(f"x has {tokens} tokens, expected at most max_tokens = {max_tokens}")
-    _require_tensor("topk_idx", topk_idx_TK, device)
+    require_tensor("topk_idx", topk_idx_TK, device)
     if topk_idx_TK.dtype not in (torch.int32, torch.int64):
         raise InvalidRouting(f"topk_idx is {topk_idx_TK.dtype}, expected int32 or int64")
     _require_shape("topk_idx", topk_idx_TK, (tokens, top_k), "(T, K)")
@@ -144,7 +153,7 @@ def check_weights(
     """Checks that `weights` has the given shape and the weight dtype of rows of `dtype`."""
     if _is(weights, shape, weight_dtype(dtype), device):
         return
-    _require_tensor(name, weights, device)
+    require_tensor(name, weights, device)
     _require_dtype(name, weights, weight_dtype(dtype))
     _require_shape(name, weights, shape, letters)
 

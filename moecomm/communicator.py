@@ -21,7 +21,6 @@ from moecomm.arguments import (
     check_wire_options,
     fits_dispatch,
     require_integer,
-    weight_dtype,
 )
 from moecomm.autograd import functions as ops
 from moecomm.autograd import library as operators
@@ -186,7 +185,7 @@ class Communicator:
         self.memory: MemoryPlan = backend.memory
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
-        self._expected = (hidden, top_k, max_tokens, dtype, weight_dtype(dtype), backend.device)
+        self._expected = (hidden, top_k, max_tokens, dtype, backend.device)
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
         self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
@@ -251,10 +250,9 @@ class Communicator:
         same.
 
         Use it for a transfer beside a product that leaves it so many SMs: on few SMs a transfer takes
-        longer, and holds up less. Its
-        blocks are put on neighbouring SMs in pairs then, since products come in clusters of two
-        (docs/overlap.md). One thread at a time; a graph keeps what it was captured with. Raises
-        InvalidArgument for another number, Unsupported on the CPU.
+        longer, and holds up less. Its blocks are put on neighbouring SMs in pairs then, since products come
+        in clusters of two (docs/overlap.md). One thread at a time; a graph keeps what it was captured with.
+        Raises InvalidArgument for another number, Unsupported on the CPU.
         """
         backend = self._open()
         before = backend.limit_sms(None if num_sms is None else check_num_sms(num_sms, self.device))
@@ -396,17 +394,7 @@ class Communicator:
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
         check_wire_options(self.wire, dequantize, x_scales)
-        check_dispatch(
-            x,
-            ids,
-            weights,
-            hidden=self.hidden,
-            top_k=self.top_k,
-            max_tokens=self.max_tokens,
-            dtype=self.dtype,
-            device=self.device,
-            x_scales=x_scales,
-        )
+        check_dispatch(x, ids, weights, *self._expected, x_scales=x_scales)
 
     def _dispatch(
         self,
@@ -440,7 +428,10 @@ class Communicator:
         def finish(raw: RawDispatch) -> DispatchOutput:
             tokens_PH, weights_out = raw.tokens_PH, raw.weights
             if dequantize:
-                tokens_PH, weights_out = ops.dispatch(x if x_scales is None else None, weights, raw, backend)
+                source = x if x_scales is None else None
+                tokens_PH, weights_out = ops.dispatch(
+                    source, weights, tokens_PH, weights_out, raw.plan, backend
+                )
             return self._output(raw, tokens_PH, weights_out, layout)
 
         name = "moecomm dispatch"
@@ -615,7 +606,7 @@ class Communicator:
             return rows_PH
 
         def finish(rows_PH: torch.Tensor) -> torch.Tensor:
-            return ops.redispatch(x, rows_PH, handle.plan, backend)
+            return ops.dispatch(x, None, rows_PH, None, handle.plan, backend)[0]
 
         if async_op:
             return backend.launch("moecomm redispatch", execute, None, finish, (x,))

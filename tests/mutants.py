@@ -292,15 +292,15 @@ MUTANTS = [
     Mutant(
         "weights get no gradient",
         "moecomm/autograd/functions.py",
-        "weight_grads = grad_weights if need_weights else None",
-        "weight_grads = None",
+        "grad_weights if need_weights else None",
+        "None",
         GRADIENTS,
     ),
     Mutant(
         "rows' gradient forgets the weights",
         "moecomm/autograd/functions.py",
-        "ctx.backend.redispatch(ctx.plan, grad_y_TH, weights_P, rows_PH)",
-        "ctx.backend.redispatch(ctx.plan, grad_y_TH, None, rows_PH)",
+        "backend.redispatch(plan, grad_y_TH, weights_P, rows_PH)",
+        "backend.redispatch(plan, grad_y_TH, None, rows_PH)",
         GRADIENTS,
     ),
     # -- the layer -----------------------------------------------------------------------------------------

@@ -12,11 +12,6 @@ namespace py = pybind11;
 namespace moecomm {
 namespace {
 
-template <class T = std::byte>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 cudaStream_t stream_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 py::dict plan_fields(const DeviceShape& shape) {
@@ -155,7 +150,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
           py::arg("kind"), py::arg("text"), py::arg("stream"))
       .def("check", &DeviceCommunicator::check)
       .def("close", &DeviceCommunicator::close, Release())
-      .def_property_readonly("closed", &DeviceCommunicator::closed)
       .def("stats", &stats_dict)
       .def("reset_stats",
            [](DeviceCommunicator& self) {

@@ -24,11 +24,6 @@ struct HostBuffer {
   int64_t bytes;
 };
 
-template <class T = std::byte>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 /// Runs Python's signal handlers (Ctrl-C) from within a wait; only the main thread has any to run.
 void run_signal_handlers() {
   py::gil_scoped_acquire gil;
@@ -230,7 +225,6 @@ PYBIND11_MODULE(_C, m) {
           },
           py::arg("tokens"), Release())
       .def("close", &Communicator::close, Release())
-      .def_property_readonly("closed", &Communicator::closed)
       .def("stats", &stats_dict)
       .def("reset_stats",
            [](Communicator& self) {

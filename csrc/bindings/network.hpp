@@ -1,4 +1,4 @@
-// Bindings that communicators of CPUs and GPUs share: their connections to other nodes.
+// What bindings of communicators of CPUs and GPUs share: addresses, and connections to other nodes.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,6 +13,11 @@
 #include "runtime/rail.hpp"
 
 namespace moecomm {
+
+template <class T = std::byte>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 inline tcp::JobId job_id(const std::string& bytes) {
   tcp::JobId job{};

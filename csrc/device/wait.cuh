@@ -17,9 +17,16 @@ struct WaitInfo {
   bool until_called_off = true;  ///< the wait ends if the operation is called off
 };
 
-/// Tells the host, once, that a wait ended in vain.
-__device__ inline void report_failure(const Comm& comm, const WaitInfo& info, uint64_t seen, int32_t peer,
-                                      Cause cause, int32_t first) {
+/// The last epoch that `rank` has announced to this one.
+__device__ inline uint64_t begun_epoch(const Comm& comm, int32_t rank) {
+  const uint64_t even = ptx::load_relaxed_sys(&comm.record(comm.own, rank, 0).epoch);
+  const uint64_t odd = ptx::load_relaxed_sys(&comm.record(comm.own, rank, 1).epoch);
+  return even > odd ? even : odd;
+}
+
+/// Tells the host, once, that a wait ended in vain because of `peer`.
+__device__ inline void report_failure(const Comm& comm, const WaitInfo& info, int32_t peer, Cause cause,
+                                      int32_t first) {
   if (atomicCAS(&comm.state().failed, 0u, 1u) != 0) return;
   HostStatus::Broken& broken = comm.host->broken;
   broken.peer = peer;
@@ -28,7 +35,7 @@ __device__ inline void report_failure(const Comm& comm, const WaitInfo& info, ui
   broken.operation = info.operation;
   broken.first = first;
   broken.expected = info.expected;
-  broken.seen = seen;
+  broken.seen = begun_epoch(comm, peer);
   ptx::store_release_sys(&broken.set, 1);
 }
 
@@ -43,7 +50,7 @@ __device__ inline bool already_failed(const Comm& comm) {
 __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   for (int32_t i = 0; i < comm.ranks(); ++i) {
     const int32_t r = (comm.first_rank + i) % comm.ranks();
-    if (ptx::load_relaxed_sys(&comm.record(comm.own, r, info.expected).epoch) < info.expected) return r;
+    if (begun_epoch(comm, r) < info.expected) return r;
   }
   return info.peer;
 }
@@ -75,11 +82,11 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     const bool lost = peer_lost || ptx::load_acquire_sys(&loss.set) != 0;
     // A signal that a peer gave before it ended counts.
     if (lost && !read.arrived()) {
-      report_failure(comm, info, read.seen(), loss.peer, loss.cause, loss.first);
+      report_failure(comm, info, loss.peer, loss.cause, loss.first);
       return false;
     }
     if (now - start > comm.timeout_ns && !read.arrived()) {
-      report_failure(comm, info, read.seen(), missing_rank(comm, info), Cause::no_signal, comm.rank);
+      report_failure(comm, info, missing_rank(comm, info), Cause::no_signal, comm.rank);
       return false;
     }
   }
@@ -95,7 +102,6 @@ struct EpochFlag {
     // Acquiring drops the multiprocessor's cache: only once there is something to acquire.
     return ptx::load_relaxed_sys(address) >= epoch && ptx::load_acquire_sys(address) >= epoch;
   }
-  __device__ uint64_t seen() const { return ptx::load_acquire_sys(address); }
 };
 
 /// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: reads of it
@@ -112,7 +118,6 @@ struct OwnWord {
   __device__ bool arrived() const {
     return ptx::load_relaxed_gpu(address) == value && ptx::load_acquire_gpu(address) == value;
   }
-  __device__ uint64_t seen() const { return ptx::load_acquire_gpu(address); }
 };
 
 /// A counter of this device's blocks.
@@ -121,7 +126,6 @@ struct BlockCount {
   const uint32_t* address;
   uint32_t count;
   __device__ bool arrived() const { return ptx::load_acquire_gpu(address) >= count; }
-  __device__ uint64_t seen() const { return ptx::load_acquire_gpu(address); }
 };
 
 }  // namespace moecomm::device

@@ -11,7 +11,7 @@ namespace moecomm {
 struct Command {
   enum class Kind : uint8_t {
     head,        ///< the Announcement of this epoch; a: bytes
-    ids,         ///< piece `index` of the ids (from GPUs: counts, codes, places); a: bytes
+    ids,         ///< piece `index` of the ids (from GPUs: counts, packed routes, places); a: bytes
     weights,     ///< piece `index` of the routing weights; a: bytes
     index,       ///< piece `index` of the relay indices; a: bytes
     grads,       ///< piece `index` of the outgoing gradients; a: bytes

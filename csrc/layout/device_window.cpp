@@ -9,7 +9,6 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr int64_t kLeastStage = 64;  // tokens
 constexpr int64_t kFlag = sizeof(uint64_t);
 
@@ -24,7 +23,7 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("route counts", w.route_counts, kMaxRouteBlocks * s.bins() * 4);
   for (auto& offset : w.error_text) visit("error text", offset, kErrorText);
   for (auto& offset : w.counts) visit("row counts", offset, s.ranks * s.counts() * 4);
-  for (auto& offset : w.codes) visit("expert codes", offset, s.ranks * entries * 4);
+  for (auto& offset : w.packed_routes) visit("packed routes", offset, s.ranks * entries * 4);
   for (auto& offset : w.places) visit("token places", offset, s.ranks * s.max_tokens * 4);
   for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
@@ -66,7 +65,7 @@ int64_t partial_tokens(const DeviceShape& s) {
   return std::min(s.max_tokens, std::max(fitting / kMaxChunk * kMaxChunk, kLeastStage));
 }
 
-int32_t code_bits(const DeviceShape& s) {
+int32_t number_bits(const DeviceShape& s) {
   return static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(s.max_tokens - 1)));
 }
 
@@ -76,7 +75,7 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
   window.shape = shape;
   window.wire_bytes = shape.wire_row_bytes();
   window.max_chunks = shape.max_chunks();
-  window.code_bits = code_bits(shape);
+  window.number_bits = number_bits(shape);
   const int64_t rows = rows_bytes(shape);
   window.stage_tokens = fitting_tokens(shape, rows);
   window.partial_tokens = partial_tokens(shape);
@@ -94,7 +93,7 @@ DeviceWindow walk(const DeviceShape& shape, const Visit& visit) {
 
 void check_shape(const DeviceShape& s) {
   // A warp holds the ids of a token, and a set of ranks as 32 bits a lane; a block counts rows for every
-  // expert in its shared memory; an expert and the number of a row are one 32-bit number (codes).
+  // expert in its shared memory; an expert and the number of a row are one 32-bit number (packed routes).
   constexpr int32_t kMostRanks = 1024;
   constexpr int64_t kMostCounts = 32000;
   const auto refuse = [](const std::string& text) { throw Error(ErrorKind::unsupported, text); };
@@ -106,7 +105,7 @@ void check_shape(const DeviceShape& s) {
   if (s.bins() > kMostCounts)
     refuse("num_experts is " + std::to_string(s.num_experts) +
            ", on CUDA experts and ranks together are at most " + std::to_string(kMostCounts));
-  if (s.num_experts << code_bits(s) > int64_t{1} << 31)
+  if (s.num_experts << number_bits(s) > int64_t{1} << 31)
     refuse("max_tokens is " + std::to_string(s.max_tokens) + " for " + std::to_string(s.num_experts) +
            " experts, on CUDA the product of experts and tokens (as a power of two) is at most 2^31");
   if (s.dtype == DType::float64) refuse("dtype is float64, on CUDA rows are float32, bfloat16 or float16");

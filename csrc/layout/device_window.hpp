@@ -152,18 +152,18 @@ static_assert(sizeof(RelayState) == kLine && offsetof(RelayState, parts) == 8);
 /// Sections exist twice where their use alternates by epoch.
 struct DeviceWindow {
   DeviceShape shape;
-  int64_t wire_bytes;     ///< shape.wire_row_bytes(), which kernels want often
-  int64_t max_chunks;     ///< shape.max_chunks(), likewise
-  int32_t code_bits;      ///< bits of a number below max_tokens
-  int64_t stage_tokens;   ///< tokens of one source that the staging section holds; slots are used in turn
-  int64_t sources;        ///< SourceLines[ranks]
-  int64_t state;          ///< DeviceState
-  int64_t losses;         ///< PeerLoss[ranks], this rank's own
-  int64_t route_counts;   ///< int32[kMaxRouteBlocks][counts], this rank's own
-  int64_t error_text[2];  ///< char[kErrorText]
-  int64_t counts[2];      ///< int32[ranks][counts], by source
-  int64_t codes[2];    ///< int32[ranks][max_tokens][top_k]: expert << code_bits | number among the source's
-                       ///< rows for it (rank layout: 0); -1: none
+  int64_t wire_bytes;        ///< shape.wire_row_bytes(), which kernels want often
+  int64_t max_chunks;        ///< shape.max_chunks(), likewise
+  int32_t number_bits;       ///< bits of a number below max_tokens
+  int64_t stage_tokens;      ///< tokens of one source that the staging section holds; slots are used in turn
+  int64_t sources;           ///< SourceLines[ranks]
+  int64_t state;             ///< DeviceState
+  int64_t losses;            ///< PeerLoss[ranks], this rank's own
+  int64_t route_counts;      ///< int32[kMaxRouteBlocks][counts], this rank's own
+  int64_t error_text[2];     ///< char[kErrorText]
+  int64_t counts[2];         ///< int32[ranks][counts], by source
+  int64_t packed_routes[2];  ///< int32[ranks][max_tokens][top_k]: expert << number_bits | number among the
+                             ///< source's rows for it (rank layout: 0); -1: none
   int64_t places[2];   ///< int32[ranks][max_tokens], rank layout: number of the token among those that its
                        ///< source sends here, where it sends it here
   int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]

@@ -36,7 +36,8 @@ struct HostStatus {
     WaitPhase phase;
     Operation operation;
     int32_t first;
-    uint64_t expected, seen;
+    uint64_t expected;  ///< the operation's epoch
+    uint64_t seen;      ///< the last epoch that `peer` has begun
   } broken;
   struct alignas(kLine) Verdict {  // all ranks agree that an operation is bad
     uint32_t set;

@@ -37,13 +37,6 @@ MOECOMM_HD constexpr int32_t owners_between(const int32_t* ids, int32_t top_k, i
   return owners;
 }
 
-/// Distinct owners with a rank below `rank`: the slot of `rank` at a home on the same node, and with `rank` =
-/// number of ranks the count of owners.
-MOECOMM_HD constexpr int32_t owners_below(const int32_t* ids, int32_t top_k, int32_t local_experts,
-                                          int32_t rank) {
-  return owners_between(ids, top_k, local_experts, 0, rank);
-}
-
 /// True where some id of the token has its owner in [first, end): a node needs the row.
 MOECOMM_HD constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t local_experts, int32_t first,
                                    int32_t end) {
@@ -51,6 +44,9 @@ MOECOMM_HD constexpr bool owned_in(const int32_t* ids, int32_t top_k, int32_t lo
     if (ids[k] >= first * local_experts && ids[k] < end * local_experts) return true;
   return false;
 }
+
+/// Bytes of a page of host memory, and the alignment of a window's sections.
+inline constexpr int64_t kPage = 4096;
 
 MOECOMM_HD constexpr int64_t align_up(int64_t value, int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;

@@ -17,7 +17,6 @@ constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes
 constexpr int64_t kMostChunks = 1 << 14, kMostChunkRows = (1 << 16) - 1;
 
 // Sections start on pages, so that a section can be backed, registered or dropped by itself.
-constexpr int64_t kPage = 4096;
 
 /// Calls visit(name, offset field, bytes) for every section in the order of the window.
 template <class Visit>

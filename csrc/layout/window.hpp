@@ -45,8 +45,8 @@ struct WindowShape {
   /// Chunks that can wait for the network. Kernels have room for all that they send in an operation.
   int64_t staging_chunks() const;
   /// Bytes that travel with a dispatch of `tokens` tokens besides weights and rows: ids; or from GPUs what
-  /// their source has worked out (route.cuh): counts, codes, in the rank layout places; and with it, for each
-  /// node, the relay index of each token.
+  /// their source has worked out (route.cuh): counts, packed routes, in the rank layout places; and with it,
+  /// for each node, the relay index of each token.
   int64_t ids_bytes(int64_t tokens, RowLayout layout) const {
     const int64_t ids = tokens * top_k * 4;
     return for_device() ? counts_bytes() + ids * (layout == RowLayout::rank ? 2 : 1) : ids;

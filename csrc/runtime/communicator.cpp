@@ -419,7 +419,7 @@ void Communicator::combine(const std::shared_ptr<const Plan>& plan, const std::b
     if (y != nullptr) cpu::combine_reduce(context(), *plan, arguments);
     if (out_weight_grads != nullptr) cpu::push_weight_grads(context(), *plan, arguments);
     if (internode_) {
-      internode_->meet_node(record.epoch);
+      internode_->node_barrier(record.epoch);
       if (out_weight_grads != nullptr) internode_->send_grads(*plan, record.epoch);
     } else {
       signal(record);

@@ -114,7 +114,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   /// Tells the peers; later operations throw Error(closed). Memory goes with the object.
   void close() noexcept;
-  bool closed() const { return closed_; }
 
   Stats& stats() { return stats_; }
   /// The proxy, which sends to other nodes; null on one node.

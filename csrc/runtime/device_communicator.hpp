@@ -135,7 +135,6 @@ class DeviceCommunicator {
 
   /// Tells the peers. Kernels under way must have ended before the window goes.
   void close() noexcept;
-  bool closed() const { return closed_; }
   DeviceStats& stats() { return stats_; }
   /// Returns the counters of kernels that have ended; waits for a small copy.
   DeviceCounters counters();

@@ -11,8 +11,6 @@
 namespace moecomm {
 namespace {
 
-constexpr int64_t kPage = 4096;
-
 /// Sizes come in classes of a quarter of a power of two, so that steps of slightly different size share
 /// blocks.
 int64_t size_class(int64_t bytes) {

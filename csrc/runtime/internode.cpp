@@ -247,7 +247,7 @@ void Internode::relay(const cpu::Context& context, const Plan& plan, const cpu::
   rounds_ += rounds;
 }
 
-void Internode::meet_node(uint64_t epoch) {
+void Internode::node_barrier(uint64_t epoch) {
   signals_.store(&progress(rank_).pushed, epoch);
   signals_.wait_node([this](int32_t rank) { return &progress(rank).pushed; }, epoch, epoch,
                      "sums of the node");

@@ -51,7 +51,7 @@ class Internode {
              uint64_t epoch);
   /// Returns when all ranks of the node have called it: what they have for this node, or for its rails, is
   /// written.
-  void meet_node(uint64_t epoch);
+  void node_barrier(uint64_t epoch);
   /// Sends the gradients that this node has for the rail.
   void send_grads(const Plan& plan, uint64_t epoch);
   /// Sums of tokens as far as they have arrived: calls sum(first, end) for parts of the own tokens in order.

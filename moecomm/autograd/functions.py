@@ -13,7 +13,31 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moecomm.backends import Backend, RawDispatch
+from moecomm.backends import Backend
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def dispatch_backward(
+    backend: Backend, plan: Any, grad_rows_PH: torch.Tensor | None, grad_weights: torch.Tensor | None
+) -> Gradients:
+    """Returns the gradients of a dispatch's tokens (T, H) and routing weights (T, K); None for None."""
+    return backend.run(
+        "moecomm dispatch backward", lambda: backend.combine(plan, grad_rows_PH, None, grad_weights)
+    )
+
+
+def combine_backward(
+    backend: Backend,
+    plan: Any,
+    grad_y_TH: torch.Tensor,
+    weights_P: torch.Tensor | None,
+    rows_PH: torch.Tensor | None,
+) -> Gradients:
+    """Returns the gradients of a combine's rows (P, H) and, given these rows, of its weights (P,)."""
+    return backend.run(
+        "moecomm combine backward", lambda: backend.redispatch(plan, grad_y_TH, weights_P, rows_PH)
+    )
 
 
 class _Dispatch(torch.autograd.Function):
@@ -22,25 +46,25 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any,
         x_TH: torch.Tensor | None,
         topk_weights_TK: torch.Tensor | None,
-        raw: RawDispatch,
+        rows_PH: torch.Tensor,
+        weights: torch.Tensor | None,
+        plan: Any,
         backend: Backend,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.plan, ctx.backend = raw.plan, backend
-        return raw.tokens_PH, raw.weights
+        ctx.plan, ctx.backend = plan, backend
+        return rows_PH, weights
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_tokens_PH: torch.Tensor, grad_weights: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_rows_PH: torch.Tensor, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
         need_x, need_weights = ctx.needs_input_grad[:2]
-        rows_PH = grad_tokens_PH if need_x else None
-        weight_grads = grad_weights if need_weights else None
-        grad_x_TH, grad_weights_TK = ctx.backend.run(
-            "moecomm dispatch backward",
-            lambda: ctx.backend.combine(ctx.plan, rows_PH, None, weight_grads),
+        grads = dispatch_backward(
+            ctx.backend,
+            ctx.plan,
+            grad_rows_PH if need_x else None,
+            grad_weights if need_weights else None,
         )
-        return grad_x_TH, grad_weights_TK, None, None
+        return *grads, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -62,28 +86,8 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: torch.Tensor) -> tuple[Any, ...]:
         rows_PH, weights_P = ctx.saved_tensors
-        grad_rows_PH, grad_weights_P = ctx.backend.run(
-            "moecomm combine backward",
-            lambda: ctx.backend.redispatch(ctx.plan, grad_y_TH, weights_P, rows_PH),
-        )
+        grad_rows_PH, grad_weights_P = combine_backward(ctx.backend, ctx.plan, grad_y_TH, weights_P, rows_PH)
         return grad_rows_PH if ctx.needs_input_grad[0] else None, grad_weights_P, None, None, None
-
-
-class _Redispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend
-    ) -> torch.Tensor:
-        ctx.plan, ctx.backend = plan, backend
-        return rows_PH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_rows_PH: torch.Tensor) -> tuple[Any, ...]:
-        grad_x_TH, _ = ctx.backend.run(
-            "moecomm redispatch backward", lambda: ctx.backend.combine(ctx.plan, grad_rows_PH, None, None)
-        )
-        return grad_x_TH, None, None, None
 
 
 def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
@@ -95,12 +99,18 @@ def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> 
 
 
 def dispatch(
-    x_TH: torch.Tensor | None, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: Backend
+    x_TH: torch.Tensor | None,
+    topk_weights_TK: torch.Tensor | None,
+    rows_PH: torch.Tensor,
+    weights: torch.Tensor | None,
+    plan: Any,
+    backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ties the rows and weights of a finished dispatch to the tensors they came from."""
+    """Ties the rows and weights of a finished dispatch, along a new plan or a kept one, to the tensors they
+    came from."""
     if not _wants_gradient(x_TH, topk_weights_TK):
-        return raw.tokens_PH, raw.weights
-    return _Dispatch.apply(x_TH, topk_weights_TK, raw, backend)  # type: ignore[no-untyped-call]
+        return rows_PH, weights
+    return _Dispatch.apply(x_TH, topk_weights_TK, rows_PH, weights, plan, backend)  # type: ignore[no-untyped-call]
 
 
 def combine(
@@ -114,10 +124,3 @@ def combine(
     if not _wants_gradient(rows_PH, weights_P):
         return y_TH
     return _Combine.apply(rows_PH, weights_P, y_TH, plan, backend)  # type: ignore[no-untyped-call]
-
-
-def redispatch(x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend) -> torch.Tensor:
-    """Ties the rows of a finished dispatch along a kept plan to the tensor they came from."""
-    if not _wants_gradient(x_TH, None):
-        return rows_PH
-    return _Redispatch.apply(x_TH, rows_PH, plan, backend)  # type: ignore[no-untyped-call]

@@ -26,9 +26,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from moecomm.arguments import SCALE_COLUMNS, WIRE_FP8, weight_dtype
+from moecomm.autograd.functions import combine_backward, dispatch_backward
 from moecomm.backends import Backend, DispatchCall, TensorPlan
 from moecomm.errors import CommunicatorClosed
-from moecomm.types import Layout
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, ...]
@@ -55,60 +55,31 @@ def _backend(number: int) -> Backend:
 # -- what runs -------------------------------------------------------------------------------------------
 
 
-def _dispatch(
-    token: Tensor,
-    comm: int,
-    x_TH: Tensor,
-    x_scales: Tensor | None,
-    topk_idx_TK: Tensor,
-    topk_weights_TK: Tensor | None,
-    layout: Layout,
-    alignment: int,
-    capacity: int,
-    dequantize: bool,
-) -> Tensors:
-    backend = _backend(comm)
-    call = DispatchCall(x_TH, x_scales, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
+def _dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
+    backend, call = _backend(comm), DispatchCall(*arguments)
 
     def operation() -> Tensors:
         backend.ready()
         raw = backend.dispatch(call)
-        found = (raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, backend.tensor_plan(raw.plan).blob)
-        return _all_there(x_TH, *found)
+        blob = backend.tensor_plan(raw.plan).blob
+        return _all_there(call.x_TH, raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, blob)
 
     return backend.run("moecomm dispatch", operation)
 
 
-def _combine(
-    token: Tensor,
-    comm: int,
-    rows_PH: Tensor,
-    weights_P: Tensor | None,
-    blob: Tensor,
-    layout: Layout,
-    tokens: int,
-    rows: int,
-) -> Tensors:
-    backend, plan = _backend(comm), TensorPlan(blob, layout, tokens, rows)
-    found = backend.run("moecomm combine", lambda: backend.combine(plan, rows_PH, weights_P, None))
-    return _all_there(rows_PH, found[0])
+def _combine(token: Tensor, comm: int, rows_PH: Tensor, weights_P: Tensor | None, *plan: Any) -> Tensors:
+    backend = _backend(comm)
+    y_TH, _ = backend.run(
+        "moecomm combine", lambda: backend.combine(TensorPlan(*plan), rows_PH, weights_P, None)
+    )
+    return _all_there(rows_PH, y_TH)
 
 
 def _dispatch_backward(
-    token: Tensor,
-    comm: int,
-    grad_tokens_PH: Tensor | None,
-    grad_weights: Tensor | None,
-    blob: Tensor,
-    layout: Layout,
-    tokens: int,
-    rows: int,
+    token: Tensor, comm: int, grad_tokens_PH: Tensor | None, grad_weights: Tensor | None, *plan: Any
 ) -> Tensors:
-    backend, plan = _backend(comm), TensorPlan(blob, layout, tokens, rows)
-    found = backend.run(
-        "moecomm dispatch backward", lambda: backend.combine(plan, grad_tokens_PH, None, grad_weights)
-    )
-    return _all_there(blob, *found)
+    found = dispatch_backward(_backend(comm), TensorPlan(*plan), grad_tokens_PH, grad_weights)
+    return _all_there(plan[0], *found)
 
 
 def _combine_backward(
@@ -117,16 +88,10 @@ def _combine_backward(
     grad_y_TH: Tensor,
     weights_P: Tensor | None,
     rows_PH: Tensor | None,
-    blob: Tensor,
-    layout: Layout,
-    tokens: int,
-    rows: int,
+    *plan: Any,
 ) -> Tensors:
-    backend, plan = _backend(comm), TensorPlan(blob, layout, tokens, rows)
-    found = backend.run(
-        "moecomm combine backward", lambda: backend.redispatch(plan, grad_y_TH, weights_P, rows_PH)
-    )
-    return _all_there(blob, *found)
+    found = combine_backward(_backend(comm), TensorPlan(*plan), grad_y_TH, weights_P, rows_PH)
+    return _all_there(grad_y_TH, *found)
 
 
 def _new_token(like: Tensor) -> Tensor:
@@ -141,61 +106,35 @@ def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
 # -- what a compiler is told -----------------------------------------------------------------------------
 
 
-def _fake_dispatch(
-    token: Tensor,
-    comm: int,
-    x_TH: Tensor,
-    x_scales: Tensor | None,
-    topk_idx_TK: Tensor,
-    topk_weights_TK: Tensor | None,
-    layout: Layout,
-    alignment: int,
-    capacity: int,
-    dequantize: bool,
-) -> Tensors:
-    backend, by_rank = _backend(comm), layout == "rank"
-    P, K, H = capacity, backend.top_k, backend.hidden
+def _fake_dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
+    backend, call = _backend(comm), DispatchCall(*arguments)
+    new, by_rank = call.x_TH.new_empty, call.layout == "rank"
+    P, K, H = call.capacity, backend.top_k, backend.hidden
     weights = topk_idx_PK = scales = None
-    if topk_weights_TK is not None:
-        weights = x_TH.new_empty((P, K) if by_rank else (P,), dtype=weight_dtype(backend.dtype))
+    if call.topk_weights_TK is not None:
+        weights = new((P, K) if by_rank else (P,), dtype=weight_dtype(backend.dtype))
     if by_rank:
-        topk_idx_PK = x_TH.new_empty((P, K), dtype=torch.int32)
-    if not dequantize:
-        scales = x_TH.new_empty((P, -(-H // SCALE_COLUMNS)), dtype=torch.float32)
+        topk_idx_PK = new((P, K), dtype=torch.int32)
+    if not call.dequantize:
+        scales = new((P, -(-H // SCALE_COLUMNS)), dtype=torch.float32)
     return _all_there(
-        x_TH,
-        x_TH.new_empty((P, H), dtype=backend.dtype if dequantize else WIRE_FP8),
+        call.x_TH,
+        new((P, H), dtype=backend.dtype if call.dequantize else WIRE_FP8),
         weights,
         topk_idx_PK,
         scales,
-        x_TH.new_empty(backend.plan_fields.words, dtype=torch.int32),
+        new(backend.plan_fields.words, dtype=torch.int32),
     )
 
 
-def _fake_combine(
-    token: Tensor,
-    comm: int,
-    rows_PH: Tensor,
-    weights_P: Tensor | None,
-    blob: Tensor,
-    layout: Layout,
-    tokens: int,
-    rows: int,
-) -> Tensors:
-    return _all_there(rows_PH, rows_PH.new_empty(tokens, _backend(comm).hidden))
+def _fake_combine(token: Tensor, comm: int, rows_PH: Tensor, weights_P: Tensor | None, *plan: Any) -> Tensors:
+    return _all_there(rows_PH, rows_PH.new_empty(TensorPlan(*plan).tokens, _backend(comm).hidden))
 
 
 def _fake_dispatch_backward(
-    token: Tensor,
-    comm: int,
-    grad_tokens_PH: Tensor | None,
-    grad_weights: Tensor | None,
-    blob: Tensor,
-    layout: Layout,
-    tokens: int,
-    rows: int,
+    token: Tensor, comm: int, grad_tokens_PH: Tensor | None, grad_weights: Tensor | None, *plan: Any
 ) -> Tensors:
-    backend = _backend(comm)
+    backend, (blob, _, tokens, *_) = _backend(comm), TensorPlan(*plan)
     grad_x_TH = grad_weights_TK = None
     if grad_tokens_PH is not None:
         grad_x_TH = blob.new_empty(tokens, backend.hidden, dtype=backend.dtype)
@@ -210,56 +149,43 @@ def _fake_combine_backward(
     grad_y_TH: Tensor,
     weights_P: Tensor | None,
     rows_PH: Tensor | None,
-    blob: Tensor,
-    layout: Layout,
-    tokens: int,
-    rows: int,
+    *plan: Any,
 ) -> Tensors:
-    backend = _backend(comm)
+    backend, rows = _backend(comm), TensorPlan(*plan).rows
     grad_weights_P = None
     if rows_PH is not None:
-        grad_weights_P = blob.new_empty(rows, dtype=weight_dtype(backend.dtype))
-    grad_rows_PH = blob.new_empty(rows, backend.hidden, dtype=backend.dtype)
-    return _all_there(blob, grad_rows_PH, grad_weights_P)
+        grad_weights_P = grad_y_TH.new_empty(rows, dtype=weight_dtype(backend.dtype))
+    grad_rows_PH = grad_y_TH.new_empty(rows, backend.hidden, dtype=backend.dtype)
+    return _all_there(grad_y_TH, grad_rows_PH, grad_weights_P)
 
 
 # -- gradients -------------------------------------------------------------------------------------------
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    _, ctx.comm, x_TH, _, _, _, ctx.layout, _, ctx.rows, _ = inputs
-    ctx.tokens = x_TH.shape[0]
+    _, ctx.comm, x_TH, _, _, _, layout, _, capacity, _ = inputs
+    ctx.plan = (layout, x_TH.shape[0], capacity)
     token, _, _, topk_idx_PK, scales, blob = output
     ctx.mark_non_differentiable(token, topk_idx_PK, scales, blob)
     ctx.save_for_backward(blob)
 
 
 def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    (blob,) = ctx.saved_tensors
     _, grad_tokens_PH, grad_weights, *_ = grads
     need_x, need_weights = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
     grad_x_TH, grad_weights_TK = torch.ops.moecomm.dispatch_backward(
         ctx.comm,
         grad_tokens_PH if need_x else None,
         grad_weights if need_weights else None,
-        blob,
-        ctx.layout,
-        ctx.tokens,
-        ctx.rows,
+        *ctx.saved_tensors,
+        *ctx.plan,
     )
-    return (
-        None,
-        None,
-        grad_x_TH if need_x else None,
-        None,
-        None,
-        grad_weights_TK if need_weights else None,
-        *[None] * 4,
-    )
+    grads_of = {2: grad_x_TH if need_x else None, 5: grad_weights_TK if need_weights else None}
+    return tuple(grads_of.get(place) for place in range(10))
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    _, ctx.comm, rows_PH, weights_P, blob, ctx.layout, ctx.tokens, ctx.rows = inputs
+    _, ctx.comm, rows_PH, weights_P, blob, *ctx.plan = inputs
     ctx.mark_non_differentiable(output[0])
     ctx.save_for_backward(rows_PH if ctx.needs_input_grad[3] else None, weights_P, blob)
 
@@ -267,15 +193,13 @@ def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> Non
 def _combine_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     rows_PH, weights_P, blob = ctx.saved_tensors
     grad_rows_PH, grad_weights_P = torch.ops.moecomm.combine_backward(
-        ctx.comm, grads[1], weights_P, rows_PH, blob, ctx.layout, ctx.tokens, ctx.rows
+        ctx.comm, grads[1], weights_P, rows_PH, blob, *ctx.plan
     )
-    return (
-        None,
-        None,
-        grad_rows_PH if ctx.needs_input_grad[2] else None,
-        None if rows_PH is None else grad_weights_P,
-        *[None] * 4,
-    )
+    grads_of = {
+        2: grad_rows_PH if ctx.needs_input_grad[2] else None,
+        3: None if rows_PH is None else grad_weights_P,
+    }
+    return tuple(grads_of.get(place) for place in range(8))
 
 
 # -- registration ----------------------------------------------------------------------------------------

@@ -216,9 +216,6 @@ class CudaBackend:
         """Makes the current stream wait for the last operation, if that was on another one. Within a capture
         only the captured operations count: the order of a graph and of work beside its replays is the
         caller's responsibility, as for any other work.
-
-        Within a capture only what the capture recorded counts: the order of a graph and what runs beside its
-        replays is the caller's, as for any other work.
         """
         raw = self._raw_stream
         if raw == (self._last_captured_raw if self._capturing else self._last_raw):
@@ -248,9 +245,6 @@ class CudaBackend:
         """Puts an operation on `stream`, after all work on the caller's current stream. An operation that
         keeps the host waiting is only begun; it is completed in `wait`, or before the next operation, on as
         many SMs.
-
-        One that keeps the host waiting is begun only; the rest comes in `wait`, or before the next operation,
-        on as many SMs.
         """
         side, limit = self.stream, self._limit
         side.wait_stream(self._gpu.stream())

@@ -49,6 +49,14 @@ class CudaDevice:
         """Makes this the current device for a block."""
         return torch.cuda.device(self.index)
 
+    def launch(self, launcher: Callable[..., None], *arguments: Any) -> None:
+        """Calls a launcher of the extension, whose last argument is the current stream of this GPU."""
+        if self.is_current():
+            launcher(*arguments, self.raw_stream())
+        else:
+            with self.current():
+                launcher(*arguments, self.raw_stream())
+
     def stream(self) -> torch.cuda.Stream:
         """Returns the current stream of this GPU."""
         return torch.cuda.current_stream(self.index)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from moecomm import _C
-from moecomm.arguments import weight_dtype
+from moecomm.arguments import require_ends, weight_dtype
 from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
@@ -83,12 +83,7 @@ def weighted_activation_into(
 ) -> None:
     """Computes `weighted_activation` into a contiguous tensor of the caller. Not differentiable, and unknown
     to torch.compile, whose operators take the host twice as long."""
-    width = _width(inner_PI, weights_P, ends_L, activation)
-    _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
-    if _has_kernel(inner_PI):
-        _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
-    else:
-        z_PF.copy_(_forward_by_torch(inner_PI, weights_P, ends_L, activation))
+    _forward(inner_PI, weights_P, ends_L, activation, z_PF)
 
 
 def weighted_activation_backward_into(
@@ -127,9 +122,6 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Loads the kernels for a dtype onto a CUDA device; does nothing elsewhere, nor a second time. The first
     use does this too. But loading may wait for kernels under way, and those of a communicator may wait for
     other ranks, so a program that runs both side by side calls this first.
-
-    The first use does this too. But loading may wait for kernels under way, and those of a communicator may
-    wait for other ranks: who runs both side by side calls this first.
     """
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -163,9 +155,7 @@ def _width(
     if weights_P is not None:
         _require("weights", weights_P, (rows,), weight_dtype(inner_PI.dtype), inner_PI.device)
     if ends_L is not None:
-        if ends_L.dim() != 1 or ends_L.shape[0] < 1:
-            raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
-        _require("ends", ends_L, tuple(ends_L.shape), torch.int32, inner_PI.device)
+        require_ends(ends_L, inner_PI.device, "inner")
     if grad_z_PF is not None:
         _require("grad_z", grad_z_PF, (rows, width), inner_PI.dtype, inner_PI.device)
     return width
@@ -194,11 +184,21 @@ def _require_result(
 # -- what runs ---------------------------------------------------------------------------------------------
 
 
-def _forward(inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str) -> Tensor:
+def _forward(
+    inner_PI: Tensor,
+    weights_P: Tensor | None,
+    ends_L: Tensor | None,
+    activation: str,
+    z_PF: Tensor | None = None,
+) -> Tensor:
     width = _width(inner_PI, weights_P, ends_L, activation)
+    if z_PF is not None:
+        _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
     if not _has_kernel(inner_PI):
-        return _forward_by_torch(inner_PI, weights_P, ends_L, activation)
-    z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
+        found_PF = _forward_by_torch(inner_PI, weights_P, ends_L, activation)
+        return found_PF if z_PF is None else z_PF.copy_(found_PF)
+    if z_PF is None:
+        z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
     _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
     return z_PF
 
@@ -275,7 +275,8 @@ def _launch(
     inner_PI = inner_PI.contiguous()
     weights_P = None if weights_P is None else weights_P.contiguous()
     ends_L = None if ends_L is None else ends_L.contiguous()
-    arguments = (
+    gpu.launch(
+        getattr(_C, name),
         inner_PI.data_ptr(),
         0 if weights_P is None else weights_P.data_ptr(),
         0 if ends_L is None else ends_L.data_ptr(),
@@ -285,14 +286,7 @@ def _launch(
         NATIVE_DTYPES[inner_PI.dtype],
         getattr(_C.Activation, activation),
         *(0 if each is None or not each.numel() else each.data_ptr() for each in others),
-        gpu.raw_stream(),
     )
-    kernel = getattr(_C, name)
-    if gpu.is_current():
-        kernel(*arguments)
-    else:
-        with gpu.current():
-            kernel(*arguments)
 
 
 # -- elsewhere ---------------------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ Shape letters here: P rows, C columns, L groups, Q rows of groups that are padde
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from moecomm import _C
+from moecomm.arguments import require_ends
 from moecomm.device.cuda_device import CudaDevice, no_kernels
 from moecomm.errors import InvalidArgument
 from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
@@ -113,7 +114,7 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
         _prepare(index, dtype)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------
+# -- arguments and results ---------------------------------------------------------------------------------
 
 
 def _check(x: Tensor, dimensions: str, *multiples: int) -> None:
@@ -131,53 +132,56 @@ def _check_dimensions(x: Tensor, count: int, shape: str) -> None:
         raise InvalidArgument(f"x has shape {tuple(x.shape)}, expected {shape}")
 
 
-def _check_ends(x: Tensor, ends_L: Tensor) -> None:
-    if ends_L.dim() != 1 or ends_L.shape[0] < 1:
-        raise InvalidArgument(f"ends has shape {tuple(ends_L.shape)}, expected (L,) with L at least 1")
-    if ends_L.dtype != torch.int32:
-        raise InvalidArgument(f"ends is {ends_L.dtype}, expected {torch.int32}")
-    if ends_L.device != x.device:
-        raise InvalidArgument(f"ends is on {ends_L.device}, expected {x.device}, where x is")
-
-
-def _check_rows(x: Tensor, ends_L: Tensor | None) -> None:
+def _new_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Checks the arguments of quantize_rows and returns its uninitialised results; this is all that a trace
+    sees of it."""
     if x.dim() < 2 or (ends_L is not None and x.dim() != 2):
         _check_dimensions(x, 2, "(P, C)" if ends_L is not None else "at least two dimensions")
     _check(x, "columns in", -1)
     if ends_L is not None:
-        _check_ends(x, ends_L)
+        require_ends(ends_L, x.device, "x")
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _check_columns(x_PC: Tensor, ends_L: Tensor) -> int:
-    """Checks the arguments of quantize_columns and returns Q."""
+def _new_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Does the same for quantize_columns."""
     _check_dimensions(x_PC, 2, "(P, C)")
     _check(x_PC, "columns in", -1)
-    _check_ends(x_PC, ends_L)
-    return QUANTUM * (x_PC.shape[0] // QUANTUM + ends_L.shape[0])
+    require_ends(ends_L, x_PC.device, "x")
+    groups, (rows, columns) = ends_L.shape[0], x_PC.shape
+    return (
+        x_PC.new_empty((columns, QUANTUM * (rows // QUANTUM + groups)), dtype=E4M3),
+        x_PC.new_empty((groups, columns), dtype=torch.float32),
+        ends_L.new_empty(groups),
+    )
 
 
-def _check_transposed(x_LAB: Tensor) -> None:
+def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
+    """Does the same for quantize_transposed."""
     _check_dimensions(x_LAB, 3, "(L, A, B)")
     if x_LAB.shape[0] < 1:
         raise InvalidArgument(f"x has shape {tuple(x_LAB.shape)}, expected (L, A, B) with L at least 1")
     _check(x_LAB, "A and B", -2, -1)
+    groups, rows, columns = x_LAB.shape
+    return (
+        x_LAB.new_empty((groups, columns, rows), dtype=E4M3),
+        x_LAB.new_empty((groups, columns), dtype=torch.float32),
+    )
 
 
 # -- what runs ---------------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
-    _check_rows(x, ends_L)
+    values, scales = _new_rows(x, ends_L)
     if not _has_kernel(x):
         x32 = _real(x.contiguous().float(), ends_L)
         scales = _scales(x32, -1)
         return _values(x32, scales.unsqueeze(-1)), scales
-    values, scales = _new_rows(x)
     gpu, x, dtype = _gpu_of(x)
     ends_L = None if ends_L is None else ends_L.contiguous()
-    _launch(
-        gpu,
-        "quantize_rows",
+    gpu.launch(
+        _C.quantize_rows,
         x.data_ptr(),
         0 if ends_L is None else ends_L.data_ptr(),
         0 if ends_L is None else ends_L.shape[0],
@@ -191,7 +195,6 @@ def _rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    padded = _check_columns(x_PC, ends_L)
     values_CQ, scales_LC, padded_ends_L = _new_columns(x_PC, ends_L)
     if not _has_kernel(x_PC):
         values_CQ.view(torch.uint8).zero_()
@@ -209,15 +212,14 @@ def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return values_CQ, scales_LC, padded_ends_L
     gpu, x_PC, dtype = _gpu_of(x_PC)
     ends_L = ends_L.contiguous()
-    _launch(
-        gpu,
-        "quantize_columns",
+    gpu.launch(
+        _C.quantize_columns,
         x_PC.data_ptr(),
         ends_L.data_ptr(),
         ends_L.shape[0],
         x_PC.shape[0],
         x_PC.shape[1],
-        padded,
+        values_CQ.shape[1],
         dtype,
         values_CQ.data_ptr(),
         scales_LC.data_ptr(),
@@ -227,17 +229,15 @@ def _columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
-    _check_transposed(x_LAB)
+    values_LBA, scales_LB = _new_transposed(x_LAB)
     if not _has_kernel(x_LAB):
         x32_LBA = x_LAB.transpose(1, 2).float().contiguous()
         scales_LB = _scales(x32_LBA, -1)
         return _values(x32_LBA, scales_LB.unsqueeze(-1)), scales_LB
-    values_LBA, scales_LB = _new_transposed(x_LAB)
     gpu, x_LAB, dtype = _gpu_of(x_LAB)
     groups, rows, columns = x_LAB.shape
-    _launch(
-        gpu,
-        "quantize_columns",
+    gpu.launch(
+        _C.quantize_columns,
         x_LAB.data_ptr(),
         0,
         groups,
@@ -250,27 +250,6 @@ def _transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
         0,
     )
     return values_LBA, scales_LB
-
-
-def _new_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _new_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    groups, (rows, columns) = ends_L.shape[0], x_PC.shape
-    return (
-        x_PC.new_empty((columns, QUANTUM * (rows // QUANTUM + groups)), dtype=E4M3),
-        x_PC.new_empty((groups, columns), dtype=torch.float32),
-        ends_L.new_empty(groups),
-    )
-
-
-def _new_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
-    groups, rows, columns = x_LAB.shape
-    return (
-        x_LAB.new_empty((groups, columns, rows), dtype=E4M3),
-        x_LAB.new_empty((groups, columns), dtype=torch.float32),
-    )
 
 
 # -- on CUDA tensors ---------------------------------------------------------------------------------------
@@ -301,16 +280,6 @@ def _gpu_of(x: Tensor) -> tuple[CudaDevice, Tensor, _C.DType]:
     return gpu, x.clone() if x.data_ptr() % _ALIGNMENT else x, NATIVE_DTYPES[x.dtype]
 
 
-def _launch(gpu: CudaDevice, name: str, *arguments: Any) -> None:
-    """Puts a kernel of the extension on the device's current stream."""
-    kernel = getattr(_C, name)
-    if gpu.is_current():
-        kernel(*arguments, gpu.raw_stream())
-    else:
-        with gpu.current():
-            kernel(*arguments, gpu.raw_stream())
-
-
 # -- elsewhere ---------------------------------------------------------------------------------------------
 
 
@@ -330,32 +299,14 @@ def _real(x: Tensor, ends_L: Tensor | None) -> Tensor:
     return x.where((torch.arange(x.shape[0], device=x.device) < ends_L[-1]).unsqueeze(1), 0.0)
 
 
-# -- what a trace sees -------------------------------------------------------------------------------------
-
-
-def _fake_rows(x: Tensor, ends_L: Tensor | None) -> tuple[Tensor, Tensor]:
-    _check_rows(x, ends_L)
-    return _new_rows(x)
-
-
-def _fake_columns(x_PC: Tensor, ends_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    _check_columns(x_PC, ends_L)
-    return _new_columns(x_PC, ends_L)
-
-
-def _fake_transposed(x_LAB: Tensor) -> tuple[Tensor, Tensor]:
-    _check_transposed(x_LAB)
-    return _new_transposed(x_LAB)
-
-
 _library = torch.library.Library("moecomm", "FRAGMENT")
 _library.define("quantize_rows(Tensor x, Tensor? ends) -> (Tensor, Tensor)")
 _library.define("quantize_columns(Tensor x, Tensor ends) -> (Tensor, Tensor, Tensor)")
 _library.define("quantize_transposed(Tensor x) -> (Tensor, Tensor)")
 for _name, _run, _fake in (
-    ("quantize_rows", _rows, _fake_rows),
-    ("quantize_columns", _columns, _fake_columns),
-    ("quantize_transposed", _transposed, _fake_transposed),
+    ("quantize_rows", _rows, _new_rows),
+    ("quantize_columns", _columns, _new_columns),
+    ("quantize_transposed", _transposed, _new_transposed),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

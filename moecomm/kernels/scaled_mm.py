@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from moecomm.arguments import require_ends
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels.quantize import E4M3, QUANTUM, Quantized, QuantizedColumns
 
@@ -85,18 +86,11 @@ def _check_multiple(name: str, value: int) -> None:
         raise InvalidArgument(f"{name} is {value}, expected a multiple of {QUANTUM}, at least {QUANTUM}")
 
 
-def _check_ends(ends_L: Tensor) -> None:
-    if ends_L.dim() != 1 or ends_L.shape[0] < 1 or ends_L.dtype != torch.int32:
-        raise InvalidArgument(
-            f"ends are {ends_L.dtype} of shape {tuple(ends_L.shape)}, expected {torch.int32} of (L,)"
-        )
-
-
 def _weights_product(
     rows_PK: Tensor, scales_P: Tensor, weights_LNK: Tensor, scales_LN: Tensor, ends_L: Tensor
 ) -> tuple[int, int]:
     """Checks the arguments and returns the product's shape (P, N)."""
-    _check_ends(ends_L)
+    require_ends(ends_L, ends_L.device, "ends")
     if rows_PK.dim() != 2 or weights_LNK.dim() != 3 or weights_LNK.shape[2] != rows_PK.shape[1]:
         raise InvalidArgument(
             f"rows have shape {tuple(rows_PK.shape)} and weights {tuple(weights_LNK.shape)}, expected (P, K) "
@@ -116,7 +110,7 @@ def _columns_product(
     left_AQ: Tensor, scales_LA: Tensor, right_BQ: Tensor, scales_LB: Tensor, ends_L: Tensor
 ) -> tuple[int, int, int]:
     """Checks the arguments and returns the product's shape (L, A, B)."""
-    _check_ends(ends_L)
+    require_ends(ends_L, ends_L.device, "ends")
     if left_AQ.dim() != 2 or right_BQ.dim() != 2 or left_AQ.shape[1] != right_BQ.shape[1]:
         raise InvalidArgument(
             f"columns have shapes {tuple(left_AQ.shape)} and {tuple(right_BQ.shape)}, expected (A, Q) and "

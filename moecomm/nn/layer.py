@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecomm.arguments import require_integer
+from moecomm.arguments import require_integer, require_tensor
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
@@ -176,26 +176,25 @@ class MoELayer(nn.Module):
         sequences of S tokens; any float dtype. The result has the same shape and dtype.
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
-        input. A bad x raises the communicator's error on all ranks; a seq_len that does not divide T raises
-        InvalidArgument on this rank.
+        input. A bad x, a seq_len that does not divide T, weights of another dtype than the config's and
+        settings that do not go together raise InvalidArgument on all ranks.
         """
-        self._check_weights()
-        x_TH, seq_len = self._flatten(x, seq_len)
-        routing = self.router(x_TH, seq_len)
+        in_order = not self.overlap or self._own_experts or torch.compiler.is_compiling()
+        try:
+            self._check_settings(in_order)
+            require_tensor("x", x, self.comm.device)
+            x_TH = x
+            if x.dim() == 3 and x.shape[2] == self.config.hidden:
+                x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
+            routing = self.router(x_TH, seq_len)
+        except InvalidArgument as error:
+            self.comm.refuse(error)
         rows_TH = x_TH.to(self.config.dtype)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
         # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute
         # stops before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
-        if self._own_experts:
-            self._refuse_without_effect()
-        in_order = not self.overlap or self._own_experts or torch.compiler.is_compiling()
-        if in_order and self.pool is not None and self.capacity is not None:
-            raise InvalidArgument(
-                "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
-                "autograd keeps what it needs itself: set overlap=True or pool=None"
-            )
         run = self._run_in_order if in_order else self._run
         y_TH = run(rows_TH, routing.topk_idx_TK, weights_TK).to(x.dtype)
         if not weights_TK.requires_grad:
@@ -332,31 +331,27 @@ class MoELayer(nn.Module):
             adopt_experts(twin.experts, twin.config)  # copies of parameters have lost their marks
         return twin
 
-    def _check_weights(self) -> None:
-        """Checks that the weights have the dtype in which rows travel. Weights that FSDP shards are not
-        checked: they may have another dtype before the call of their module."""
+    def _check_settings(self, in_order: bool) -> None:
+        """Raises InvalidArgument for settings or weights with which no forward can run."""
+        if self._own_experts:
+            self._refuse_without_effect()
+        elif in_order and self.pool is not None and self.capacity is not None:
+            raise InvalidArgument(
+                "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
+                "autograd keeps what it needs itself: set overlap=True or pool=None"
+            )
         for name, module in (
             ("experts", None if self._own_experts else self.experts),
             ("shared", self.shared),
         ):
             weight = getattr(module, "w_in", None)
+            # FSDP's shards may have another dtype before the call of their module.
             if weight is None or weight.dtype is self.config.dtype or isinstance(weight, DTensor):
                 continue
-            self.comm.refuse(
-                InvalidArgument(
-                    f"{name}.w_in is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
-                    f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
-                )
+            raise InvalidArgument(
+                f"{name}.w_in is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
+                f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
             )
-
-    def _flatten(self, x: Tensor, seq_len: int | None) -> tuple[Tensor, int | None]:
-        if x.dim() not in (2, 3) or x.shape[-1] != self.config.hidden:
-            # Raising here would leave the other ranks waiting; the communicator refuses x on all of them.
-            nowhere_0K = torch.empty(0, self.config.top_k, dtype=torch.int32, device=x.device)
-            self.comm.dispatch(x, nowhere_0K)
-        if x.dim() == 3:
-            return x.flatten(0, 1), x.shape[1] or None
-        return x, seq_len
 
     def _attach(self, to: Tensor, routing: Routing) -> Tensor:
         if not (torch.is_grad_enabled() and to.requires_grad):

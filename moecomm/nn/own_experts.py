@@ -46,7 +46,9 @@ def combine_own_experts(
         expert_rows_PH = experts(rows_PH, out.offsets)
     if not isinstance(expert_rows_PH, Tensor):
         kind = type(expert_rows_PH).__name__
-        raise InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
+        comm.refuse(
+            InvalidArgument(f"experts returned {kind}, must return the (P, H) tensor of the experts' rows")
+        )
     # Rows of a wrong shape or dtype are refused by combine, on all ranks. With no rows at all the module's
     # result may not depend on its input, and this rank would be missing in the backward of the others.
     if expert_rows_PH.shape == rows_PH.shape and expert_rows_PH.dtype == rows_PH.dtype:

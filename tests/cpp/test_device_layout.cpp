@@ -68,7 +68,7 @@ void test_sections() {
     }
     CHECK(end == w.total_bytes);
     std::vector<int64_t> fields{w.sources, w.state, w.losses, w.route_counts};
-    for (const auto* pair : {w.error_text, w.counts, w.codes, w.places, w.weights, w.weight_grads})
+    for (const auto* pair : {w.error_text, w.counts, w.packed_routes, w.places, w.weights, w.weight_grads})
       fields.insert(fields.end(), pair, pair + 2);
     fields.insert(fields.end(), {w.arrived, w.credits, w.rows[0], w.rows[1]});
     CHECK(fields.size() == sections.size());
@@ -209,7 +209,7 @@ void test_worked_example() {
   int64_t total = 3 * 4096;                         // signals, kernel state, lost peers
   total += 8192;                                    // 16 blocks' counts for 64 experts and 4 ranks
   total += 2 * (4096 + 4096);                       // error texts, counts
-  total += 2 * (524288 + 65536 + 524288 + 131072);  // codes, places, weights, gradients of weights
+  total += 2 * (524288 + 65536 + 524288 + 131072);  // packed routes, places, weights, gradients of weights
   total += 69632;          // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
   total += 69632;          // credits of 2048 chunks, and one more each
   total += 2 * 234881024;  // 4096 * 4 rows

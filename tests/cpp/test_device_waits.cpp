@@ -48,7 +48,7 @@ void test_flags() {
   CHECK(!arrived(0, kHalf + 1));  // never written
 }
 
-/// What a wait for rank 1's flag of `epoch`, which does not come, ends with.
+/// Says whether a wait for rank 1's flag of `epoch`, which does not come, is reported as a failure.
 bool reported(uint64_t epoch, uint64_t cancelled) {
   Window window;
   auto& state = window.comm.state();
@@ -70,10 +70,31 @@ void test_called_off() {
   CHECK(reported(kWhole + 3, 3));
 }
 
+/// Waits in vain for a count that rank 1 is to bring up, and returns what the host learns.
+HostStatus::Broken counted_in_vain(uint64_t epoch, uint64_t begun_by_0, uint64_t begun_by_1) {
+  Window window;
+  window.comm.record(window.comm.own, 0, begun_by_0).epoch = begun_by_0;
+  window.comm.record(window.comm.own, 1, begun_by_1).epoch = begun_by_1;
+  const uint32_t count = 7;
+  CHECK(!device::wait_until(window.comm, {1, WaitPhase::blocks, Operation::dispatch, epoch},
+                            device::BlockCount{&count, 8}));
+  return window.host->broken;
+}
+
+void test_what_is_seen_is_the_epoch_of_the_rank_to_blame() {
+  const auto late = counted_in_vain(22, 22, 21);
+  CHECK(late.peer == 1 && late.expected == 22 && late.seen == 21);
+  const auto begun = counted_in_vain(22, 22, 22);
+  CHECK(begun.peer == 1 && begun.expected == 22 && begun.seen == 22);
+  const auto behind = counted_in_vain(22, 19, 22);
+  CHECK(behind.peer == 0 && behind.expected == 22 && behind.seen == 19);
+}
+
 }  // namespace
 
 int main() {
   test_flags();
   test_called_off();
+  test_what_is_seen_is_the_epoch_of_the_rank_to_blame();
   return test::finish();
 }

@@ -16,9 +16,9 @@ void test_routing_example() {
   CHECK(expert_owner(6, 2) == 3 && expert_owner(1, 2) == 0 && expert_owner(-1, 2) == -1);
   CHECK(first_of_owner(ids, 0, 2) && first_of_owner(ids, 1, 2) && !first_of_owner(ids, 2, 2) &&
         !first_of_owner(ids, 3, 2));
-  CHECK(owners_below(ids, 4, 2, 0) == 0);
-  CHECK(owners_below(ids, 4, 2, 3) == 1);
-  CHECK(owners_below(ids, 4, 2, 4) == 2);
+  CHECK(owners_between(ids, 4, 2, 0, 0) == 0);
+  CHECK(owners_between(ids, 4, 2, 0, 3) == 1);
+  CHECK(owners_between(ids, 4, 2, 0, 4) == 2);
   static_assert(align_up(0, 8) == 0 && align_up(1, 8) == 8 && align_up(8, 8) == 8 && align_up(7, 1) == 7);
 }
 

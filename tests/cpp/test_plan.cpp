@@ -180,7 +180,7 @@ void test_random() {
       max_needed = plan.max_needed;
       for (int64_t t = 0; t < plan.tokens; ++t)
         for (int64_t o = plan.owner_begin[t]; o < plan.owner_begin[t + 1]; ++o)
-          CHECK(owners_below(&plan.local_topk_idx[t * top_k], top_k, local, plan.owner[o]) ==
+          CHECK(owners_between(&plan.local_topk_idx[t * top_k], top_k, local, 0, plan.owner[o]) ==
                 o - plan.owner_begin[t]);
       for (int32_t per_node = 1; per_node <= ranks; ++per_node)
         if (ranks % per_node == 0)

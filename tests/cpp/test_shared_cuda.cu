@@ -21,7 +21,7 @@ struct Answer {
 
 MOECOMM_HD Answer answer(const int32_t* ids, int32_t k, const WindowShape& shape) {
   const int32_t owner = expert_owner(ids[k], kLocal);
-  return {owner, first_of_owner(ids, k, kLocal) ? 1 : 0, owners_below(ids, kTopK, kLocal, owner),
+  return {owner, first_of_owner(ids, k, kLocal) ? 1 : 0, owners_between(ids, kTopK, kLocal, 0, owner),
           shape.row_bytes(), align_up(ids[k] + 1, 8)};
 }
 

@@ -460,16 +460,31 @@ def test_input_of_another_dtype(pools: dict[int, RankPool], seed: int) -> None:
 def refusals(rank: int, world_size: int) -> list[str]:
     layer = MoELayer(MoEConfig(**SIZES), max_tokens=8)
     texts = []
-    for bad in (torch.zeros(4, 15), torch.zeros(16), torch.zeros(9, 16)):
+    good = torch.zeros(4, 16)
+    for bad, seq_len in (
+        (torch.zeros(4, 15), None),
+        (torch.zeros(2, 4, 15), None),
+        (torch.zeros(16), None),
+        (torch.zeros(9, 16), None),
+        ("tokens", None),
+        (good, 3),
+    ):
         with pytest.raises(InvalidArgument) as raised:
-            layer(bad if rank == 1 else torch.zeros(4, 16))
+            layer(*((bad, seq_len) if rank == 1 else (good, None)))
         texts.append(str(raised.value))
         assert layer(torch.ones(4, 16)).isfinite().all()
     return texts
 
 
 def test_a_bad_input_on_one_rank_is_refused_on_all(pools: dict[int, RankPool]) -> None:
-    expected = ["x has shape (4, 15)", "x has shape (16,)", "x has 9 tokens"]
+    expected = [
+        "x has shape (4, 15)",
+        "x has shape (2, 4, 15)",
+        "x has shape (16,)",
+        "x has 9 tokens",
+        "x is str",
+        "seq_len is 3, must divide",
+    ]
     for rank, texts in enumerate(pools[3](refusals)):
         for text, start in zip(texts, expected, strict=True):
             assert text.startswith(start if rank == 1 else f"rank 1: {start}")

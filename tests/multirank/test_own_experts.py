@@ -151,7 +151,10 @@ def wrong_result(rank: int, world_size: int, options: dict[str, Any], change: st
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("change", "says"), [("dtype", "torch.float32"), ("shape", "15)")])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("dtype", "torch.float32"), ("shape", "15)"), ("none", "experts returned NoneType, must return")],
+)
 @pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
 def test_a_wrong_result_on_one_rank_is_refused_on_all(
     pool: Pools, options: dict[str, Any], change: str, says: str
@@ -161,11 +164,19 @@ def test_a_wrong_result_on_one_rank_is_refused_on_all(
     assert texts[0].startswith("rank 1: ")
 
 
-def test_a_result_that_is_no_tensor_is_refused() -> None:
-    layer = build(0, 1, {}, 0, experts=Returns("none"))
-    with pytest.raises(InvalidArgument, match="experts returned NoneType, must return"):
-        layer(torch.ones(4, HIDDEN, dtype=torch.float64))
+def wrong_setting(rank: int, world_size: int) -> str:
+    layer = build(rank, world_size, {}, 0)
+    layer.record = rank == 1
+    with pytest.raises(InvalidArgument) as raised:
+        layer(tokens_of(rank, 0))
     layer.comm.close()
+    return str(raised.value)
+
+
+def test_a_wrong_setting_on_one_rank_is_refused_on_all(pool: Pools) -> None:
+    texts = pool(2)(wrong_setting)
+    assert texts[1].startswith("record is True, must be False with experts of one's own")
+    assert texts[0] == f"rank 1: {texts[1]}"
 
 
 def test_settings_without_effect_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import activation as module
 from moecomm.kernels.activation import prepare, weighted_activation, weighted_activation_backward
@@ -452,9 +453,10 @@ class Kernels:
 
 
 class Gpu:
-    """`backends.device.CudaDevice` number 3, which is not the current device until a block makes it so."""
+    """`device.cuda_device.CudaDevice` number 3, which is not the current device until a block makes it so."""
 
     index = 3
+    launch = CudaDevice.launch
 
     def __init__(self) -> None:
         self.entered = 0

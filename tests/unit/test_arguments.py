@@ -30,7 +30,7 @@ def _check(**changes: Any) -> None:
     }
     sizes: dict[str, Any] = {"hidden": 8, "top_k": 2, "max_tokens": 3, "dtype": torch.float32, "device": CPU}
     given = {**arguments, **sizes, **changes}
-    fits = fits_dispatch(**given, weights_dtype=weight_dtype(given["dtype"]))
+    fits = fits_dispatch(**given)
     try:
         check_dispatch(**given)
     except InvalidArgument:

@@ -199,7 +199,7 @@ def test_a_tail_of_nan(seed: int) -> None:
     ("changed", "text"),
     [
         ({"ends": torch.tensor([50], dtype=torch.int32)}, "weights of 4 groups and ends of 1"),
-        ({"ends": torch.tensor([1, 2, 3, 50])}, "ends are torch.int64"),
+        ({"ends": torch.tensor([1, 2, 3, 50])}, "ends is torch.int64"),
         ({"rows": torch.zeros(50, 48)}, r"\(50, 48\) and weights \(4, 48, 32\)"),
         ({"scales": torch.ones(49)}, r"scales of rows have shape \(49,\), expected \(50,\)"),
         ({"scales": torch.ones(50, dtype=torch.float64)}, "with torch.float64 scales"),

@@ -140,7 +140,7 @@ def test_worked_example_on_cuda() -> None:
         ranks=4, num_experts=64, hidden=7168, top_k=8, max_tokens=4096, dtype=torch.bfloat16, device="cuda:3"
     )
     assert _sizes(plan, "rows") == [4096 * 4 * 14336] * 2
-    assert _sizes(plan, "expert codes") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
+    assert _sizes(plan, "packed routes") == _sizes(plan, "routing weights") == [4 * 4096 * 8 * 4] * 2
     assert _sizes(plan, "token places") == [4 * 4096 * 4] * 2
     assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
     assert _sizes(plan, "arrival flags") == [17 * PAGE] and _sizes(plan, "credit flags") == [17 * PAGE]
@@ -177,7 +177,7 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     weight = 4
     # Slots of a combine; with more ranks than these hold, room for 64 tokens of each rank.
     assert _sizes(plan, "rows") == pages(max(tokens * min(ranks, top_k), ranks * 64) * row)
-    assert _sizes(plan, "expert codes") == pages(ranks * tokens * top_k * 4)
+    assert _sizes(plan, "packed routes") == pages(ranks * tokens * top_k * 4)
     assert _sizes(plan, "routing weights") == pages(ranks * tokens * top_k * weight)
     assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
     assert _sizes(plan, "token places") == pages(ranks * tokens * 4)

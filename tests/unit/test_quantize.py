@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quantize as module
 from moecomm.kernels.quantize import prepare, quantize_columns, quantize_rows, quantize_transposed
@@ -377,6 +379,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNative]:
     gpu = SimpleNamespace(
         index=0, is_current=lambda: False, raw_stream=lambda: 77, current=contextlib.nullcontext
     )
+    gpu.launch = partial(CudaDevice.launch, gpu)
     monkeypatch.setattr(module, "_C", fake)
     monkeypatch.setattr(module, "_gpu", lambda index: gpu)
     monkeypatch.setattr(module, "_has_kernel", lambda x: True)

@@ -47,9 +47,9 @@ struct AbandonArguments {
   int32_t senders;
 };
 
-/// Lets nobody wait for what is given up: the owners of rows for those that were not sent, which they then
-/// read as they find them; and the senders for room, since nobody reads what arrives here.
-__device__ void let_go(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
+/// Releases peers that wait for what is given up: the owners of rows for those that were not sent, which they
+/// then read as they find them; and the senders for room, since nobody reads what arrives here.
+__device__ void release_peers(const Comm& comm, const AbandonArguments& args, uint64_t epoch) {
   const auto thread = static_cast<int64_t>(threadIdx.x), threads = static_cast<int64_t>(blockDim.x);
   const auto say_arrived = [&](int32_t source, int64_t tokens) {
     const int64_t first = comm.window.chunks_at_once(tokens), left = chunk_count(tokens) - first;
@@ -75,13 +75,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
   if (!already_failed(comm)) {
-    if (comm.window.stage_tokens < comm.window.shape.max_tokens) let_go(comm, args, epoch);
+    if (comm.window.stage_tokens < comm.window.shape.max_tokens) release_peers(comm, args, epoch);
     // Every operation waits for all records: the one after the next writes where peers read in the one before
     // this. That of a dispatch has been compared where its plan was made.
     if (args.operation == Operation::dispatch)
       device::wait_records(comm, args.operation, epoch);
     else
-      meet(comm, args.operation, epoch);
+      agree_on_operation(comm, args.operation, epoch);
   }
   end_operation(comm, args.operation, epoch, args.senders, nullptr);
 }

@@ -71,14 +71,14 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
   const bool by_expert = args.layout == RowLayout::expert;
   const int64_t first = item.source * w.shape.max_tokens + item.begin;
-  const int32_t* const codes = comm.mine<int32_t>(w.codes[epoch & 1]) + first * top_k + lane;
+  const int32_t* const packed_routes = comm.mine<int32_t>(w.packed_routes[epoch & 1]) + first * top_k + lane;
   const int32_t* const places = comm.mine<int32_t>(w.places[epoch & 1]) + first;
   const int32_t* const bases =
       plan.at(plan.fields.bases) + (by_expert ? item.source * comm.local_experts : item.source);
-  int32_t code[kMaxChunk], place[kMaxChunk];
+  int32_t packed[kMaxChunk], place[kMaxChunk];
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    code[i] = i < tokens && lane < top_k ? codes[i * top_k] : -1;
+    packed[i] = i < tokens && lane < top_k ? packed_routes[i * top_k] : -1;
     place[i] = i < tokens && !by_expert ? places[i] : 0;  // means something where a row comes here
   }
   const auto fitting = [&](int32_t row) { return row < args.rows ? row : kRowDropped; };
@@ -87,7 +87,7 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     chunk.row[i] = chunk.place[i] = kRowElsewhere;
     chunk.local[i] = -1;
     if (i >= tokens) continue;
-    const int32_t expert = code[i] >= 0 ? code[i] >> w.code_bits : kNoExpert;
+    const int32_t expert = packed[i] >= 0 ? packed[i] >> w.number_bits : kNoExpert;
     const int32_t owner = expert_owner(expert, comm.local_experts);
     const bool mine = owner == comm.rank;
     const bool here = __any_sync(0xffffffffu, mine);
@@ -97,8 +97,8 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     if (mine) chunk.local[i] = expert - comm.rank * comm.local_experts;
     if (!by_expert && here) chunk.place[i] = fitting(bases[0] + place[i]);
     if (mine)
-      chunk.row[i] =
-          by_expert ? fitting(bases[chunk.local[i]] + (code[i] & ((1 << w.code_bits) - 1))) : chunk.place[i];
+      chunk.row[i] = by_expert ? fitting(bases[chunk.local[i]] + (packed[i] & ((1 << w.number_bits) - 1)))
+                               : chunk.place[i];
     if (lane == 0) plan.at(plan.fields.slots)[first + i] = here ? slot : -1;
   }
 #pragma unroll
@@ -418,7 +418,7 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
                                  device::EpochFlag{&comm.state().planned, epoch});
     going = __syncthreads_and(going);
   } else {
-    going = meet(comm, args.operation, epoch);
+    going = agree_on_operation(comm, args.operation, epoch);
   }
   return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
 }

@@ -84,7 +84,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
 
 /// The receiving kernel of an operation along a known plan waits for all ranks and compares what they do.
 /// Whole block; false if this operation can't go on.
-__device__ inline bool meet(const Comm& comm, Operation operation, uint64_t epoch) {
+__device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
   if (threadIdx.x < 32) {

@@ -39,18 +39,18 @@ __device__ inline void hand_on_tables(const Comm& comm, int32_t* plan_words, con
   const int64_t tokens = record.tokens, most = w.shape.max_tokens, top_k = comm.top_k();
   const int64_t begin = tokens * relay.block / relay.blocks, end = tokens * (relay.block + 1) / relay.blocks;
   const std::byte* const tables = rail.memory + rail.layout.relay_ids[parity] + other * rail.ids_bytes;
-  const int32_t* const codes = reinterpret_cast<const int32_t*>(tables + rail.counts_bytes);
-  const int32_t* const places = codes + tokens * top_k;
+  const int32_t* const packed_routes = reinterpret_cast<const int32_t*>(tables + rail.counts_bytes);
+  const int32_t* const places = packed_routes + tokens * top_k;
   const int32_t* const index = rail.at<int32_t>(rail.layout.relay_index[parity]) + other * most;
   if (relay.block == 0)
     hand_on(comm, w.counts[parity], source * w.shape.counts(), reinterpret_cast<const int32_t*>(tables), 0,
             w.shape.counts());
-  hand_on(comm, w.codes[parity], source * most * top_k, codes, begin * top_k, end * top_k);
+  hand_on(comm, w.packed_routes[parity], source * most * top_k, packed_routes, begin * top_k, end * top_k);
   if ((record.carries & kCarriesWeights) != 0)
     hand_on(comm, w.weights[parity], source * most * top_k,
             rail.weights(rail.layout.relay_weights[parity], other), begin * top_k, end * top_k);
   for (int64_t i = begin * top_k + threadIdx.x; i < end * top_k; i += blockDim.x) {
-    const int32_t code = __ldcg(codes + i), id = code < 0 ? kNoExpert : code >> w.code_bits;
+    const int32_t packed = __ldcg(packed_routes + i), id = packed < 0 ? kNoExpert : packed >> w.number_bits;
     plan.at(plan.fields.relay_ids)[other * most * top_k + i] = id;
     if (record.layout != RowLayout::rank) continue;
     // The source numbers its tokens for each rank: at the first of the token's ids that the rank owns.

@@ -133,7 +133,7 @@ __device__ inline bool leaves_node(const Comm& comm, const RouteStep& s) {
   return comm.rail.others > 0 && s.first_of_sender && !comm.is_local(s.owner);
 }
 
-/// Says that no node needs the token; then push_codes says which do.
+/// Says that no node needs the token; then push_routes says which do.
 __device__ inline void clear_home_index(const Comm& comm, const SendArguments& args, const RouteStep& s) {
   const PlanView plan{args.plan, comm.plan_fields};
   if (!s.active) return;
@@ -147,10 +147,10 @@ struct RoutedId {
   float weight = 0;
 };
 
-/// Second walk of a warp: hands out numbers, and pushes codes, weights and places to every rank of the node.
-/// Sends all codes to each rank, which finds out by itself what concerns it; so do other nodes.
-__device__ inline void push_codes(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                  const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
+/// Second walk of a warp: hands out numbers, and pushes packed routes, weights and places to every rank of
+/// the node. Sends all routes to each rank, which finds out by itself what concerns it; so do other nodes.
+__device__ inline void push_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                   const RouteWalk& walk, const int32_t* local_topk_idx, int32_t* histogram) {
   const DeviceWindow& w = comm.window;
   const bool by_expert = args.layout == RowLayout::expert;
   const int64_t first = comm.rank * w.shape.max_tokens;
@@ -161,12 +161,12 @@ __device__ inline void push_codes(const Comm& comm, const SendArguments& args, u
       [&](const RouteStep& s, const RoutedId& routed) {
         note_home(comm, args, s);
         const int32_t row = by_expert ? take_number(histogram, s.id) : 0;
-        const int32_t code = s.id < 0 ? -1 : s.id << w.code_bits | row;
+        const int32_t packed = s.id < 0 ? -1 : s.id << w.number_bits | row;
         const int64_t entry = (first + s.token) * comm.top_k() + s.k;
         for (int32_t i = 0; i < comm.local_ranks; ++i) {
           const int32_t peer = comm.first_rank + (comm.rank + i) % comm.local_ranks;
           if (!s.active) continue;
-          comm.at<int32_t>(comm.bases[peer], w.codes[epoch & 1])[entry] = code;
+          comm.at<int32_t>(comm.bases[peer], w.packed_routes[epoch & 1])[entry] = packed;
           if (weights != nullptr)
             comm.at<float>(comm.bases[peer], w.weights[epoch & 1])[entry] = routed.weight;
         }
@@ -180,9 +180,9 @@ __device__ inline void push_codes(const Comm& comm, const SendArguments& args, u
         const Rail& rail = comm.rail;
         const int64_t own = s.token * comm.top_k() + s.k;
         if (s.active) {
-          int32_t* const codes = rail.at<int32_t>(rail.layout.ids[epoch & 1] + rail.counts_bytes);
-          codes[own] = code;
-          if (!by_expert) codes[args.tokens * comm.top_k() + own] = place;
+          int32_t* const packed_routes = rail.at<int32_t>(rail.layout.ids[epoch & 1] + rail.counts_bytes);
+          packed_routes[own] = packed;
+          if (!by_expert) packed_routes[args.tokens * comm.top_k() + own] = place;
           if (weights != nullptr) rail.at<float>(rail.layout.weights[epoch & 1])[own] = routed.weight;
         }
         const bool leaves = leaves_node(comm, s);
@@ -194,7 +194,7 @@ __device__ inline void push_codes(const Comm& comm, const SendArguments& args, u
       });
 }
 
-/// Sends the record of a dispatch, and what push_codes has left in host memory, to other nodes. Whole block.
+/// Sends the record of a dispatch, and what push_routes has left in host memory, to other nodes. Whole block.
 __device__ inline void send_tables(const Comm& comm, const SendArguments& args, const SignalRecord& record) {
   const Rail& rail = comm.rail;
   const PlanView plan{args.plan, comm.plan_fields};
@@ -306,7 +306,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   __syncthreads();
 
   // 3
-  push_codes(comm, args, epoch, walk, local_topk_idx, own);
+  push_routes(comm, args, epoch, walk, local_topk_idx, own);
 
   // 4
   __syncthreads();

@@ -244,8 +244,10 @@ std::string loss_text(const Signals::Loss& loss, int rank, const std::string& ph
                       uint64_t expected, uint64_t seen, const std::string& reason) {
   std::string text = "rank " + std::to_string(rank) + ", " + phase + ": ";
   if (loss.cause == Cause::no_signal)
-    text += "waited " + std::to_string(timeout_seconds) + " s in vain for rank " + std::to_string(loss.peer) +
-            " (it may be stopped, far behind or in another call)";
+    text += "waited " + std::to_string(timeout_seconds) + " s in vain for " +
+            (loss.peer == rank ? "its own kernels"
+                               : "rank " + std::to_string(loss.peer) +
+                                     " (it may be stopped, far behind or in another call)");
   else
     text += "lost rank " + std::to_string(loss.peer) + cause_text(loss.cause);
   if (!reason.empty()) text += ": " + reason;
