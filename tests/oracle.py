@@ -281,7 +281,9 @@ def quantised(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = wide.view(count, blocks, 128)
     # By a tensor on the device: torch multiplies with the reciprocal of a Python number instead.
     largest = torch.full((1,), 448.0, device=x_TH.device)
-    scales = (wide.nan_to_num(nan=0.0, posinf=float("inf")).abs().amax(2) / largest).clamp_min(2.0**-126)
+    scales = (
+        wide.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax(2) / largest
+    ).clamp_min(2.0**-126)
     data = (wide * (torch.ones_like(scales) / scales)[:, :, None]).clamp(-448, 448)
     return data.view(count, blocks * 128)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
 

@@ -84,6 +84,8 @@ class Beside:
             return
         assert self._caller is not None
         self._caller.wait_event(self._gpu.record_event(self._stream))
+        if self._gpu.capturing():
+            return  # a graph owns its memory, and what comes later on the stream waits for the caller
         for result in results:
             if result is not None:
                 result.record_stream(self._caller)

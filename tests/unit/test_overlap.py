@@ -155,6 +155,11 @@ def test_transfers_beside_products(gpu: Gpu) -> None:
     side.join(result, None)
     assert gpu.log[2:] == ["record 100", "101 waits for 100", "record 101", "100 waits for 101"]
     assert result.kept_for == [100]
+    gpu.captures.add(100)
+    with side:
+        pass
+    side.join(captured := Result())
+    assert captured.kept_for == []  # the graph owns the memory
 
 
 def test_an_error_beside_products(gpu: Gpu) -> None:
