@@ -45,6 +45,6 @@ def test_the_guide_shows_parts_of_the_example() -> None:
 
 
 def test_dispatch_combine_on_three_ranks() -> None:
-    done = run_example("01_dispatch_combine.py", torchrun=3)
+    done = run_example("01_dispatch_combine.py", ranks_by_torchrun=3)
     assert done.code == 0, done.out + done.err
     assert done.out.count("received") == 3

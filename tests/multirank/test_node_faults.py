@@ -224,14 +224,11 @@ def _paused(rank: int, world_size: int, case: Case, victim: int) -> cases.Arrays
         if rank == victim:
             stopper = _stop_for(os.getpid(), 0.4, after=0.05)
         limit = time.monotonic() + 0.6
-        while time.monotonic() < limit:  # stopped in the middle of it
+        more = torch.ones(1)
+        while more:  # stopped in the middle of it; all ranks end after the same step
             steps(comm, case, rank, 10)
-            dist.barrier()
-            more = torch.tensor([int(time.monotonic() < limit)])
+            more.fill_(time.monotonic() < limit)
             dist.all_reduce(more, dist.ReduceOp.MAX)
-            if not more:
-                break
-            limit = max(limit, time.monotonic() + 1e-3)
         if rank == victim:
             assert stopper.wait(10.0) == 0
         return cases.play(comm, case, rank)
