@@ -16,12 +16,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.cases import Case
 from tests.multirank.harness import RankPool
 from tests.oracle import assert_none, settled_error
 from tests.ranks import COMM_TIMEOUT_S, communicator, device, on_cpu, poison, synchronize
@@ -38,6 +40,14 @@ __all__ = [
 ]
 
 TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Case):
+    """A case whose rows are bfloat16, if nothing else is said."""
+
+    dtype: str = "bfloat16"
+
 
 # The fork server must not touch CUDA, or its children could not: with this, is_available() asks NVML alone.
 ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -16,8 +16,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.gpu import harness, oracle
-from tests.gpu.oracle import Job
+from tests import oracle
+from tests.gpu import harness
+from tests.gpu.harness import Job
 
 TIMEOUT_S = 240.0  # a sanitizer makes a kernel a hundred times slower
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Inputs, Job, Oracle
+from tests.gpu.harness import Job
 from tests.multirank.catching import catch
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import harness, oracle
+from tests import oracle
+from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job
+from tests.gpu.harness import Job
 from tests.multirank.catching import Caught, catch
 
 pytestmark = pytest.mark.usefixtures("cuda_only")

@@ -11,8 +11,9 @@ import torch
 
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job, Oracle
+from tests.gpu.harness import Job
 from tests.multirank.test_compile import DTYPES, FIXED, train_layer
+from tests.oracle import Oracle
 
 TOLERANCE = 3e-2
 """Of Inductor's results, relative to a value and to the largest one: a few roundings to bfloat16."""

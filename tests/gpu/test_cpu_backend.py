@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import cases
+from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import DTYPES
-from tests.multirank import cases
-from tests.multirank.cases import Case
+from tests.oracle import DTYPES
 
 Found = dict[str, Any]
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests import reference
-from tests.gpu import harness, oracle
+from tests import cases, oracle, reference
+from tests.cases import Case
+from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import DTYPES, Job, Oracle
+from tests.gpu.harness import Job
 from tests.gpu.test_sizes import _play as play
-from tests.multirank import cases
-from tests.multirank.cases import Case
 from tests.multirank.catching import Caught, catch
 from tests.multirank.test_dispatch_combine import check as check_small
+from tests.oracle import DTYPES, Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")  # the CPU backend has no other wire than the dtype
 

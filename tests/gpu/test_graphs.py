@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases import Inputs
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.harness import settled_error
-from tests.gpu.oracle import Inputs, Job, Oracle
+from tests.gpu.harness import Job, settled_error
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -295,7 +296,7 @@ def test_beside_nccl_on_another_stream(pool: Pools, size: int, seed: int) -> Non
 
 def _refused(rank: int, world_size: int, job: Job) -> tuple[Any, list[str]]:
     """A dropless dispatch in a capture is refused and says what is needed; the communicator stays usable."""
-    from tests.gpu import oracle
+    from tests import oracle
     from tests.multirank.catching import catch
 
     with harness.communicator(**job.communicator) as comm:

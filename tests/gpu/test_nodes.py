@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import Case
 from tests.fabric import needs_fabric
 from tests.gpu import (
     conftest,
@@ -28,10 +29,9 @@ from tests.gpu import (
     test_streams,
 )
 from tests.gpu.conftest import Pools
-from tests.gpu.harness import GpuPool
-from tests.gpu.oracle import Job, Oracle, play
-from tests.multirank.cases import Case
+from tests.gpu.harness import GpuPool, Job
 from tests.multirank.test_nodes import against_one_node, counted, verify_crossing
+from tests.oracle import Oracle, play
 
 SAME_AS_ON_ONE_NODE: list[Callable[..., None]] = [
     test_small_cases.test_layouts_alignments_and_capacities,

@@ -10,7 +10,7 @@ import pytest
 from tests import oracle
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job
+from tests.gpu.harness import Job
 from tests.multirank.harness import RankPool
 from tests.oracle import DTYPES
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu import harness, oracle
+from tests import oracle
+from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job, Oracle
+from tests.gpu.harness import Job
+from tests.oracle import Oracle
 
 STEPS = int(os.environ.get("MOECOMM_SOAK_STEPS", "500"))
 SECONDS_A_STEP = 0.3  # generous: what a step with its check may take

@@ -15,9 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu import harness, oracle
+from tests import oracle
+from tests.cases import Inputs
+from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Inputs, Job, Oracle
+from tests.gpu.harness import Job
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 

@@ -19,7 +19,7 @@ import moecomm
 from tests import oracle
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.gpu.oracle import Job
+from tests.gpu.harness import Job
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moecomm.nn import MoEConfig, MoELayer
-from tests.multirank.cases import Case
+from tests.cases import Case
 from tests.multirank.conftest import Pools
 
 

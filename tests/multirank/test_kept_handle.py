@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests import cases
+from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank import cases
-from tests.multirank.cases import Case
 from tests.multirank.conftest import Pools
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from tests.fabric import needs_fabric
-from tests.multirank import cases
 from tests.multirank.harness import Died
 from tests.multirank.node_jobs import (
     LONG,
@@ -35,6 +34,7 @@ from tests.multirank.node_jobs import (
     small_case,
     warm_up,
 )
+from tests.oracle import assert_none, play
 
 pytestmark = needs_fabric
 
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_a_construction() -> None:
 
 def _with_settings(
     rank: int, world_size: int, per_node: int, trials: list[tuple[int, dict[str, str], dict[str, Any]]]
-) -> tuple[list[Found], cases.Arrays]:
+) -> tuple[list[Found], list[str]]:
     """Runs trials in each of which one rank, or all for -1, has other environment variables and arguments."""
     import moecomm
 
@@ -163,7 +163,7 @@ def _with_settings(
         os.environ.update(kept)
         found[-1]["left"] = left_since(before)
     with communicator(case, LONG) as comm:
-        return found, cases.play(comm, case, rank)
+        return found, play(comm, case, rank)
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any], str, list[str]]] = {
@@ -208,7 +208,7 @@ def test_bad_settings() -> None:
         for i, name in enumerate(names)
     ]
     results = run(4, _with_settings, 2, trials)
-    cases.verify(small_case(4, 2), [arrays for _, arrays in results])
+    assert_none([arrays for _, arrays in results])
     for i, name in enumerate(names):
         _, _, type_name, words = BAD_SETTINGS[name]
         guilty = trials[i][0]
@@ -229,7 +229,7 @@ def test_settings_that_differ() -> None:
         (0, {"MOECOMM_FABRIC_PROVIDER": "shm"}, {}),
     ]
     results = run(4, _with_settings, 1, trials)
-    cases.verify(small_case(4, 1), [arrays for _, arrays in results])
+    assert_none([arrays for _, arrays in results])
     for rank, (found, _) in enumerate(results):
         for i, error in enumerate(found):
             assert (error["type"], error["left"]) == ("MismatchedArguments", {}), f"{i}: rank {rank} {error}"
@@ -266,7 +266,7 @@ def _forge(endpoint_address: str, how: str, random_bytes: bytes) -> Any:
 FORGED = ["no hexadecimal", "empty", "half", "longer", "one bit", "noise", "a number", "none", "endpoint"]
 
 
-def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[str, Found], cases.Arrays]:
+def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[str, Found], list[str]]:
     case = small_case(world_size, per_node)
     before = warm_up(case, rank)
     rng = random.Random(seed)
@@ -289,12 +289,12 @@ def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[
             found[how] = caught(lambda: communicator(case, LONG))
         found[how]["left"] = left_since(before)
     with communicator(case, LONG) as comm:
-        return found, cases.play(comm, case, rank)
+        return found, play(comm, case, rank)
 
 
 def test_forged_addresses_are_refused_by_all(seed: int) -> None:
     results = run(4, _forged, 2, seed)
-    cases.verify(small_case(4, 2), [arrays for _, arrays in results])
+    assert_none([arrays for _, arrays in results])
     for rank, (found, _) in enumerate(results):
         for how, error in found.items():
             # A changed bit may be that of the format's number: another version.
@@ -340,7 +340,7 @@ def _bother(endpoint: str, over: threading.Event, heard: list[bytes]) -> None:
         caller.close()
 
 
-def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes], cases.Arrays]:
+def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes], list[str]]:
     """The last rank lets strangers call at the first one, which waits for it, and comes late itself."""
     from moecomm.setup.rendezvous import Rendezvous
 
@@ -367,7 +367,7 @@ def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes
     try:
         with communicator(case, LONG) as comm:
             Rendezvous.step = real  # type: ignore[method-assign]
-            return len(heard), set(heard), cases.play(comm, case, rank)
+            return len(heard), set(heard), play(comm, case, rank)
     finally:
         over.set()
         for stranger in strangers:
@@ -376,7 +376,7 @@ def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes
 
 def test_strangers_do_not_disturb() -> None:
     results = run(4, _bothered, 2)
-    cases.verify(small_case(4, 2), [arrays for _, _, arrays in results])
+    assert_none([arrays for _, _, arrays in results])
     count, heard, _ = results[-1]
     assert count > 0, "nobody called"
     # Words for those that are no part of moecomm, or a refusal that holds nothing of the job.

@@ -24,9 +24,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import cases
+from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank import cases, test_bad_input
-from tests.multirank.cases import Case
+from tests.multirank import test_bad_input
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import NO_GPUS, Died
 from tests.multirank.node_jobs import (
@@ -42,6 +43,7 @@ from tests.multirank.node_jobs import (
     steps,
     warm_up,
 )
+from tests.oracle import assert_none, play
 
 pytestmark = needs_fabric
 
@@ -86,9 +88,7 @@ def test_ranks_stay_in_step_when_an_overflow_and_a_mistake_meet(three: Pools) ->
 # -- operations that are left in the middle ------------------------------------------------------------------
 
 
-def _left_in_the_middle(
-    rank: int, world_size: int, case: Case, rounds: int
-) -> tuple[list[str], cases.Arrays]:
+def _left_in_the_middle(rank: int, world_size: int, case: Case, rounds: int) -> tuple[list[str], list[str]]:
     """Good operations among bad ones and ones that this or another rank leaves between their halves, all in
     an order that the ranks share. Returns what went otherwise than it should."""
     import moecomm
@@ -142,7 +142,7 @@ def _left_in_the_middle(
                 wrong.append(f"{number}: other rows after {what} of {guilty}")
             if what == 6:
                 comm.combine(out.tokens, out.handle)
-        return wrong, cases.play(comm, case, rank)
+        return wrong, play(comm, case, rank)
 
 
 @pytest.mark.parametrize(("size", "per_node", "provider"), [(4, 2, "tcp"), (3, 1, "shm")])
@@ -160,7 +160,7 @@ def test_operations_left_in_the_middle(size: int, per_node: int, provider: str, 
     environment = {"MOECOMM_FABRIC_SHUFFLE": str(1 + seed % 1000)}
     results = run(size, _left_in_the_middle, case, 3, provider=provider, environment=environment)
     assert [wrong for wrong, _ in results] == [[]] * size
-    cases.verify(case, [arrays for _, arrays in results])
+    assert_none([arrays for _, arrays in results])
 
 
 # -- interrupts ----------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_an_interrupt_during_a_wait(tmp_path: Path) -> None:
 # -- forked children -----------------------------------------------------------------------------------------
 
 
-def _with_children(rank: int, world_size: int, case: Case) -> tuple[list[int], cases.Arrays]:
+def _with_children(rank: int, world_size: int, case: Case) -> tuple[list[int], list[str]]:
     """Children of all kinds of moments look at the communicator, drop it, and end."""
     import moecomm
 
@@ -240,7 +240,7 @@ def _with_children(rank: int, world_size: int, case: Case) -> tuple[list[int], c
     steps(comm, case, rank, 2)
     pids.append(child(comm))
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    arrays = cases.play(comm, case, rank)
+    arrays = play(comm, case, rank)
     comm.close()
     return statuses, arrays
 
@@ -250,7 +250,7 @@ def test_forked_children_are_harmless() -> None:
     case = small_case(4, 2)
     results = run(4, _with_children, case, provider="shm")
     assert [statuses for statuses, _ in results] == [[0, 0, 0]] * 4
-    cases.verify(case, [arrays for _, arrays in results])
+    assert_none([arrays for _, arrays in results])
 
 
 def _close_pipes() -> None:

@@ -24,9 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import cases
+from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank import cases
-from tests.multirank.cases import Case
 from tests.multirank.harness import Died
 from tests.multirank.node_jobs import (
     LONG,
@@ -45,6 +45,7 @@ from tests.multirank.node_jobs import (
     verify_life,
     warm_up,
 )
+from tests.oracle import assert_none, play
 
 pytestmark = needs_fabric
 
@@ -218,7 +219,7 @@ def _stop_for(pid: int, seconds: float, after: float = 0.0) -> subprocess.Popen[
     )
 
 
-def _paused(rank: int, world_size: int, case: Case, victim: int) -> cases.Arrays:
+def _paused(rank: int, world_size: int, case: Case, victim: int) -> list[str]:
     with communicator(case, LONG) as comm:
         dist.barrier()
         if rank == victim:
@@ -231,13 +232,13 @@ def _paused(rank: int, world_size: int, case: Case, victim: int) -> cases.Arrays
             dist.all_reduce(more, dist.ReduceOp.MAX)
         if rank == victim:
             assert stopper.wait(10.0) == 0
-        return cases.play(comm, case, rank)
+        return play(comm, case, rank)
 
 
 @pytest.mark.parametrize(("size", "per_node", "provider"), [(2, 1, "shm"), (4, 2, "tcp")])
 def test_a_short_stop_is_only_a_delay(size: int, per_node: int, provider: str) -> None:
     case = small_case(size, per_node)
-    cases.verify(case, run(size, _paused, case, size - 1, provider=provider))
+    assert_none(run(size, _paused, case, size - 1, provider=provider))
 
 
 # -- leaving -------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def test_a_rank_that_leaves_early_is_lost_too(size: int, per_node: int, leaver: 
 
 def _leaves_at_different_times(
     rank: int, world_size: int, case: Case, rounds: int, first: int
-) -> list[tuple[cases.Arrays, float]]:
+) -> list[tuple[list[str], float]]:
     """Makes one rank slow, in each round, to receive what the others sent it last; they leave at once."""
     found = []
     for number in range(first, first + rounds):
@@ -290,7 +291,7 @@ def _leaves_at_different_times(
         kept: Any = None
         if rank == slow and number % 3 == 0:
             stopper = _stop_for(os.getpid(), 0.2)
-        arrays = cases.play(comm, case, rank)
+        arrays = play(comm, case, rank)
         if number % 4 == 1:
             # What belongs to a graph keeps the runtime's objects alive beyond the end of the communicator.
             x_TH = torch.from_numpy(case.x(rank)).requires_grad_()
@@ -327,6 +328,6 @@ def test_nobody_loses_rows_when_others_leave(
         size, _leaves_at_different_times, case, 6, seed % 12, provider=provider, environment=environment
     )
     for rounds in zip(*results, strict=True):
-        cases.verify(case, [arrays for arrays, _ in rounds])
+        assert_none([arrays for arrays, _ in rounds])
         # Nobody waits for the end of those that have left already.
         assert all(seconds < 5.0 for _, seconds in rounds), [seconds for _, seconds in rounds]

@@ -23,9 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases import Case
 from tests.fabric import needs_fabric
-from tests.multirank import cases
-from tests.multirank.cases import Case
 from tests.multirank.node_jobs import (
     LONG,
     NEVER_NOTICED,
@@ -40,6 +39,7 @@ from tests.multirank.node_jobs import (
     steps,
     warm_up,
 )
+from tests.oracle import assert_none, play
 
 pytestmark = needs_fabric
 
@@ -130,20 +130,20 @@ def _addresses(number: int) -> tuple[str, str]:
 
 def _on_hosts(
     rank: int, world_size: int, hosts: Hosts, some: list[Case]
-) -> list[tuple[bool, cases.Arrays, dict[str, float]]]:
+) -> list[tuple[bool, list[str], dict[str, float]]]:
     hosts.enter(rank)
     found = []
     for case in some:
         with communicator(case, LONG) as comm:
-            found.append((hosts.addresses[rank] in str(comm), cases.play(comm, case, rank), comm.stats()))
+            found.append((hosts.addresses[rank] in str(comm), play(comm, case, rank), comm.stats()))
     return found
 
 
-def _verify(some: list[Case], results: list[list[tuple[bool, cases.Arrays, dict[str, float]]]]) -> None:
-    for case, found in zip(some, zip(*results, strict=True), strict=True):
+def _verify(results: list[list[tuple[bool, list[str], dict[str, float]]]]) -> None:
+    for found in zip(*results, strict=True):
         assert all(by_address for by_address, _, _ in found), "not by the address of the link"
         assert all(stats["network_puts"] > 0 for _, _, stats in found)
-        cases.verify(case, [arrays for _, arrays, _ in found])
+        assert_none([arrays for _, arrays, _ in found])
 
 
 def test_results_over_a_network(hosts: Hosts, seed: int) -> None:
@@ -157,7 +157,7 @@ def test_results_over_a_network(hosts: Hosts, seed: int) -> None:
         ranks_per_node=1,
     )
     some = [base, replace(base, layout="rank", dtype="bfloat16", slack=-5), replace(base, tokens=(0, 9))]
-    _verify(some, run(2, _on_hosts, hosts, some))
+    _verify(run(2, _on_hosts, hosts, some))
 
 
 def test_results_over_a_slow_network(hosts: Hosts, seed: int) -> None:
@@ -175,13 +175,13 @@ def test_results_over_a_slow_network(hosts: Hosts, seed: int) -> None:
         seed=seed,
         ranks_per_node=1,
     )
-    _verify([case], run(2, _on_hosts, hosts, [case]))
+    _verify(run(2, _on_hosts, hosts, [case]))
 
 
 # -- a link that fails ---------------------------------------------------------------------------------------
 
 
-def _away_for_a_moment(rank: int, world_size: int, hosts: Hosts, case: Case) -> cases.Arrays:
+def _away_for_a_moment(rank: int, world_size: int, hosts: Hosts, case: Case) -> list[str]:
     def cut() -> None:
         time.sleep(0.1)
         hosts.set_link(1, "down")
@@ -200,12 +200,12 @@ def _away_for_a_moment(rank: int, world_size: int, hosts: Hosts, case: Case) -> 
             steps(comm, case, rank, 5)
             more.fill_(cutting.is_alive())
             dist.broadcast(more, 0)
-        return cases.play(comm, case, rank)
+        return play(comm, case, rank)
 
 
 def test_a_link_that_is_away_for_a_moment(hosts: Hosts) -> None:
     case = replace(small_case(2, 1), tokens=(64, 64), hidden=1 << 12)
-    cases.verify(case, run(2, _away_for_a_moment, hosts, case))
+    assert_none(run(2, _away_for_a_moment, hosts, case))
 
 
 def _cut(rank: int, world_size: int, hosts: Hosts, case: Case, cut_at: int) -> Found:
@@ -235,7 +235,7 @@ def _cut(rank: int, world_size: int, hosts: Hosts, case: Case, cut_at: int) -> F
         hosts.await_link()
     dist.barrier()
     with communicator(case, LONG) as comm:
-        found["afterwards"] = cases.play(comm, case, rank)
+        found["afterwards"] = play(comm, case, rank)
     return found
 
 
@@ -243,7 +243,7 @@ def _cut(rank: int, world_size: int, hosts: Hosts, case: Case, cut_at: int) -> F
 def test_a_link_that_is_cut(hosts: Hosts, cut_at: int) -> None:
     case = replace(small_case(2, 1), tokens=(64, 64), hidden=1 << 14)
     results = run(2, _cut, hosts, case, cut_at)
-    cases.verify(case, [found["afterwards"] for found in results])
+    assert_none([found["afterwards"] for found in results])
     for rank, found in enumerate(results):
         assert found["type"] in ("PeerTimeout", "PeerLost"), found
         assert (found["rank"], found["peer"]) == (rank, 1 - rank), found

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests import reference
-from tests.gpu import oracle
-from tests.gpu.oracle import Job, Oracle
+from tests import cases, reference
+from tests.gpu.harness import Job
+from tests.oracle import Oracle
 
 CPU = torch.device("cpu")
 JOB = Job(tokens=(7, 0, 12), num_experts=12, hidden=24, top_k=3, routing="holes")
@@ -39,7 +39,7 @@ class _Reference:
     """Stands for a communicator: hands out what the reference says."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        given = [oracle.inputs(job, source, CPU) for source in range(job.size)]
+        given = [cases.inputs(job, source, CPU) for source in range(job.size)]
         x = [_numpy(each.x_TH) for each in given]
         if job.wire == "fp8":
             x = [reference.through_fp8(each, job.dtype) for each in x]

@@ -53,9 +53,9 @@ __device__ inline Normal normal(float x) {
   return {x < 0 ? tail : 1.0f - tail, 0.398942280f * bell};
 }
 
-/// value(): of one column. slopes(): also how it changes with each of its inputs. kInterleaved: the inputs of a
-/// column are neighbours; else they lie in parts of the row behind each other. What may be fused is fused by
-/// name: left to the compiler, variants of a kernel would differ in their last bits.
+/// value(): of one column. slopes(): also how it changes with each of its inputs. kInterleaved: the inputs of
+/// a column are neighbours; else they lie in parts of the row behind each other. What may be fused is fused
+/// by name: left to the compiler, variants of a kernel would differ in their last bits.
 template <Activation>
 struct Function;
 
