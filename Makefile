@@ -156,10 +156,20 @@ train: $(BUILT)
 bench: $(BUILT)
 	@$(PY) bench/run_all.py $(ARGS)
 
-# Without ARGS everything runs; with ARGS pytest alone, narrowed by them.
+# Without ARGS everything runs: the tests that start ranks, and beside them, in a process of their own, all others, whose
+# output comes at the end. With ARGS it is pytest alone, narrowed by them.
 test: $(if $(strip $(ARGS)),,cpptest) $(BUILT) $(DEV_DONE)
+ifneq ($(strip $(ARGS)),)
 	@echo '==> pytest $(ARGS)'
 	@$(PY) -m pytest $(ARGS)
+else
+	@echo '==> pytest tests/multirank tests/gpu; beside it all other tests (output below, and in $(LOGS)/pytest.log)'
+	@mkdir -p $(LOGS); $(PY) -m pytest tests --ignore tests/multirank --ignore tests/gpu >$(LOGS)/pytest.log 2>&1 & \
+	  others=$$!; trap "kill $$others 2>/dev/null || true" EXIT; \
+	  code=0; $(PY) -m pytest tests/multirank tests/gpu || code=$$?; \
+	  wait $$others || code=$$?; \
+	  echo '==> pytest, all other tests'; cat $(LOGS)/pytest.log; exit $$code
+endif
 
 # The C++ tests run plain, in the folder and with the libraries of the extension, and in builds of their own under ASAN
 # with UBSAN and under TSAN.

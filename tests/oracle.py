@@ -298,14 +298,15 @@ def through_fp8(x_TH: torch.Tensor) -> torch.Tensor:
     return torch.cat([dequantised(*quantised(part), x_TH.dtype) for part in x_TH.split(CHUNK)])
 
 
-def play(comm: Any, case: Case, rank: int) -> list[str]:
-    """Dispatch, combine without and with weights, all gradients, and the overflow; what was wrong."""
+def play(comm: Any, case: Case, rank: int, *, gradients: bool = True) -> list[str]:
+    """Dispatch, combine without and with weights, all gradients if wanted, and the overflow; what was
+    wrong."""
     oracle = Oracle(case, rank, comm.device)
     # torch fills new tensors with NaN in this mode: what the product leaves unwritten shows.
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        _play(comm, oracle)
+        _play(comm, oracle, gradients)
     finally:
         torch.use_deterministic_algorithms(before)
     exceeded = settled_error(comm)
@@ -317,30 +318,34 @@ def play(comm: Any, case: Case, rank: int) -> list[str]:
     return oracle.problems
 
 
-def _play(comm: Any, oracle: Oracle) -> None:
+def _play(comm: Any, oracle: Oracle, gradients: bool) -> None:
     case, own = oracle.job, oracle.own
-    x_TH, weights_TK = (each.clone().requires_grad_() for each in (own.x_TH, own.weights_TK))
+    x_TH, weights_TK = (each.clone().requires_grad_(gradients) for each in (own.x_TH, own.weights_TK))
     out = oracle.dispatch(comm, Inputs(x_TH=x_TH, ids_TK=own.ids_TK, weights_TK=weights_TK))
     oracle.check_dispatch(out)
     if oracle.problems:
         return
-    answer_PH = oracle.answer(out.tokens.detach()).requires_grad_()
+    answer_PH = oracle.answer(out.tokens.detach()).requires_grad_(gradients)
     grad_y_TH = oracle.grad_y(oracle.rank)
     y_TH = comm.combine(answer_PH, out.handle)
     oracle.check_combine("combine", y_TH)
-    y_TH.backward(grad_y_TH)
-    oracle.check_row_gradients("gradient of combine", answer_PH.grad, None)
+    if gradients:
+        y_TH.backward(grad_y_TH)
+        oracle.check_row_gradients("gradient of combine", answer_PH.grad, None)
     if case.weights and case.layout == "expert":
         weights_P = out.weights.detach().clone()
         weights_P[oracle.kept :] = float("nan")
-        weights_P.requires_grad_()
+        weights_P.requires_grad_(gradients)
         answer_PH.grad = None
         y_TH = comm.combine(answer_PH, out.handle, weights=weights_P)
         oracle.check_combine("weighted combine", y_TH, weighted=True)
-        y_TH.backward(grad_y_TH)
-        oracle.check_row_gradients("gradient of weighted combine", answer_PH.grad, weights_P.detach())
-        if not case.extremes:
+        if gradients:
+            y_TH.backward(grad_y_TH)
+            oracle.check_row_gradients("gradient of weighted combine", answer_PH.grad, weights_P.detach())
+        if gradients and not case.extremes:
             oracle.check_dots(weights_P.grad, answer_PH.detach())
+    if not gradients:
+        return
     grads = [oracle.answer(out.tokens.detach())]
     if case.weights:
         grads.append(out.weights.detach() * 2)

@@ -20,7 +20,7 @@ from tests.reference import DTYPES
 SIZES = [1, 2, 3, 4, 7]
 
 
-def play_here(rank: int, world_size: int, some: list[Case]) -> list[str]:
+def play_here(rank: int, world_size: int, some: list[Case], gradients: bool = True) -> list[str]:
     """Cases that follow each other and ask for the same communicator share one."""
     problems = []
     for arguments, alike in itertools.groupby(some, lambda case: case.communicator):
@@ -30,14 +30,14 @@ def play_here(rank: int, world_size: int, some: list[Case]) -> list[str]:
             assert comm.device.type == ranks.device().type
             assert comm.num_local_experts == arguments["num_experts"] // world_size
             for case in alike:
-                problems += oracle.play(comm, case, rank)
+                problems += oracle.play(comm, case, rank, gradients=gradients)
     return problems
 
 
-def check(pool: RankPool, some: list[Case]) -> None:
+def check(pool: RankPool, some: list[Case], *, gradients: bool = True) -> None:
     if pool.ranks_per_node is not None:
         some = [replace(case, ranks_per_node=pool.ranks_per_node) for case in some]
-    oracle.assert_none(pool(play_here, some))
+    oracle.assert_none(pool(play_here, some, gradients))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -163,7 +163,7 @@ def _with_settings(
         os.environ.update(kept)
         found[-1]["left"] = left_since(before)
     with communicator(case, LONG) as comm:
-        return found, play(comm, case, rank)
+        return found, play(comm, case, rank, gradients=False)
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, str], dict[str, Any], str, list[str]]] = {
@@ -289,7 +289,7 @@ def _forged(rank: int, world_size: int, per_node: int, seed: int) -> tuple[dict[
             found[how] = caught(lambda: communicator(case, LONG))
         found[how]["left"] = left_since(before)
     with communicator(case, LONG) as comm:
-        return found, play(comm, case, rank)
+        return found, play(comm, case, rank, gradients=False)
 
 
 def test_forged_addresses_are_refused_by_all(seed: int) -> None:
@@ -367,7 +367,7 @@ def _bothered(rank: int, world_size: int, per_node: int) -> tuple[int, set[bytes
     try:
         with communicator(case, LONG) as comm:
             Rendezvous.step = real  # type: ignore[method-assign]
-            return len(heard), set(heard), play(comm, case, rank)
+            return len(heard), set(heard), play(comm, case, rank, gradients=False)
     finally:
         over.set()
         for stranger in strangers:

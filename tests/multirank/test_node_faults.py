@@ -232,7 +232,7 @@ def _paused(rank: int, world_size: int, case: Case, victim: int) -> list[str]:
             dist.all_reduce(more, dist.ReduceOp.MAX)
         if rank == victim:
             assert stopper.wait(10.0) == 0
-        return play(comm, case, rank)
+        return play(comm, case, rank, gradients=False)
 
 
 @pytest.mark.parametrize(("size", "per_node", "provider"), [(2, 1, "shm"), (4, 2, "tcp")])
@@ -291,7 +291,7 @@ def _leaves_at_different_times(
         kept: Any = None
         if rank == slow and number % 3 == 0:
             stopper = _stop_for(os.getpid(), 0.2)
-        arrays = play(comm, case, rank)
+        arrays = play(comm, case, rank, gradients=False)
         if number % 4 == 1:
             # What belongs to a graph keeps the runtime's objects alive beyond the end of the communicator.
             x_TH = torch.from_numpy(case.x(rank)).requires_grad_()

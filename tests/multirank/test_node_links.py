@@ -135,7 +135,9 @@ def _on_hosts(
     found = []
     for case in some:
         with communicator(case, LONG) as comm:
-            found.append((hosts.addresses[rank] in str(comm), play(comm, case, rank), comm.stats()))
+            found.append(
+                (hosts.addresses[rank] in str(comm), play(comm, case, rank, gradients=False), comm.stats())
+            )
     return found
 
 
@@ -200,7 +202,7 @@ def _away_for_a_moment(rank: int, world_size: int, hosts: Hosts, case: Case) -> 
             steps(comm, case, rank, 5)
             more.fill_(cutting.is_alive())
             dist.broadcast(more, 0)
-        return play(comm, case, rank)
+        return play(comm, case, rank, gradients=False)
 
 
 def test_a_link_that_is_away_for_a_moment(hosts: Hosts) -> None:
@@ -235,7 +237,7 @@ def _cut(rank: int, world_size: int, hosts: Hosts, case: Case, cut_at: int) -> F
         hosts.await_link()
     dist.barrier()
     with communicator(case, LONG) as comm:
-        found["afterwards"] = play(comm, case, rank)
+        found["afterwards"] = play(comm, case, rank, gradients=False)
     return found
 
 

@@ -68,7 +68,7 @@ def test_layouts_alignments_and_capacities(
     fabric: Fabric, size: int, per_node: int, dtype: str, seed: int
 ) -> None:
     some = cases.layouts_alignments_and_capacities(size, dtype, seed)
-    check(fabric(size), _on_nodes(some, per_node))
+    check(fabric(size), _on_nodes(some, per_node), gradients=False)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_layouts_alignments_and_capacities(
     [(2, 1, "tcp"), (4, 1, "tcp"), (6, 2, "tcp"), (6, 3, "tcp"), (2, 1, "shm"), (4, 2, "shm")],
 )
 def test_many_steps(fabric: Fabric, size: int, per_node: int, provider: str, seed: int) -> None:
-    check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node))
+    check(fabric(size, provider), _on_nodes(cases.many_steps(size, seed), per_node), gradients=False)
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
@@ -85,7 +85,7 @@ def test_any_order_of_delivery(fabric: Fabric, size: int, per_node: int, seed: i
     pool = fabric(size, shuffled=True)
     layout = "rank" if per_node == 1 else "expert"
     large = replace(_many_chunks(size, seed), layout=layout)
-    check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node))
+    check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node), gradients=False)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,11 @@ def test_several_lanes(
     fabric: Fabric, size: int, per_node: int, provider: str, lanes: int, shuffled: bool, seed: int
 ) -> None:
     pool = fabric(size, provider, shuffled, lanes)
-    check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], _many_chunks(size, seed)], per_node))
+    check(
+        pool,
+        _on_nodes([*cases.many_steps(size, seed)[:12], _many_chunks(size, seed)], per_node),
+        gradients=False,
+    )
 
 
 def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, list[str]]:
@@ -109,7 +113,7 @@ def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple
     with comm:
         lanes = comm.network_lanes
         assert (f"{lanes} lanes" in repr(comm)) == (lanes > 1), repr(comm)
-        return lanes, play(comm, case, rank)
+        return lanes, play(comm, case, rank, gradients=False)
 
 
 @pytest.mark.parametrize(("own", "used"), [((3, 2, 5), 2), ((1, 4, 4), 1)])
@@ -125,7 +129,7 @@ def test_ranks_use_the_lanes_that_all_have(
 @pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2)])
 def test_nothing_to_do_and_all_to_one(fabric: Fabric, size: int, per_node: int, seed: int) -> None:
     some = cases.nothing_to_do(size, seed) + cases.all_tokens_to_one_rank(size, seed)
-    check(fabric(size), _on_nodes(some, per_node))
+    check(fabric(size), _on_nodes(some, per_node), gradients=False)
 
 
 def test_chunks_and_threads(fabric: Fabric, seed: int) -> None:
@@ -140,7 +144,7 @@ def test_chunks_and_threads(fabric: Fabric, seed: int) -> None:
         seed=seed,
     )
     some = [replace(base, num_sms=2), replace(base, layout="rank", slack=-3), replace(base, dtype="bfloat16")]
-    check(fabric(4), _on_nodes(some, 2))
+    check(fabric(4), _on_nodes(some, 2), gradients=False)
 
 
 @pytest.mark.parametrize(
