@@ -141,7 +141,7 @@ def _killed_at_any_moment(rank: int, world_size: int, per_node: int, victim: int
 
 @pytest.mark.parametrize(
     ("provider", "nodes"),
-    [("tcp", [(4, 2), (3, 1)]), ("shm", [(4, 2)]), ("tcp, 2 lanes", [(3, 1)])],
+    [("tcp", [(4, 2), (3, 1)]), ("tcp, 2 lanes", [(3, 1)])],
 )
 def test_death_at_any_moment(provider: str, nodes: list[tuple[int, int]], seed: int) -> None:
     provider, environment = _lanes_of(provider)
