@@ -10,7 +10,7 @@ import torch
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quack
 from moecomm.kernels.products import Products
-from moecomm.nn import GroupedExperts, MoEConfig
+from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, sharded_state
 from moecomm.nn.fp8 import make_products
 
 SIZES: dict[str, Any] = {
@@ -127,3 +127,19 @@ def test_a_state_of_another_order_of_columns_is_refused() -> None:
     GroupedExperts(MoEConfig(**SIZES), device="cpu").load_state_dict(old)
     with pytest.raises(InvalidArgument, match="not interleaved"):
         interleaved.load_state_dict(old)
+
+
+def test_a_checkpoint_names_the_order_of_columns() -> None:
+    """A model with another order finds no weight to load, in either direction, and no state of its optimizer."""
+    found = []
+    for activation in ("swiglu", "swiglu_interleaved"):
+        config = MoEConfig(**SIZES, activation=activation, num_shared_experts=1)
+        model = torch.nn.ModuleDict(
+            {"experts": GroupedExperts(config, device="cpu"), "shared": SharedExperts(config, device="cpu")}
+        )
+        state = sharded_state(model, torch.optim.AdamW(model.parameters()))
+        assert state["optimizer"].keys() == state["model"].keys()
+        found.append(set(state["model"]))
+    halves, interleaved = found
+    assert halves - interleaved == {"experts.w_in", "shared.w_in"}
+    assert interleaved - halves == {"experts.w_in.interleaved", "shared.w_in.interleaved"}
