@@ -130,7 +130,7 @@ def test_a_state_of_another_order_of_columns_is_refused() -> None:
 
 
 def test_a_checkpoint_names_the_order_of_columns() -> None:
-    """A model with another order finds no weight to load, in either direction, and no state of its optimizer."""
+    """A model with another order finds no weight to load, in either direction, nor its optimizer a state."""
     found = []
     for activation in ("swiglu", "swiglu_interleaved"):
         config = MoEConfig(**SIZES, activation=activation, num_shared_experts=1)
