@@ -87,7 +87,7 @@ class Case:
         return tuple(len(_expected(whole, None, rank).origin) for rank in range(self.size))
 
     def expected(self, rank: int) -> reference.Dispatched:
-        """What tests/reference.py says. Shared by all that ask: to be read only."""
+        """The results by tests/reference.py. All callers get the same arrays, which nobody may change."""
         return _expected(replace(self, slack=None), self.capacity, rank)
 
     # The inputs as numpy arrays, narrow floating-point types widened to float32.

@@ -1,4 +1,4 @@
-"""What the baselines of operations have in common: how they are called, and how they are checked."""
+"""The base class of the baselines of operations: how each is called, and how its results are checked."""
 
 from __future__ import annotations
 

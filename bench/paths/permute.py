@@ -49,7 +49,7 @@ class PermutedExchange(Baseline):
         return self.kept[name][:count]
 
     def dispatch(self) -> Tensor:
-        """All rows that this rank's experts want, in expert-major order; keeps the plan for combine."""
+        """Returns the rows that this rank's experts want, in expert-major order, and keeps the plan."""
         x_TH, topk_idx_TK = self.case.x_TH, self.case.topk_idx_TK
         flat = topk_idx_TK.reshape(-1)
         counts_E = torch.bincount(flat.clamp_min(-1) + 1, minlength=self.experts + 1)

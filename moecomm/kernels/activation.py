@@ -313,8 +313,7 @@ def _backward_by_torch(
     grad_PF = grad_z_PF.contiguous().to(exact)
     scaled_PF = _weighted(grad_PF, weights_P)
     grads = [(scaled_PF * slope_PF).to(dtype) for slope_PF in slopes]
-    interleaved = activation == "swiglu_interleaved"
-    grad_inner_PI = torch.stack(grads, dim=2).flatten(1) if interleaved else torch.cat(grads, dim=1)
+    grad_inner_PI = torch.stack(grads, dim=_inputs_dim(activation)).flatten(1)
     grad_weights_P, z_PF = inner_PI.new_empty(0, dtype=exact), inner_PI.new_empty(0)
     if need_weights:
         grad_weights_P = _real((grad_PF * value_PF).sum(dim=1), ends_L)
@@ -327,8 +326,8 @@ def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[
     """Returns act(inner), not yet rounded, and its derivatives with respect to the parts of `inner`."""
     inner_PI = inner_PI.contiguous().to(weight_dtype(inner_PI.dtype))
     if activation != "gelu":
-        interleaved = activation == "swiglu_interleaved"
-        gate_PF, up_PF = (inner_PI[:, ::2], inner_PI[:, 1::2]) if interleaved else inner_PI.chunk(2, dim=1)
+        dim = _inputs_dim(activation)
+        gate_PF, up_PF = inner_PI.unflatten(1, (2, -1) if dim == 1 else (-1, 2)).unbind(dim)
         share_PF = gate_PF.sigmoid()
         silu_PF = gate_PF * share_PF
         return silu_PF * up_PF, (up_PF * (share_PF * (1 + gate_PF * (1 - share_PF))), silu_PF)
@@ -336,6 +335,11 @@ def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[
     below_PF = 0.5 * torch.erfc(inner_PI * -math.sqrt(0.5))
     density_PF = torch.exp(-0.5 * inner_PI * inner_PI) / math.sqrt(2 * math.pi)
     return inner_PI * below_PF, (below_PF + inner_PI * density_PF,)
+
+
+def _inputs_dim(activation: str) -> int:
+    """Returns the dimension of gate and up in `inner`: 1 for (P, 2, F), 2 for the interleaved (P, F, 2)."""
+    return 2 if activation == "swiglu_interleaved" else 1
 
 
 def _weighted(value_PF: Tensor, weights_P: Tensor | None) -> Tensor:

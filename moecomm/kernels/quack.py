@@ -105,7 +105,8 @@ TILES: dict[str, dict[tuple[int, int], Tile]] = {
         (7168, 2048): Tile(128, 128, True, 2, 1),
     },
 }
-"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden)."""
+"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden). Those of fc2_dgrad
+were set by hand: docs/performance.md."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
@@ -143,7 +144,6 @@ class QuackProducts(Products):
         dtype: of rows and weights.
         device: the GPU.
         activation: the experts' activation.
-
         tiles: the tiles of some products; the others have those of the table.
         compile_now: False leaves kernels to their first use.
 
@@ -274,24 +274,24 @@ class QuackProducts(Products):
             )
         grad_inner_PI = torch.empty_like(inner_PI)
         z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // 2)
-        if inner_PI.shape[0] == 0:
-            return grad_inner_PI, inner_PI.new_empty(0, dtype=torch.float32) if need_weights else None, z_PF
         if weights_P is None:
             weights_P = inner_PI.new_ones(inner_PI.shape[0], dtype=torch.float32)
-        _, _, grad_weights_P = _quack().gemm_dact(
-            grad_rows_PH.contiguous(),
-            weight_LFH.mT,
-            inner_PI,
-            activation="swiglu",
-            dx_out=grad_inner_PI,
-            postact_out=z_PF,
-            colvec_scale=weights_P,
-            colvec_reduce=True,
-            cu_seqlens_m=groups,
-            dynamic_scheduler=False,
-            tuned=False,
-            config=self._configs["fc2_dgrad"],
-        )
+        grad_weights_P = weights_P.new_empty(0)
+        if inner_PI.shape[0] > 0:
+            _, _, grad_weights_P = _quack().gemm_dact(
+                grad_rows_PH.contiguous(),
+                weight_LFH.mT,
+                inner_PI,
+                activation="swiglu",
+                dx_out=grad_inner_PI,
+                postact_out=z_PF,
+                colvec_scale=weights_P,
+                colvec_reduce=True,
+                cu_seqlens_m=groups,
+                dynamic_scheduler=False,
+                tuned=False,
+                config=self._configs["fc2_dgrad"],
+            )
         return (
             grad_inner_PI,
             grad_weights_P.view(-1) if need_weights else None,

@@ -14,8 +14,8 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, weighted_activation
 from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.fp8 import make_products
 from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
+from moecomm.nn.products import make_products
 
 Run = Callable[[Tensor], Tensor]
 

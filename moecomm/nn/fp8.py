@@ -27,28 +27,8 @@ from moecomm.nn.config import MoEConfig
 from moecomm.nn.parameters import is_expert_parameter
 
 
-def make_products(config: MoEConfig, device: torch.device) -> Products:
-    """Makes the products of a config's experts on a device: those of config.expert_precision, of
-    config.products, or of quack where it serves them and else of torch. Raises Unsupported where the device
-    has no product of e4m3, or quack is asked for and does not serve."""
-    if config.expert_precision is not None:
-        return _make_fp8(config, device)
-    if config.products != "torch":
-        # Imported here: it is for one kind of GPU alone.
-        from moecomm.kernels import quack
-
-        sizes: dict[str, Any] = {
-            "hidden": config.hidden,
-            "ffn": config.ffn_hidden,
-            "dtype": config.dtype,
-            "device": device,
-        }
-        if config.products == "quack" or quack.missing_on(**sizes) is None:
-            return quack.QuackProducts(**sizes, activation=config.activation)
-    return Products()
-
-
-def _make_fp8(config: MoEConfig, device: torch.device) -> Products:
+def make_fp8_products(config: MoEConfig, device: torch.device) -> Products:
+    """Makes the products of e4m3. Raises Unsupported where the device has none."""
     if device.type == "cuda":
         reason = missing_on(device)
         if reason is not None:

@@ -40,7 +40,7 @@ def require_gpus() -> Callable[[int], None]:
 
 @pytest.fixture
 def fresh_ranks(require_gpus: Callable[[int], None]) -> Callable[..., list[Any]]:
-    """As that of tests/multirank, one rank a GPU."""
+    """The fixture `pool` of tests/multirank, with a GPU for each rank."""
 
     def run(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         require_gpus(world_size)

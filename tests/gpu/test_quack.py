@@ -13,7 +13,7 @@ from tests.gpu.conftest import Pools
 pytest.importorskip("quack", reason="needs quack-kernels: pip install 'moecomm[quack]'")
 
 BOUND = 1e-2
-"""Of the largest value: operands and results are bfloat16, sums float32."""
+"""The largest difference allowed, over the largest value: operands and results are bfloat16, sums float32."""
 
 
 def _operands(hidden: int, ffn: int, ends: list[int], seed: int) -> dict[str, torch.Tensor]:

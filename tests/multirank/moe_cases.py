@@ -193,7 +193,7 @@ class LayerCase:
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     num_sms: int | None = None
-    """Of the communicator. With few of them products leave these alone."""
+    """The SMs of the communicator's operations. With few of them products leave these alone."""
     reentrant: bool | None = None
     poison_tail: bool = False
 

@@ -11,7 +11,7 @@ from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.kernels import quack
 from moecomm.kernels.products import Products
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, sharded_state
-from moecomm.nn.fp8 import make_products
+from moecomm.nn.products import make_products
 
 SIZES: dict[str, Any] = {
     "hidden": 64,
