@@ -41,6 +41,7 @@ class Plan:
     layout: RowLayout
     expert_rows: list[int]
     offsets: list[int]
+    by_expert: Plan | None
 
 class HostBuffer:
     bytes: int
@@ -83,8 +84,9 @@ class Communicator:
         layout: RowLayout,
         alignment: int,
         capacity: int,
+        positions: int,
     ) -> Plan: ...
-    def pull(self, *, out: int, weights: int, ids: int) -> None: ...
+    def pull(self, *, out: int, weights: int, ids: int, index: int, index_weights: int) -> None: ...
     def redispatch(self, plan: Plan, *, rows: int, out: int, scales: int, other: int, dots: int) -> None: ...
     def combine(
         self, plan: Plan, *, rows: int, weights: int, y: int, weight_grads: int, out_weight_grads: int
@@ -114,6 +116,7 @@ class DeviceShape:
         dtype: DType,
         wire: WireFormat,
         ranks_per_node: int,
+        copies: bool = False,
     ) -> None: ...
 
 def device_window_sections(shape: DeviceShape) -> list[tuple[str, int, int]]: ...
@@ -153,12 +156,16 @@ class DeviceCommunicator:
         layout: RowLayout,
         alignment: int,
         capacity: int,
+        positions: int,
         plan: int,
         rows: int,
+        out_positions: int,
         out: int,
         out_scales: int,
         out_weights: int,
         out_ids: int,
+        out_index: int,
+        out_index_weights: int,
         stream: int,
         /,
     ) -> None: ...
@@ -173,14 +180,26 @@ class DeviceCommunicator:
         layout: RowLayout,
         alignment: int,
         capacity: int,
+        positions: int,
         plan: int,
         stream: int,
         /,
     ) -> None: ...
-    def wait_rows(self) -> int: ...
+    def wait_rows(self) -> tuple[int, int]: ...
     def finish_dispatch(
-        self, rows: int, out: int, out_scales: int, out_weights: int, out_ids: int, stream: int, /
+        self,
+        rows: int,
+        positions: int,
+        out: int,
+        out_scales: int,
+        out_weights: int,
+        out_ids: int,
+        out_index: int,
+        out_index_weights: int,
+        stream: int,
+        /,
     ) -> None: ...
+    def use_copies(self, copies: bool) -> None: ...
     def redispatch(
         self,
         plan: int,

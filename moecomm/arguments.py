@@ -178,14 +178,17 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
         )
 
 
-def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, int, int]:
-    """Checks the options of a dispatch and returns (layout, alignment, capacity), with capacity -1 for
-    None."""
-    if layout == "expert" and type(alignment) is int and 1 <= alignment <= _MOST_ALIGNMENT:
+def check_options(
+    layout: Any, alignment: Any, capacity: Any, expert_capacity: Any, most_experts: int
+) -> tuple[Layout, int, int, int]:
+    """Checks the options of a dispatch and returns (layout, alignment, capacity, expert_capacity), with
+    capacities -1 for None. `most_experts`: those of a token on one rank at most."""
+    plain = expert_capacity is None and type(alignment) is int and 1 <= alignment <= _MOST_ALIGNMENT
+    if layout == "expert" and plain:
         if capacity is None:
-            return layout, alignment, -1
+            return layout, alignment, -1, -1
         if type(capacity) is int and 0 <= capacity < 2**31:
-            return layout, alignment, capacity
+            return layout, alignment, capacity, -1
     if layout not in ("expert", "rank"):
         raise InvalidArgument(f"layout is {layout!r}, expected 'expert' or 'rank'")
     require_integer("alignment", alignment, 1, _MOST_ALIGNMENT)
@@ -195,4 +198,18 @@ def check_options(layout: Any, alignment: Any, capacity: Any) -> tuple[Layout, i
         )
     if capacity is not None:
         require_integer("capacity", capacity, 0)
-    return layout, alignment, -1 if capacity is None else capacity
+    if expert_capacity is not None:
+        if layout == "expert" or capacity is None:
+            raise InvalidArgument(
+                f"expert_capacity is {expert_capacity!r}, expected None: it is for layout='rank' with a "
+                "capacity; in the expert layout it is called capacity"
+            )
+        require_integer("expert_capacity", expert_capacity, 0)
+    elif layout == "rank" and capacity is not None:
+        expert_capacity = require_integer("capacity * min(K, L)", capacity * most_experts, 0)
+    return (
+        layout,
+        alignment,
+        -1 if capacity is None else capacity,
+        -1 if expert_capacity is None else expert_capacity,
+    )

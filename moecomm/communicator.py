@@ -37,6 +37,7 @@ from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.setup.checks import (
     DEFAULT_TIMEOUT,
     check_dtype,
+    check_engine,
     check_num_sms,
     check_ranks_per_node,
     check_sizes,
@@ -50,6 +51,7 @@ from moecomm.setup.version import __version__
 from moecomm.types import (
     AnyGroup,
     DispatchOutput,
+    Engine,
     Group,
     GroupReference,
     Handle,
@@ -98,6 +100,11 @@ class Communicator:
         num_sms: CUDA: SMs that an operation may use, at least 2 (with several nodes 3, of which an eighth, at
             most 12, relays); None: three quarters of them. CPU: threads that a rank copies and sums with;
             None: MOECOMM_THREADS, or the cores divided by the ranks.
+        engine: what moves the rows between GPUs of a node. "sm": the kernels, on their SMs. "copy" (CUDA, one
+            node): the copy engine, which leaves the SMs to products; a rank copies all rows of a call to
+            every other rank, and the window takes 2 * R * max_tokens rows more. "auto": the copy engine
+            within `overlap.Beside`, where a product runs meanwhile and the transfer is large enough, else
+            the SMs, as on the CPU and on several nodes. Results have the same bits.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.
 
     On CUDA an operation is put on the caller's current stream, after the communicator's operation before it,
@@ -124,6 +131,7 @@ class Communicator:
         network_lanes: endpoints by which this rank reaches other nodes (docs/nodes.md); 0 on one node.
         memory: size and sections of this rank's window.
         num_sms: SMs that an operation holds while it runs; on the CPU, its threads.
+        engine: what moves the rows, as given.
     """
 
     def __init__(
@@ -139,6 +147,7 @@ class Communicator:
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
         num_sms: int | None = None,
+        engine: Engine = "sm",
         timeout: float | timedelta | None = None,
     ) -> None:
         self._backend: Backend | None = None
@@ -157,6 +166,7 @@ class Communicator:
             num_sms = check_num_sms(num_sms, place)
             check_dtype(dtype, place)
             check_wire(wire, place, hidden)
+            check_engine(engine, place)
         except MoecommError as failed:
             error = failed
         rendezvous = Rendezvous(group, seconds)
@@ -167,6 +177,7 @@ class Communicator:
             "max_tokens": max_tokens,
             "dtype": str(dtype),
             "wire": wire,
+            "engine": engine,
             "device": place.type,
             "ranks_per_node": ranks_per_node,
             "MOECOMM_FIRST_EPOCH": first_epoch,
@@ -189,6 +200,7 @@ class Communicator:
         self._plan_fields = backend.plan_fields
         self._id = operators.register(backend)
         self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
+        self.engine: Engine = engine
         self._backend = backend
 
     @staticmethod
@@ -203,6 +215,7 @@ class Communicator:
         wire: str | None = None,
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
+        engine: Engine = "sm",
     ) -> MemoryPlan:
         """Returns the memory that a communicator of these arguments would take on each rank, without building
         it; print it.
@@ -219,6 +232,7 @@ class Communicator:
             place = choose_device(device)
         check_dtype(dtype, place)
         check_wire(wire, place, hidden)
+        check_engine(engine, place)
         if place.type == "cuda":
             sizes = device_shape(
                 ranks=ranks,
@@ -229,6 +243,7 @@ class Communicator:
                 dtype=dtype,
                 wire=wire,
                 ranks_per_node=ranks_per_node,
+                copies=engine != "sm" and ranks_per_node == ranks,
             )
             return plan_device_memory(sizes, ranks_per_node)
         shape = window_shape(
@@ -261,6 +276,26 @@ class Communicator:
         finally:
             backend.limit_sms(before)
 
+    @contextlib.contextmanager
+    def use_engine(self, engine: Engine) -> Iterator[None]:
+        """Within the block, operations that begin move their rows as `engine` says: "sm", or "copy" if the
+        communicator was built with "copy" or "auto". All ranks have to do the same; one that does not gets
+        MismatchedArguments, as they all do. One thread at a time; a graph keeps what it was captured with.
+        Raises InvalidArgument for another engine, or one that the communicator has no memory for."""
+        backend = self._open()
+        if engine not in ("sm", "copy"):
+            raise InvalidArgument(f"engine is {engine!r}, expected 'sm' or 'copy'")
+        if engine == "copy" and self.engine == "sm":
+            raise InvalidArgument(
+                "engine is 'copy' for operations of a communicator that was built with engine='sm', expected "
+                "one that was built with engine='copy' or 'auto'"
+            )
+        before = backend.use_copies(engine == "copy")
+        try:
+            yield
+        finally:
+            backend.use_copies(before)
+
     def settle(self) -> None:
         """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number
         of rows, and `stream` receives them. The next operation does that too; call this before making
@@ -277,6 +312,7 @@ class Communicator:
         layout: Layout = "expert",
         alignment: int = 1,
         capacity: int | None = None,
+        expert_capacity: int | None = None,
         dequantize: bool = True,
         async_op: Literal[False] = False,
     ) -> DispatchOutput: ...
@@ -291,6 +327,7 @@ class Communicator:
         layout: Layout = "expert",
         alignment: int = 1,
         capacity: int | None = None,
+        expert_capacity: int | None = None,
         dequantize: bool = True,
         async_op: Literal[True],
     ) -> Work[DispatchOutput]: ...
@@ -304,6 +341,7 @@ class Communicator:
         layout: Layout = "expert",
         alignment: int = 1,
         capacity: int | None = None,
+        expert_capacity: int | None = None,
         dequantize: bool = True,
         async_op: bool = False,
     ) -> DispatchOutput | Work[DispatchOutput]:
@@ -322,11 +360,14 @@ class Communicator:
                 float32, which has no gradient.
             topk_idx_TK: (T, K) int32 or int64 expert ids, -1 for none; no id twice in a token.
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
-            layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank).
+            layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank),
+                and an index of them by expert (DispatchOutput.expert_rows).
             alignment: each expert's group gets a multiple of this many rows, zero where no token is.
             capacity: rows of the output. None: as many as there are. With a number, rows past it are left
                 out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch
                 (CUDA: the next one without a capacity).
+            expert_capacity: layout="rank" with a capacity: positions of the index, which are left out and
+                reported alike. None: min(K, L) times the capacity, which is always enough.
             dequantize: with wire="fp8", False hands the rows on as they travelled: `tokens` in float8_e4m3fn
                 and `scales`. Nothing is differentiable then.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
@@ -343,9 +384,26 @@ class Communicator:
         """
         if not torch.compiler.is_compiling():
             return self._dispatch(
-                x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize, async_op
+                x_TH,
+                topk_idx_TK,
+                topk_weights_TK,
+                layout,
+                alignment,
+                capacity,
+                expert_capacity,
+                dequantize,
+                async_op,
             )
-        arguments = (x_TH, topk_idx_TK, topk_weights_TK, layout, alignment, capacity, dequantize)
+        arguments = (
+            x_TH,
+            topk_idx_TK,
+            topk_weights_TK,
+            layout,
+            alignment,
+            capacity,
+            expert_capacity,
+            dequantize,
+        )
         if capacity is None or async_op:
             _break_graph(
                 "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
@@ -362,35 +420,49 @@ class Communicator:
         layout: Layout,
         alignment: int,
         capacity: int | None,
+        expert_capacity: int | None,
         dequantize: bool,
     ) -> DispatchOutput:
         x, x_scales = _parts(x_TH)
-        layout, alignment, rows = check_options(layout, alignment, capacity)
+        options = self._options(layout, alignment, capacity, expert_capacity)
+        layout, _, rows, positions = options
         self._check_dispatch(x, x_scales, ids, weights, dequantize)
         if not dequantize:
             x, weights = x.detach(), None if weights is None else weights.detach()
-        found = torch.ops.moecomm.dispatch(
-            self._id, x, x_scales, ids, weights, layout, alignment, rows, dequantize
-        )
-        tokens_PH, weights_out, topk_idx_PK, scales, blob = found
-        tokens_per_expert_L, offsets, overflow = self._plan_fields.views(blob, layout)
-        tokens = x.shape[0]
-        return DispatchOutput(
-            tokens=tokens_PH,
-            weights=None if weights is None else weights_out,
-            topk_idx=topk_idx_PK if layout == "rank" else None,
-            tokens_per_expert=tokens_per_expert_L,
-            offsets=offsets,
-            overflow=overflow,
-            handle=Handle(
+        found = torch.ops.moecomm.dispatch(self._id, x, x_scales, ids, weights, *options, dequantize)
+        tokens_PH, weights_out, topk_idx_PK, scales, expert_rows_Q, expert_weights_Q, blob = found
+        tokens_per_expert_L, offsets, overflow, expert_offsets_L = self._plan_fields.views(blob, layout)
+        tokens, by_rank = x.shape[0], layout == "rank"
+
+        def handle(layout: Layout, rows: int) -> Handle:
+            return Handle(
                 plan=TensorPlan(blob, layout, tokens, rows),
                 owner=self._id,
                 layout=layout,
                 num_tokens=tokens,
                 num_rows=rows,
-            ),
+            )
+
+        return DispatchOutput(
+            tokens=tokens_PH,
+            weights=None if weights is None else weights_out,
+            topk_idx=topk_idx_PK if by_rank else None,
+            tokens_per_expert=tokens_per_expert_L,
+            offsets=offsets,
+            overflow=overflow,
+            expert_offsets=expert_offsets_L,
+            handle=handle(layout, rows),
+            expert_handle=handle("expert", positions if by_rank else rows),
+            expert_rows=expert_rows_Q if by_rank else None,
+            expert_weights=expert_weights_Q if by_rank and weights is not None else None,
             scales=None if dequantize else scales,
         )
+
+    def _options(
+        self, layout: Any, alignment: Any, capacity: Any, expert_capacity: Any
+    ) -> tuple[Layout, int, int, int]:
+        most_experts = min(self.top_k, self.num_local_experts)
+        return check_options(layout, alignment, capacity, expert_capacity, most_experts)
 
     def _check_dispatch(self, x: Any, x_scales: Any, ids: Any, weights: Any, dequantize: Any) -> None:
         check_wire_options(self.wire, dequantize, x_scales)
@@ -404,6 +476,7 @@ class Communicator:
         layout: Layout,
         alignment: int,
         capacity: int | None,
+        expert_capacity: int | None,
         dequantize: bool,
         async_op: bool,
     ) -> DispatchOutput | Work[DispatchOutput]:
@@ -418,7 +491,7 @@ class Communicator:
         def checked() -> DispatchCall:
             backend.ready()  # an error that ends the communicator comes before one in the arguments
             try:
-                options = check_options(layout, alignment, capacity)
+                options = self._options(layout, alignment, capacity, expert_capacity)
                 if not fits:
                     self._check_dispatch(x, x_scales, ids, weights, dequantize)
             except MoecommError as error:
@@ -426,13 +499,10 @@ class Communicator:
             return DispatchCall(x, x_scales, ids, weights, *options, dequantize)
 
         def finish(raw: RawDispatch) -> DispatchOutput:
-            tokens_PH, weights_out = raw.tokens_PH, raw.weights
             if dequantize:
                 source = x if x_scales is None else None
-                tokens_PH, weights_out = ops.dispatch(
-                    source, weights, tokens_PH, weights_out, raw.plan, backend
-                )
-            return self._output(raw, tokens_PH, weights_out, layout)
+                raw = ops.dispatch(source, weights, raw, backend)
+            return self._output(raw, layout)
 
         name = "moecomm dispatch"
         if not async_op:
@@ -446,30 +516,29 @@ class Communicator:
 
     _dispatch_outside_graph = _disable_dynamo(_dispatch)
 
-    def _output(
-        self,
-        raw: RawDispatch,
-        tokens_PH: torch.Tensor,
-        weights: torch.Tensor | None,
-        layout: Layout,
-    ) -> DispatchOutput:
-        plan = raw.plan
-        handle = build(
+    def _output(self, raw: RawDispatch, layout: Layout) -> DispatchOutput:
+        handle, index = self._handle(raw.plan, layout), raw.expert_index
+        return build(
+            DispatchOutput,
+            tokens=raw.tokens_PH,
+            weights=raw.weights,
+            topk_idx=raw.topk_idx_PK,
+            handle=handle,
+            expert_handle=handle if index is None else self._handle(index.plan, "expert"),
+            expert_rows=None if index is None else index.rows_Q,
+            expert_weights=None if index is None else index.weights_Q,
+            scales=raw.scales,
+            _plan_views=raw.plan_views,
+        )
+
+    def _handle(self, plan: Any, layout: Layout) -> Handle:
+        return build(
             Handle,
             plan=plan,
             owner=self._id,
             layout=layout,
             num_tokens=plan.tokens,
             num_rows=plan.rows,
-        )
-        return build(
-            DispatchOutput,
-            tokens=tokens_PH,
-            weights=weights,
-            topk_idx=raw.topk_idx_PK,
-            handle=handle,
-            scales=raw.scales,
-            _plan_views=raw.plan_views,
         )
 
     @overload
@@ -606,7 +675,7 @@ class Communicator:
             return rows_PH
 
         def finish(rows_PH: torch.Tensor) -> torch.Tensor:
-            return ops.dispatch(x, None, rows_PH, None, handle.plan, backend)[0]
+            return ops.redispatch(x, rows_PH, handle.plan, backend)
 
         if async_op:
             return backend.launch("moecomm redispatch", execute, None, finish, (x,))
@@ -683,10 +752,15 @@ class Communicator:
         return backend.run(name, execute)
 
     def begin_dispatch(
-        self, x_TH: Array, topk_idx_TK: Array, topk_weights_TK: Array | None = None
+        self,
+        x_TH: Array,
+        topk_idx_TK: Array,
+        topk_weights_TK: Array | None = None,
+        *,
+        layout: Layout = "expert",
     ) -> Callable[[], DispatchOutput]:
-        """Sends the rows of a dropless dispatch in the expert layout on the current stream, and returns the
-        function that receives them: it waits on the host for their number, puts the rest on the stream that
+        """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
+        them: it waits on the host for their number, puts the rest on the stream that
         is current then, and returns the result. For work that the host issues between the two.
 
         Not differentiable. The arguments are those of `dispatch`, and must not change before the rows have
@@ -703,11 +777,12 @@ class Communicator:
         def begin() -> Any:
             backend.ready()
             try:
+                options = self._options(layout, 1, None, None)
                 if not fits:
                     self._check_dispatch(x, None, ids, weights, True)
             except MoecommError as error:
                 backend.fail(error)
-            return backend.begin_dispatch(DispatchCall(x, None, ids, weights, "expert", 1, -1, True))
+            return backend.begin_dispatch(DispatchCall(x, None, ids, weights, *options, True))
 
         begun = self._begun = backend.run("moecomm dispatch", begin)
 
@@ -719,7 +794,7 @@ class Communicator:
                 )
             self._begun = None
             raw = backend.run("moecomm dispatch", lambda: backend.finish_dispatch(begun))
-            return self._output(raw, raw.tokens_PH, raw.weights, "expert")
+            return self._output(raw, layout)
 
         return receive
 

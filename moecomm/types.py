@@ -2,7 +2,7 @@
 
 Shape letters, as they end the names of tensors:
     T tokens of this rank   H hidden   K top-k   E experts   R ranks   L local experts (E / R)
-    P rows of a dispatch's output ("permuted" rows)   B batch   S sequence
+    P rows of a dispatch's output ("permuted" rows)   Q positions in expert-major order   B batch   S sequence
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ Group = dist.ProcessGroup
 AnyGroup = dist.ProcessGroup | DeviceMesh
 """The types that name ranks: a process group, or a DeviceMesh of one dimension."""
 Layout = Literal["expert", "rank"]
+Engine = Literal["sm", "copy", "auto"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
-PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow")
+PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow", "expert_offsets")
 """The fields of a DispatchOutput that are views of its plan. A PlanViews holds their values."""
-PlanViews = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+PlanViews = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
@@ -97,10 +98,14 @@ class DispatchOutput:
 
     Expert layout: a row for each (token, local expert), ordered by expert, then source rank, then token;
     each expert's group is padded with zero rows to a multiple of `alignment`.
-    Rank layout: a row for each token that has at least one local expert, ordered by source rank, then token.
+    Rank layout: a row for each token that has at least one local expert, ordered by source rank, then token;
+    and an index that says for each of the Q positions of the expert-major order which row it reads, so that
+    `tokens[expert_rows]` are the rows of the expert layout. Products that gather take both, and the rows need
+    not be written once for each expert.
     With a fixed capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
 
-    What tells of the plan (`tokens_per_expert`, `offsets`, `overflow`) is made when it is first asked for.
+    What tells of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`) is made when it is
+    first asked for.
 
     Attributes:
         tokens: (P, H) in the communicator's dtype.
@@ -110,8 +115,17 @@ class DispatchOutput:
             fit the capacity.
         offsets: (L,) int32 inclusive ends of the aligned groups, at most P: the `offs` of
             torch.nn.functional.grouped_mm. Rank layout: (R,) inclusive ends of the sources.
-        overflow: 0-d int32: 0, or the rows that this rank would have needed, if more than the capacity.
-        handle: for `combine`.
+        overflow: 0-d int32: 0, or the rows (rank layout: or positions) that this rank would have needed, if
+            more than the capacity.
+        expert_offsets: (L,) int32 inclusive ends of the experts' groups in expert-major order; in the expert
+            layout they are `offsets`.
+        handle: for `combine` of rows like `tokens`.
+        expert_handle: for `combine` of rows in expert-major order; in the expert layout it is `handle`.
+        expert_rows: rank layout: (Q,) int32: the row of `tokens` that each position reads. Q is
+            expert_offsets[-1], or `expert_capacity`; positions past the former have 0. None in the expert
+            layout.
+        expert_weights: rank layout: (Q,) routing weights of the positions, 0 past expert_offsets[-1]. None in
+            the expert layout, where they are `weights`, and if the dispatch had none.
         topk_idx: rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the
             expert layout.
         scales: with `dequantize=False`: (P, ceil(H / 128)) float32, one for each 128 columns of `tokens`,
@@ -123,7 +137,11 @@ class DispatchOutput:
     tokens_per_expert: torch.Tensor
     offsets: torch.Tensor
     overflow: torch.Tensor
+    expert_offsets: torch.Tensor
     handle: Handle
+    expert_handle: Handle
+    expert_rows: torch.Tensor | None = None
+    expert_weights: torch.Tensor | None = None
     topk_idx: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 

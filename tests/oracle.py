@@ -11,7 +11,7 @@ N counts the tokens of all ranks in a row: token t of rank s is n = starts[s] + 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,8 @@ class Oracle:
         self.mine = self.rows[self.rank]
         self.needed = [each.needed for each in self.rows]
         self.capacity = None if job.slack is None else max(max(self.needed) + job.slack, 0)
+        self.overflows = self.capacity is not None and max(self.needed) > self.capacity
+        """Some rank leaves rows out."""
         self.kept = self.mine.needed if self.capacity is None else min(self.mine.needed, self.capacity)
         start = sum(job.tokens[: self.rank])
         self.home = slice(start, start + job.tokens[self.rank])
@@ -344,16 +346,51 @@ def _play(comm: Any, oracle: Oracle, gradients: bool) -> None:
             oracle.check_row_gradients("gradient of weighted combine", answer_PH.grad, weights_P.detach())
         if gradients and not case.extremes:
             oracle.check_dots(weights_P.grad, answer_PH.detach())
+    if case.layout == "rank":
+        _play_index(comm, oracle, out, gradients)
     if not gradients:
         return
     grads = [oracle.answer(out.tokens.detach())]
     if case.weights:
-        grads.append(out.weights.detach() * 2)
-        torch.autograd.backward([out.tokens, out.weights], grads)
-        oracle.check_weight_gradients(weights_TK.grad, 2.0)
+        given = [out.weights]
+        if case.layout == "rank" and not oracle.overflows:
+            given.append(out.expert_weights)
+        grads += [each.detach() * 2 for each in given]
+        torch.autograd.backward([out.tokens, *given], grads)
+        oracle.check_weight_gradients(weights_TK.grad, 2.0 * len(given))
     else:
         out.tokens.backward(grads[0])
     oracle.check_combine("gradient of dispatch", x_TH.grad)
+
+
+def _play_index(comm: Any, oracle: Oracle, out: Any, gradients: bool) -> None:
+    """Checks the expert-major index of a dispatch in the rank layout, and combines rows by it."""
+    job = replace(oracle.job, layout="expert", alignment=1, slack=None)
+    by_expert = Oracle(job, oracle.rank, oracle.device, oracle.problems)
+    mine, count = by_expert.mine, len(out.expert_rows)
+    most = min(job.top_k, job.num_experts // job.size)
+    wanted = mine.needed if oracle.capacity is None else oracle.capacity * most
+    if count != wanted:
+        oracle._say(f"expert_rows has {count} positions, expected {wanted}")
+        return
+    row_N = torch.full((len(oracle.ids_NK),), -1, dtype=torch.int64, device=oracle.device)
+    row_N[oracle.mine.token_P[: oracle.kept]] = torch.arange(oracle.kept, device=oracle.device)
+    row_Q = torch.full((count,), -1, dtype=torch.int64, device=oracle.device)
+    row_Q[: mine.needed] = row_N[mine.token_P][:count]
+    oracle._same("expert_rows", out.expert_rows, row_Q.clamp_min(0).int())
+    oracle._same("expert_offsets", out.expert_offsets, mine.ends.clamp_max(count).int())
+    if job.weights:
+        weights_Q = torch.zeros(count, dtype=job.accumulate, device=oracle.device)
+        weights_Q[: mine.needed] = by_expert.weights_P()[:count]
+        oracle._same("expert_weights", out.expert_weights.detach(), weights_Q * (row_Q >= 0))
+    if oracle.overflows:
+        return
+    rows_QH = by_expert.answer(out.tokens.detach()[out.expert_rows.long()]).requires_grad_(gradients)
+    y_TH = comm.combine(rows_QH, out.expert_handle)
+    by_expert.check_combine("combine by the index", y_TH)
+    if gradients:
+        y_TH.backward(oracle.grad_y(oracle.rank))
+        by_expert.check_row_gradients("gradient of combine by the index", rows_QH.grad, None)
 
 
 def settled_error(comm: Any) -> Any:

@@ -36,7 +36,10 @@ def communicator(**arguments: Any) -> Any:
     """A communicator on this rank's device with the deadline of these tests."""
     import moecomm
 
-    return moecomm.Communicator(**{"device": device(), "timeout": COMM_TIMEOUT_S, **arguments})
+    engine = os.environ.get("MOECOMM_TEST_ENGINE", "sm")
+    return moecomm.Communicator(
+        **{"device": device(), "timeout": COMM_TIMEOUT_S, "engine": engine, **arguments}
+    )
 
 
 def poison(most: int = 256 << 20) -> None:

@@ -50,17 +50,19 @@ py::dict stats_dict(DeviceCommunicator& self) {
 
 void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
                     uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-                    uintptr_t plan, uintptr_t stream) {
+                    int64_t positions, uintptr_t plan, uintptr_t stream) {
   self.begin_dispatch({pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
-                       tokens, layout, alignment, capacity, pointer<int32_t>(plan)},
+                       tokens, layout, alignment, capacity, positions, pointer<int32_t>(plan)},
                       stream_of(stream));
 }
 
-void finish_dispatch(DeviceCommunicator& self, int64_t rows, uintptr_t out, uintptr_t out_scales,
-                     uintptr_t out_weights, uintptr_t out_ids, uintptr_t stream) {
-  self.finish_dispatch(
-      rows, {pointer(out), pointer<float>(out_scales), pointer(out_weights), pointer<int32_t>(out_ids)},
-      stream_of(stream));
+void finish_dispatch(DeviceCommunicator& self, int64_t rows, int64_t positions, uintptr_t out,
+                     uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
+                     uintptr_t out_index_weights, uintptr_t stream) {
+  self.finish_dispatch(rows, positions,
+                       {pointer(out), pointer<float>(out_scales), pointer(out_weights),
+                        pointer<int32_t>(out_ids), pointer<int32_t>(out_index), pointer(out_index_weights)},
+                       stream_of(stream));
 }
 
 }  // namespace
@@ -69,14 +71,15 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   py::enum_<WireFormat>(m, "WireFormat").value("same", WireFormat::same).value("fp8", WireFormat::fp8);
   py::class_<DeviceShape>(m, "DeviceShape")
       .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
-                       DType dtype, WireFormat wire, int32_t ranks_per_node) {
-             const DeviceShape shape{ranks,      top_k, num_experts, hidden,
-                                     max_tokens, dtype, wire,        ranks_per_node};
+                       DType dtype, WireFormat wire, int32_t ranks_per_node, bool copies) {
+             const DeviceShape shape{ranks, top_k, num_experts,    hidden, max_tokens,
+                                     dtype, wire,  ranks_per_node, copies};
              check_shape(shape);
              return shape;
            }),
            py::kw_only(), py::arg("ranks"), py::arg("num_experts"), py::arg("top_k"), py::arg("hidden"),
-           py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"), py::arg("ranks_per_node"));
+           py::arg("max_tokens"), py::arg("dtype"), py::arg("wire"), py::arg("ranks_per_node"),
+           py::arg("copies") = false);
   m.def("device_host_bytes", [](const DeviceShape& shape) {
     return shape.other_nodes() == 0 ? 0 : WindowLayout::make(host_window_shape(shape)).committed_bytes;
   });
@@ -115,17 +118,20 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("dispatch",
            [](DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
               uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
-              uintptr_t plan, int64_t rows, uintptr_t out, uintptr_t out_scales, uintptr_t out_weights,
-              uintptr_t out_ids, uintptr_t stream) {
+              int64_t positions, uintptr_t plan, int64_t rows, int64_t out_positions, uintptr_t out,
+              uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
+              uintptr_t out_index_weights, uintptr_t stream) {
              begin_dispatch(self, x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity,
-                            plan, stream);
-             finish_dispatch(self, rows, out, out_scales, out_weights, out_ids, stream);
+                            positions, plan, stream);
+             finish_dispatch(self, rows, out_positions, out, out_scales, out_weights, out_ids, out_index,
+                             out_index_weights, stream);
            })
       .def("begin_dispatch", &begin_dispatch)
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
       .def("finish_dispatch", &finish_dispatch)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
+      .def("use_copies", &DeviceCommunicator::use_copies)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
               int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,

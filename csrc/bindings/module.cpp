@@ -138,7 +138,9 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("tokens", &Plan::tokens)
       .def_property_readonly("layout", [](const Plan& plan) { return plan.shape.layout; })
       .def_readonly("expert_rows", &Plan::expert_rows)
-      .def_readonly("offsets", &Plan::offsets);
+      .def_readonly("offsets", &Plan::offsets)
+      .def_property_readonly("by_expert",
+                             [](const Plan& plan) { return std::const_pointer_cast<Plan>(plan.by_expert); });
 
   py::class_<HostBuffer>(m, "HostBuffer", py::buffer_protocol())
       .def_buffer([](HostBuffer& buffer) {
@@ -182,20 +184,24 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "begin_dispatch",
           [](Communicator& self, uintptr_t x, uintptr_t ids, bool wide_ids, uintptr_t weights, int64_t tokens,
-             RowLayout layout, int64_t alignment, int64_t capacity) {
+             RowLayout layout, int64_t alignment, int64_t capacity, int64_t positions) {
             // Python's Plan is read-only, so the missing const costs nothing.
             return std::const_pointer_cast<Plan>(
                 self.begin_dispatch({pointer(x), pointer<void>(ids), wide_ids, pointer(weights), tokens,
-                                     layout, alignment, capacity}));
+                                     layout, alignment, capacity, positions}));
           },
           py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("wide_ids"), py::arg("weights"),
-          py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"), Release())
+          py::arg("tokens"), py::arg("layout"), py::arg("alignment"), py::arg("capacity"),
+          py::arg("positions"), Release())
       .def(
           "pull",
-          [](Communicator& self, uintptr_t out, uintptr_t weights, uintptr_t ids) {
-            self.pull(pointer(out), pointer(weights), pointer<int32_t>(ids));
+          [](Communicator& self, uintptr_t out, uintptr_t weights, uintptr_t ids, uintptr_t index,
+             uintptr_t index_weights) {
+            self.pull(pointer(out), pointer(weights), pointer<int32_t>(ids), pointer<int32_t>(index),
+                      pointer(index_weights));
           },
-          py::kw_only(), py::arg("out"), py::arg("weights"), py::arg("ids"), Release())
+          py::kw_only(), py::arg("out"), py::arg("weights"), py::arg("ids"), py::arg("index"),
+          py::arg("index_weights"), Release())
       .def(
           "redispatch",
           [](Communicator& self, const std::shared_ptr<Plan>& plan, uintptr_t rows, uintptr_t out,

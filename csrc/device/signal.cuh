@@ -65,6 +65,7 @@ __device__ inline bool judge_record(const SignalRecord& first, const SignalRecor
               static_cast<int64_t>(record.layout)) &&
          same(Disagreement::alignment, first.alignment, record.alignment) &&
          same(Disagreement::capacity, first.capacity, record.capacity) &&
+         same(Disagreement::index_capacity, first.detail, record.detail) &&
          same(Disagreement::plan, static_cast<int64_t>(first.plan), static_cast<int64_t>(record.plan)) &&
          same(Disagreement::carries, first.carries, record.carries);
 }

@@ -42,11 +42,12 @@ struct alignas(kLine) SignalRecord {
   int32_t alignment;
   RowLayout layout;
   uint32_t carries;  ///< Carries bits
-  int64_t detail;    ///< GPU: the bad id
+  int64_t
+      detail;  ///< dispatch, rank layout: capacity of the expert-major index; GPU, with an error: the bad id
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 
-enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2 };
+enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2, kCarriedByCopies = 4 };
 
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };

@@ -20,9 +20,12 @@ inline constexpr int32_t kNoOwnSlot = 0xFFFF;
 struct PlanHeader {
   uint64_t id;          ///< epoch in which it was made; 0: the dispatch failed, and nothing may move along it
   int32_t rows;         ///< of the output: the capacity, or needed_rows
-  int32_t needed_rows;  ///< rows that every expert row and its alignment take here
-  int32_t overflow;     ///< 0, or needed_rows where that is more than the capacity
-  int32_t reserved[11];
+  int32_t needed_rows;  ///< rows that all rows and their alignment take here
+  int32_t overflow;     ///< 0, or the needed rows or positions where they are more than their capacity
+  int32_t positions;    ///< in expert-major order: in the expert layout the rows, in the rank layout those of
+                        ///< the index; their capacity, or needed_positions
+  int32_t needed_positions;
+  int32_t reserved[9];
 };
 static_assert(sizeof(PlanHeader) == 64);
 
@@ -30,17 +33,19 @@ static_assert(sizeof(PlanHeader) == 64);
 struct DevicePlan {
   int64_t header;          ///< PlanHeader
   int64_t expert_rows;     ///< [local experts] rows without alignment
-  int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most rows
+  int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most positions
   int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
-  int64_t ends;            ///< [local experts] ends of the real rows of each group, at most rows
+  int64_t ends;            ///< [local experts] ends of the real positions of each group, at most positions
   int64_t tokens;          ///< [ranks] tokens of each source
-  int64_t bases;           ///< [ranks][local experts] first row of (source, expert); rank layout: [ranks][1]
+  int64_t bases;           ///< [ranks][local experts] first position of (source, expert)
+  int64_t source_bases;    ///< [ranks] rank layout: first row of a source
   int64_t local_topk_idx;  ///< [max_tokens][top_k] this rank's own ids, bad ones as -1
   int64_t home;   ///< [max_tokens] owners of a token, and from bit 16 the slot that is this rank's own
   int64_t slots;  ///< [ranks][max_tokens] combine slot at its home of a token that this rank owns experts of,
                   ///< or -1
-  int64_t rows;   ///< [ranks][max_tokens][top_k] output row, kRowElsewhere or kRowDropped; in the rank
-                  ///< layout the same row for each k that this rank owns
+  int64_t positions;  ///< [ranks][max_tokens][top_k] position in expert-major order, kRowElsewhere or
+                      ///< kRowDropped
+  int64_t rows;       ///< [ranks][max_tokens] rank layout: output row of the token, or likewise
 
   // Fields with several nodes; [other] is the number of another node.
   int64_t node_tokens;   ///< [other] tokens of this rank that the node needs
@@ -65,10 +70,12 @@ struct DevicePlan {
     place(p.ends, local);
     place(p.tokens, shape.ranks);
     place(p.bases, shape.ranks * local);
+    place(p.source_bases, shape.ranks);
     place(p.local_topk_idx, tokens * shape.top_k);
     place(p.home, tokens);
     place(p.slots, shape.ranks * tokens);
-    place(p.rows, shape.ranks * tokens * shape.top_k);
+    place(p.positions, shape.ranks * tokens * shape.top_k);
+    place(p.rows, shape.ranks * tokens);
     const int64_t others = shape.other_nodes();
     place(p.node_tokens, others);
     place(p.home_index, others * tokens);

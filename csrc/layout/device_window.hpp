@@ -42,6 +42,7 @@ struct DeviceShape {
   DType dtype;
   WireFormat wire;
   int32_t ranks_per_node = 0;  ///< 0: all
+  bool copies = false;         ///< the window has room for transfers by the copy engine
 
   MOECOMM_HD NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   MOECOMM_HD int32_t other_nodes() const { return nodes().nodes() - 1; }
@@ -163,7 +164,7 @@ struct DeviceWindow {
   int64_t error_text[2];     ///< char[kErrorText]
   int64_t counts[2];         ///< int32[ranks][counts], by source
   int64_t packed_routes[2];  ///< int32[ranks][max_tokens][top_k]: expert << number_bits | number among the
-                             ///< source's rows for it (rank layout: 0); -1: none
+                             ///< source's rows for it; -1: none
   int64_t places[2];   ///< int32[ranks][max_tokens], rank layout: number of the token among those that its
                        ///< source sends here, where it sends it here
   int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
@@ -173,6 +174,12 @@ struct DeviceWindow {
   int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
                     ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
+
+  // Sections for transfers by the copy engine. There is one of each, at addresses that a graph can hold: a
+  // rank copies into the windows of others once all of them have begun the operation, and so ended the one
+  // before.
+  int64_t landed;    ///< wire rows or rows [ranks][max_tokens], by who has sent them
+  int64_t outgoing;  ///< rows [ranks][max_tokens], this rank's own: sums on their way to each home
 
   // Sections with several nodes; [other] is the number of another node (NodeMap::other). What goes to and
   // comes from other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do

@@ -22,12 +22,14 @@ enum class Disagreement : uint32_t {
   capacity = 4,
   plan = 5,
   carries = 6,
+  index_capacity = 7,
 };
 
 struct HostStatus {
   struct alignas(kLine) Rows {  // the row count of a dropless dispatch
     uint64_t ticket;            ///< number of the dispatch, given by the host
     int64_t rows;               ///< -1: the dispatch failed, see `verdict`
+    int64_t positions;          ///< rank layout: in expert-major order
   } rows;
   struct alignas(kLine) Broken {  // a wait ended without its signal
     uint32_t set;
@@ -52,6 +54,7 @@ struct HostStatus {
     uint32_t set;
     int32_t rank;  ///< the fullest
     int64_t needed, capacity;
+    uint32_t of_positions;  ///< 1: they are positions in expert-major order, in the rank layout
   } overflow;
   char text[kErrorText];  ///< of `verdict`
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct PlanShape {
   int64_t alignment;
   int64_t capacity;            ///< rows of the output, or -1 for as many as needed
   int32_t ranks_per_node = 0;  ///< 0: all
+  int64_t positions = -1;      ///< rank layout: capacity of the expert-major index, or -1
 
   NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   bool operator==(const PlanShape&) const = default;
@@ -68,6 +70,11 @@ struct Plan {
   std::vector<int32_t> expert_rows;  ///< [local experts] rows without alignment
   std::vector<int32_t> offsets;      ///< inclusive ends a local expert (or a source), at most rows
   std::vector<std::pair<int64_t, int64_t>> padding;  ///< alignment rows [begin, end), zero in the output
+
+  /// Rank layout: the plan of the same dispatch in the expert layout, whose rows are the positions of the
+  /// index; and the row of this plan that each position reads, 0 where nothing is.
+  std::shared_ptr<const Plan> by_expert;
+  std::vector<int32_t> index;
 
   // The home side: this rank's own tokens.
   int64_t tokens = 0;

@@ -202,6 +202,7 @@ void Communicator::compare_records(uint64_t epoch) {
     if (first.layout != other.layout) differ("layout", name(first.layout), name(other.layout));
     compare("alignment", first.alignment, other.alignment);
     compare("capacity (-1: none)", first.capacity, other.capacity);
+    compare("expert_capacity (-1: none)", first.detail, other.detail);
     if (first.operation != Operation::dispatch)
       compare("the handle (the epoch of its dispatch)", static_cast<int64_t>(first.plan),
               static_cast<int64_t>(other.plan));
@@ -298,8 +299,9 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     if (arguments.weights != nullptr)
       std::memcpy(own(layout_.weights[parity]), arguments.weights,
                   static_cast<size_t>(arguments.tokens * top_k * weight_bytes(config_.shape.dtype)));
-    const PlanShape shape{config_.rank,     config_.shape.ranks, local_experts_,     top_k,
-                          arguments.layout, arguments.alignment, arguments.capacity, nodes_.local_ranks};
+    const PlanShape shape{config_.rank,       config_.shape.ranks, local_experts_,     top_k,
+                          arguments.layout,   arguments.alignment, arguments.capacity, nodes_.local_ranks,
+                          arguments.positions};
     const uint64_t hash = hash_ids(ids, arguments.tokens * top_k);
     std::shared_ptr<const Plan> plan = reusable_plan(hash, shape, ids, arguments.tokens);
     record.rows_offset = publish(arguments.x, ids, arguments.tokens);
@@ -307,6 +309,7 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     record.layout = arguments.layout;
     record.alignment = static_cast<int32_t>(arguments.alignment);
     record.capacity = arguments.capacity;
+    record.detail = arguments.positions;
     record.carries = kCarriesRows | (arguments.weights != nullptr ? uint32_t{kCarriesWeights} : 0);
     record.plan = plan ? plan->id : 0;
     RelayRoutes made_routes;
@@ -325,37 +328,46 @@ std::shared_ptr<const Plan> Communicator::begin_dispatch(const DispatchArguments
     } else {
       auto made = std::make_shared<Plan>(make_plan(shape, all_ids(record.epoch), routes));
       made->id = record.epoch;
+      if (made->by_expert) std::const_pointer_cast<Plan>(made->by_expert)->id = record.epoch;
       plan = std::move(made);
       ++stats_.plans_made;
     }
     remember(hash, plan);
     pending_ = Pending{plan, arguments.x, record.epoch};
-    if (arguments.capacity >= 0 && plan->max_needed > arguments.capacity) {
-      ErrorDetails details;
-      details.rank = plan->max_needed_rank;
-      details.needed = plan->max_needed;
-      details.available = arguments.capacity;
-      overflow_ = Error(ErrorKind::capacity_exceeded,
-                        "a dispatch needed " + std::to_string(plan->max_needed) + " rows on rank " +
-                            std::to_string(plan->max_needed_rank) + ", its capacity was " +
-                            std::to_string(arguments.capacity) + "; the rows past it were left out",
-                        details);
-    }
+    if (arguments.capacity >= 0 && plan->by_expert) note_overflow(*plan->by_expert, "expert_capacity");
+    if (arguments.capacity >= 0) note_overflow(*plan, "capacity");
     return plan;
   });
 }
 
-void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids) {
+void Communicator::note_overflow(const Plan& plan, const char* capacity) {
+  if (plan.max_needed <= plan.shape.capacity) return;
+  ErrorDetails details;
+  details.rank = plan.max_needed_rank;
+  details.needed = plan.max_needed;
+  details.available = plan.shape.capacity;
+  overflow_ = Error(ErrorKind::capacity_exceeded,
+                    "a dispatch needed " + std::to_string(plan.max_needed) + " rows on rank " +
+                        std::to_string(plan.max_needed_rank) + ", its " + capacity + " was " +
+                        std::to_string(plan.shape.capacity) + "; the rows past it were left out",
+                    details);
+}
+
+void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index,
+                        std::byte* out_index_weights) {
   require_usable();
   if (!pending_) throw Error(ErrorKind::invalid_argument, "pull without a dispatch before it");
   ScopedSeconds timer(stats_.dispatch_seconds);
   const auto [plan, x, epoch] = *std::exchange(pending_, std::nullopt);
   guarded([&] { pull_rows(*plan, epoch, pull_arguments(epoch, x, out)); });
+  if (out_index != nullptr) std::copy(plan->index.begin(), plan->index.end(), out_index);
   if (out_weights != nullptr || out_ids != nullptr) {
     std::vector<const std::byte*> weights;
     for (int r = 0; r < config_.shape.ranks; ++r)
       weights.push_back(is_local(r) ? at(r, layout_.weights[epoch & 1]) : internode_->weights(r, epoch));
     cpu::pull_metadata(context(), *plan, weights, out_weights, out_ids);
+    if (out_index_weights != nullptr)
+      cpu::pull_metadata(context(), *plan->by_expert, weights, out_index_weights, nullptr);
   }
   signals_->complete(epoch);
   stats_.rows_in += plan->tokens;

@@ -44,7 +44,8 @@ struct DispatchArguments {
   int64_t tokens;
   RowLayout layout;
   int64_t alignment;
-  int64_t capacity;  ///< -1: as many rows as needed
+  int64_t capacity;        ///< -1: as many rows as needed
+  int64_t positions = -1;  ///< rank layout: capacity of the expert-major index, or -1
 };
 
 struct Stats {
@@ -84,9 +85,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Publishes, waits for all ranks and plans. Then pull() with an output of plan->rows rows finishes the
   /// dispatch.
   std::shared_ptr<const Plan> begin_dispatch(const DispatchArguments& arguments);
-  /// out [rows][hidden]; out_weights (weight type) as pull_metadata says, or null; out_ids (rank layout), or
-  /// null.
-  void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids);
+  /// out [rows][hidden]; out_weights (weight type) as pull_metadata says, or null. Rank layout, or null:
+  /// out_ids; out_index [positions] as Plan::index, and out_index_weights (weight type), which needs
+  /// out_weights.
+  void pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index = nullptr,
+            std::byte* out_index_weights = nullptr);
 
   /// Sends rows [plan.tokens][hidden] again along a kept plan: the backward of combine. scales, other and
   /// dots as in PullArguments; null where not wanted.
@@ -142,6 +145,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<SourceIds> all_ids(uint64_t epoch) const;
   cpu::PullArguments pull_arguments(uint64_t epoch, const std::byte* own, std::byte* out) const;
   void pull_rows(const Plan& plan, uint64_t epoch, const cpu::PullArguments& arguments);
+  void note_overflow(const Plan& plan, const char* capacity);
   void count_wire(const Plan& plan);
   int64_t publish(const std::byte* x, const int32_t* ids, int64_t tokens);
   std::shared_ptr<const Plan> reusable_plan(uint64_t hash, const PlanShape& shape, const int32_t* ids,

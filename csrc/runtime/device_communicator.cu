@@ -125,7 +125,8 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   limit_sms(config_.num_sms);
   for (const cudaError_t error :
        {gpu::prepare_dispatch_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
-        gpu::prepare_combine_reduce(s), gpu::prepare_combine_sum(s), gpu::prepare_announce()})
+        gpu::prepare_combine_reduce(s), gpu::prepare_combine_sum(s), gpu::prepare_announce(),
+        gpu::prepare_copied()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -176,6 +177,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   void* memory = nullptr;
   check_cuda(cudaMalloc(&memory, ranks * sizeof(std::byte*)), "cudaMalloc");
   bases_ = static_cast<std::byte**>(memory);
+  for (const uintptr_t base : all_bases) host_bases_.push_back(reinterpret_cast<std::byte*>(base));
   check_cuda(cudaMemcpy(bases_, all_bases.data(), ranks * sizeof(std::byte*), cudaMemcpyHostToDevice),
              "cudaMemcpy");
   std::byte* const own = reinterpret_cast<std::byte*>(bases[own_index()]);
@@ -276,6 +278,12 @@ void DeviceCommunicator::limit_sms(int32_t num_sms) {
   heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1);
 }
 
+void DeviceCommunicator::use_copies(bool copies) {
+  if (copies && !config_.shape.copies)
+    throw Error(ErrorKind::invalid_argument, "the window has no room for transfers by the copy engine");
+  copies_ = copies;
+}
+
 gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
   return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
 }
@@ -342,11 +350,14 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
     case Disagreement::capacity:
       what = "capacity (-1: none)";
       break;
+    case Disagreement::index_capacity:
+      what = "expert_capacity (-1: none)";
+      break;
     case Disagreement::plan:
       what = "the handle (the epoch of its dispatch)";
       break;
     default:
-      what = "what travels (1: rows, 2: weights, 3: both)";
+      what = "what travels (1: rows, 2: weights, 4: by the copy engine, or their sum)";
   }
   return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
 }
@@ -370,7 +381,8 @@ void DeviceCommunicator::check() {
   details.needed = overflow.needed;
   details.available = overflow.capacity;
   const Error error(ErrorKind::capacity_exceeded,
-                    "a dispatch with capacity " + std::to_string(overflow.capacity) + " needed " +
+                    std::string("a dispatch with ") + (overflow.of_positions != 0 ? "expert_" : "") +
+                        "capacity " + std::to_string(overflow.capacity) + " needed " +
                         std::to_string(overflow.needed) + " rows on rank " + std::to_string(overflow.rank) +
                         "; rows past the capacity were left out",
                     details);
@@ -393,17 +405,43 @@ void DeviceCommunicator::abandon() {
 void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
   arguments.warps = heuristics_.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
-  arguments.apart = !overlaps_;
+  arguments.apart = !overlaps_ && !copies_;
+  arguments.copied = copies_;
   // The number of tokens that other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
-  const bool later = most > comm(wire)->window.stage_tokens;
+  const bool later = !copies_ && most > comm(wire)->window.stage_tokens;
   if (arguments.apart || later) fork_side(stream);
-  const int blocks = heuristics_.send_blocks + heuristics_.relay_blocks;
+  const bool only_announces = copies_ && arguments.operation != Operation::dispatch;
+  const int blocks = only_announces ? 1 : heuristics_.send_blocks + heuristics_.relay_blocks;
   check_cuda(gpu::launch_dispatch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
                                        *comm(wire), arguments),
              "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later};
   pending_stream_ = stream;
+  if (!arguments.copied) return;
+  const DeviceWindow& window = comm(wire)->window;
+  const bool as_it_is = window.shape.wire == WireFormat::same;
+  const std::byte* const packed = host_bases_[static_cast<size_t>(config_.rank)] + window.landed +
+                                  config_.rank * window.shape.max_tokens * window.wire_bytes;
+  copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.wire_bytes, window.wire_bytes,
+                stream);
+}
+
+/// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and
+/// tells it: from + peer * step goes to rank `peer`.
+void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
+                                       cudaStream_t stream) {
+  const DeviceShape& s = config_.shape;
+  for (int32_t i = 1; i < s.ranks && bytes > 0; ++i) {
+    const int32_t peer = (config_.rank + i) % s.ranks;
+    check_cuda(
+        cudaMemcpyAsync(
+            host_bases_[static_cast<size_t>(peer)] + window_.landed + config_.rank * s.max_tokens * row_bytes,
+            from + peer * step, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream),
+        "a copy to a peer");
+  }
+  check_cuda(gpu::launch_signal_copied(launch(stream, 1, false), *comm(WireFormat::same)),
+             "launch of a copy's signal");
 }
 
 /// Receives the rows of the operation that was sent last.
@@ -415,9 +453,14 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   arguments.plan = sent.plan;
   arguments.layout = sent.layout;
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
-  check_cuda(gpu::launch_dispatch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart),
-                                          *comm(begun.wire), arguments),
-             "launch of a dispatch (receiving)");
+  arguments.copied = sent.copied;
+  if (sent.copied)
+    check_cuda(gpu::launch_wait_copied(launch(stream, 1, false), *comm(begun.wire), sent.operation),
+               "launch of a wait for copies");
+  check_cuda(
+      gpu::launch_dispatch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart && !sent.copied),
+                                   *comm(begun.wire), arguments),
+      "launch of a dispatch (receiving)");
   pending_.reset();
   if (begun.later) {
     sent.later = sent.apart = true;
@@ -442,6 +485,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   arguments.tokens = d.tokens;
   arguments.alignment = d.alignment;
   arguments.capacity = d.capacity;
+  arguments.positions = d.positions;
   arguments.layout = d.layout;
   arguments.ticket = ++ticket_;
   arguments.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
@@ -451,7 +495,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   stats_.rows_in += d.tokens;
 }
 
-int64_t DeviceCommunicator::wait_rows() {
+std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
   const DeviceGuard guard(config_.device);
   const BesideCaptures beside;
   ScopedSeconds waiting(stats_.host_wait_seconds);
@@ -474,19 +518,23 @@ int64_t DeviceCommunicator::wait_rows() {
     throw;
   }
   assert(rows.rows >= 0);
-  return rows.rows;
+  return {rows.rows, rows.positions};
 }
 
-void DeviceCommunicator::finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream) {
+void DeviceCommunicator::finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output,
+                                         cudaStream_t stream) {
   if (!pending_ || pending_->arguments.operation != Operation::dispatch)
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
   const DeviceGuard guard(config_.device);
   gpu::ReceiveArguments arguments{};
   arguments.rows = rows;
+  arguments.positions = positions;
   arguments.out = output.out;
   arguments.out_scales = output.out_scales;
   arguments.out_weights = output.out_weights;
   arguments.out_ids = output.out_ids;
+  arguments.out_index = output.out_index;
+  arguments.out_index_weights = output.out_index_weights;
   arguments.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
   receive(arguments, stream);
 }
@@ -520,13 +568,23 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStr
   const int blocks = heuristics_.reduce_blocks + heuristics_.relay_blocks;
   gpu::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
-  all.senders = overlaps_ ? 0 : blocks;
-  if (!overlaps_) fork_side(stream);
-  check_cuda(gpu::launch_combine_reduce(launch(overlaps_ ? stream : side_stream_, blocks, false), comm, all),
+  all.copied = copies_ && all.rows != nullptr;
+  const bool apart = !overlaps_ && !all.copied;
+  all.senders = apart ? blocks : 0;
+  if (apart) fork_side(stream);
+  check_cuda(gpu::launch_combine_reduce(launch(apart ? side_stream_ : stream, blocks, false), comm, all),
              "launch of combine (owners)");
-  check_cuda(gpu::launch_combine_sum(launch(stream, heuristics_.sum_blocks, true), comm, all),
+  if (all.copied) {
+    // How many tokens a home has is not known here.
+    const int64_t bytes = comm.window.shape.max_tokens * comm.window.shape.row_bytes();
+    copy_to_peers(host_bases_[static_cast<size_t>(config_.rank)] + window_.outgoing, bytes, bytes,
+                  comm.window.shape.row_bytes(), stream);
+    check_cuda(gpu::launch_wait_copied(launch(stream, 1, false), comm, Operation::combine),
+               "launch of a wait for copies");
+  }
+  check_cuda(gpu::launch_combine_sum(launch(stream, heuristics_.sum_blocks, !all.copied), comm, all),
              "launch of combine (home)");
-  if (!overlaps_) join_side(stream);
+  if (apart) join_side(stream);
   ++stats_.combine_calls;
 }
 

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/deadline.hpp"
@@ -52,8 +53,9 @@ struct DeviceDispatch {
   int64_t tokens;
   RowLayout layout;
   int64_t alignment;
-  int64_t capacity;  ///< -1: as many rows as needed
-  int32_t* plan;     ///< DevicePlan words
+  int64_t capacity;   ///< -1: as many rows as needed
+  int64_t positions;  ///< rank layout: capacity of the expert-major index; -1: as many as needed
+  int32_t* plan;      ///< DevicePlan words
 };
 
 /// Rows along a kept plan: the backward of combine.
@@ -70,10 +72,12 @@ struct DeviceRedispatch {
 };
 
 struct DeviceOutput {
-  std::byte* out;          ///< [rows][hidden]; with out_scales in the wire format
-  float* out_scales;       ///< [rows][scales a row], or null
-  std::byte* out_weights;  ///< weight type [rows] (rank layout: [rows][top_k]), or null
-  int32_t* out_ids;        ///< rank layout: [rows][top_k], or null
+  std::byte* out;                ///< [rows][hidden]; with out_scales in the wire format
+  float* out_scales;             ///< [rows][scales a row], or null
+  std::byte* out_weights;        ///< weight type [rows] (rank layout: [rows][top_k]), or null
+  int32_t* out_ids;              ///< rank layout: [rows][top_k], or null
+  int32_t* out_index;            ///< rank layout: [positions], or null
+  std::byte* out_index_weights;  ///< rank layout: weight type [positions], or null
 };
 
 struct DeviceStats {
@@ -118,12 +122,15 @@ class DeviceCommunicator {
   /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch
   /// without it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
-  /// Waits until the row count of a dispatch without capacity is known. If it throws, what ranks disagree on
-  /// for example, that dispatch is over.
-  int64_t wait_rows();
-  /// Starts to receive into `output` of `rows` rows.
-  void finish_dispatch(int64_t rows, const DeviceOutput& output, cudaStream_t stream);
+  /// Waits until it is known how many rows a dispatch without capacity brings, and how many positions in
+  /// expert-major order. If it throws, what ranks disagree on for example, that dispatch is over.
+  std::pair<int64_t, int64_t> wait_rows();
+  /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
+  void finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output, cudaStream_t stream);
 
+  /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to
+  /// do the same.
+  void use_copies(bool copies);
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
   void combine(const gpu::CombineArguments& arguments, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
@@ -159,6 +166,8 @@ class DeviceCommunicator {
   void join_side(cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
+  void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
+                     cudaStream_t stream);
   void abandon();
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -170,12 +179,14 @@ class DeviceCommunicator {
   DeviceWindow window_;
   int sms_ = 0;  // of the device
   gpu::Heuristics heuristics_;
+  bool copies_ = false;    ///< the copy engine moves rows
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
   const NodeMap nodes_;
 
   std::unique_ptr<Pinned> pinned_;
   std::byte** bases_ = nullptr;             // in device memory
+  std::vector<std::byte*> host_bases_;      // the same
   std::unique_ptr<device::Comm> comms_[2];  // by WireFormat
   cudaStream_t side_stream_ = nullptr;      // for a kernel that sends and can't be in the caller's stream
   cudaEvent_t fork_ = nullptr, join_ = nullptr;

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moecomm.backends import Backend
+from moecomm.backends import Backend, RawDispatch
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -49,22 +49,33 @@ class _Dispatch(torch.autograd.Function):
         rows_PH: torch.Tensor,
         weights: torch.Tensor | None,
         plan: Any,
+        index_weights_Q: torch.Tensor | None,
+        index_plan: Any,
         backend: Backend,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.plan, ctx.backend = plan, backend
-        return rows_PH, weights
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        ctx.plan, ctx.index_plan, ctx.backend = plan, index_plan, backend
+        return rows_PH, weights, index_weights_Q
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows_PH: torch.Tensor, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any,
+        grad_rows_PH: torch.Tensor,
+        grad_weights: torch.Tensor | None,
+        grad_index_weights_Q: torch.Tensor | None,
+    ) -> tuple[Any, ...]:
         need_x, need_weights = ctx.needs_input_grad[:2]
-        grads = dispatch_backward(
+        grad_x_TH, grad_weights_TK = dispatch_backward(
             ctx.backend,
             ctx.plan,
             grad_rows_PH if need_x else None,
             grad_weights if need_weights else None,
         )
-        return *grads, None, None, None, None
+        if need_weights and grad_index_weights_Q is not None:
+            _, grads_TK = dispatch_backward(ctx.backend, ctx.index_plan, None, grad_index_weights_Q)
+            assert grad_weights_TK is not None and grads_TK is not None
+            grad_weights_TK = grad_weights_TK + grads_TK
+        return grad_x_TH, grad_weights_TK, *[None] * 6
 
 
 class _Combine(torch.autograd.Function):
@@ -99,18 +110,28 @@ def _wants_gradient(first: torch.Tensor | None, second: torch.Tensor | None) -> 
 
 
 def dispatch(
-    x_TH: torch.Tensor | None,
-    topk_weights_TK: torch.Tensor | None,
-    rows_PH: torch.Tensor,
-    weights: torch.Tensor | None,
-    plan: Any,
-    backend: Backend,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Ties the rows and weights of a finished dispatch, along a new plan or a kept one, to the tensors they
-    came from."""
+    x_TH: torch.Tensor | None, topk_weights_TK: torch.Tensor | None, raw: RawDispatch, backend: Backend
+) -> RawDispatch:
+    """Ties the rows and weights of a finished dispatch to the tensors they came from."""
     if not _wants_gradient(x_TH, topk_weights_TK):
-        return rows_PH, weights
-    return _Dispatch.apply(x_TH, topk_weights_TK, rows_PH, weights, plan, backend)  # type: ignore[no-untyped-call]
+        return raw
+    index = raw.expert_index
+    of_index = (None, None) if index is None else (index.weights_Q, index.plan)
+    rows_PH, weights, weights_Q = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        x_TH, topk_weights_TK, raw.tokens_PH, raw.weights, raw.plan, *of_index, backend
+    )
+    index = None if index is None else index._replace(weights_Q=weights_Q)
+    return raw._replace(tokens_PH=rows_PH, weights=weights, expert_index=index)
+
+
+def redispatch(x_TH: torch.Tensor, rows_PH: torch.Tensor, plan: Any, backend: Backend) -> torch.Tensor:
+    """Ties the rows that were sent along a kept plan to those they came from."""
+    if not _wants_gradient(x_TH, None):
+        return rows_PH
+    found: tuple[torch.Tensor, ...] = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        x_TH, None, rows_PH, None, plan, None, None, backend
+    )
+    return found[0]
 
 
 def combine(

@@ -62,7 +62,9 @@ def _dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
         backend.ready()
         raw = backend.dispatch(call)
         blob = backend.tensor_plan(raw.plan).blob
-        return _all_there(call.x_TH, raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, blob)
+        index_Q, index_weights_Q = (None, None) if raw.expert_index is None else raw.expert_index[:2]
+        found = (raw.tokens_PH, raw.weights, raw.topk_idx_PK, raw.scales, index_Q, index_weights_Q, blob)
+        return _all_there(call.x_TH, *found)
 
     return backend.run("moecomm dispatch", operation)
 
@@ -109,12 +111,14 @@ def _all_there(like: Tensor, *results: Tensor | None) -> Tensors:
 def _fake_dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
     backend, call = _backend(comm), DispatchCall(*arguments)
     new, by_rank = call.x_TH.new_empty, call.layout == "rank"
-    P, K, H = call.capacity, backend.top_k, backend.hidden
-    weights = topk_idx_PK = scales = None
+    P, Q, K, H = call.capacity, call.expert_capacity, backend.top_k, backend.hidden
+    weights = topk_idx_PK = scales = index_Q = index_weights_Q = None
     if call.topk_weights_TK is not None:
         weights = new((P, K) if by_rank else (P,), dtype=weight_dtype(backend.dtype))
     if by_rank:
-        topk_idx_PK = new((P, K), dtype=torch.int32)
+        topk_idx_PK, index_Q = new((P, K), dtype=torch.int32), new(Q, dtype=torch.int32)
+        if weights is not None:
+            index_weights_Q = new(Q, dtype=weights.dtype)
     if not call.dequantize:
         scales = new((P, -(-H // SCALE_COLUMNS)), dtype=torch.float32)
     return _all_there(
@@ -123,6 +127,8 @@ def _fake_dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
         weights,
         topk_idx_PK,
         scales,
+        index_Q,
+        index_weights_Q,
         new(backend.plan_fields.words, dtype=torch.int32),
     )
 
@@ -163,15 +169,16 @@ def _fake_combine_backward(
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    _, ctx.comm, x_TH, _, _, _, layout, _, capacity, _ = inputs
+    _, ctx.comm, x_TH, _, _, _, layout, _, capacity, expert_capacity, _ = inputs
     ctx.plan = (layout, x_TH.shape[0], capacity)
-    token, _, _, topk_idx_PK, scales, blob = output
-    ctx.mark_non_differentiable(token, topk_idx_PK, scales, blob)
+    ctx.index_plan = ("expert", x_TH.shape[0], expert_capacity) if layout == "rank" else None
+    token, _, _, topk_idx_PK, scales, index_Q, _, blob = output
+    ctx.mark_non_differentiable(token, topk_idx_PK, scales, index_Q, blob)
     ctx.save_for_backward(blob)
 
 
 def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    _, grad_tokens_PH, grad_weights, *_ = grads
+    _, grad_tokens_PH, grad_weights, _, _, _, grad_index_weights_Q, _ = grads
     need_x, need_weights = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
     grad_x_TH, grad_weights_TK = torch.ops.moecomm.dispatch_backward(
         ctx.comm,
@@ -180,8 +187,13 @@ def _dispatch_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *ctx.saved_tensors,
         *ctx.plan,
     )
+    if need_weights and ctx.index_plan is not None and grad_index_weights_Q is not None:
+        _, grads_TK = torch.ops.moecomm.dispatch_backward(
+            ctx.comm, None, grad_index_weights_Q, *ctx.saved_tensors, *ctx.index_plan
+        )
+        grad_weights_TK = grad_weights_TK + grads_TK
     grads_of = {2: grad_x_TH if need_x else None, 5: grad_weights_TK if need_weights else None}
-    return tuple(grads_of.get(place) for place in range(10))
+    return tuple(grads_of.get(place) for place in range(11))
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -237,8 +249,8 @@ def _define(
 _define(
     "dispatch",
     "int comm, Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, str layout, "
-    "int alignment, int capacity, bool dequantize",
-    5,
+    "int alignment, int capacity, int expert_capacity, bool dequantize",
+    7,
     _dispatch,
     _fake_dispatch,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moecomm.backends.base import Backend, DispatchCall, RawDispatch, TensorPlan
+from moecomm.backends.base import Backend, DispatchCall, ExpertIndex, RawDispatch, TensorPlan
 from moecomm.backends.cpu import CpuBackend
 from moecomm.backends.cuda import CudaBackend
 from moecomm.errors import MoecommError
@@ -16,6 +16,7 @@ from moecomm.setup.rendezvous import Rendezvous
 __all__ = [
     "Backend",
     "DispatchCall",
+    "ExpertIndex",
     "RawDispatch",
     "TensorPlan",
     "make_backend",

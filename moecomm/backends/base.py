@@ -16,6 +16,15 @@ Result = TypeVar("Result")
 Finished = TypeVar("Finished")
 
 
+class ExpertIndex(NamedTuple):
+    """The rows of a dispatch in the rank layout by expert-major position (DispatchOutput.expert_rows)."""
+
+    rows_Q: torch.Tensor
+    weights_Q: torch.Tensor | None
+    plan: Any
+    """The plan of the same dispatch whose rows are the positions."""
+
+
 class RawDispatch(NamedTuple):
     """The tensors of a DispatchOutput before autograd has seen them, and the plan behind its handle."""
 
@@ -29,6 +38,8 @@ class RawDispatch(NamedTuple):
     take it, or a TensorPlan."""
     scales: torch.Tensor | None = None
     """(P, ceil(H / 128)) float32 where tokens are handed on in the wire format; else None."""
+    expert_index: ExpertIndex | None = None
+    """In the rank layout; else None."""
 
 
 class TensorPlan(NamedTuple):
@@ -51,14 +62,14 @@ class PlanFields(NamedTuple):
     overflow: int
     expert_rows: slice
     offsets: slice
-    """Ends of the groups of experts, in the expert layout."""
+    """Ends of the groups of experts in expert-major order."""
     source_ends: slice
     """Ends of the rows of each source rank, in the rank layout."""
 
     def views(self, blob: torch.Tensor, layout: Layout) -> PlanViews:
         """Returns the views of the plan in `blob`."""
         ends = self.source_ends if layout == "rank" else self.offsets
-        return blob[self.expert_rows], blob[ends], blob[self.overflow]
+        return blob[self.expert_rows], blob[ends], blob[self.overflow], blob[self.offsets]
 
 
 class DispatchCall(NamedTuple):
@@ -73,6 +84,9 @@ class DispatchCall(NamedTuple):
     alignment: int
     capacity: int
     """Rows of the output; -1 gives it exactly as many as arrive."""
+    expert_capacity: int
+    """Rank layout: positions of the expert-major index; -1 gives it as many as there are, and stands in the
+    expert layout."""
     dequantize: bool
 
 
@@ -103,6 +117,11 @@ class Backend(Protocol):
     def limit_sms(self, num_sms: int | None) -> int | None:
         """Sets the SMs of operations that begin from now on; None sets the number that the communicator was
         made with. Returns the setting before."""
+
+    def use_copies(self, copies: bool) -> bool:
+        """Lets the copy engine move the rows of operations that begin from now on, or the SMs. Returns the
+        setting before. Raises Unsupported without a copy engine, InvalidArgument where the window has no room
+        for it."""
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all before it and returns its result; `name` is for profilers."""

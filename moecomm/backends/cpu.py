@@ -13,7 +13,7 @@ import torch
 
 from moecomm import _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan
+from moecomm.backends.base import DispatchCall, ExpertIndex, PlanFields, RawDispatch, TensorPlan
 from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported, kind_of
 from moecomm.setup.devices import default_threads
@@ -45,25 +45,31 @@ class _PlanWords(np.ndarray):
 
 
 def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
-    ends = 2 + local_experts
+    offsets = 2 + local_experts
+    sources = offsets + local_experts
     return PlanFields(
-        words=ends + max(local_experts, ranks),
+        words=sources + ranks,
         overflow=1,
-        expert_rows=slice(2, ends),
-        offsets=slice(ends, ends + local_experts),
-        source_ends=slice(ends, ends + ranks),
+        expert_rows=slice(2, offsets),
+        offsets=slice(offsets, sources),
+        source_ends=slice(sources, sources + ranks),
     )
 
 
 def _overflow(plan: _C.Plan) -> int:
-    return plan.needed_rows if plan.needed_rows > plan.rows else 0
+    for each in (plan, plan.by_expert):
+        if each is not None and each.needed_rows > each.rows:
+            return each.needed_rows
+    return 0
 
 
 def _plan_views(plan: _C.Plan) -> PlanViews:
-    expert_rows_L, offsets, overflow = (
-        torch.tensor(each, dtype=torch.int32) for each in (plan.expert_rows, plan.offsets, _overflow(plan))
-    )
-    return expert_rows_L, offsets, overflow
+    def tensor(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    offsets = tensor(plan.offsets)
+    by_expert = offsets if plan.by_expert is None else tensor(plan.by_expert.offsets)
+    return tensor(plan.expert_rows), offsets, tensor(_overflow(plan)), by_expert
 
 
 class CpuBackend:
@@ -162,6 +168,12 @@ class CpuBackend:
         """Raises Unsupported: a rank's threads are made once, with the communicator."""
         raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
 
+    def use_copies(self, copies: bool) -> bool:
+        """Raises Unsupported if `copies`: there is no copy engine; returns False, the setting before."""
+        if copies:
+            raise Unsupported("engine is 'copy', which is for CUDA communicators; the CPU has no copy engine")
+        return False
+
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""
         return self.finish_dispatch(self.begin_dispatch(call))
@@ -179,6 +191,7 @@ class CpuBackend:
             layout=getattr(_C.RowLayout, call.layout),
             alignment=call.alignment,
             capacity=call.capacity,
+            positions=call.expert_capacity,
         )
         return _Begun(plan, call.layout == "rank", weights_TK is not None, x_TH)
 
@@ -192,13 +205,26 @@ class CpuBackend:
                 (plan.rows, self.top_k) if by_rank else (plan.rows,), weight_dtype(self.dtype)
             )
         topk_idx_PK = self._empty((plan.rows, self.top_k), torch.int32) if by_rank else None
-        self._native.pull(out=tokens_PH.data_ptr(), weights=_address(weights), ids=_address(topk_idx_PK))
+        index = None
+        if by_rank:
+            assert plan.by_expert is not None
+            positions = plan.by_expert.rows
+            weights_Q = self._empty((positions,), weight_dtype(self.dtype)) if has_weights else None
+            index = ExpertIndex(self._empty((positions,), torch.int32), weights_Q, plan.by_expert)
+        self._native.pull(
+            out=tokens_PH.data_ptr(),
+            weights=_address(weights),
+            ids=_address(topk_idx_PK),
+            index=_address(index and index.rows_Q),
+            index_weights=_address(index and index.weights_Q),
+        )
         return RawDispatch(
             tokens_PH=tokens_PH,
             weights=weights,
             topk_idx_PK=topk_idx_PK,
             plan_views=partial(_plan_views, plan),
             plan=plan,
+            expert_index=index,
         )
 
     def tensor_plan(self, plan: _C.Plan) -> TensorPlan:
@@ -211,6 +237,9 @@ class CpuBackend:
         words[fields.overflow] = _overflow(plan)
         words[fields.expert_rows] = plan.expert_rows
         words[fields.source_ends if layout == "rank" else fields.offsets] = plan.offsets
+        if layout == "rank":
+            assert plan.by_expert is not None
+            words[fields.offsets] = plan.by_expert.offsets
         self._plans[int(words[0])] = words
         return TensorPlan(torch.from_numpy(words), layout, plan.tokens, plan.rows)
 
@@ -220,7 +249,8 @@ class CpuBackend:
         words = self._plans.get(int(plan.blob[0]))
         if words is None:
             raise InvalidArgument("handle holds a copy of its plan, expected what the dispatch gave")
-        return words.plan
+        by_expert = words.plan.by_expert if plan.layout == "expert" else None
+        return words.plan if by_expert is None else by_expert
 
     def redispatch(
         self,

@@ -17,7 +17,7 @@ import torch
 
 from moecomm import _C
 from moecomm.arguments import SCALE_COLUMNS, WIRE_FP8, weight_dtype
-from moecomm.backends.base import DispatchCall, PlanFields, RawDispatch, TensorPlan
+from moecomm.backends.base import DispatchCall, ExpertIndex, PlanFields, RawDispatch, TensorPlan
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
@@ -32,7 +32,7 @@ Finished = TypeVar("Finished")
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
 
-_Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int]
+_Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int]
 _Inputs = tuple[torch.Tensor | None, ...]
 
 
@@ -77,6 +77,13 @@ class CudaBackend:
         with self._gpu.current():
             group_info = self._handshake(rendezvous, arguments, argument_error)
             self.nodes = group_info.nodes
+            engine = arguments["engine"]
+            if engine == "copy" and self.nodes.nodes > 1:
+                raise Unsupported(
+                    f"engine is 'copy' on {self.nodes.nodes} nodes, expected one: the copy engine serves "
+                    "GPUs of one node; pass engine='auto' or 'sm'"
+                )
+            has_copies = engine != "sm" and self.nodes.nodes == 1
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self._scale_columns = -(-self.hidden // SCALE_COLUMNS)
             shape = device_shape(
@@ -88,6 +95,7 @@ class CudaBackend:
                 dtype=dtype,
                 wire=arguments["wire"],
                 ranks_per_node=self.nodes.ranks_per_node,
+                copies=has_copies,
             )
             self.memory = plan_device_memory(shape, self.nodes.ranks_per_node)
             fields = _C.device_plan_fields(shape)
@@ -109,6 +117,9 @@ class CudaBackend:
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
+        self._copies = False
+        if engine == "copy":
+            self.use_copies(True)
         # This also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
@@ -301,6 +312,16 @@ class CudaBackend:
                 self._native.limit_sms(self._limit or 0)
         return before
 
+    def use_copies(self, copies: bool) -> bool:
+        """Lets the copy engine move the rows of operations that begin from now on, or the SMs. Returns the
+        setting before. Raises InvalidArgument where the window has no room for it."""
+        with self._lock:
+            before = self._copies
+            if copies != before:
+                self._native.use_copies(copies)
+                self._copies = copies
+        return before
+
     def ready(self) -> None:
         """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
         reported by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
@@ -310,7 +331,8 @@ class CudaBackend:
         if call.capacity < 0:
             return self.finish_dispatch(self.begin_dispatch(call))
         sending, blob, _inputs = self._sending(call)
-        return self._receive(call, blob, call.capacity, partial(self._native.dispatch, *sending))
+        rows = (call.capacity, call.expert_capacity)
+        return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
@@ -353,17 +375,19 @@ class CudaBackend:
             self._layouts[call.layout],
             call.alignment,
             call.capacity,
+            call.expert_capacity,
             blob.data_ptr(),
         )
         return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)
 
     def _receive(
-        self, call: DispatchCall, blob: torch.Tensor, rows: int, receive: Callable[..., None]
+        self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], receive: Callable[..., None]
     ) -> RawDispatch:
-        """Receives the rows into new tensors, by a function of the runtime that takes the number of rows,
-        addresses, and the stream."""
+        """Receives the rows into new tensors, by a function of the runtime that takes `counts` (of rows and
+        of expert-major positions), addresses, and the stream."""
         by_rank = call.layout == "rank"
-        weights = topk_idx_PK = scales = None
+        rows, positions = counts if by_rank else (counts[0], counts[0])
+        weights = topk_idx_PK = scales = index = None
         try:
             if call.dequantize:
                 tokens_PH = self._empty((rows, self.hidden), self.dtype)
@@ -374,21 +398,39 @@ class CudaBackend:
                 weights = self._empty((rows, self.top_k) if by_rank else (rows,), self._weight_dtype)
             if by_rank:
                 topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
+                index = self._index(call, positions, blob)
         except OutOfMemory:
             # The peers must not wait for this rank, so it receives the rows into nothing.
-            receive(0, self._nowhere_address, 0, 0, 0, self._raw_stream)
+            receive(0, 0, self._nowhere_address, 0, 0, 0, 0, 0, self._raw_stream)
             raise
         receive(
             rows,
+            positions,
             self._address(tokens_PH),
             0 if scales is None else self._address(scales),
             0 if weights is None else self._address(weights),
             0 if topk_idx_PK is None else self._address(topk_idx_PK),
+            0 if index is None else self._address(index.rows_Q),
+            0 if index is None or index.weights_Q is None else self._address(index.weights_Q),
             self._raw_stream,
         )
         views = partial(self.plan_fields.views, blob, call.layout)
         plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
-        return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales)
+        return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales, index)
+
+    def _index(self, call: DispatchCall, positions: int, blob: torch.Tensor) -> ExpertIndex:
+        """Returns the tensors of an expert-major index; with a capacity they are zero, since not all
+        positions are written."""
+        rows_Q = self._empty((positions,), torch.int32)
+        weights_Q = None
+        if call.topk_weights_TK is not None:
+            weights_Q = self._empty((positions,), self._weight_dtype)
+        if call.capacity >= 0:
+            for each in (rows_Q, weights_Q):
+                if each is not None:
+                    each.zero_()
+        plan = TensorPlan(blob, "expert", call.x_TH.shape[0], positions, self._raw_stream)
+        return ExpertIndex(rows_Q, weights_Q, plan)
 
     def tensor_plan(self, plan: TensorPlan) -> TensorPlan:
         """Returns `plan` itself, which is a TensorPlan already."""

@@ -70,6 +70,16 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
 
 
+def check_engine(engine: Any, device: torch.device) -> None:
+    """Raises InvalidArgument or Unsupported for an engine that can't move rows on the device."""
+    if engine not in ("sm", "copy", "auto"):
+        raise InvalidArgument(f"engine is {engine!r}, expected 'sm', 'copy' or 'auto'")
+    if engine == "copy" and device.type != "cuda":
+        raise Unsupported(
+            f"engine is 'copy' on {device}, which has no copy engine: pass engine='auto' or 'sm'"
+        )
+
+
 def check_ranks_per_node(size: int, ranks_per_node: Any) -> int | None:
     """Returns the ranks a node that the caller or the environment wants, None where the hosts decide."""
     if ranks_per_node is None:

@@ -105,8 +105,10 @@ def device_shape(
     dtype: torch.dtype,
     wire: str | None,
     ranks_per_node: int | None = None,
+    copies: bool = False,
 ) -> _C.DeviceShape:
-    """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes."""
+    """Returns the runtime's description of a window in device memory, for sizes that `window_shape` takes.
+    `copies`: with room for transfers by the copy engine."""
     return _C.DeviceShape(
         ranks=ranks,
         num_experts=num_experts,
@@ -116,6 +118,7 @@ def device_shape(
         dtype=NATIVE_DTYPES[dtype],
         wire=_C.WireFormat.fp8 if wire == "fp8" else _C.WireFormat.same,
         ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
+        copies=copies,
     )
 
 

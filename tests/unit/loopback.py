@@ -41,8 +41,8 @@ def device_plan_fields(shape: Any) -> dict[str, tuple[int, int]]:
         "expert_rows": experts,
         "offsets": experts,
         "source_ends": shape.ranks,
-        "rows": 1,
         "places": shape.max_tokens * shape.top_k,
+        "positions": shape.max_tokens * shape.top_k,
     }
     fields, end = {}, 0
     for name, count in sizes.items():
@@ -134,7 +134,7 @@ class LoopbackNative:
         return {name: blob[first : first + count] for name, (first, count) in self.fields.items()}
 
     def dispatch(self, *arguments: Any) -> None:
-        sending, receiving, stream = arguments[:10], arguments[10:15], arguments[15]
+        sending, receiving, stream = arguments[:11], arguments[11:19], arguments[19]
         self.calls.append(f"dispatch@{stream}")
         self._send(*sending)
         self._receive(*receiving)
@@ -159,6 +159,7 @@ class LoopbackNative:
         layout: Any,
         alignment: int,
         capacity: int,
+        expert_capacity: int,
         plan: int,
     ) -> None:
         top_k, experts = self.shape.top_k, self.shape.num_experts
@@ -167,25 +168,30 @@ class LoopbackNative:
         fields = self._plan(plan)
         for part in fields.values():
             part.fill_(-1)
-        places = fields["places"][: tokens * top_k].view(tokens, top_k)
-        if layout == _C.RowLayout.rank:
+        places, positions = (
+            fields[name][: tokens * top_k].view(tokens, top_k) for name in ("places", "positions")
+        )
+        by_rank = layout == _C.RowLayout.rank
+        most = expert_capacity if by_rank else capacity
+        needed_positions = 0
+        for expert in range(experts):
+            hits = (chosen == expert).nonzero()
+            for row, (t, k) in enumerate(hits.tolist()):
+                positions[t, k] = needed_positions + row
+            needed_positions += -(-len(hits) // alignment) * alignment
+            fields["offsets"][expert] = needed_positions if most < 0 else min(needed_positions, most)
+            fields["expert_rows"][expert] = len(hits)
+        positions[positions >= (needed_positions if most < 0 else most)] = -1
+        needed = needed_positions
+        if by_rank:
             has = (chosen >= 0).any(1)
             row_T = torch.where(has, has.cumsum(0) - 1, -1)
             places.copy_(torch.where(chosen >= 0, row_T[:, None], -1))
             needed = int(has.sum())
-        else:
-            needed = 0
-            for expert in range(experts):
-                hits = (chosen == expert).nonzero()
-                for row, (t, k) in enumerate(hits.tolist()):
-                    places[t, k] = needed + row
-                needed += -(-len(hits) // alignment) * alignment
-                fields["offsets"][expert] = needed if capacity < 0 else min(needed, capacity)
-        for expert in range(experts):
-            fields["expert_rows"][expert] = int((chosen == expert).sum())
-        self.rows = needed
+        self.rows, self.positions = needed, needed_positions
         limit = needed if capacity < 0 else capacity
         places[places >= limit] = -1
+        positions[(places < 0) & by_rank] = -1
         fields["source_ends"][:] = min(needed, limit)
         fields["needed_rows"][:] = needed
         fields["overflow"][:] = needed if needed > limit else 0
@@ -193,19 +199,36 @@ class LoopbackNative:
         self.begun = {"x": x, "x_scales": x_scales, "weights": weights, "plan": plan}
         self.begun |= {"layout": layout, "wide_ids": wide_ids}
 
-    def wait_rows(self) -> int:
-        self.calls.append("wait_rows")
-        return self.rows
+    def use_copies(self, copies: bool) -> None:
+        self.calls.append(f"use_copies {copies}")
 
-    def _receive(self, rows: int, out: int, out_scales: int, weights: int, ids: int) -> None:
+    def wait_rows(self) -> tuple[int, int]:
+        self.calls.append("wait_rows")
+        return self.rows, self.positions
+
+    def _receive(
+        self,
+        rows: int,
+        positions: int,
+        out: int,
+        out_scales: int,
+        weights: int,
+        ids: int,
+        index: int,
+        index_weights: int,
+    ) -> None:
         self.received = rows
         tokens, top_k = self.ids_shape
         hidden, columns = self.shape.hidden, -(-self.shape.hidden // 128)
         begun = self.begun
         x_scales, fields = begun["x_scales"], self._plan(begun["plan"])
-        fields["rows"][:] = rows
         by_rank = begun["layout"] == _C.RowLayout.rank
-        places = fields["places"][: tokens * top_k].view(tokens, top_k)
+        place_of, position_of = (
+            fields[name][: tokens * top_k].view(tokens, top_k) for name in ("places", "positions")
+        )
+        places = place_of if by_rank else position_of
+        index_Q = memory(index, (positions,), torch.int32)
+        index_weights_Q = memory(index_weights, (positions,), self.weight)
         source_TH = memory(begun["x"], (tokens, hidden), WIRE_FP8 if x_scales else self.dtype)
         source_scales = memory(x_scales, (tokens, columns), torch.float32)
         handed_on = out_scales != NOT_THERE
@@ -236,17 +259,26 @@ class LoopbackNative:
                     got[p, k] = given[t, k]
                 else:
                     got[p] = given[t, k]
+            q = int(position_of[t, k])
+            if by_rank and 0 <= q < positions:
+                if index_Q is not None:
+                    index_Q[q] = p
+                if index_weights_Q is not None and given is not None:
+                    index_weights_Q[q] = given[t, k]
 
     def _rows_of(self, plan: int, layout: Any, tokens: int) -> Iterator[tuple[int, int, int]]:
         """(t, k, p) of each row, in the rank layout once a token."""
-        top_k = self.shape.top_k
-        places = self._plan(plan)["places"][: tokens * top_k].view(tokens, top_k)
+        places = self._places(plan, layout, tokens)
         seen = set()
         for t, k in (places >= 0).nonzero().tolist():
             p = int(places[t, k])
             if layout != _C.RowLayout.rank or p not in seen:
                 seen.add(p)
                 yield t, k, p
+
+    def _places(self, plan: int, layout: Any, tokens: int) -> torch.Tensor:
+        name = "places" if layout == _C.RowLayout.rank else "positions"
+        return self._plan(plan)[name][: tokens * self.shape.top_k].view(tokens, self.shape.top_k)
 
     def redispatch(
         self,
@@ -287,7 +319,8 @@ class LoopbackNative:
     ) -> None:
         self.calls.append(f"combine@{stream}")
         hidden, top_k = self.shape.hidden, self.shape.top_k
-        by_rank, num_rows = layout == _C.RowLayout.rank, int(self._plan(plan)["rows"])
+        by_rank = layout == _C.RowLayout.rank
+        num_rows = int(self._places(plan, layout, tokens).max()) + 1 if tokens else 0
         rows_PH, y_TH = memory(rows, (num_rows, hidden), self.dtype), memory(y, (tokens, hidden), self.dtype)
         factors_P = memory(weights, (num_rows,), self.weight)
         if rows_PH is not None and y_TH is not None:
@@ -299,7 +332,7 @@ class LoopbackNative:
         grads = memory(weight_grads, (num_rows, top_k) if by_rank else (num_rows,), self.weight)
         home_TK = memory(out_weight_grads, (tokens, top_k), self.weight)
         if grads is not None and home_TK is not None:
-            places = self._plan(plan)["places"][: tokens * top_k].view(tokens, top_k)
+            places = self._places(plan, layout, tokens)
             home_TK.zero_()
             for t, k in (places >= 0).nonzero().tolist():
                 p = int(places[t, k])

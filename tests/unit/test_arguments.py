@@ -87,20 +87,27 @@ def test_bad_arguments(changes: dict[str, Any], error: type[InvalidArgument], wo
 
 
 def test_options() -> None:
-    assert check_options("expert", 1, None) == ("expert", 1, -1)
-    assert check_options("rank", 1, 0) == ("rank", 1, 0)
-    assert check_options("expert", 128, 4096) == ("expert", 128, 4096)
+    assert check_options("expert", 1, None, None, 4) == ("expert", 1, -1, -1)
+    assert check_options("expert", 128, 4096, None, 4) == ("expert", 128, 4096, -1)
+    assert check_options("rank", 1, None, None, 4) == ("rank", 1, -1, -1)
+    assert check_options("rank", 1, 7, None, 4) == ("rank", 1, 7, 28)
+    assert check_options("rank", 1, 7, 9, 4) == ("rank", 1, 7, 9)
     for bad in [
-        ("experts", 1, None),
-        ("expert", 0, None),
-        ("expert", True, None),
-        ("rank", 8, None),
-        ("expert", 1, -1),
+        ("experts", 1, None, None),
+        ("expert", 0, None, None),
+        ("expert", True, None, None),
+        ("rank", 8, None, None),
+        ("expert", 1, -1, None),
+        ("expert", 1, 8, 8),
+        ("rank", 1, None, 8),
+        ("rank", 1, 8, -1),
     ]:
         with pytest.raises(InvalidArgument):
-            check_options(*bad)
+            check_options(*bad, 4)
     with pytest.raises(InvalidArgument, match="capacity is 2147483648"):
-        check_options("expert", 1, 2**31)
+        check_options("expert", 1, 2**31, None, 4)
+    with pytest.raises(InvalidArgument, match="expert_capacity is 8, expected None"):
+        check_options("expert", 1, 8, 8, 4)
 
 
 def test_rows_and_weights() -> None:

@@ -249,12 +249,13 @@ def test_operators_are_what_they_say(layout: str) -> None:
     with moecomm.Communicator(**SIZES, device="cpu") as comm:
         x_TH, ids_TK, weights_TK = _inputs()
         token = torch.empty(0, dtype=torch.uint8)
-        arguments = (token, comm._id, x_TH, None, ids_TK, weights_TK, layout, 1, CAPACITY, True)
+        positions = 2 * CAPACITY if layout == "rank" else -1
+        arguments = (token, comm._id, x_TH, None, ids_TK, weights_TK, layout, 1, CAPACITY, positions, True)
         torch.library.opcheck(ops.dispatch_in_order.default, arguments, test_utils=checks)
         torch.library.opcheck(
             ops.dispatch_in_order.default, (*arguments[:5], None, *arguments[6:]), test_utils=checks
         )
-        _, tokens_PH, weights, _, _, blob = ops.dispatch_in_order(*arguments)
+        _, tokens_PH, weights, *_, blob = ops.dispatch_in_order(*arguments)
         plan = (blob, layout, 5, CAPACITY)
         tokens_PH, factors = torch.randn_like(tokens_PH), torch.rand(CAPACITY)
         for name, values in {
@@ -275,16 +276,18 @@ def test_shapes_on_a_device_that_is_not_there(layout: str) -> None:
         data_TH = torch.empty(5, 144, dtype=WIRE_FP8, device="meta")
         scales, ids_TK = torch.empty(5, 2, device="meta"), torch.empty(5, 2, dtype=torch.int64, device="meta")
         weights_TK = torch.empty(5, 2, device="meta")
-        found = torch.ops.moecomm.dispatch(
-            comm._id, data_TH, scales, ids_TK, weights_TK, layout, 8, CAPACITY, False
-        )
         by_rank = layout == "rank"
+        positions = 30 if by_rank else -1
+        found = torch.ops.moecomm.dispatch(
+            comm._id, data_TH, scales, ids_TK, weights_TK, layout, 8, CAPACITY, positions, False
+        )
         shapes = [(20, 144), (20, 2) if by_rank else (20,), (20, 2) if by_rank else (0,), (20, 2)]
         assert [tuple(each.shape) for each in found[:4]] == shapes
-        assert found[0].dtype == WIRE_FP8 and found[4].shape == (comm._plan_fields.words,)
+        assert [tuple(each.shape) for each in found[4:6]] == [(30,) if by_rank else (0,)] * 2
+        assert found[0].dtype == WIRE_FP8 and found[6].shape == (comm._plan_fields.words,)
         assert all(each.device.type == "meta" for each in found)
         rows_PH = torch.empty(20, 144, device="meta")
-        y_TH = torch.ops.moecomm.combine(comm._id, rows_PH, None, found[4], layout, 5, 20)
+        y_TH = torch.ops.moecomm.combine(comm._id, rows_PH, None, found[6], layout, 5, 20)
         assert y_TH.shape == (5, 144) and y_TH.dtype == torch.float32
 
 

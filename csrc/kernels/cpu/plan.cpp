@@ -71,6 +71,22 @@ void plan_home(Plan& plan, const SourceIds& home) {
     plan.own_entry[plan.entry_token[i]] = i;
 }
 
+/// Adds the expert-major index to a plan in the rank layout. Entries are the same in both layouts.
+void add_index(Plan& plan, const std::vector<SourceIds>& sources, const RelayRoutes& routes) {
+  PlanShape shape = plan.shape;
+  shape.layout = RowLayout::expert;
+  shape.capacity = plan.shape.positions;
+  auto by_expert = std::make_shared<Plan>(make_plan(shape, sources, routes));
+  plan.index.assign(static_cast<size_t>(by_expert->rows), 0);
+  for (int64_t entry = 0; entry < plan.entries(); ++entry)
+    for (int64_t j = by_expert->row_begin[entry]; j < by_expert->row_begin[entry + 1]; ++j) {
+      int32_t& position = by_expert->row[j];
+      if (plan.row[entry] < 0) position = -1;  // a position without its row stays empty
+      if (position >= 0) plan.index[position] = plan.row[entry];
+    }
+  plan.by_expert = std::move(by_expert);
+}
+
 /// The owners on this node of a token that came over this rank's rail; `entry` is this rank's own or -1.
 void add_relay_sum(const PlanShape& s, RelaySums& sums, const int32_t* ids, int64_t entry) {
   const NodeMap nodes = s.nodes();
@@ -213,6 +229,7 @@ Plan make_plan(const PlanShape& shape, const std::vector<SourceIds>& sources, co
   if (shape.capacity >= 0) find_max_needed(plan, sources);
   plan_home(plan, sources[shape.rank]);
   plan.routes = routes;
+  if (!by_expert) add_index(plan, sources, routes);
   return plan;
 }
 

@@ -94,12 +94,4 @@ __device__ inline int compact(Value* list, Value value, bool keep) {
   return __popc(kept);
 }
 
-/// Returns whether a lane's row is on this rank and counts: in the rank layout every k of this rank names the
-/// same row, which counts once.
-__device__ inline bool counts_once(RowLayout layout, int32_t row) {
-  const bool here = row >= 0;
-  const uint32_t all = __ballot_sync(0xffffffffu, here);
-  return here && (layout == RowLayout::expert || (all & ((1u << lane_id()) - 1)) == 0);
-}
-
 }  // namespace moecomm::gpu

@@ -27,7 +27,8 @@ struct SendArguments {
   int32_t* plan;
   int64_t tokens;
   int64_t alignment;
-  int64_t capacity;  ///< -1: as many rows as needed
+  int64_t capacity;   ///< -1: as many rows as needed
+  int64_t positions;  ///< rank layout: capacity of the expert-major index; -1: as many as needed
   RowLayout layout;
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
   int32_t warps;         ///< of a block that move rows, at most
@@ -35,6 +36,7 @@ struct SendArguments {
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
+  bool copied;  ///< the copy engine moves the rows; the kernel brings them into the wire format at most
 };
 
 /// Arguments of the side of an operation where rows arrive.
@@ -42,17 +44,21 @@ struct ReceiveArguments {
   Operation operation;
   const std::byte* x;  ///< this rank's own rows, where they do not travel
   int32_t* plan;
-  int64_t rows;  ///< of the output
+  int64_t rows;       ///< of the output
+  int64_t positions;  ///< in expert-major order; in the expert layout the rows
   std::byte* out;
   float* out_scales;  ///< where rows are handed on in the wire format: [rows][scales a row]
   std::byte* out_weights;
-  int32_t* out_ids;         ///< rank layout: [rows][top_k]
-  const std::byte* scales;  ///< redispatch: weight type [rows], factors of the rows, or null
-  const std::byte* other;   ///< redispatch: rows whose products with the arriving ones are wanted, or null
-  std::byte* dots;          ///< weight type [rows]
+  int32_t* out_ids;              ///< rank layout: [rows][top_k]
+  int32_t* out_index;            ///< rank layout: [positions] the row of each, or null
+  std::byte* out_index_weights;  ///< rank layout: weight type [positions], or null
+  const std::byte* scales;       ///< redispatch: weight type [rows], factors of the rows, or null
+  const std::byte* other;  ///< redispatch: rows whose products with the arriving ones are wanted, or null
+  std::byte* dots;         ///< weight type [rows]
   RowLayout layout;
   bool dequantise;
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
+  bool copied;      ///< the copy engine has moved the rows, and all are here
 };
 
 /// Arguments of both sides of a combine.
@@ -67,6 +73,7 @@ struct CombineArguments {
   RowLayout layout;
   int32_t relay_blocks = 0;  ///< as in SendArguments
   int32_t senders = 0;       ///< as in ReceiveArguments
+  bool copied = false;       ///< the copy engine moves the sums
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.
@@ -75,6 +82,7 @@ cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_combine_reduce(const DeviceShape& shape);
 cudaError_t prepare_combine_sum(const DeviceShape& shape);
 cudaError_t prepare_announce();
+cudaError_t prepare_copied();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
 /// `paired`: its blocks are in clusters of two, if they are even.
@@ -98,6 +106,10 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 /// ReceiveArguments.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
                            int64_t tokens, int32_t senders);
+/// Tells all ranks that this one's copies of an operation have arrived, which are before it on the stream.
+cudaError_t launch_signal_copied(const Launch& launch, const device::Comm& comm);
+/// Waits for those of all ranks, in one block.
+cudaError_t launch_wait_copied(const Launch& launch, const device::Comm& comm, Operation operation);
 /// `text` (kErrorText bytes) in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 

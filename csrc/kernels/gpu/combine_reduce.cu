@@ -3,9 +3,10 @@
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
 //   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
-// Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
-// Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
-// relay them (relay_sums.cuh).
+// Where the copy engine moves the sums (`copied`), they stay here, in order of the home and its token, and
+// the kernel ends when all ranks have begun the operation. Gradients of routing weights go first, each to its
+// (token, k) at the home, with one flag for all of them. Sums and gradients for homes on other nodes go to
+// the rank of the home's rail on this node; the last blocks relay them (relay_sums.cuh).
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/relay_sums.cuh"
 #include "kernels/gpu/strip.cuh"
@@ -37,7 +38,7 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     slot[i] = i < tokens ? plan.at(plan.fields.slots)[at + i] : -1;
-    row[i] = i < tokens && lane < top_k ? plan.at(plan.fields.rows)[(at + i) * top_k + lane] : kRowElsewhere;
+    row[i] = i < tokens ? planned_row(plan, args.layout, at + i, top_k) : kRowElsewhere;
   }
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i)
@@ -49,7 +50,7 @@ __device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, in
   for (int i = 0; i < kMaxChunk; ++i) {
     if (slot[i] < 0) continue;
     owned |= 1u << i;
-    const bool keep = counts_once(args.layout, row[i]);
+    const bool keep = row[i] >= 0;
     compact(weights + i * top_k, weight[i], keep);
     const int count = compact(sources + i * top_k, row[i], keep);
     if (lane == 0) {
@@ -78,8 +79,7 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
     for (int64_t token = int64_t{blockIdx.x} * kReduceWarps + warp_id(); token < tokens;
          token += int64_t{blocks} * kReduceWarps) {
       if (lane >= top_k) continue;
-      const int32_t row =
-          plan.at(plan.fields.rows)[(home * comm.window.shape.max_tokens + token) * top_k + lane];
+      const int32_t row = weight_grad_row(comm, args, home, token);
       if (row != kRowElsewhere) put_weight_grad(comm, args, section, token, row);
     }
   }
@@ -142,9 +142,10 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     }
   }
   if (blockIdx.x == 0)
-    signal_start(
-        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
-        (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u));
+    signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+                 (args.rows != nullptr ? kCarriesRows : 0u) |
+                     (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
+                     (args.copied ? kCarriedByCopies : 0u));
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
@@ -177,18 +178,22 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       if (!local && tokens > comm.window.partial_tokens && !wait_for_place(comm, epoch, home, tokens, chunk))
         return;
     std::byte* const first_slot =
-        local ? comm.slot_row(comm.bases[home], epoch, begin, 0)
-              : comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0);
-    const int slots_of_token = local ? comm.window.shape.slots() : comm.window.shape.node_slots();
+        args.copied ? comm.outgoing_row(home, begin)
+        : local ? comm.slot_row(comm.bases[home], epoch, begin, 0)
+                : comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0);
+    const int slots_of_token = args.copied ? 1
+                               : local     ? comm.window.shape.slots()
+                                           : comm.window.shape.node_slots();
     for (uint32_t left = owned; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
-      std::byte* const to = first_slot + (i * slots_of_token + slots[i]) * row_bytes;
+      std::byte* const to = first_slot + (i * slots_of_token + (args.copied ? 0 : slots[i])) * row_bytes;
       const int32_t* const rows = sources + i * top_k;
       const float* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
         sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors).store(to, first, vectors);
     }
+    if (args.copied) continue;
     __syncwarp();
     if (lane_id() == 0)
       ptx::store_release_sys(local ? comm.arrival(comm.bases[home], comm.rank, chunk)
@@ -205,6 +210,9 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   ptx::launch_dependents();
   start_clock(comm);
   reduce<dtype, way>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
+  // Windows of others may be written once all have begun.
+  if (args.copied && blockIdx.x == 0 && !already_failed(comm))
+    agree_on_operation(comm, Operation::combine, comm.state().epoch + 1);
   if (args.senders > 0) end_sending(comm);
 }
 

@@ -5,6 +5,7 @@
 //   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
 //     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
 //     had
+//   - after copies the slot of an owner is the token's row in what it has sent
 //   - another node has one slot, whatever ranks of it own experts of the token: a row that has come over the
 //     network, which is read where it has arrived
 #include "device/rail.cuh"
@@ -21,7 +22,7 @@ constexpr int kSteps = 2, kBatch = 4;
 struct SumMemory {
   float weights[kSumWarps][kMaxTopK];
   int32_t sources[kSumWarps][kMaxTopK];
-  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes
+  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes, or after copies
 };
 
 /// The parts of a token's sum: `slots` sums of owners, of which number `own_slot` is made here of
@@ -40,14 +41,13 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
   const int32_t home = plan.at(plan.fields.home)[token];
   const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
   const int32_t owner = expert_owner(id, comm.local_experts);
-  int32_t row = kRowElsewhere;
-  if (owner == comm.rank)
-    row = plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane];
+  const int32_t row = planned_row(plan, args.layout, comm.rank * comm.window.shape.max_tokens + token, top_k);
   const float weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
-  const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
+  const bool sends =
+      !args.copied && owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
   const int32_t sender = sends ? owner : -1;
-  const bool keep = counts_once(args.layout, row);
+  const bool keep = row >= 0;
   __syncwarp();  // of the token before
   compact(weights, weight, keep);
   const int count = compact(sources, row, keep);
@@ -94,6 +94,21 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
   return __all_sync(0xffffffffu, here);
 }
 
+/// Fills `slots` with where the copy engine has brought the sums of a token's owners.
+__device__ void find_landed(const Comm& comm, const CombineArguments& args, int64_t token,
+                            const std::byte** slots) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
+  const int32_t owner = expert_owner(id, comm.local_experts);
+  const bool leads = first_with(owner);
+  int slot = 0;
+  for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
+    slot += __shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1) < owner;
+  if (leads) slots[slot] = comm.landed_row(comm.own, owner, token, comm.window.shape.row_bytes());
+  __syncwarp();
+}
+
 /// Gradients of the weights: those of experts here, those that owners sent, and zero where a token names no
 /// expert. Whole block.
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
@@ -121,9 +136,8 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
     const int32_t id = plan.at(plan.fields.local_topk_idx)[i];
     const int32_t owner = expert_owner(id, comm.local_experts);
     if (owner == comm.rank)
-      put_weight_grad(
-          comm, args, args.out_weight_grads, token,
-          plan.at(plan.fields.rows)[(comm.rank * comm.window.shape.max_tokens + token) * top_k + lane]);
+      put_weight_grad(comm, args, args.out_weight_grads, token,
+                      weight_grad_row(comm, args, comm.rank, token));
     else if (owner < 0 || comm.is_local(owner))
       reinterpret_cast<float*>(args.out_weight_grads)[i] = id < 0 ? 0.0f : __ldcg(section + i);
     else
@@ -193,11 +207,12 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     const std::byte** const places = block.slots[warp_id()];
     if constexpr (kNodes)
       if (!find_slots(comm, args, epoch, t, places)) return;
+    if (!kNodes && args.copied) find_landed(comm, args, t, places);
     if (!wait_sums(comm, epoch, t / size, token)) return;
     const float* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
-    const auto slot = [&](int s) { return kNodes ? places[s] : slots + s * row_bytes; };
+    const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
       sum_token<dtype>(token, slot, row, factors, first, vectors)
           .store(args.y + t * row_bytes, first, vectors);
@@ -209,7 +224,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     combine_sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && agree_on_operation(comm, Operation::combine, epoch)) {
+  if (!already_failed(comm) && agree_on_operation(comm, Operation::combine, epoch, !args.copied)) {
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {

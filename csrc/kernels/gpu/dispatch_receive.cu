@@ -1,7 +1,9 @@
 // Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
 //   - warps take items in order: a chunk of one source's tokens, sources in turn, this rank's own first
-//   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give the
-//     output rows; they are kept in the plan, where the backward of combine finds them
+//   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give each
+//     row's positions in expert-major order, and in the rank layout its output row; they are kept in the
+//     plan, where the backward of combine finds them. In the expert layout the positions are the output rows;
+//     in the rank layout they are those of the index, which says which row each position reads
 //   - once the chunk has arrived, its rows are loaded piece by piece and stored to every place: as they are,
 //     or out of the wire format, or times the factor of the place
 //   - further items zero the alignment rows of each expert
@@ -26,17 +28,18 @@ struct Item {
 __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                         int32_t source, int64_t token) {
   if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
+  if (args.copied) return comm.landed_row(comm.own, source, token, comm.window.wire_bytes);
   return comm.staged_row(comm.own, epoch, source, token);
 }
 
 /// Rows of a chunk in the lanes of a warp: lane k holds k of each token.
 struct ChunkRows {
-  int32_t row[kMaxChunk];    ///< output row, kRowElsewhere or kRowDropped
-  int32_t local[kMaxChunk];  ///< expert of this rank, -1: another's
-  int32_t place[kMaxChunk];  ///< rank layout: output row of the token
+  int32_t position[kMaxChunk];  ///< in expert-major order, kRowElsewhere or kRowDropped
+  int32_t local[kMaxChunk];     ///< expert of this rank, -1: another's
+  int32_t row[kMaxChunk];       ///< rank layout: output row of the token, or likewise
 };
 
-/// Writes the weights that go with the output rows of a chunk.
+/// Writes the weights that go with the output rows of a chunk, and with its positions.
 __device__ void place_weights(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               const Item& item, const ChunkRows& chunk) {
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
@@ -48,9 +51,12 @@ __device__ void place_weights(const Comm& comm, const ReceiveArguments& args, ui
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
     if (args.layout == RowLayout::expert) {
-      if (chunk.row[i] >= 0) out[chunk.row[i]] = weights[i * top_k];
-    } else if (chunk.place[i] >= 0) {
-      out[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i] >= 0 ? weights[i * top_k] : 0.0f;
+      if (chunk.position[i] >= 0) out[chunk.position[i]] = weights[i * top_k];
+    } else if (chunk.row[i] >= 0) {
+      const float weight = chunk.local[i] >= 0 ? weights[i * top_k] : 0.0f;
+      out[int64_t{chunk.row[i]} * top_k + lane] = weight;
+      if (args.out_index_weights != nullptr && chunk.position[i] >= 0)
+        reinterpret_cast<float*>(args.out_index_weights)[chunk.position[i]] = weight;
     }
   }
 }
@@ -62,8 +68,9 @@ __device__ int slot_between_nodes(const Comm& comm, int32_t home, int32_t owner)
   return __popc(__ballot_sync(0xffffffffu, first_with(sender) && sender < comm.rank));
 }
 
-/// Dispatch: the output rows of a chunk, by what its source has pushed and where its rows begin. Writes them
-/// into the plan, and what goes with a row to its place. Loads of all tokens are under way together.
+/// Dispatch: the positions and output rows of a chunk, by what its source has pushed and where its rows
+/// begin. Writes them into the plan, and what goes with a row to its place. Loads of all tokens are under way
+/// together.
 __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const Item& item,
                              ChunkRows& chunk) {
   const DeviceWindow& w = comm.window;
@@ -73,18 +80,20 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
   const int64_t first = item.source * w.shape.max_tokens + item.begin;
   const int32_t* const packed_routes = comm.mine<int32_t>(w.packed_routes[epoch & 1]) + first * top_k + lane;
   const int32_t* const places = comm.mine<int32_t>(w.places[epoch & 1]) + first;
-  const int32_t* const bases =
-      plan.at(plan.fields.bases) + (by_expert ? item.source * comm.local_experts : item.source);
+  const int32_t* const bases = plan.at(plan.fields.bases) + item.source * comm.local_experts;
+  const int32_t source_base = by_expert ? 0 : plan.at(plan.fields.source_bases)[item.source];
   int32_t packed[kMaxChunk], place[kMaxChunk];
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     packed[i] = i < tokens && lane < top_k ? packed_routes[i * top_k] : -1;
     place[i] = i < tokens && !by_expert ? places[i] : 0;  // means something where a row comes here
   }
-  const auto fitting = [&](int32_t row) { return row < args.rows ? row : kRowDropped; };
+  const auto fitting = [](int32_t number, int64_t capacity) {
+    return number < capacity ? number : kRowDropped;
+  };
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
-    chunk.row[i] = chunk.place[i] = kRowElsewhere;
+    chunk.position[i] = chunk.row[i] = kRowElsewhere;
     chunk.local[i] = -1;
     if (i >= tokens) continue;
     const int32_t expert = packed[i] >= 0 ? packed[i] >> w.number_bits : kNoExpert;
@@ -95,18 +104,23 @@ __device__ void resolve_rows(const Comm& comm, const ReceiveArguments& args, uin
     const int slot = comm.rail.others == 0 ? __popc(__ballot_sync(0xffffffffu, leads && owner < comm.rank))
                                            : slot_between_nodes(comm, item.source, owner);
     if (mine) chunk.local[i] = expert - comm.rank * comm.local_experts;
-    if (!by_expert && here) chunk.place[i] = fitting(bases[0] + place[i]);
-    if (mine)
-      chunk.row[i] = by_expert ? fitting(bases[chunk.local[i]] + (packed[i] & ((1 << w.number_bits) - 1)))
-                               : chunk.place[i];
+    if (!by_expert && here) chunk.row[i] = fitting(source_base + place[i], args.rows);
+    if (mine)  // a position without its row stays empty
+      chunk.position[i] =
+          chunk.row[i] == kRowDropped
+              ? kRowDropped
+              : fitting(bases[chunk.local[i]] + (packed[i] & ((1 << w.number_bits) - 1)), args.positions);
     if (lane == 0) plan.at(plan.fields.slots)[first + i] = here ? slot : -1;
+    if (lane == 0 && !by_expert) plan.at(plan.fields.rows)[first + i] = chunk.row[i];
   }
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens || lane >= top_k) continue;
-    plan.at(plan.fields.rows)[(first + i) * top_k + lane] = chunk.row[i];
-    if (args.out_ids != nullptr && chunk.place[i] >= 0)
-      args.out_ids[int64_t{chunk.place[i]} * top_k + lane] = chunk.local[i];
+    plan.at(plan.fields.positions)[(first + i) * top_k + lane] = chunk.position[i];
+    if (by_expert) continue;
+    if (args.out_ids != nullptr && chunk.row[i] >= 0)
+      args.out_ids[int64_t{chunk.row[i]} * top_k + lane] = chunk.local[i];
+    if (args.out_index != nullptr && chunk.position[i] >= 0) args.out_index[chunk.position[i]] = chunk.row[i];
   }
   if (args.out_weights != nullptr) place_weights(comm, args, epoch, item, chunk);
 }
@@ -121,24 +135,25 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
                             int32_t* meta, int32_t* counts) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id(), tokens = static_cast<int>(item.end - item.begin);
+  const bool by_expert = args.layout == RowLayout::expert;
   ChunkRows chunk;
   if (args.operation == Operation::dispatch) {
     resolve_rows(comm, args, epoch, item, chunk);
   } else {
     const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
-    const int32_t* const rows = plan.at(plan.fields.rows) + first * top_k + lane;
 #pragma unroll
     for (int i = 0; i < kMaxChunk; ++i)
-      chunk.row[i] = i < tokens && lane < top_k ? rows[i * top_k] : kRowElsewhere;
+      (by_expert ? chunk.position : chunk.row)[i] =
+          i < tokens ? planned_row(plan, args.layout, first + i, top_k) : kRowElsewhere;
   }
   Wanted wanted;
   __syncwarp();  // all lanes are done with the chunk before
 #pragma unroll
   for (int i = 0; i < kMaxChunk; ++i) {
     if (i >= tokens) continue;
-    const int32_t row = chunk.row[i];
+    const int32_t row = by_expert ? chunk.position[i] : lane == 0 ? chunk.row[i] : kRowElsewhere;
     wanted.sent = wanted.sent || __any_sync(0xffffffffu, row != kRowElsewhere);
-    const int count = compact(meta + i * top_k, row, counts_once(args.layout, row));
+    const int count = compact(meta + i * top_k, row, row >= 0);
     if (lane == 0) counts[i] = count;
     if (count > 0) wanted.tokens |= 1u << i;
   }
@@ -418,7 +433,7 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
                                  device::EpochFlag{&comm.state().planned, epoch});
     going = __syncthreads_and(going);
   } else {
-    going = agree_on_operation(comm, args.operation, epoch);
+    going = agree_on_operation(comm, args.operation, epoch, !args.copied);
   }
   return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
 }
@@ -452,8 +467,8 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     if (item.begin >= item.end) continue;
     const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
-    const bool in_turn = travels && tokens > comm.window.stage_tokens;
-    if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
+    const bool in_turn = travels && !args.copied && tokens > comm.window.stage_tokens;
+    if (travels && !args.copied && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
       bool here = true;
       if (lane_id() == 0)
         here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},

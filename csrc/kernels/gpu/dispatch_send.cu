@@ -8,6 +8,10 @@
 // whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
 // started before those that read: so the first one ends whatever else is put on the stream after it.
 //
+// Where the copy engine moves the rows (`copied`), this kernel works out the routes, brings rows that travel
+// in another format into it, and ends when all ranks have begun the operation: then their windows may be
+// written.
+//
 // Rows go, with several nodes, to owners on this node, and once to each other node that needs them: into host
 // memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
 // there: rows of the rail go to the owners here in the same way, on behalf of their source.
@@ -67,6 +71,7 @@ __device__ ChunkOwners list_owners(const Comm& comm, const SendArguments& args, 
     if (id[i] >= 0 && id[i] < comm.window.shape.num_experts)
       target = expert_owner(static_cast<int32_t>(id[i]), comm.local_experts);
     if (target == comm.rank && !comm.own_rows_travel()) target = -1;
+    if (args.copied) target = i < tokens && lane == 0 ? comm.rank : -1;
     if constexpr (kNodes) {
       if (target >= 0 && comm.is_local(target) != (reach == Reach::node)) target = -1;
       if (target >= 0 && reach == Reach::others) {
@@ -96,6 +101,7 @@ struct RowPaths {
   const std::byte* x;  ///< this rank's own rows
   int32_t source;      ///< whose rows they are
   bool relayed;        ///< they have come from another node
+  bool copied;         ///< they go to where the copy engine takes them from
 
   /// Token i of the chunk that begins with `begin`.
   __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
@@ -110,6 +116,7 @@ struct RowPaths {
     if constexpr (kNodes)
       if (target >= comm.ranks())
         return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
+    if (copied) return comm.landed_row(comm.own, source, begin + i, comm.window.wire_bytes);
     return comm.staged_row(comm.bases[target], epoch, source, begin + i);
   }
 };
@@ -119,12 +126,12 @@ template <bool kNodes>
 class CopyRows {
  public:
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
-      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false}, memory,
+      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false, args.copied}, memory,
                  comm.window.shape.wire_data_bytes()) {}
   /// Copies rows of other sources, see start_source.
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
                       int64_t row_bytes)
-      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true}, memory, row_bytes) {}
+      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true, false}, memory, row_bytes) {}
 
   /// Rows that have come from another node are those of `source` from now on.
   __device__ void start_source(int32_t source) { paths_.source = source; }
@@ -242,7 +249,7 @@ class QuantiseRows {
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
-        paths_{comm, epoch, args.x, comm.rank, false},
+        paths_{comm, epoch, args.x, comm.rank, false, args.copied},
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
         whole_(comm.window.wire_bytes <= kRowStage),
@@ -536,8 +543,11 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     // Relay indices are known when all have counted.
     if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
   } else if (blockIdx.x == 0) {
-    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens, kCarriesRows);
+    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
+                 kCarriesRows | (args.copied ? kCarriedByCopies : 0u));
+    if (args.copied) agree_on_operation(comm, args.operation, epoch);
   }
+  if (args.copied && !(args.operation == Operation::dispatch && comm.own_rows_travel())) return;
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
 #endif

@@ -51,6 +51,13 @@ __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
   return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);
 }
 
+/// Returns, in lane k, an output row of entry `entry` of a plan's [ranks][max_tokens]: in the expert layout
+/// that of the token's k, in the rank layout the only one in lane 0. kRowElsewhere: none.
+__device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, int64_t entry, int top_k) {
+  if (layout == RowLayout::rank) return lane_id() == 0 ? plan.at(plan.fields.rows)[entry] : kRowElsewhere;
+  return lane_id() < top_k ? plan.at(plan.fields.positions)[entry * top_k + lane_id()] : kRowElsewhere;
+}
+
 /// Announces an operation along a plan that is known. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
                                     RowLayout layout, int64_t tokens, uint32_t carries) {
@@ -82,9 +89,10 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   }
 }
 
-/// The receiving kernel of an operation along a known plan waits for all ranks and compares what they do.
-/// Whole block; false if this operation can't go on.
-__device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
+/// A kernel of an operation along a known plan waits for all ranks and compares what they do. Whole block;
+/// false if this operation can't go on. `reports`: this kernel is the one that tells the host why.
+__device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch,
+                                          bool reports = true) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
   if (threadIdx.x < 32) {
@@ -92,7 +100,7 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
     const bool same = device::compare_records(comm, epoch, verdict);
     if (threadIdx.x == 0) {
       agreed = same;
-      if (!same && blockIdx.x == 0) {
+      if (!same && reports && blockIdx.x == 0) {
         device::report_verdict(comm, verdict, epoch);
         ptx::store_release_gpu(&comm.state().cancelled, epoch);
       }

@@ -1,5 +1,6 @@
 // Dispatch, between the two sides, by one block of the sending kernel: where the rows of each (source,
-// expert) begin, by prefix sum over the counts that all sources have pushed here. Local expert e begins at
+// expert) begin in expert-major order (and in the rank layout those of each source), by prefix sum over the
+// counts that all sources have pushed here. Local expert e begins at
 // the aligned end of e - 1; within it, source s begins after the sources below s. Example (docs/routing.md):
 // counts of expert 0 from sources 0, 1 are 2, 1 and of expert 1 are 1, 2, alignment 4: expert 0 begins at row
 // 0 (source 1 at 2) and ends at 3, aligned 4; expert 1 begins at 4 (source 1 at 5) and ends at 7, aligned 8.
@@ -56,20 +57,22 @@ __device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows&
   return base;
 }
 
-/// The rows that the fullest rank needs, to know everywhere whether a capacity was passed anywhere. Whole
-/// block.
-__device__ inline void report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts) {
+/// Tells the host if the fullest rank needs more rows (or positions in expert-major order) than their
+/// capacity, so that all know whether one was passed anywhere. Whole block; true if one was.
+__device__ inline bool report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts,
+                                       bool of_positions) {
   const DeviceShape& s = comm.window.shape;
+  const int64_t capacity = of_positions && args.layout == RowLayout::rank ? args.positions : args.capacity;
   int64_t most = -1;
   int32_t fullest = 0;
   for (int32_t rank = 0; rank < s.ranks; ++rank) {
-    const int64_t bins = args.layout == RowLayout::expert ? comm.local_experts : 1;
-    const int64_t first = args.layout == RowLayout::expert ? int64_t{rank} * bins : s.num_experts + rank;
+    const int64_t bins = of_positions ? comm.local_experts : 1;
+    const int64_t first = of_positions ? int64_t{rank} * bins : s.num_experts + rank;
     int64_t own = 0;
     for (int64_t i = threadIdx.x; i < bins; i += kThreads) {
       int64_t rows = 0;
       for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first + i);
-      own += align_up(rows, args.alignment);
+      own += of_positions ? align_up(rows, args.alignment) : rows;
     }
     int64_t needed;
     block_scan(own, needed);
@@ -79,11 +82,14 @@ __device__ inline void report_overflow(const Comm& comm, const SendArguments& ar
     }
   }
   HostStatus::Overflow& overflow = comm.host->overflow;
-  if (threadIdx.x != 0 || most <= args.capacity || ptx::load_acquire_sys(&overflow.set) != 0) return;
+  if (most <= capacity) return false;
+  if (threadIdx.x != 0 || ptx::load_acquire_sys(&overflow.set) != 0) return true;
   overflow.rank = fullest;
   overflow.needed = most;
-  overflow.capacity = args.capacity;
+  overflow.capacity = capacity;
+  overflow.of_positions = of_positions && args.layout == RowLayout::rank;
   ptx::store_release_sys(&overflow.set, 1);
+  return true;
 }
 
 /// Makes the plan one that moves nothing: the dispatch has failed on all ranks alike.
@@ -103,41 +109,36 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
   const Counts counts{comm, epoch};
   const int64_t local = comm.local_experts, first_expert = comm.rank * local;
   const bool by_expert = args.layout == RowLayout::expert;
-  const auto clamp = [&](int64_t row) {
-    return static_cast<int32_t>(args.capacity < 0 ? row : min(row, args.capacity));
+  const int64_t most_positions = by_expert ? args.capacity : args.positions;
+  const auto clamp = [](int64_t row, int64_t capacity) {
+    return static_cast<int32_t>(capacity < 0 ? row : min(row, capacity));
   };
   const auto expert_rows = [&](int64_t e) {
     int64_t rows = 0;
     for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first_expert + e);
     return rows;
   };
-  int64_t needed;
-  if (by_expert) {
-    needed =
-        lay_out(local, args.alignment, expert_rows, [&](int64_t e, int64_t start, int64_t rows, int64_t end) {
-          plan.at(f.expert_rows)[e] = static_cast<int32_t>(rows);
-          plan.at(f.offsets)[e] = clamp(end);
-          plan.at(f.ends)[e] = clamp(start + rows);
-          for (int32_t source = 0; source < s.ranks; ++source) {
-            plan.at(f.bases)[source * local + e] = static_cast<int32_t>(start);
-            start += counts(source, first_expert + e);
-          }
-        });
-  } else {
-    for (int64_t e = threadIdx.x; e < local; e += kThreads) {
-      plan.at(f.expert_rows)[e] = static_cast<int32_t>(expert_rows(e));
-      plan.at(f.offsets)[e] = plan.at(f.ends)[e] = 0;
-    }
+  const int64_t positions =
+      lay_out(local, args.alignment, expert_rows, [&](int64_t e, int64_t start, int64_t rows, int64_t end) {
+        plan.at(f.expert_rows)[e] = static_cast<int32_t>(rows);
+        plan.at(f.offsets)[e] = clamp(end, most_positions);
+        plan.at(f.ends)[e] = clamp(start + rows, most_positions);
+        for (int32_t source = 0; source < s.ranks; ++source) {
+          plan.at(f.bases)[source * local + e] = static_cast<int32_t>(start);
+          start += counts(source, first_expert + e);
+        }
+      });
+  int64_t needed = positions;
+  if (!by_expert)
     needed = lay_out(
         s.ranks, 1,
         [&](int64_t source) {
           return int64_t{counts(static_cast<int32_t>(source), s.num_experts + comm.rank)};
         },
         [&](int64_t source, int64_t start, int64_t, int64_t end) {
-          plan.at(f.bases)[source] = static_cast<int32_t>(start);
-          plan.at(f.source_ends)[source] = clamp(end);
+          plan.at(f.source_bases)[source] = static_cast<int32_t>(start);
+          plan.at(f.source_ends)[source] = clamp(end, args.capacity);
         });
-  }
   for (int64_t source = threadIdx.x; source < s.ranks; source += kThreads) {
     plan.at(f.tokens)[source] = comm.record(comm.own, static_cast<int32_t>(source), epoch).tokens;
     if (by_expert) plan.at(f.source_ends)[source] = 0;
@@ -147,7 +148,11 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
   header.id = epoch;
   header.needed_rows = static_cast<int32_t>(needed);
   header.rows = static_cast<int32_t>(args.capacity < 0 ? needed : args.capacity);
-  header.overflow = needed > header.rows ? header.needed_rows : 0;
+  header.needed_positions = static_cast<int32_t>(positions);
+  header.positions = static_cast<int32_t>(most_positions < 0 ? positions : most_positions);
+  header.overflow = needed > header.rows           ? header.needed_rows
+                    : positions > header.positions ? header.needed_positions
+                                                   : 0;
   plan.header() = header;
 }
 
@@ -193,11 +198,15 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
       rows.rows = agreed ? plan.header().needed_rows : -1;
+      rows.positions = agreed ? plan.header().needed_positions : 0;
       ptx::store_release_sys(&rows.ticket, args.ticket);
     }
     if (agreed) count_rows(comm, plan.header(), epoch);
   }
-  if (agreed && args.capacity >= 0) report_overflow(comm, args, Counts{comm, epoch});
+  if (!agreed || args.capacity < 0) return;
+  const bool by_rank = args.layout == RowLayout::rank;
+  if (by_rank && report_overflow(comm, args, Counts{comm, epoch}, false)) return;
+  report_overflow(comm, args, Counts{comm, epoch}, true);
 }
 
 }  // namespace moecomm::gpu

@@ -160,7 +160,7 @@ __device__ inline void push_routes(const Comm& comm, const SendArguments& args, 
       [](const RouteStep&, const RoutedId& routed) { return routed.id; },
       [&](const RouteStep& s, const RoutedId& routed) {
         note_home(comm, args, s);
-        const int32_t row = by_expert ? take_number(histogram, s.id) : 0;
+        const int32_t row = take_number(histogram, s.id);
         const int32_t packed = s.id < 0 ? -1 : s.id << w.number_bits | row;
         const int64_t entry = (first + s.token) * comm.top_k() + s.k;
         for (int32_t i = 0; i < comm.local_ranks; ++i) {
@@ -323,7 +323,9 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   record.tokens = static_cast<int32_t>(args.tokens);
   record.alignment = static_cast<int32_t>(args.alignment);
   record.layout = args.layout;
-  record.carries = kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u);
+  record.carries =
+      kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u) | (args.copied ? kCarriedByCopies : 0u);
+  record.detail = args.positions;
   const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
   if (bad != ~uint64_t{0}) {
     record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);

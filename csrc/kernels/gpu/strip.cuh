@@ -97,6 +97,16 @@ __device__ inline Strip<steps> sum_rows(int count, const Row& row, const float* 
   return sum.rounded();
 }
 
+/// Returns the row of this lane's (token, k) that has the gradient of its weight; negative: none has.
+__device__ inline int32_t weight_grad_row(const Comm& comm, const CombineArguments& args, int32_t home,
+                                          int64_t token) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int64_t entry = home * comm.window.shape.max_tokens + token;
+  const int32_t position = plan.at(plan.fields.positions)[entry * comm.top_k() + lane_id()];
+  const bool by_expert = args.layout == RowLayout::expert || position == kRowElsewhere;
+  return by_expert ? position : plan.at(plan.fields.rows)[entry];
+}
+
 /// Writes the gradient of this lane's (token, k), which is at `row` here, to `section` [tokens][top_k].
 __device__ inline void put_weight_grad(const Comm& comm, const CombineArguments& args, std::byte* section,
                                        int64_t token, int32_t row) {
