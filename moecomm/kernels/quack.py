@@ -105,8 +105,8 @@ TILES: dict[str, dict[tuple[int, int], Tile]] = {
         (7168, 2048): Tile(128, 128, True, 2, 1),
     },
 }
-"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden). Those of fc2_dgrad
-were set by hand: docs/performance.md."""
+"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden). Those of fc1 and
+fc2_dgrad are not from a full search: docs/performance.md."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
@@ -362,6 +362,7 @@ def _epilogue() -> Any:
     return weighted_swiglu
 
 
+@functools.cache  # quack keeps plans by id(config): one made anew at the place of another runs the other's kernel
 def _config(tile: Tile) -> Any:
     return importlib.import_module("quack.gemm_config").GemmConfig(
         tile_m=tile.m,

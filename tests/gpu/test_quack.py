@@ -116,6 +116,23 @@ def _products(rank: int, world_size: int, case: tuple[int, int, list[int], str],
     return problems
 
 
+def _tiles(rank: int, world_size: int) -> list[str]:
+    """quack keeps plans by the identity of a tile's config: two tiles must never have had the same one."""
+    from moecomm.kernels.quack_tiles import CANDIDATES
+
+    products = _make(256, 192, "swiglu_interleaved")
+    seen = set()
+    for tile in CANDIDATES:
+        products.use_tile("fc2_dgrad", tile)
+        seen.add(id(products._configs["fc2_dgrad"]))
+    return [] if len(seen) == len(CANDIDATES) else [f"{len(CANDIDATES)} tiles have {len(seen)} configs"]
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_every_tile_has_a_config_of_its_own(pool: Pools) -> None:
+    harness.assert_none(pool(1)(_tiles))
+
+
 CASES = {
     "even": (256, 192, [100, 200, 300], "swiglu_interleaved"),
     "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved"),
