@@ -362,7 +362,7 @@ def _epilogue() -> Any:
     return weighted_swiglu
 
 
-@functools.cache  # quack keeps plans by id(config): one made anew at the place of another runs the other's kernel
+@functools.cache  # quack finds a plan by id(config): a config must never take the place of a dead one
 def _config(tile: Tile) -> Any:
     return importlib.import_module("quack.gemm_config").GemmConfig(
         tile_m=tile.m,
