@@ -1,7 +1,7 @@
 """The products of the experts, as the layer asks for them: one interface, and the engine that is torch.
 
-Shape letters: P rows in groups of L experts, H hidden columns, F columns of the activation's result ("ffn
-width"), I columns of the first product (2F for swiglu), A and B any widths.
+Shape letters: P rows in groups of L experts, R rows that they are gathered from, H hidden columns, F columns
+of the activation's result ("ffn width"), I columns of the first product (2F for swiglu), A and B any widths.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Products:
     None of them is differentiable. Groups and unspecified rows are as in `grouped_matmul`; `groups` is what
     `groups()` makes of the offsets; results have the rows' dtype.
 
+    Every product takes rows as they are, P of them, or R others with an index of them, (P,) int32: its row p
+    is then rows[index[p]], and a row may be in it any number of times. Positions past the last group may hold
+    any row, 0 for example. The engine gathers within its kernel if it can, and with a copy otherwise.
+
     Attributes:
         name: the name of the engine, for people.
         adds: a product adds a weight gradient to what is there, in one kernel.
@@ -43,60 +47,58 @@ class Products:
         """Returns the groups of rows as the products take them; its last element is offsets[-1]."""
         return offsets_L
 
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+    def grouped_mm(
+        self, rows_RA: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
+    ) -> Tensor:
         """Returns (P, B): rows of each group times its weight."""
-        return grouped_mm(rows_PA, weight_LAB, groups)
+        return self._mm(gathered(rows_RA, index_P), weight_LAB, groups)
 
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+    def grouped_mm_dgrad(
+        self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
+    ) -> Tensor:
         """Returns (P, A): rows of each group times its weight, transposed."""
-        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
+        return self._mm_dgrad(gathered(rows_RB, index_P), weight_LAB, groups)
 
     def grouped_mm_wgrad(
         self,
-        rows_PA: Tensor,
-        grad_PB: Tensor,
+        rows_RA: Tensor,
+        grad_RB: Tensor,
         groups: Tensor,
         *,
         into: Tensor | None = None,
         leave_sms: int = 0,
+        rows_index_P: Tensor | None = None,
+        grad_index_P: Tensor | None = None,
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; with
-        `into`, a tensor of that shape, it is added to that and None is returned. On a GPU the product leaves
-        `leave_sms` SMs to what runs beside it, if its kernel can."""
+        `into`, a tensor of that shape, it is added to that and None is returned. Rows and gradients have an
+        index each. On a GPU the product leaves `leave_sms` SMs to what runs beside it, if its kernel can."""
+        rows_PA, grad_PB = gathered(rows_RA, rows_index_P), gathered(grad_RB, grad_index_P)
         gradient_LAB = self._wgrad(rows_PA, grad_PB, groups, leave_sms)
         if into is None:
             return gradient_LAB
         into.add_(gradient_LAB)
         return None
 
-    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
-        if leave_sms == 0:
-            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
-        gpu = CudaDevice(rows_PA.device.index)
-        before = gpu.leave_sms(leave_sms)
-        try:
-            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
-        finally:
-            gpu.leave_sms(before)
-
     def gated_mm(
         self,
-        rows_PH: Tensor,
+        rows_RH: Tensor,
         weight_LHI: Tensor,
         groups: Tensor,
         weights_P: Tensor | None,
         *,
         activation: str,
+        index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the first product (P, I), and (P, F): its activation times the rows' routing weights."""
-        inner_PI = self.grouped_mm(rows_PH, weight_LHI, groups)
+        inner_PI = self.grouped_mm(rows_RH, weight_LHI, groups, index_P=index_P)
         z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // INPUTS[activation])
         weighted_activation_into(z_PF, inner_PI, weights_P, groups, activation=activation)
         return inner_PI, z_PF
 
     def gated_mm_dgrad(
         self,
-        grad_rows_PH: Tensor,
+        grad_rows_RH: Tensor,
         weight_LFH: Tensor,
         groups: Tensor,
         inner_PI: Tensor,
@@ -105,13 +107,14 @@ class Products:
         activation: str,
         need_weights: bool,
         need_z: bool,
+        index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Takes the gradient of the second product's result back through that product and the activation.
 
         Returns (grad_inner_PI, grad_weights_P, z_PF): the gradients of the first product and of the routing
         weights, and the activation's result again; None for what is not needed.
         """
-        grad_z_PF = self.grouped_mm_dgrad(grad_rows_PH, weight_LFH, groups)
+        grad_z_PF = self.grouped_mm_dgrad(grad_rows_RH, weight_LFH, groups, index_P=index_P)
         rows, dtype = inner_PI.shape[0], inner_PI.dtype
         grad_inner_PI = inner_PI.new_empty(inner_PI.shape)
         grad_weights_P = inner_PI.new_empty(rows, dtype=weight_dtype(dtype)) if need_weights else None
@@ -128,8 +131,29 @@ class Products:
         )
         return grad_inner_PI, grad_weights_P, z_PF
 
+    def _mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return grouped_mm(rows_PA, weight_LAB, groups)
+
+    def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
+
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
+        if leave_sms == 0:
+            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
+        gpu = CudaDevice(rows_PA.device.index)
+        before = gpu.leave_sms(leave_sms)
+        try:
+            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
+        finally:
+            gpu.leave_sms(before)
+
     def forget(self) -> None:
         """Throws away what is kept of weights (quantised copies), if anything."""
+
+
+def gathered(rows_RA: Tensor, index_P: Tensor | None) -> Tensor:
+    """Returns (P, A): the rows of an index, copied; without one the rows themselves."""
+    return rows_RA if index_P is None else rows_RA.index_select(0, index_P)
 
 
 _TORCH = Products()

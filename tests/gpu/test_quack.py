@@ -58,36 +58,47 @@ def _by_float64(given: dict[str, torch.Tensor], ends: list[int], activation: str
     }  # type: ignore[dict-item]
 
 
-def _by_quack(products: Any, given: dict[str, torch.Tensor], offsets: torch.Tensor, activation: str) -> Any:
+def _by_quack(
+    products: Any,
+    given: dict[str, torch.Tensor],
+    offsets: torch.Tensor,
+    activation: str,
+    index: torch.Tensor | None = None,
+) -> Any:
+    """The numbers of every product; with an index of `x` and `grad`, which are in another order then."""
     groups = products.groups(offsets)
-    inner, z = products.gated_mm(given["x"], given["w_in"], groups, given["weights"], activation=activation)
+    gated: dict[str, Any] = {"activation": activation, "index_P": index}
+    inner, z = products.gated_mm(given["x"], given["w_in"], groups, given["weights"], **gated)
     grad_inner, grad_weights, z_again = products.gated_mm_dgrad(
         given["grad"],
         given["w_out"],
         groups,
         inner,
         given["weights"],
-        activation=activation,
         need_weights=True,
         need_z=True,
+        **gated,
     )
+    x, grad = given["x"], given["grad"]
     return {
         "inner": inner,
+        "inner again": products.grouped_mm(x, given["w_in"], groups, index_P=index),
         "z": z,
         "y": products.grouped_mm(z, given["w_out"], groups),
         "grad_inner": grad_inner,
         "grad_weights": grad_weights,
         "grad_x": products.grouped_mm_dgrad(grad_inner, given["w_in"], groups),
-        "grad_w_in": products.grouped_mm_wgrad(given["x"], grad_inner, groups),
-        "grad_w_out": products.grouped_mm_wgrad(z_again, given["grad"], groups),
+        "grad_w_in": products.grouped_mm_wgrad(x, grad_inner, groups, rows_index_P=index),
+        "grad_w_out": products.grouped_mm_wgrad(z_again, grad, groups, grad_index_P=index),
     }
 
 
 def _make(hidden: int, ffn: int, activation: str) -> Any:
-    from moecomm.kernels.quack import QuackProducts
+    from moecomm.kernels.quack import make_quack_products
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return QuackProducts(hidden=hidden, ffn=ffn, dtype=torch.bfloat16, device=device, activation=activation)
+    sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "dtype": torch.bfloat16, "device": device}
+    return make_quack_products(**sizes, activation=activation)
 
 
 def _far(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -96,20 +107,29 @@ def _far(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got[:rows].double() - want).abs().max() / want.abs().max())
 
 
-def _products(rank: int, world_size: int, case: tuple[int, int, list[int], str], seed: int) -> list[str]:
+def _products(
+    rank: int, world_size: int, case: tuple[int, int, list[int], str], seed: int, gathers: bool
+) -> list[str]:
     hidden, ffn, ends, activation = case
     given, products = _operands(hidden, ffn, ends, seed), _make(hidden, ffn, activation)
-    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    offsets, index, rows = torch.tensor(ends, dtype=torch.int32, device="cuda"), None, ends[-1]
     want = _by_float64(given, ends, activation)
-    got = _by_quack(products, given, offsets, activation)
+    want["inner again"] = want["inner"]
+    if gathers:
+        order = torch.randperm(rows, device="cuda")
+        index = torch.zeros(rows + 5, dtype=torch.int32, device="cuda")
+        index[order] = torch.arange(rows, dtype=torch.int32, device="cuda")
+        given |= {name: given[name][:rows][order].contiguous() for name in ("x", "grad")}
+    got = _by_quack(products, given, offsets, activation, index)
     problems = [name for name in want if not _far(got[name], want[name]) <= BOUND]
+    groups = products.groups(offsets)
     for dtype in (torch.bfloat16, torch.float32):
-        into = torch.ones_like(given["w_in"], dtype=dtype)
-        groups = products.groups(offsets)
-        assert products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into) is None
-        problems += [f"into {dtype}"] * (not _far(into - 1, want["grad_w_in"]) <= 2 * BOUND)
-    again = _by_quack(products, given, offsets, activation)
-    rows = ends[-1]
+        into_in, into_out = (torch.ones_like(given[name], dtype=dtype) for name in ("w_in", "w_out"))
+        products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into_in, rows_index_P=index)
+        products.grouped_mm_wgrad(got["z"], given["grad"], groups, into=into_out, grad_index_P=index)
+        for name, into in (("grad_w_in", into_in), ("grad_w_out", into_out)):
+            problems += [f"{name} into {dtype}"] * (not _far(into - 1, want[name]) <= 2 * BOUND)
+    again = _by_quack(products, given, offsets, activation, index)
     for name, value in got.items():
         count = value.shape[0] if name.startswith("grad_w_") else rows
         problems += [f"{name} again"] * (not torch.equal(value[:count], again[name][:count]))
@@ -141,9 +161,10 @@ CASES = {
 
 
 @pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_products_are_those_of_float64(pool: Pools, name: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_products, CASES[name], seed))
+def test_products_are_those_of_float64(pool: Pools, name: str, gathers: bool, seed: int) -> None:
+    harness.assert_none(pool(1)(_products, CASES[name], seed, gathers))
 
 
 def _layer(rank: int, world_size: int, seed: int) -> list[str]:
