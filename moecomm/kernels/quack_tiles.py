@@ -119,7 +119,7 @@ def _measure(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 7) -> f
 
 
 def find_tiles(
-    hidden: int, ffn: int, experts: int, rows: int, chosen: Sequence[str] = PRODUCTS + GATHERED
+    hidden: int, ffn: int, experts: int, rows: int, *, chosen: Sequence[str] = PRODUCTS + GATHERED
 ) -> dict[str, list[tuple[float, Tile]]]:
     """Returns the tiles that can be used for each chosen product and their times in us, the fastest first.
     Groups have `rows` rows on average, from 0.7 to 1.3 times as many."""
