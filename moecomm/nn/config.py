@@ -79,6 +79,9 @@ class MoEConfig:
         products: what computes the experts' products: "torch"; "quack", quack-kernels on Hopper GPUs for
             bfloat16 and float16, which has to be installed; None: quack where it is installed and serves the
             layer, else torch. The layer's repr says which. With expert_precision None applies alone.
+        main_grad: True: each weight of the experts that are spread over ranks collects its gradients in
+            `weight.main_grad`, float32, and its `grad` stays None (docs/training.md). For dtypes narrower
+            than float64; shared experts and router have a `grad` as ever.
         init_std: standard deviation of the normal distribution that all weights start from.
     """
 
@@ -111,6 +114,7 @@ class MoEConfig:
     dtype: torch.dtype = torch.float32
     expert_precision: str | None = None
     products: str | None = None
+    main_grad: bool = False
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -131,6 +135,8 @@ class MoEConfig:
         _require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
         factor = self.scaling_factor
         _require(math.isfinite(factor) and factor > 0, "scaling_factor", factor, "a finite number above 0")
+        narrow = self.dtype != torch.float64 or not self.main_grad
+        _require(narrow, "main_grad", self.main_grad, "False with dtype=torch.float64, since it is float32")
         self._check_precision()
         self._check_scores()
         self._check_groups()

@@ -40,6 +40,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
+from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_main_grad
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.stages import COMM
@@ -69,11 +70,10 @@ class Deferred:
     pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
 
     def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
-        """Computes all pending gradients and adds them to the parameters' `grad`. Raises InvalidArgument
-        where the parameters have hooks, which would not run, or are sharded."""
+        """Computes all pending gradients and adds them to the parameters' `grad`, or `main_grad`. Raises
+        InvalidArgument where the parameters have hooks, which would not run, or are sharded."""
         for parameter in (w_in, w_out) if self.pending else ():
-            hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            if hooked or isinstance(parameter, DTensor):
+            if has_hooks(parameter) or isinstance(parameter, DTensor):
                 raise InvalidArgument(
                     "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
                     "fully_shard, or with hooks, which would not see the gradients: set it to False"
@@ -83,6 +83,8 @@ class Deferred:
                 if gradient is None:
                     continue
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                if has_main_grad(parameter):
+                    to_main_grad(parameter)
 
 
 @dataclass
@@ -415,25 +417,29 @@ _W_IN, _W_OUT = 2, 3
 
 
 def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
-    """Returns the `grad` to which a product may add the gradient of a weight, as autograd would after it;
-    None where autograd has to do it: without a grad yet, where the products cannot, for torch.autograd.grad,
-    for parameters with hooks that want to see the gradient, and for sharded ones."""
+    """Returns the `grad`, or the `main_grad` of a parameter that has one, to which a product may add the
+    gradient of a weight, as autograd would after it; None where autograd has to do it: without a grad yet,
+    where the products cannot, for torch.autograd.grad, for parameters with hooks that want to see the
+    gradient, and for sharded ones."""
     node = ctx.next_functions[number][0]
     if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
         return None
     parameter = node.variable
+    if isinstance(parameter, DTensor) or has_hooks(parameter):
+        return None
     grad = parameter.grad
-    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
-        return None
-    if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
-        return None
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return None
+    if not has_main_grad(parameter):
+        if grad is None or grad.requires_grad or not grad.is_contiguous():
+            return None
+        if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
+            return None
     try:
         runs: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch says so where torch.autograd.grad is under way
         return None
-    return grad if runs else None
+    if not runs:
+        return None
+    return main_grad_of(parameter) if has_main_grad(parameter) else grad
 
 
 def _shared_backward(

@@ -14,7 +14,12 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, weighted_activation
 from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
+from moecomm.nn.parameters import (
+    init_expert_weights,
+    init_shared_weight,
+    keep_main_grad,
+    mark_expert_parameter,
+)
 from moecomm.nn.products import make_products
 
 Run = Callable[[Tensor], Tensor]
@@ -151,8 +156,10 @@ class GroupedExperts(nn.Module):
         )
 
     def _mark_parameters(self) -> None:
-        mark_expert_parameter(self.w_in)
-        mark_expert_parameter(self.w_out)
+        for parameter in self.parameters():
+            mark_expert_parameter(parameter)
+            if self.config.main_grad:
+                keep_main_grad(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -161,6 +168,10 @@ class GroupedExperts(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
+        if isinstance(value, DTensor) and self.config.main_grad:
+            raise InvalidArgument(
+                "main_grad is True, must be False under fully_shard, which averages and shards `grad` alone"
+            )
         if isinstance(value, DTensor) and self.num_local_experts < self.config.num_experts:
             ranks = {int(rank) for rank in value.device_mesh.mesh.flatten()}
             if ranks != self.sharded_over:

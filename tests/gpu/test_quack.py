@@ -234,6 +234,59 @@ def _layer(rank: int, world_size: int, seed: int) -> list[str]:
     return problems
 
 
+def _main_grad(rank: int, world_size: int, seed: int) -> list[str]:
+    """Gradients of microbatches in `main_grad`, from quack's products and from torch's, and in a graph."""
+    from moecomm import Communicator
+    from moecomm.nn import MoEConfig, MoELayer
+
+    sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
+    sizes |= {"activation": "swiglu_interleaved", "dtype": torch.bfloat16, "init_std": 0.05}
+    sizes |= {"capacity_factor": 4.0, "pad_to_capacity": True, "main_grad": True}
+    torch.manual_seed(seed)
+    comm = Communicator(
+        num_experts=8, hidden=256, top_k=2, max_tokens=200, dtype=torch.bfloat16, device=harness.device()
+    )
+    plain = MoELayer(MoEConfig(**sizes, products="torch"), comm)
+    layer = MoELayer(MoEConfig(**sizes, products="quack"), comm)
+    layer.load_state_dict(plain.state_dict())
+    batches = torch.randn(3, 200, 256, device="cuda").bfloat16()
+    for x in batches:
+        for each in (plain, layer):
+            each(x).square().sum().backward()
+    problems = []
+    for name in ("w_in", "w_out"):
+        one, other = (getattr(each.experts, name) for each in (layer, plain))
+        problems += [f"rank {rank}, {name}.grad"] * (one.grad is not None or other.grad is not None)
+        problems += [f"rank {rank}, {name}"] * (
+            not _far(one.main_grad, other.main_grad.double()) <= 2 * BOUND
+        )
+    side, x = torch.cuda.Stream(), batches[0]
+    before = layer.experts.w_in.main_grad.clone()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(x).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    once = layer.experts.w_in.main_grad - before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x).square().sum().backward()
+    graph.replay()
+    graph.replay()
+    three = layer.experts.w_in.main_grad - before
+    problems += [f"rank {rank}, replays"] * (not _far(three, 3 * once.double()) <= BOUND)
+    comm.check()
+    torch.cuda.synchronize()
+    del graph
+    comm.close()
+    return problems
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_in_float32(pool: Pools, size: int, seed: int) -> None:
+    harness.assert_none(pool(size)(_main_grad, seed))
+
+
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_layer_is_what_it_is_with_torch(pool: Pools, size: int, seed: int) -> None:
