@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.activation import INPUTS
 from moecomm.kernels.quantize import QUANTUM
 
 _CHOICES = {
-    "activation": ("swiglu", "swiglu_interleaved", "gelu"),
+    "activation": tuple(INPUTS),
     "products": (None, "torch", "quack"),
     "score_function": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence"),
@@ -36,8 +37,13 @@ class MoEConfig:
         num_experts: experts over all ranks (E).
         top_k: experts a token is sent to (K).
         activation: "swiglu": silu(x W_gate) * (x W_up), the gates in the first half of w_in's columns;
-            "swiglu_interleaved": the same with the gates in the even columns, as gpt-oss stores them, which
-            products="quack" computes in one kernel; "gelu": the exact (erf) GELU of x W_in. No biases.
+            "swiglu_interleaved": the same with the gates in the even columns and the up values in the odd
+            ones, which products="quack" computes in one kernel; "swiglu_clamped": with columns in this order,
+            gate * sigmoid(1.702 gate) * (up + 1), where the gate is at most 7 and up within -7..7, as gpt-oss
+            has it; "gelu": the exact (erf) GELU of x W_in.
+        bias: True: each expert has a bias after both of its products, which start as zeros; shared experts
+            have none. gpt-oss is activation="swiglu_clamped", bias=True, and its checkpoints' gate_up_proj,
+            gate_up_proj_bias, down_proj and down_proj_bias are w_in, b_in, w_out and b_out as they are.
         num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
             ffn_hidden.
         score_function: "softmax" or "sigmoid" of the router's logits.
@@ -90,6 +96,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     activation: str = "swiglu"
+    bias: bool = False
     num_shared_experts: int = 0
 
     score_function: str = "softmax"
@@ -148,6 +155,7 @@ class MoEConfig:
         if precision is None:
             return
         _require(self.products is None, "products", self.products, "None with expert_precision")
+        _require(not self.bias, "bias", self.bias, "False with expert_precision")
         _require(
             self.dtype != torch.float64, "dtype", self.dtype, "narrower than float64 with expert_precision"
         )

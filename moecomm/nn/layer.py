@@ -239,6 +239,8 @@ class MoELayer(nn.Module):
                 experts.w_out,
                 None if shared is None else shared.w_in,
                 None if shared is None else shared.w_out,
+                experts.b_in,
+                experts.b_out,
             )
             return run_experts(call, x_TH, topk_weights_TK, weights)
 
