@@ -5,7 +5,8 @@ activation and the routing weight in their epilogues. It is an optional dependen
 install 'moecomm[quack]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
-products with activation="swiglu_interleaved" alone; with others it is a pass of its own, as with torch.
+products with activation="swiglu_interleaved" and "swiglu_clamped" alone; with others it is a pass of its own,
+as with torch.
 
 A product's kernel has a tile, which makes 10 to 25 % of its time. `TILES` has what was fastest for the
 layers of docs/performance.md, and a layer of other sizes takes the tile of the nearest one.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
-from moecomm.kernels.activation import INPUTS
+from moecomm.kernels.activation import INPUTS, INTERLEAVED
 from moecomm.kernels.products import Products, gathered
 from moecomm.setup.version import version_of
 
@@ -151,6 +152,7 @@ class QuackProducts(Products):
         dtype: of rows and weights.
         device: the GPU.
         activation: the experts' activation.
+        bias: the experts have biases, so what these take is compiled here, too.
         tiles: the tiles of some products; the others have those of the table.
         gathers: the rows come with an index, so kernels that gather are compiled here; False: the others.
         compile_now: False leaves all kernels to their first use.
@@ -171,6 +173,7 @@ class QuackProducts(Products):
         dtype: torch.dtype,
         device: torch.device,
         activation: str,
+        bias: bool = False,
         tiles: dict[str, Tile] | None = None,
         gathers: bool = False,
         compile_now: bool = True,
@@ -185,7 +188,7 @@ class QuackProducts(Products):
         for product in PRODUCTS + GATHERED:
             self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn))
         if compile_now:
-            self._compile(dtype, device, gathers)
+            self._compile(dtype, device, bias, gathers)
 
     def use_tile(self, product: str, tile: Tile) -> None:
         """Sets the tile of a product from now on."""
@@ -200,9 +203,33 @@ class QuackProducts(Products):
         return starts
 
     def grouped_mm(
-        self, rows_RA: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
+        self,
+        rows_RA: Tensor,
+        weight_LAB: Tensor,
+        groups: Tensor,
+        *,
+        index_P: Tensor | None = None,
+        bias_LB: Tensor | None = None,
+        weights_P: Tensor | None = None,
     ) -> Tensor:
-        return self._rows(rows_RA, weight_LAB, groups, index_P, "fc2" if index_P is None else "fc1_gathered")
+        product = "fc2" if index_P is None else "fc1_gathered"
+        rows = (rows_RA if index_P is None else index_P).shape[0]
+        if bias_LB is None or rows == 0:
+            return self._rows(rows_RA, weight_LAB, groups, index_P, product)
+        product_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
+        _epilogues().weighted_bias(
+            rows_RA.contiguous(),
+            weight_LAB,
+            None,
+            out={"D": product_PB},
+            tuned=False,
+            config=self._configs[product],
+            cu_seqlens_m=groups,
+            A_idx=_aligned(index_P),
+            bias=bias_LB,
+            weight=_weights(weights_P, rows_RA, rows),
+        )
+        return product_PB
 
     def grouped_mm_dgrad(
         self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
@@ -260,10 +287,10 @@ class QuackProducts(Products):
             )
         return out_PB
 
-    def _compile(self, dtype: torch.dtype, device: torch.device, gathers: bool) -> None:
+    def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool, gathers: bool) -> None:
         """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
         long."""
-        key = (type(self), *self._tiles.values(), self._activation, dtype, device, gathers)
+        key = (type(self), *self._tiles.values(), self._activation, dtype, device, bias, gathers)
         if key in _compiled:
             return
         began = time.monotonic()
@@ -275,14 +302,19 @@ class QuackProducts(Products):
         weights_P = torch.ones(rows, device=device)
         index_P = torch.zeros(rows, dtype=torch.int32, device=device) if gathers else None
         gated: dict[str, Any] = {"activation": self._activation, "index_P": index_P}
-        inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, **gated)
-        self.grouped_mm(x_PH, w_in, groups, index_P=index_P)
-        self.grouped_mm(z_PF, w_out, groups)
+        b_in, b_out = (new(2, self._inner), new(2, hidden)) if bias else (None, None)
+        inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, **gated, bias_LI=b_in)
+        self.grouped_mm(x_PH, w_in, groups, index_P=index_P, bias_LB=b_in)
+        self.grouped_mm(z_PF, w_out, groups, bias_LB=b_out, weights_P=weights_P)
         grad_inner_PI, _, z_again_PF = self.gated_mm_dgrad(
             grad_PH, w_out, groups, inner_PI, weights_P, **gated, need_weights=True, need_z=True
         )
         assert z_again_PF is not None
         self.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
+        if b_out is not None:
+            self.bias_grad(grad_inner_PI, groups)
+            self.bias_grad(grad_PH, groups, weights_P, index_P=index_P)
+            self.bias_weights_grad(grad_PH, b_out, groups, index_P=index_P)
         for dtype_into in (None, dtype, torch.float32):
             into_in, into_out = (
                 None if dtype_into is None else torch.zeros_like(weight, dtype=dtype_into)
@@ -311,23 +343,32 @@ class FusedQuackProducts(QuackProducts):
         *,
         activation: str,
         index_P: Tensor | None = None,
+        bias_LI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        rows, inner = (rows_RH if index_P is None else index_P).shape[0], weight_LHI.shape[2]
+        given: dict[str, Any] = {"activation": activation, "index_P": index_P, "bias_LI": bias_LI}
+        clamped, (groups_L, _, inner) = activation == "swiglu_clamped", weight_LHI.shape
+        if bias_LI is not None and not clamped:
+            return super().gated_mm(rows_RH, weight_LHI, groups, weights_P, **given)
+        rows = (rows_RH if index_P is None else index_P).shape[0]
         inner_PI, z_PF = rows_RH.new_empty(rows, inner), rows_RH.new_empty(rows, inner // 2)
-        if weights_P is None:
-            weights_P = rows_RH.new_ones(rows, dtype=torch.float32)
-        if rows > 0:
-            _epilogue()(
-                rows_RH.contiguous(),
-                weight_LHI,
-                None,
-                out={"D": inner_PI, "postact": z_PF},
-                tuned=False,
-                config=self._configs["fc1" if index_P is None else "fc1_gathered"],
-                cu_seqlens_m=groups,
-                A_idx=_aligned(index_P),
-                weight=weights_P,
-            )
+        if rows == 0:
+            return inner_PI, z_PF
+        operands = {"weight": _weights(weights_P, rows_RH, rows)}
+        epilogue = _epilogues().weighted_swiglu
+        if clamped:
+            epilogue = _epilogues().weighted_swiglu_clamped
+            operands["bias"] = rows_RH.new_zeros(groups_L, inner) if bias_LI is None else bias_LI
+        epilogue(
+            rows_RH.contiguous(),
+            weight_LHI,
+            None,
+            out={"D": inner_PI, "postact": z_PF},
+            tuned=False,
+            config=self._configs["fc1" if index_P is None else "fc1_gathered"],
+            cu_seqlens_m=groups,
+            A_idx=_aligned(index_P),
+            **operands,
+        )
         return inner_PI, z_PF
 
     def gated_mm_dgrad(
@@ -343,38 +384,32 @@ class FusedQuackProducts(QuackProducts):
         need_z: bool,
         index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        grad_inner_PI = torch.empty_like(inner_PI)
-        z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // 2)
-        if weights_P is None:
-            weights_P = inner_PI.new_ones(inner_PI.shape[0], dtype=torch.float32)
+        rows = inner_PI.shape[0]
+        grad_inner_PI, z_PF = torch.empty_like(inner_PI), inner_PI.new_empty(rows, inner_PI.shape[1] // 2)
+        weights_P = _weights(weights_P, inner_PI, rows)
         grad_weights_P = weights_P.new_empty(0)
-        if inner_PI.shape[0] > 0:
-            _, _, grad_weights_P = _quack().gemm_dact(
+        if rows > 0:
+            clamped = activation == "swiglu_clamped"
+            epilogue = "weighted_swiglu_clamped_backward" if clamped else "weighted_swiglu_backward"
+            made = getattr(_epilogues(), epilogue)(
                 grad_rows_RH.contiguous(),
                 weight_LFH.mT,
                 inner_PI,
-                activation="swiglu",
-                dx_out=grad_inner_PI,
-                postact_out=z_PF,
-                colvec_scale=weights_P,
-                colvec_reduce=True,
-                cu_seqlens_m=groups,
-                A_idx=_aligned(index_P),
-                dynamic_scheduler=False,
+                out={"D": grad_inner_PI, "postact": z_PF},
                 tuned=False,
                 config=self._configs["fc2_dgrad" if index_P is None else "fc2_dgrad_gathered"],
+                cu_seqlens_m=groups,
+                A_idx=_aligned(index_P),
+                weight=weights_P,
             )
-        return (
-            grad_inner_PI,
-            grad_weights_P.view(-1) if need_weights else None,
-            z_PF if need_z else None,
-        )
+            grad_weights_P = made["dweight"].view(-1)
+        return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
 
 
 def make_quack_products(*, activation: str, **others: Any) -> QuackProducts:
     """Makes the products of experts with an activation, in the epilogues if quack has it there; arguments are
     those of `QuackProducts`."""
-    made = FusedQuackProducts if activation == "swiglu_interleaved" else QuackProducts
+    made = FusedQuackProducts if activation in INTERLEAVED else QuackProducts
     return made(activation=activation, **others)
 
 
@@ -390,10 +425,13 @@ def _quack() -> Any:
 
 
 @functools.cache
-def _epilogue() -> Any:
-    from moecomm.kernels.quack_epilogue import weighted_swiglu
+def _epilogues() -> Any:
+    _quack()
+    return importlib.import_module("moecomm.kernels.quack_epilogue")
 
-    return weighted_swiglu
+
+def _weights(weights_P: Tensor | None, like: Tensor, rows: int) -> Tensor:
+    return like.new_ones(rows, dtype=torch.float32) if weights_P is None else weights_P
 
 
 def _aligned(index_P: Tensor | None) -> Tensor | None:

@@ -92,7 +92,14 @@ def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> N
     for choice, expected in ((None, "quack"), ("quack", "quack"), ("torch", "torch")):
         assert make_products(MoEConfig(**SIZES, products=choice), GPU).name == expected
     assert made == 2 * [
-        {"hidden": 64, "ffn": 32, "dtype": torch.bfloat16, "device": GPU, "activation": "swiglu"}
+        {
+            "hidden": 64,
+            "ffn": 32,
+            "dtype": torch.bfloat16,
+            "device": GPU,
+            "activation": "swiglu",
+            "bias": False,
+        }
     ]
 
 
