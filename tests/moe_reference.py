@@ -46,8 +46,8 @@ class Result:
 def reference_moe(
     x: Tensor, weights: dict[str, Tensor], options: dict[str, Any], seq_len: int | None = None
 ) -> Result:
-    """weights: router (E, H), w_in (E, H, F or 2F), w_out (E, F, H), shared_in, shared_out, bias (E,); the
-    last three may be absent.
+    """weights: router (E, H), w_in (E, H, F or 2F), w_out (E, F, H), shared_in, shared_out, bias (E,) of the
+    router, b_in (E, F or 2F), b_out (E, H); the last five may be absent.
     """
     options = {**DEFAULTS, **options}
     logits = [[dot(x[t], weights["router"][e]) for e in range(options["num_experts"])] for t in range(len(x))]
@@ -68,7 +68,9 @@ def reference_moe(
     for t in range(len(x)):
         row = torch.zeros_like(x[t])
         for expert, weight in choices[t].items():
-            out = feed_forward(x[t], weights["w_in"][expert], weights["w_out"][expert], options["activation"])
+            own = (weights["w_in"][expert], weights["w_out"][expert])
+            biases = [weights[name][expert] for name in ("b_in", "b_out") if name in weights]
+            out = feed_forward(x[t], *own, options["activation"], *biases)
             row = row + weight * out
         if options["num_shared_experts"]:
             row = row + feed_forward(x[t], weights["shared_in"], weights["shared_out"], options["activation"])
@@ -80,20 +82,31 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum()
 
 
-def feed_forward(rows: Tensor, w_in: Tensor, w_out: Tensor, activation: str) -> Tensor:
-    """Applies an expert to a row (H,) or rows (N, H). w_in is (H, F), or (H, 2F), gate first; w_out (F, H).
+def feed_forward(
+    rows: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    activation: str,
+    b_in: Tensor | float = 0.0,
+    b_out: Tensor | float = 0.0,
+) -> Tensor:
+    """Applies an expert to a row (H,) or rows (N, H). w_in is (H, F), or (H, 2F), gate first; w_out (F, H);
+    b_in and b_out are added to the products.
 
     The benchmarks (bench/harness/verify.py) use it and its gradients by autograd.
     """
-    inner = rows @ w_in
+    inner = rows @ w_in + b_in
     if activation == "swiglu_interleaved":
         inner = torch.cat([inner[..., ::2], inner[..., 1::2]], dim=-1)
-    if activation != "gelu":
+    if activation == "swiglu_clamped":
+        gate, up = inner[..., ::2].clamp(max=7.0), inner[..., 1::2].clamp(-7.0, 7.0)
+        inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    elif activation != "gelu":
         gate, up = inner.chunk(2, dim=-1)
         inner = gate / (1 + torch.exp(-gate)) * up
     else:
         inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
-    return inner @ w_out
+    return inner @ w_out + b_out
 
 
 def scores_of(logits: list[Tensor], function: str) -> list[Tensor]:

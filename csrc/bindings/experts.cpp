@@ -54,6 +54,7 @@ void bind_experts(py::module_& m) {
   py::enum_<Activation>(m, "Activation")
       .value("swiglu", Activation::swiglu)
       .value("swiglu_interleaved", Activation::swiglu_interleaved)
+      .value("swiglu_clamped", Activation::swiglu_clamped)
       .value("gelu", Activation::gelu);
   // Arguments are positional, which costs the caller less than names.
   m.def("activation", [](uintptr_t inner, uintptr_t weights, uintptr_t ends, int64_t groups, int64_t rows,

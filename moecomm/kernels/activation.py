@@ -28,8 +28,12 @@ from moecomm.setup.memory_plan import CUDA_DTYPES, NATIVE_DTYPES
 
 Tensor = torch.Tensor
 
-INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "gelu": 1}
+INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "swiglu_clamped": 2, "gelu": 1}
 """The ratio I / F of each activation."""
+INTERLEAVED = ("swiglu_interleaved", "swiglu_clamped")
+"""The activations whose gates are in the even columns and up values in the odd ones."""
+_ALPHA, _LIMIT = 1.702, 7.0
+"""The constants of swiglu_clamped, those of gpt-oss."""
 
 
 def weighted_activation(
@@ -38,8 +42,10 @@ def weighted_activation(
     """Returns z_PF of inner's dtype, differentiable in `inner_PI` and `weights_P`.
 
     activation: "swiglu", silu of the first half of a row times its second half (arXiv 2002.05202), I = 2F;
-    "swiglu_interleaved", silu of the even columns times the odd ones; "gelu", the exact one (arXiv
-    1606.08415), I = F. inner: bfloat16, float16, float32; not on CUDA float64.
+    "swiglu_interleaved", silu of the even columns times the odd ones; "swiglu_clamped", the one of gpt-oss:
+    with the even columns as gate, at most 7, and the odd ones as up, from -7 to 7, gate * sigmoid(1.702 gate)
+    * (up + 1); "gelu", the exact one (arXiv 1606.08415), I = F. inner: bfloat16, float16, float32; not on
+    CUDA float64.
     weights: float32, float64 for float64 inner; None: 1. ends: int32 inclusive ends of groups of rows, on the
     same device; rows from ends[-1] on are not real. On CUDA tensors these are neither read nor written, so
     that they come out unspecified and get an unspecified gradient; elsewhere both are zero. The host does not
@@ -328,6 +334,8 @@ def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[
     if activation != "gelu":
         dim = _inputs_dim(activation)
         gate_PF, up_PF = inner_PI.unflatten(1, (2, -1) if dim == 1 else (-1, 2)).unbind(dim)
+        if activation == "swiglu_clamped":
+            return _clamped(gate_PF, up_PF)
         share_PF = gate_PF.sigmoid()
         silu_PF = gate_PF * share_PF
         return silu_PF * up_PF, (up_PF * (share_PF * (1 + gate_PF * (1 - share_PF))), silu_PF)
@@ -337,9 +345,19 @@ def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[
     return inner_PI * below_PF, (below_PF + inner_PI * density_PF,)
 
 
+def _clamped(raw_gate_PF: Tensor, raw_up_PF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    gate_PF, up_PF = raw_gate_PF.clamp(max=_LIMIT), raw_up_PF.clamp(-_LIMIT, _LIMIT) + 1
+    share_PF = (_ALPHA * gate_PF).sigmoid()
+    silu_PF = gate_PF * share_PF
+    slope_PF = up_PF * (share_PF * (1 + _ALPHA * gate_PF * (1 - share_PF)))
+    # As clamp has it: no gradient beyond a limit.
+    gate_slope_PF = slope_PF.where(raw_gate_PF <= _LIMIT, 0.0)
+    return silu_PF * up_PF, (gate_slope_PF, silu_PF.where(raw_up_PF.abs() <= _LIMIT, 0.0))
+
+
 def _inputs_dim(activation: str) -> int:
     """Returns the dimension of gate and up in `inner`: 1 for (P, 2, F), 2 for the interleaved (P, F, 2)."""
-    return 2 if activation == "swiglu_interleaved" else 1
+    return 2 if activation in INTERLEAVED else 1
 
 
 def _weighted(value_PF: Tensor, weights_P: Tensor | None) -> Tensor:

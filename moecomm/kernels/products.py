@@ -1,7 +1,7 @@
 """The products of the experts, as the layer asks for them: one interface, and the engine that is torch.
 
-Shape letters: P rows in groups of L experts, H hidden columns, F columns of the activation's result ("ffn
-width"), I columns of the first product (2F for swiglu), A and B any widths.
+Shape letters: P rows in groups of L experts, R rows that they are gathered from, H hidden columns, F columns
+of the activation's result ("ffn width"), I columns of the first product (2F for swiglu), A and B any widths.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from moecomm.arguments import weight_dtype
 from moecomm.device.cuda_device import CudaDevice
@@ -29,6 +30,13 @@ class Products:
     None of them is differentiable. Groups and unspecified rows are as in `grouped_matmul`; `groups` is what
     `groups()` makes of the offsets; results have the rows' dtype.
 
+    Every product takes rows as they are, P of them, or R others with an index of them, (P,) int32: its row p
+    is then rows[index[p]], and a row may be in it any number of times. Positions past the last group may hold
+    any row, 0 for example. The engine gathers within its kernel if it can, and with a copy otherwise.
+
+    A bias, (L, B), is one more row of each group's weight, with a further column of the rows: their weights,
+    1 where there are none. So a row's bias is its weight times that of its group.
+
     Attributes:
         name: the name of the engine, for people.
         adds: a product adds a weight gradient to what is there, in one kernel.
@@ -43,60 +51,94 @@ class Products:
         """Returns the groups of rows as the products take them; its last element is offsets[-1]."""
         return offsets_L
 
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
-        """Returns (P, B): rows of each group times its weight."""
-        return grouped_mm(rows_PA, weight_LAB, groups)
+    def grouped_mm(
+        self,
+        rows_RA: Tensor,
+        weight_LAB: Tensor,
+        groups: Tensor,
+        *,
+        index_P: Tensor | None = None,
+        bias_LB: Tensor | None = None,
+        weights_P: Tensor | None = None,
+    ) -> Tensor:
+        """Returns (P, B): rows of each group times its weight, with a bias of the rows' `weights_P` if there
+        is one."""
+        product_PB = self._mm(gathered(rows_RA, index_P), weight_LAB, groups)
+        if bias_LB is not None:
+            factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
+            product_PB.add_(self._mm(factors_PN, bias_weight(bias_LB), groups))
+        return product_PB
 
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+    def grouped_mm_dgrad(
+        self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
+    ) -> Tensor:
         """Returns (P, A): rows of each group times its weight, transposed."""
-        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
+        return self._mm_dgrad(gathered(rows_RB, index_P), weight_LAB, groups)
 
     def grouped_mm_wgrad(
         self,
-        rows_PA: Tensor,
-        grad_PB: Tensor,
+        rows_RA: Tensor,
+        grad_RB: Tensor,
         groups: Tensor,
         *,
         into: Tensor | None = None,
         leave_sms: int = 0,
+        rows_index_P: Tensor | None = None,
+        grad_index_P: Tensor | None = None,
     ) -> Tensor | None:
         """Returns (L, A, B): for each group the sum over its rows of rows^T grad, zero for an empty one; with
-        `into`, a tensor of that shape, it is added to that and None is returned. On a GPU the product leaves
-        `leave_sms` SMs to what runs beside it, if its kernel can."""
+        `into`, a tensor of that shape, it is added to that and None is returned. Rows and gradients have an
+        index each. On a GPU the product leaves `leave_sms` SMs to what runs beside it, if its kernel can."""
+        rows_PA, grad_PB = gathered(rows_RA, rows_index_P), gathered(grad_RB, grad_index_P)
         gradient_LAB = self._wgrad(rows_PA, grad_PB, groups, leave_sms)
         if into is None:
             return gradient_LAB
         into.add_(gradient_LAB)
         return None
 
-    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
-        if leave_sms == 0:
-            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
-        gpu = CudaDevice(rows_PA.device.index)
-        before = gpu.leave_sms(leave_sms)
-        try:
-            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
-        finally:
-            gpu.leave_sms(before)
+    def bias_grad(
+        self,
+        grad_RB: Tensor,
+        groups: Tensor,
+        weights_P: Tensor | None = None,
+        *,
+        index_P: Tensor | None = None,
+    ) -> Tensor:
+        """Returns (L, B), the gradient of a bias: for each group the sum over its rows of weight * grad."""
+        rows = (grad_RB if index_P is None else index_P).shape[0]
+        factors_PN = bias_factors(weights_P, rows, grad_RB)
+        gradient_LNB = self.grouped_mm_wgrad(factors_PN, grad_RB, groups, grad_index_P=index_P)
+        assert gradient_LNB is not None
+        return gradient_LNB[:, 0] + gradient_LNB[:, 1]
+
+    def bias_weights_grad(
+        self, grad_RB: Tensor, bias_LB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
+    ) -> Tensor:
+        """Returns (P,), the part of the gradient of the rows' weights that comes from their bias."""
+        grad_PN = self.grouped_mm_dgrad(grad_RB, bias_weight(bias_LB), groups, index_P=index_P)
+        return grad_PN[:, 0].to(weight_dtype(grad_PN.dtype))
 
     def gated_mm(
         self,
-        rows_PH: Tensor,
+        rows_RH: Tensor,
         weight_LHI: Tensor,
         groups: Tensor,
         weights_P: Tensor | None,
         *,
         activation: str,
+        index_P: Tensor | None = None,
+        bias_LI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the first product (P, I), and (P, F): its activation times the rows' routing weights."""
-        inner_PI = self.grouped_mm(rows_PH, weight_LHI, groups)
+        """Returns the first product (P, I), with the bias if there is one, and (P, F): its activation times
+        the rows' routing weights."""
+        inner_PI = self.grouped_mm(rows_RH, weight_LHI, groups, index_P=index_P, bias_LB=bias_LI)
         z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // INPUTS[activation])
         weighted_activation_into(z_PF, inner_PI, weights_P, groups, activation=activation)
         return inner_PI, z_PF
 
     def gated_mm_dgrad(
         self,
-        grad_rows_PH: Tensor,
+        grad_rows_RH: Tensor,
         weight_LFH: Tensor,
         groups: Tensor,
         inner_PI: Tensor,
@@ -105,13 +147,14 @@ class Products:
         activation: str,
         need_weights: bool,
         need_z: bool,
+        index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Takes the gradient of the second product's result back through that product and the activation.
 
         Returns (grad_inner_PI, grad_weights_P, z_PF): the gradients of the first product and of the routing
         weights, and the activation's result again; None for what is not needed.
         """
-        grad_z_PF = self.grouped_mm_dgrad(grad_rows_PH, weight_LFH, groups)
+        grad_z_PF = self.grouped_mm_dgrad(grad_rows_RH, weight_LFH, groups, index_P=index_P)
         rows, dtype = inner_PI.shape[0], inner_PI.dtype
         grad_inner_PI = inner_PI.new_empty(inner_PI.shape)
         grad_weights_P = inner_PI.new_empty(rows, dtype=weight_dtype(dtype)) if need_weights else None
@@ -128,8 +171,49 @@ class Products:
         )
         return grad_inner_PI, grad_weights_P, z_PF
 
+    def _mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return grouped_mm(rows_PA, weight_LAB, groups)
+
+    def _mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
+        return grouped_mm(rows_PB, weight_LAB.transpose(1, 2), groups)
+
+    def _wgrad(self, rows_PA: Tensor, grad_PB: Tensor, groups: Tensor, leave_sms: int) -> Tensor:
+        if leave_sms == 0:
+            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
+        gpu = CudaDevice(rows_PA.device.index)
+        before = gpu.leave_sms(leave_sms)
+        try:
+            return grouped_mm_wgrad(rows_PA, grad_PB, groups)
+        finally:
+            gpu.leave_sms(before)
+
     def forget(self) -> None:
         """Throws away what is kept of weights (quantised copies), if anything."""
+
+
+def gathered(rows_RA: Tensor, index_P: Tensor | None) -> Tensor:
+    """Returns (P, A): the rows of an index, copied; without one the rows themselves."""
+    return rows_RA if index_P is None else rows_RA.index_select(0, index_P)
+
+
+_FACTORS = 8
+"""Columns of `bias_factors`: 16 bytes in the narrowest dtype, as grouped products want."""
+
+
+def bias_factors(weights_P: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """Returns (P, N), the columns of rows that meet a bias, of the dtype of `like`: the weights, what their
+    rounding to that dtype has left out, and zeros."""
+    if weights_P is None:
+        weights_P = like.new_ones(rows)
+    whole_P = weights_P.to(like.dtype)
+    rest_P = (weights_P - whole_P).to(like.dtype)
+    return functional.pad(torch.stack((whole_P, rest_P), dim=1), (0, _FACTORS - 2))
+
+
+def bias_weight(bias_LB: Tensor) -> Tensor:
+    """Returns (L, N, B), the rows of a weight that meet `bias_factors`."""
+    both_L2B = bias_LB.unsqueeze(1).expand(-1, 2, -1)
+    return functional.pad(both_L2B, (0, 0, 0, _FACTORS - 2))
 
 
 _TORCH = Products()
@@ -186,19 +270,30 @@ def expert_ffn(
     *,
     activation: str,
     products: Products,
+    b_in_LI: Tensor | None = None,
+    b_out_LH: Tensor | None = None,
 ) -> Tensor:
-    """Returns (P, H): both products of the experts on grouped rows, with the activation and the rows' routing
-    weights (None: 1) between them; differentiable in rows, weights and routing weights. Rows past offsets[-1]
-    are unspecified, and so are their gradients."""
+    """Returns (P, H): both products of the experts on grouped rows, with their biases if there are any, the
+    activation and the rows' routing weights (None: 1) between them; differentiable in rows, weights, routing
+    weights and biases. Rows past offsets[-1] are unspecified, and so are their gradients."""
     if torch.compiler.is_compiling():
         products = products if products.traceable else _TORCH
+        rows = rows_PH.shape[0]
         inner_PI = grouped_matmul(rows_PH, w_in_LHI, offsets_L, products)
+        if b_in_LI is not None:
+            ones_PN = bias_factors(None, rows, rows_PH)
+            inner_PI = inner_PI + grouped_matmul(ones_PN, bias_weight(b_in_LI), offsets_L, products)
         z_PF = weighted_activation(inner_PI, weights_P, offsets_L, activation=activation)
-        return grouped_matmul(z_PF, w_out_LFH, offsets_L, products)
-    y_PH: Tensor = _ExpertFfn.apply(  # type: ignore[no-untyped-call]
-        rows_PH, w_in_LHI, w_out_LFH, products.groups(offsets_L), weights_P, activation, products
+        y_PH = grouped_matmul(z_PF, w_out_LFH, offsets_L, products)
+        if b_out_LH is not None:
+            factors_PN = bias_factors(weights_P, rows, rows_PH)
+            y_PH = y_PH + grouped_matmul(factors_PN, bias_weight(b_out_LH), offsets_L, products)
+        return y_PH
+    groups = products.groups(offsets_L)
+    made_PH: Tensor = _ExpertFfn.apply(  # type: ignore[no-untyped-call]
+        rows_PH, w_in_LHI, w_out_LFH, b_in_LI, b_out_LH, groups, weights_P, activation, products
     )
-    return y_PH
+    return made_PH
 
 
 class _ExpertFfn(torch.autograd.Function):
@@ -208,23 +303,27 @@ class _ExpertFfn(torch.autograd.Function):
         rows_PH: Tensor,
         w_in_LHI: Tensor,
         w_out_LFH: Tensor,
+        b_in_LI: Tensor | None,
+        b_out_LH: Tensor | None,
         groups: Tensor,
         weights_P: Tensor | None,
         activation: str,
         products: Products,
     ) -> Tensor:
-        inner_PI, z_PF = products.gated_mm(rows_PH, w_in_LHI, groups, weights_P, activation=activation)
-        ctx.save_for_backward(rows_PH, w_in_LHI, w_out_LFH, groups, weights_P, inner_PI)
+        inner_PI, z_PF = products.gated_mm(
+            rows_PH, w_in_LHI, groups, weights_P, activation=activation, bias_LI=b_in_LI
+        )
+        ctx.save_for_backward(rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI)
         ctx.activation, ctx.products = activation, products
-        return products.grouped_mm(z_PF, w_out_LFH, groups)
+        return products.grouped_mm(z_PF, w_out_LFH, groups, bias_LB=b_out_LH, weights_P=weights_P)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_PH: Tensor) -> tuple[Tensor | None, ...]:
-        rows_PH, w_in_LHI, w_out_LFH, groups, weights_P, inner_PI = ctx.saved_tensors
+        rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI = ctx.saved_tensors
         products: Products = ctx.products
-        need_rows, need_in, need_out, _, need_weights, _, _ = ctx.needs_input_grad
-        grad_rows_PH = grad_in_LHI = grad_out_LFH = None
+        need_rows, need_in, need_out, need_b_in, need_b_out, _, need_weights, _, _ = ctx.needs_input_grad
+        grad_rows_PH = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
         grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
             grad_y_PH,
             w_out_LFH,
@@ -235,10 +334,26 @@ class _ExpertFfn(torch.autograd.Function):
             need_weights=need_weights,
             need_z=need_out,
         )
+        if grad_weights_P is not None and b_out_LH is not None:
+            grad_weights_P.add_(products.bias_weights_grad(grad_y_PH, b_out_LH, groups))
         if z_PF is not None:
             grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_y_PH, groups)
+        if need_b_out:
+            grad_b_out_LH = products.bias_grad(grad_y_PH, groups, weights_P)
         if need_rows:
             grad_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in_LHI, groups)
         if need_in:
             grad_in_LHI = products.grouped_mm_wgrad(rows_PH, grad_inner_PI, groups)
-        return grad_rows_PH, grad_in_LHI, grad_out_LFH, None, grad_weights_P, None, None
+        if need_b_in:
+            grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
+        return (
+            grad_rows_PH,
+            grad_in_LHI,
+            grad_out_LFH,
+            grad_b_in_LI,
+            grad_b_out_LH,
+            None,
+            grad_weights_P,
+            None,
+            None,
+        )

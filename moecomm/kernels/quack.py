@@ -5,7 +5,8 @@ activation and the routing weight in their epilogues. It is an optional dependen
 install 'moecomm[quack]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
-products with activation="swiglu_interleaved" alone; with others it is a pass of its own, as with torch.
+products with activation="swiglu_interleaved" and "swiglu_clamped" alone; with others it is a pass of its own,
+as with torch.
 
 A product's kernel has a tile, which makes 10 to 25 % of its time. `TILES` has what was fastest for the
 layers of docs/performance.md, and a layer of other sizes takes the tile of the nearest one.
@@ -27,8 +28,8 @@ from torch import Tensor
 
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
-from moecomm.kernels.activation import INPUTS
-from moecomm.kernels.products import Products
+from moecomm.kernels.activation import INPUTS, INTERLEAVED
+from moecomm.kernels.products import Products, gathered
 from moecomm.setup.version import version_of
 
 VERSION = "0.6.5"
@@ -61,6 +62,9 @@ _compiled: set[Any] = set()
 
 DEFAULT = Tile(128, 192, True)
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
+GATHERED = ("fc1_gathered", "fc2_dgrad_gathered", "fc2_wgrad_gathered", "fc1_wgrad_gathered")
+"""The products whose kernels gather rows by an index, which takes a tile with cluster_n=1."""
+_LAYERS = ((2048, 768), (2880, 2880), (4096, 1536), (6144, 16384), (7168, 2048))
 TILES: dict[str, dict[tuple[int, int], Tile]] = {
     "fc1": {
         (2048, 768): Tile(256, 192, False, 1, 2),
@@ -104,9 +108,13 @@ TILES: dict[str, dict[tuple[int, int], Tile]] = {
         (6144, 16384): Tile(192, 128, True, 1, 2),
         (7168, 2048): Tile(128, 128, True, 2, 1),
     },
+    "fc1_gathered": dict.fromkeys(_LAYERS, Tile(128, 192, True)),
+    "fc2_dgrad_gathered": dict.fromkeys(_LAYERS, Tile(128, 128, True)),
+    "fc2_wgrad_gathered": dict.fromkeys(_LAYERS, Tile(128, 192, True)),
+    "fc1_wgrad_gathered": dict.fromkeys(_LAYERS, Tile(128, 192, True)),
 }
-"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden). Those of fc2_dgrad
-were set by hand: docs/performance.md."""
+"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden). Those of fc1,
+of fc2_dgrad and of products that gather are not from a full search: docs/performance.md."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
@@ -136,7 +144,7 @@ def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.devic
 
 
 class QuackProducts(Products):
-    """Products by quack-kernels, for experts of one size.
+    """Products by quack-kernels, for experts of one size, with the activation in passes of its own.
 
     Args:
         hidden: H of the experts, a multiple of 8.
@@ -144,8 +152,10 @@ class QuackProducts(Products):
         dtype: of rows and weights.
         device: the GPU.
         activation: the experts' activation.
+        bias: the experts have biases, so what these take is compiled here, too.
         tiles: the tiles of some products; the others have those of the table.
-        compile_now: False leaves kernels to their first use.
+        gathers: the rows come with an index, so kernels that gather are compiled here; False: the others.
+        compile_now: False leaves all kernels to their first use.
 
     Kernels are compiled here, which takes seconds and says so once on stderr; quack keeps them on disk
     (QUACK_CACHE_DIR). Raises Unsupported where quack is not installed or cannot do it.
@@ -163,20 +173,22 @@ class QuackProducts(Products):
         dtype: torch.dtype,
         device: torch.device,
         activation: str,
+        bias: bool = False,
         tiles: dict[str, Tile] | None = None,
+        gathers: bool = False,
         compile_now: bool = True,
     ) -> None:
         reason = missing_on(hidden=hidden, ffn=ffn, dtype=dtype, device=device)
         if reason is not None:
             raise Unsupported(f"products is 'quack', but {reason}. products='torch' needs none of it")
-        self.fused = activation == "swiglu_interleaved"
-        self._hidden = hidden
+        self._hidden, self._ffn, self._inner = hidden, ffn, ffn * INPUTS[activation]
+        self._activation = activation
         self._tiles: dict[str, Tile] = {}
         self._configs: dict[str, Any] = {}
-        for product in PRODUCTS:
+        for product in PRODUCTS + GATHERED:
             self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn))
         if compile_now:
-            self._compile(hidden, ffn, dtype, device, activation)
+            self._compile(dtype, device, bias, gathers)
 
     def use_tile(self, product: str, tile: Tile) -> None:
         """Sets the tile of a product from now on."""
@@ -190,68 +202,178 @@ class QuackProducts(Products):
         starts[1:].copy_(offsets_L)
         return starts
 
-    def grouped_mm(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
-        return self._rows(rows_PA, weight_LAB, groups, "fc2")
+    def grouped_mm(
+        self,
+        rows_RA: Tensor,
+        weight_LAB: Tensor,
+        groups: Tensor,
+        *,
+        index_P: Tensor | None = None,
+        bias_LB: Tensor | None = None,
+        weights_P: Tensor | None = None,
+    ) -> Tensor:
+        product = "fc2" if index_P is None else "fc1_gathered"
+        rows = (rows_RA if index_P is None else index_P).shape[0]
+        if bias_LB is None or rows == 0:
+            return self._rows(rows_RA, weight_LAB, groups, index_P, product)
+        product_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
+        _epilogues().weighted_bias(
+            rows_RA.contiguous(),
+            weight_LAB,
+            None,
+            out={"D": product_PB},
+            tuned=False,
+            config=self._configs[product],
+            cu_seqlens_m=groups,
+            A_idx=_aligned(index_P),
+            bias=bias_LB,
+            weight=_weights(weights_P, rows_RA, rows),
+        )
+        return product_PB
 
-    def grouped_mm_dgrad(self, rows_PB: Tensor, weight_LAB: Tensor, groups: Tensor) -> Tensor:
-        return self._rows(rows_PB, weight_LAB.mT, groups, "fc1_dgrad")
+    def grouped_mm_dgrad(
+        self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
+    ) -> Tensor:
+        product = "fc1_dgrad" if index_P is None else "fc2_dgrad_gathered"
+        return self._rows(rows_RB, weight_LAB.mT, groups, index_P, product)
 
     def grouped_mm_wgrad(
         self,
-        rows_PA: Tensor,
-        grad_PB: Tensor,
+        rows_RA: Tensor,
+        grad_RB: Tensor,
         groups: Tensor,
         *,
         into: Tensor | None = None,
         leave_sms: int = 0,
+        rows_index_P: Tensor | None = None,
+        grad_index_P: Tensor | None = None,
     ) -> Tensor | None:
-        product = "fc1_wgrad" if rows_PA.shape[1] == self._hidden else "fc2_wgrad"
-        shape = (groups.shape[0] - 1, rows_PA.shape[1], grad_PB.shape[1])
-        out_LAB = rows_PA.new_empty(shape) if into is None else into
-        if rows_PA.shape[0] == 0:
+        if rows_index_P is not None and grad_index_P is not None:  # a kernel gathers one operand
+            grad_RB, grad_index_P = gathered(grad_RB, grad_index_P), None
+        sizes = rows_RA.shape[1], grad_RB.shape[1]
+        product = "fc1_wgrad" if sizes == (self._hidden, self._inner) else "fc2_wgrad"
+        out_LAB = rows_RA.new_empty(groups.shape[0] - 1, *sizes) if into is None else into
+        left, right, out, index_P = rows_RA, grad_RB, out_LAB, rows_index_P
+        if grad_index_P is not None:  # it gathers the left operand: the product is computed transposed
+            left, right, out, index_P = grad_RB, rows_RA, out_LAB.mT, grad_index_P
+        if right.shape[0] == 0:
             return out_LAB.zero_() if into is None else None
         _quack().gemm_tuned.fn(
-            rows_PA.contiguous().t(),
-            grad_PB.contiguous(),
-            out_LAB,
+            left.contiguous().t(),
+            right.contiguous(),
+            out,
             None,
             cu_seqlens_k=groups,
+            A_idx=_aligned(index_P),
             add_to_output=into is not None,
-            config=self._configs[product],
+            config=self._configs[product if index_P is None else f"{product}_gathered"],
         )
         return out_LAB if into is None else None
 
+    def _rows(
+        self, rows_RA: Tensor, weight_LAB: Tensor, groups: Tensor, index_P: Tensor | None, product: str
+    ) -> Tensor:
+        rows = (rows_RA if index_P is None else index_P).shape[0]
+        out_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
+        if rows > 0:
+            _quack().gemm_tuned.fn(
+                rows_RA.contiguous(),
+                weight_LAB,
+                out_PB,
+                None,
+                cu_seqlens_m=groups,
+                A_idx=_aligned(index_P),
+                config=self._configs[product],
+            )
+        return out_PB
+
+    def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool, gathers: bool) -> None:
+        """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
+        long."""
+        key = (type(self), *self._tiles.values(), self._activation, dtype, device, bias, gathers)
+        if key in _compiled:
+            return
+        began = time.monotonic()
+        rows, hidden, ffn = 256, self._hidden, self._ffn
+        new = functools.partial(torch.zeros, dtype=dtype, device=device)
+        x_PH, grad_PH = new(rows, hidden), new(rows, hidden)
+        w_in, w_out = new(2, hidden, self._inner), new(2, ffn, hidden)
+        groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
+        weights_P = torch.ones(rows, device=device)
+        index_P = torch.zeros(rows, dtype=torch.int32, device=device) if gathers else None
+        gated: dict[str, Any] = {"activation": self._activation, "index_P": index_P}
+        b_in, b_out = (new(2, self._inner), new(2, hidden)) if bias else (None, None)
+        inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, **gated, bias_LI=b_in)
+        self.grouped_mm(x_PH, w_in, groups, index_P=index_P, bias_LB=b_in)
+        self.grouped_mm(z_PF, w_out, groups, bias_LB=b_out, weights_P=weights_P)
+        grad_inner_PI, _, z_again_PF = self.gated_mm_dgrad(
+            grad_PH, w_out, groups, inner_PI, weights_P, **gated, need_weights=True, need_z=True
+        )
+        assert z_again_PF is not None
+        self.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
+        if b_out is not None:
+            self.bias_grad(grad_inner_PI, groups)
+            self.bias_grad(grad_PH, groups, weights_P, index_P=index_P)
+            self.bias_weights_grad(grad_PH, b_out, groups, index_P=index_P)
+        for dtype_into in (None, dtype, torch.float32):
+            into_in, into_out = (
+                None if dtype_into is None else torch.zeros_like(weight, dtype=dtype_into)
+                for weight in (w_in, w_out)
+            )
+            self.grouped_mm_wgrad(x_PH, grad_inner_PI, groups, into=into_in, rows_index_P=index_P)
+            self.grouped_mm_wgrad(z_again_PF, grad_PH, groups, into=into_out, grad_index_P=index_P)
+        torch.cuda.synchronize(device)
+        _compiled.add(key)
+        seconds = time.monotonic() - began
+        if seconds > 1:
+            print(
+                f"moecomm: quack's kernels for experts of {hidden} x {ffn}: {seconds:.0f} s", file=sys.stderr
+            )
+
+
+class FusedQuackProducts(QuackProducts):
+    """Products by quack-kernels with the activation in the epilogues of those beside it."""
+
     def gated_mm(
         self,
-        rows_PH: Tensor,
+        rows_RH: Tensor,
         weight_LHI: Tensor,
         groups: Tensor,
         weights_P: Tensor | None,
         *,
         activation: str,
+        index_P: Tensor | None = None,
+        bias_LI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if not self.fused:
-            return super().gated_mm(rows_PH, weight_LHI, groups, weights_P, activation=activation)
-        rows, inner = rows_PH.shape[0], weight_LHI.shape[2]
-        inner_PI, z_PF = rows_PH.new_empty(rows, inner), rows_PH.new_empty(rows, inner // 2)
-        if weights_P is None:
-            weights_P = rows_PH.new_ones(rows, dtype=torch.float32)
-        if rows > 0:
-            _epilogue()(
-                rows_PH.contiguous(),
-                weight_LHI,
-                None,
-                out={"D": inner_PI, "postact": z_PF},
-                tuned=False,
-                config=self._configs["fc1"],
-                cu_seqlens_m=groups,
-                weight=weights_P,
-            )
+        given: dict[str, Any] = {"activation": activation, "index_P": index_P, "bias_LI": bias_LI}
+        clamped, (groups_L, _, inner) = activation == "swiglu_clamped", weight_LHI.shape
+        if bias_LI is not None and not clamped:
+            return super().gated_mm(rows_RH, weight_LHI, groups, weights_P, **given)
+        rows = (rows_RH if index_P is None else index_P).shape[0]
+        inner_PI, z_PF = rows_RH.new_empty(rows, inner), rows_RH.new_empty(rows, inner // 2)
+        if rows == 0:
+            return inner_PI, z_PF
+        operands = {"weight": _weights(weights_P, rows_RH, rows)}
+        epilogue = _epilogues().weighted_swiglu
+        if clamped:
+            epilogue = _epilogues().weighted_swiglu_clamped
+            operands["bias"] = rows_RH.new_zeros(groups_L, inner) if bias_LI is None else bias_LI
+        epilogue(
+            rows_RH.contiguous(),
+            weight_LHI,
+            None,
+            out={"D": inner_PI, "postact": z_PF},
+            tuned=False,
+            config=self._configs["fc1" if index_P is None else "fc1_gathered"],
+            cu_seqlens_m=groups,
+            A_idx=_aligned(index_P),
+            **operands,
+        )
         return inner_PI, z_PF
 
     def gated_mm_dgrad(
         self,
-        grad_rows_PH: Tensor,
+        grad_rows_RH: Tensor,
         weight_LFH: Tensor,
         groups: Tensor,
         inner_PI: Tensor,
@@ -260,88 +382,35 @@ class QuackProducts(Products):
         activation: str,
         need_weights: bool,
         need_z: bool,
+        index_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if not self.fused:
-            return super().gated_mm_dgrad(
-                grad_rows_PH,
-                weight_LFH,
-                groups,
-                inner_PI,
-                weights_P,
-                activation=activation,
-                need_weights=need_weights,
-                need_z=need_z,
-            )
-        grad_inner_PI = torch.empty_like(inner_PI)
-        z_PF = inner_PI.new_empty(inner_PI.shape[0], inner_PI.shape[1] // 2)
-        if weights_P is None:
-            weights_P = inner_PI.new_ones(inner_PI.shape[0], dtype=torch.float32)
+        rows = inner_PI.shape[0]
+        grad_inner_PI, z_PF = torch.empty_like(inner_PI), inner_PI.new_empty(rows, inner_PI.shape[1] // 2)
+        weights_P = _weights(weights_P, inner_PI, rows)
         grad_weights_P = weights_P.new_empty(0)
-        if inner_PI.shape[0] > 0:
-            _, _, grad_weights_P = _quack().gemm_dact(
-                grad_rows_PH.contiguous(),
+        if rows > 0:
+            clamped = activation == "swiglu_clamped"
+            epilogue = "weighted_swiglu_clamped_backward" if clamped else "weighted_swiglu_backward"
+            made = getattr(_epilogues(), epilogue)(
+                grad_rows_RH.contiguous(),
                 weight_LFH.mT,
                 inner_PI,
-                activation="swiglu",
-                dx_out=grad_inner_PI,
-                postact_out=z_PF,
-                colvec_scale=weights_P,
-                colvec_reduce=True,
-                cu_seqlens_m=groups,
-                dynamic_scheduler=False,
+                out={"D": grad_inner_PI, "postact": z_PF},
                 tuned=False,
-                config=self._configs["fc2_dgrad"],
-            )
-        return (
-            grad_inner_PI,
-            grad_weights_P.view(-1) if need_weights else None,
-            z_PF if need_z else None,
-        )
-
-    def _rows(self, rows_PA: Tensor, weight_LAB: Tensor, groups: Tensor, product: str) -> Tensor:
-        out_PB = rows_PA.new_empty(rows_PA.shape[0], weight_LAB.shape[2])
-        if rows_PA.shape[0] > 0:
-            _quack().gemm_tuned.fn(
-                rows_PA.contiguous(),
-                weight_LAB,
-                out_PB,
-                None,
+                config=self._configs["fc2_dgrad" if index_P is None else "fc2_dgrad_gathered"],
                 cu_seqlens_m=groups,
-                config=self._configs[product],
+                A_idx=_aligned(index_P),
+                weight=weights_P,
             )
-        return out_PB
+            grad_weights_P = made["dweight"].view(-1)
+        return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
 
-    def _compile(
-        self, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device, activation: str
-    ) -> None:
-        """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
-        long."""
-        key = (*self._tiles.values(), dtype, device, self.fused)
-        if key in _compiled:
-            return
-        began = time.monotonic()
-        rows, inner = 256, ffn * INPUTS[activation]
-        new = functools.partial(torch.zeros, dtype=dtype, device=device)
-        x_PH, grad_PH = new(rows, hidden), new(rows, hidden)
-        w_in, w_out = new(2, hidden, inner), new(2, ffn, hidden)
-        groups = torch.tensor([0, 100, rows], dtype=torch.int32, device=device)
-        weights_P = torch.ones(rows, device=device)
-        inner_PI, z_PF = self.gated_mm(x_PH, w_in, groups, weights_P, activation=activation)
-        self.grouped_mm(z_PF, w_out, groups)
-        grad_inner_PI, _, z_PF = self.gated_mm_dgrad(  # type: ignore[assignment]
-            grad_PH, w_out, groups, inner_PI, weights_P, activation=activation, need_weights=True, need_z=True
-        )
-        self.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
-        for left, right, weight in ((z_PF, grad_PH, w_out), (x_PH, grad_inner_PI, w_in)):
-            for into in (None, torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.float32)):
-                self.grouped_mm_wgrad(left, right, groups, into=into)
-        torch.cuda.synchronize(device)
-        _compiled.add(key)
-        seconds = time.monotonic() - began
-        if seconds > 1:
-            print(
-                f"moecomm: quack's kernels for experts of {hidden} x {ffn}: {seconds:.0f} s", file=sys.stderr
-            )
+
+def make_quack_products(*, activation: str, **others: Any) -> QuackProducts:
+    """Makes the products of experts with an activation, in the epilogues if quack has it there; arguments are
+    those of `QuackProducts`."""
+    made = FusedQuackProducts if activation in INTERLEAVED else QuackProducts
+    return made(activation=activation, **others)
 
 
 # -- quack -------------------------------------------------------------------------------------------------
@@ -356,12 +425,23 @@ def _quack() -> Any:
 
 
 @functools.cache
-def _epilogue() -> Any:
-    from moecomm.kernels.quack_epilogue import weighted_swiglu
+def _epilogues() -> Any:
+    _quack()
+    return importlib.import_module("moecomm.kernels.quack_epilogue")
 
-    return weighted_swiglu
+
+def _weights(weights_P: Tensor | None, like: Tensor, rows: int) -> Tensor:
+    return like.new_ones(rows, dtype=torch.float32) if weights_P is None else weights_P
 
 
+def _aligned(index_P: Tensor | None) -> Tensor | None:
+    """Returns an index as quack reads it, in whole 16 bytes."""
+    if index_P is None or (index_P.data_ptr() % 16 == 0 and index_P.is_contiguous()):
+        return index_P
+    return index_P.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache  # quack finds a plan by id(config): a config must never take the place of a dead one
 def _config(tile: Tile) -> Any:
     return importlib.import_module("quack.gemm_config").GemmConfig(
         tile_m=tile.m,

@@ -1,19 +1,64 @@
-"""The epilogue of the experts' first product on quack-kernels: SwiGLU and the routing weight in one.
+"""Epilogues of the experts' products on quack-kernels: biases, SwiGLU and the routing weight in the product.
 
-quack finds an epilogue by its module and name, so it has a module of its own, which imports quack.
+quack finds an epilogue by its module and name, so they have a module of their own, which imports quack. In
+those with SwiGLU a gate and its up value are in neighbouring columns: D has both, before the activation, and
+postact their activation times the weight. Backward, `acc` is the gradient of postact and `c` the forward's D;
+D is the gradient of that, postact the forward's again, and dweight the gradient of the weight.
 """
+
+# mypy: disable-error-code="untyped-decorator,unused-ignore"
 
 from typing import Any
 
-from quack.activation import swiglu
+from quack.activation import dswiglu, dswiglu_oai, swiglu, swiglu_oai
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.math import pack, unpack
-from quack.epilogue.ops import ColVecLoad
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, RowVecLoad
+
+_LIMIT = 7.0  # of swiglu_clamped; quack has its 1.702 as a default
 
 
-@gemm_epilogue(outputs=("postact",), ops={"weight": ColVecLoad("weight")}, mode="acc_pair")  # type: ignore[untyped-decorator, unused-ignore]
+@gemm_epilogue(ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")})
+def weighted_bias(acc: Any, bias: Any, weight: Any) -> dict[str, Any]:
+    """Returns the product as D, with a bias times the weight of its row."""
+    return {"D": acc + bias * weight}
+
+
+@gemm_epilogue(outputs=("postact",), ops={"weight": ColVecLoad("weight")}, mode="acc_pair")
 def weighted_swiglu(acc: Any, weight: Any) -> dict[str, Any]:
-    """Returns the product as D, a gate and its up value in neighbouring columns, and silu(gate) * up * weight
-    as postact."""
     gate, up = unpack(acc)
     return {"D": pack(gate, up), "postact": swiglu(gate, up) * weight}
+
+
+@gemm_epilogue(
+    outputs=("postact",),
+    ops={"bias": RowVecLoad("bias"), "weight": ColVecLoad("weight")},
+    mode="acc_pair",
+)
+def weighted_swiglu_clamped(acc: Any, bias: Any, weight: Any) -> dict[str, Any]:
+    gate, up = unpack(acc + bias)
+    return {"D": pack(gate, up), "postact": swiglu_oai(gate, up, limit=_LIMIT) * weight}
+
+
+@gemm_epilogue(
+    outputs=("postact",),
+    ops={"weight": ColVecLoad("weight")},
+    reduces={"dweight": ColVecReduce("dweight", scaled=True)},
+    mode="packed_cd_b16x2",
+)
+def weighted_swiglu_backward(acc: Any, c: Any, weight: Any) -> dict[str, Any]:
+    gate, up = unpack(c)
+    dgate, dup, value = dswiglu(gate, up, acc * weight)
+    return {"D": pack(dgate, dup), "postact": value * weight, "dweight": (value, acc)}
+
+
+@gemm_epilogue(
+    outputs=("postact",),
+    ops={"weight": ColVecLoad("weight")},
+    reduces={"dweight": ColVecReduce("dweight", scaled=True)},
+    mode="packed_cd_b16x2",
+)
+def weighted_swiglu_clamped_backward(acc: Any, c: Any, weight: Any) -> dict[str, Any]:
+    gate, up = unpack(c)
+    dgate, dup, value = dswiglu_oai(gate, up, acc * weight, limit=_LIMIT)
+    return {"D": pack(dgate, dup), "postact": value * weight, "dweight": (value, acc)}

@@ -3,8 +3,9 @@
     python -m moecomm.kernels.quack_tiles                                     prints the table in use
     python -m moecomm.kernels.quack_tiles --hidden 4096 --ffn 1536 --experts 32 --rows 1024
 
-The second measures every tile of `CANDIDATES` for each product of local experts with that many rows each, and
-prints the lines for `moecomm.kernels.quack.TILES`. Kernels are compiled by several processes first.
+The second measures the tiles of `CANDIDATES` for each product of local experts with that many rows each, and
+prints the lines for `moecomm.kernels.quack.TILES`. Kernels are compiled by several processes first. With
+--products fc1,fc1_gathered these alone are measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moecomm.kernels.quack import PRODUCTS, TILES, QuackProducts, Tile
+from moecomm.kernels.quack import GATHERED, PRODUCTS, TILES, QuackProducts, Tile, make_quack_products
 
 _SHARED = [(256, 128), (256, 160), (256, 192), (128, 224), (128, 256)]
 _PINGPONG = [(128, 128), (128, 160), (128, 192), (192, 128)]
@@ -28,8 +29,17 @@ CANDIDATES = [
     Tile(m, n, pingpong, *cluster)
     for pingpong, sizes in ((False, _SHARED), (True, _PINGPONG))
     for m, n in sizes
-    for cluster in ((2, 1), (1, 2))
+    for cluster in ((2, 1), (1, 2), (1, 1))
 ]
+_COPIES = 4
+"""Positions of each row that is gathered, on average."""
+
+
+def candidates(product: str) -> list[Tile]:
+    """Returns the tiles to try for a product."""
+    if product in GATHERED:
+        return [tile for tile in CANDIDATES if tile.cluster_n == 1]
+    return [tile for tile in CANDIDATES if (tile.cluster_m, tile.cluster_n) != (1, 1)]
 
 
 def make_calls(
@@ -46,8 +56,14 @@ def make_calls(
     w_in, w_out = random(experts, hidden, 2 * ffn) * hidden**-0.5, random(experts, ffn, hidden) * ffn**-0.5
     groups = products.groups(torch.tensor(ends, dtype=torch.int32, device=device))
     weights_P = torch.rand(rows, device=device)
-    gated = {"activation": "swiglu_interleaved"}
+    gated: dict[str, Any] = {"activation": "swiglu_interleaved"}
     needs: dict[str, Any] = {**gated, "need_weights": True, "need_z": True}
+    # Within a group rows are gathered in their order, each at most once, as a dispatch leaves them.
+    counts = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    sources = max(rows // _COPIES, *counts)
+    drawn = [torch.randperm(sources, device=device)[:count].sort().values for count in counts]
+    index_P = torch.cat(drawn).int()
+    x_RH, grad_RH = x_PH[:sources], grad_PH[:sources]
     return {
         "fc1": lambda: products.gated_mm(x_PH, w_in, groups, weights_P, **gated),
         "fc2": lambda: products.grouped_mm(z_PF, w_out, groups),
@@ -55,26 +71,35 @@ def make_calls(
         "fc1_dgrad": lambda: products.grouped_mm_dgrad(inner_PI, w_in, groups),
         "fc2_wgrad": lambda: products.grouped_mm_wgrad(z_PF, grad_PH, groups),
         "fc1_wgrad": lambda: products.grouped_mm_wgrad(x_PH, inner_PI, groups),
+        "fc1_gathered": lambda: products.gated_mm(x_RH, w_in, groups, weights_P, **gated, index_P=index_P),
+        "fc2_dgrad_gathered": lambda: products.gated_mm_dgrad(
+            grad_RH, w_out, groups, inner_PI, weights_P, **needs, index_P=index_P
+        ),
+        "fc2_wgrad_gathered": lambda: products.grouped_mm_wgrad(z_PF, grad_RH, groups, grad_index_P=index_P),
+        "fc1_wgrad_gathered": lambda: products.grouped_mm_wgrad(x_RH, inner_PI, groups, rows_index_P=index_P),
     }
 
 
 def _make_products(hidden: int, ffn: int, tiles: dict[str, Tile]) -> QuackProducts:
     device = torch.device("cuda", torch.cuda.current_device())
     sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "dtype": torch.bfloat16, "device": device}
-    return QuackProducts(**sizes, activation="swiglu_interleaved", tiles=tiles, compile_now=False)
+    return make_quack_products(**sizes, activation="swiglu_interleaved", tiles=tiles, compile_now=False)
 
 
-def _compile(tile: Tile) -> str | None:
-    """Compiles every product with a tile, in a process of a pool; returns the error of the first that it
-    cannot be used for, if any."""
-    calls = make_calls(_make_products(256, 256, dict.fromkeys(PRODUCTS, tile)), 256, 256, [100, 256])
-    for product, call in calls.items():
+def _compile(tile: Tile, chosen: Sequence[str]) -> str | None:
+    """Compiles products with a tile, in a process of a pool; returns the errors of those that it cannot be
+    used for, if any."""
+    products = _make_products(256, 256, dict.fromkeys(PRODUCTS + GATHERED, tile))
+    errors = []
+    for product, call in make_calls(products, 256, 256, [100, 256]).items():
+        if product not in chosen or tile not in candidates(product):
+            continue
         try:
             call()
         except Exception as error:
-            return f"{product} with {tile}: {type(error).__name__}: {error}"
+            errors.append(f"{product} with {tile}: {type(error).__name__}: {error}")
     torch.cuda.synchronize()
-    return None
+    return "\n".join(errors) or None
 
 
 def _measure(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 7) -> float:
@@ -93,24 +118,26 @@ def _measure(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 7) -> f
     return statistics.median(times)
 
 
-def find_tiles(hidden: int, ffn: int, experts: int, rows: int) -> dict[str, list[tuple[float, Tile]]]:
-    """Returns the tiles that can be used for each product and their times in us, the fastest first. Groups
-    have `rows` rows on average, from 0.7 to 1.3 times as many."""
+def find_tiles(
+    hidden: int, ffn: int, experts: int, rows: int, *, chosen: Sequence[str] = PRODUCTS + GATHERED
+) -> dict[str, list[tuple[float, Tile]]]:
+    """Returns the tiles that can be used for each chosen product and their times in us, the fastest first.
+    Groups have `rows` rows on average, from 0.7 to 1.3 times as many."""
     generator = torch.Generator().manual_seed(7)
     counts = (rows * (0.7 + 0.6 * torch.rand(experts, generator=generator))).int()
     ends = counts.cumsum(0).tolist()
     flush = torch.empty(256 << 20, device="cuda", dtype=torch.int8)
-    found: dict[str, list[tuple[float, Tile]]] = {product: [] for product in PRODUCTS}
+    found: dict[str, list[tuple[float, Tile]]] = {product: [] for product in chosen}
     products = _make_products(hidden, ffn, {})
     calls = make_calls(products, hidden, ffn, ends)
-    for product, call in calls.items():
-        for tile in CANDIDATES:
+    for product, timed in found.items():
+        for tile in candidates(product):
             products.use_tile(product, tile)
             try:
-                found[product].append((_measure(call, flush), tile))
+                timed.append((_measure(calls[product], flush), tile))
             except Exception as error:
                 print(f"{product} with {tile}: {type(error).__name__}: {error}", file=sys.stderr)
-        found[product].sort(key=lambda each: each[0])
+        timed.sort(key=lambda each: each[0])
     return found
 
 
@@ -123,22 +150,25 @@ def main() -> None:
         ("rows", "rows an expert"),
     ):
         parser.add_argument(f"--{name}", type=int, help=what)
+    parser.add_argument("--products", default=",".join(PRODUCTS + GATHERED), help="names with commas between")
     options = parser.parse_args()
-    given = [options.hidden, options.ffn, options.experts, options.rows]
+    given, chosen = [options.hidden, options.ffn, options.experts, options.rows], options.products.split(",")
+    if unknown := set(chosen) - {*PRODUCTS, *GATHERED}:
+        parser.error(f"--products has {', '.join(sorted(unknown))}, expected some of its default")
     if not all(given):
-        for product, table in TILES.items():
-            for (hidden, ffn), tile in table.items():
-                print(f"{product:10s} hidden {hidden:6d} ffn {ffn:6d}  {tile}")
+        for product in chosen:
+            for (hidden, ffn), tile in TILES[product].items():
+                print(f"{product:18s} hidden {hidden:6d} ffn {ffn:6d}  {tile}")
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(CANDIDATES), os.cpu_count() or 1), context) as pool:
-        for error in pool.map(_compile, CANDIDATES):
+        for error in pool.map(_compile, CANDIDATES, [chosen] * len(CANDIDATES)):
             if error is not None:
                 print(error, file=sys.stderr)
-    for product, timed in find_tiles(*given).items():
+    for product, timed in find_tiles(*given, chosen=chosen).items():
         (best, tile), *others = timed
         listed = ", ".join(f"{each} {us:.0f}" for us, each in others[:4])
-        print(f"{product:10s} ({options.hidden}, {options.ffn}): {tile!r},  # {best:.0f} us; {listed}")
+        print(f"{product:18s} ({options.hidden}, {options.ffn}): {tile!r},  # {best:.0f} us; {listed}")
 
 
 if __name__ == "__main__":

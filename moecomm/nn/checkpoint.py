@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moecomm.kernels.activation import INTERLEAVED
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import ep_group_of
 from moecomm.nn.replicas import expert_owners, replicas_of_shards
@@ -33,8 +34,8 @@ def sharded_state(
     MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
     parameters marked outside of MoELayers the default is all ranks.
 
-    The w_in of experts with activation="swiglu_interleaved" has the name w_in.interleaved, so that a model
-    with another order of columns finds it missing.
+    The w_in of experts whose activation interleaves gates and up values has the name w_in.interleaved, so
+    that a model with another order of columns finds it missing.
 
     Every tensor shares storage with the live one: `load` writes into model and optimizer in place.
     "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded;
@@ -71,8 +72,7 @@ def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
     return {
         f"{name}.w_in".lstrip("."): f"{name}.w_in.interleaved".lstrip(".")
         for name, module in model.named_modules()
-        if isinstance(module, (GroupedExperts, SharedExperts))
-        and module.config.activation == "swiglu_interleaved"
+        if isinstance(module, (GroupedExperts, SharedExperts)) and module.config.activation in INTERLEAVED
     }
 
 

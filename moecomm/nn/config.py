@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from moecomm.errors import InvalidArgument
+from moecomm.kernels.activation import INPUTS
 from moecomm.kernels.quantize import QUANTUM
 
 _CHOICES = {
-    "activation": ("swiglu", "swiglu_interleaved", "gelu"),
+    "activation": tuple(INPUTS),
     "products": (None, "torch", "quack"),
     "score_function": ("softmax", "sigmoid"),
     "aux_loss": ("none", "batch", "sequence"),
@@ -36,8 +37,13 @@ class MoEConfig:
         num_experts: experts over all ranks (E).
         top_k: experts a token is sent to (K).
         activation: "swiglu": silu(x W_gate) * (x W_up), the gates in the first half of w_in's columns;
-            "swiglu_interleaved": the same with the gates in the even columns, as gpt-oss stores them, which
-            products="quack" computes in one kernel; "gelu": the exact (erf) GELU of x W_in. No biases.
+            "swiglu_interleaved": the same with the gates in the even columns and the up values in the odd
+            ones, which products="quack" computes in one kernel; "swiglu_clamped": with columns in this order,
+            gate * sigmoid(1.702 gate) * (up + 1), where the gate is at most 7 and up within -7..7, as gpt-oss
+            has it; "gelu": the exact (erf) GELU of x W_in.
+        bias: True: each expert has a bias after both of its products, which start as zeros; shared experts
+            have none. gpt-oss is activation="swiglu_clamped", bias=True, and its checkpoints' gate_up_proj,
+            gate_up_proj_bias, down_proj and down_proj_bias are w_in, b_in, w_out and b_out as they are.
         num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
             ffn_hidden.
         score_function: "softmax" or "sigmoid" of the router's logits.
@@ -79,6 +85,9 @@ class MoEConfig:
         products: what computes the experts' products: "torch"; "quack", quack-kernels on Hopper GPUs for
             bfloat16 and float16, which has to be installed; None: quack where it is installed and serves the
             layer, else torch. The layer's repr says which. With expert_precision None applies alone.
+        main_grad: True: each weight of the experts that are spread over ranks collects its gradients in
+            `weight.main_grad`, float32, and its `grad` stays None (docs/training.md). For dtypes narrower
+            than float64; shared experts and router have a `grad` as ever.
         init_std: standard deviation of the normal distribution that all weights start from.
     """
 
@@ -87,6 +96,7 @@ class MoEConfig:
     num_experts: int
     top_k: int
     activation: str = "swiglu"
+    bias: bool = False
     num_shared_experts: int = 0
 
     score_function: str = "softmax"
@@ -111,6 +121,7 @@ class MoEConfig:
     dtype: torch.dtype = torch.float32
     expert_precision: str | None = None
     products: str | None = None
+    main_grad: bool = False
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -131,6 +142,8 @@ class MoEConfig:
         _require(0 <= self.jitter < 1, "jitter", self.jitter, "in [0, 1)")
         factor = self.scaling_factor
         _require(math.isfinite(factor) and factor > 0, "scaling_factor", factor, "a finite number above 0")
+        narrow = self.dtype != torch.float64 or not self.main_grad
+        _require(narrow, "main_grad", self.main_grad, "False with dtype=torch.float64, since it is float32")
         self._check_precision()
         self._check_scores()
         self._check_groups()
@@ -142,6 +155,7 @@ class MoEConfig:
         if precision is None:
             return
         _require(self.products is None, "products", self.products, "None with expert_precision")
+        _require(not self.bias, "bias", self.bias, "False with expert_precision")
         _require(
             self.dtype != torch.float64, "dtype", self.dtype, "narrower than float64 with expert_precision"
         )

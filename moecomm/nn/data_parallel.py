@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
+from moecomm.nn.parameters import has_main_grad
 from moecomm.nn.replicas import Ranks, Replicas, expert_owners, find_replicas, layers_of, ranks_of
 from moecomm.types import AnyGroup, as_group
 
@@ -53,6 +54,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             "a parameter is marked as an expert's and in no MoELayer: prepare_ddp cannot tell which ranks "
             "hold it. Use sync_gradients without DistributedDataParallel"
         )
+    _refuse_main_grad(model, "DistributedDataParallel")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
     ignored = {name for name, parameter in model.named_parameters() if parameter in owners}
@@ -89,6 +91,7 @@ def fully_shard_experts(
     replicas; weights of which a rank has the only copy stay whole on it. Raises InvalidArgument, on all
     ranks, for a mesh of other ranks.
     """
+    _refuse_main_grad(model, "fully_shard")
     replicas = find_replicas(model, as_group(group))
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     for layer in layers_of(model):
@@ -111,6 +114,15 @@ def fully_shard_experts(
         sharded.set_gradient_divide_factor(float(len(held) * comm.size))
         if comm.device.type == "cpu":
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
+    for path, parameter in model.named_parameters():
+        if has_main_grad(parameter):
+            raise InvalidArgument(
+                f"{path} has its gradients in main_grad, which {wrapper} would not average: build the layer "
+                "with MoEConfig(main_grad=False), or average by sync_gradients instead"
+            )
 
 
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
@@ -160,6 +172,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
     ignored: set[str] = wrapper.parameters_to_ignore
     if len(ranks) == 1:
         return
+    _refuse_main_grad(model, "DistributedDataParallel")
     for path, parameter in model.named_parameters():
         if parameter not in owners:
             continue

@@ -40,6 +40,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
+from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_main_grad
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.stages import COMM
@@ -53,12 +54,14 @@ kept plan, together with the gradients, and the first product is made again."""
 
 class Weights(NamedTuple):
     """Weights of the local experts, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), if
-    any."""
+    any; biases of the local experts, (L, I) and (L, H), if any."""
 
     w_in: Tensor
     w_out: Tensor
     shared_in: Tensor | None
     shared_out: Tensor | None
+    b_in: Tensor | None = None
+    b_out: Tensor | None = None
 
 
 @dataclass
@@ -69,11 +72,10 @@ class Deferred:
     pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
 
     def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
-        """Computes all pending gradients and adds them to the parameters' `grad`. Raises InvalidArgument
-        where the parameters have hooks, which would not run, or are sharded."""
+        """Computes all pending gradients and adds them to the parameters' `grad`, or `main_grad`. Raises
+        InvalidArgument where the parameters have hooks, which would not run, or are sharded."""
         for parameter in (w_in, w_out) if self.pending else ():
-            hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            if hooked or isinstance(parameter, DTensor):
+            if has_hooks(parameter) or isinstance(parameter, DTensor):
                 raise InvalidArgument(
                     "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
                     "fully_shard, or with hooks, which would not see the gradients: set it to False"
@@ -83,6 +85,8 @@ class Deferred:
                 if gradient is None:
                     continue
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                if has_main_grad(parameter):
+                    to_main_grad(parameter)
 
 
 @dataclass
@@ -220,7 +224,7 @@ class Forward:
             self._inner_PI = inner_PI
         del inner_PI
         with stages("fc2"):
-            expert_rows_PH = call.products.grouped_mm(z_PF, weights.w_out, groups)
+            expert_rows_PH = self._fc2(z_PF)
         del z_PF
         home = Beside(comm, wanted=call.pool is not None)
         with home, stages("combine", stream=COMM, communicates=True):
@@ -264,7 +268,7 @@ class Forward:
         z_PF, self._z_PF = self._z_PF, None
         if z_PF is None:
             _, z_PF = self._fc1()
-        rows_PH = self.call.products.grouped_mm(z_PF, self.weights.w_out, self.known.groups)
+        rows_PH = self._fc2(z_PF)
         y_TH = self.call.comm.combine(rows_PH, self.known.handle)
         return y_TH if self.weights.shared_in is None else y_TH.add_(self._shared_fc2())
 
@@ -292,6 +296,13 @@ class Forward:
             self.known.groups,
             self.known.weights_P,
             activation=self.call.activation,
+            bias_LI=self.weights.b_in,
+        )
+
+    def _fc2(self, z_PF: Tensor) -> Tensor:
+        weights, known = self.weights, self.known
+        return self.call.products.grouped_mm(
+            z_PF, weights.w_out, known.groups, bias_LB=weights.b_out, weights_P=known.weights_P
         )
 
     def _shared_fc1(self) -> None:
@@ -322,14 +333,15 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
     comm, products, handle = call.comm, call.products, ctx.handle
     saved: tuple[Any, ...] = ctx.saved_tensors
-    w_in, w_out, shared_in, shared_out, x_TH, rows_PH, weights_P, groups, shared_inner_TI, last = saved
-    _, need_x, need_weights, need_in, need_out, *need_shared = ctx.needs_input_grad
+    w_in, w_out, shared_in, shared_out, b_in, b_out, *kept = saved
+    x_TH, rows_PH, weights_P, groups, shared_inner_TI, last = kept
+    _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
     weights_now = call.deferred is None
     into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (_W_IN, _W_OUT))
     stages = call.stages()
-    grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = None
+    grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None)
 
     # Rows go to the experts, beside the shared experts' gradients and what the pool gives back.
@@ -354,7 +366,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
     if call.keep != "all":
         with stages("fc1_again"):
-            inner_PI = products.grouped_mm(rows_PH, w_in, groups)
+            inner_PI = products.grouped_mm(rows_PH, w_in, groups, bias_LB=b_in)
     with stages("fc2_dgrad"):
         grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
             grad_rows_PH,
@@ -366,7 +378,13 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             need_weights=need_weights,
             need_z=need_out,
         )
-    del inner_PI, last, saved
+        if grad_weights_P is not None and b_out is not None:
+            grad_weights_P.add_(products.bias_weights_grad(grad_rows_PH, b_out, groups))
+        if need_b_in:
+            grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
+        if need_b_out:
+            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P)
+    del inner_PI, last, saved, kept
     if call.deferred is not None and (need_in or need_out):
         of_in = (rows_PH, grad_inner_PI) if need_in else None
         of_out = None if z_PF is None else (z_PF, grad_rows_PH)
@@ -407,6 +425,8 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         grad_in_LHI,
         grad_out_LFH,
         *grad_shared_weights,
+        grad_b_in_LI,
+        grad_b_out_LH,
     )
 
 
@@ -415,25 +435,29 @@ _W_IN, _W_OUT = 2, 3
 
 
 def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
-    """Returns the `grad` to which a product may add the gradient of a weight, as autograd would after it;
-    None where autograd has to do it: without a grad yet, where the products cannot, for torch.autograd.grad,
-    for parameters with hooks that want to see the gradient, and for sharded ones."""
+    """Returns the `grad`, or the `main_grad` of a parameter that has one, to which a product may add the
+    gradient of a weight, as autograd would after it; None where autograd has to do it: without a grad yet,
+    where the products cannot, for torch.autograd.grad, for parameters with hooks that want to see the
+    gradient, and for sharded ones."""
     node = ctx.next_functions[number][0]
     if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
         return None
     parameter = node.variable
+    if isinstance(parameter, DTensor) or has_hooks(parameter):
+        return None
     grad = parameter.grad
-    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
-        return None
-    if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
-        return None
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return None
+    if not has_main_grad(parameter):
+        if grad is None or grad.requires_grad or not grad.is_contiguous():
+            return None
+        if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
+            return None
     try:
         runs: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch says so where torch.autograd.grad is under way
         return None
-    return grad if runs else None
+    if not runs:
+        return None
+    return main_grad_of(parameter) if has_main_grad(parameter) else grad
 
 
 def _shared_backward(
@@ -581,15 +605,15 @@ class _Keep(torch.autograd.Function):
     def forward(
         ctx: Any, passing: _Pass, x_TH: Tensor, topk_weights_TK: Tensor, *weights: Tensor | None
     ) -> Tensor:
-        w_in, w_out, shared_in, shared_out = weights
+        w_in, w_out, *others = weights
         assert w_in is not None and w_out is not None
-        found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, shared_in, shared_out))
+        found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
         ctx.call, ctx.handle = passing.call, found.known.handle
         # The handle in ctx has no table, so that autograd alone holds it: a checkpoint's hook, for example,
         # throws away what the first pass would keep, and with the table its pages are freed
         # (ActivationPool.owned).
         ctx.ticket = None if found.ticket is None else found.ticket._replace(table=_NO_TABLE)
-        ctx.save_for_backward(w_in, w_out, shared_in, shared_out, *found.kept(ctx.needs_input_grad[3]))
+        ctx.save_for_backward(*weights, *found.kept(ctx.needs_input_grad[3]))
         found.ticket = None
         return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
 

@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
-from moecomm.kernels.activation import INPUTS, weighted_activation
+from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.parameters import init_expert_weights, init_shared_weight, mark_expert_parameter
+from moecomm.nn.parameters import (
+    init_expert_weights,
+    init_shared_weight,
+    keep_main_grad,
+    mark_expert_parameter,
+)
 from moecomm.nn.products import make_products
 
 Run = Callable[[Tensor], Tensor]
@@ -23,8 +28,10 @@ Run = Callable[[Tensor], Tensor]
 class GroupedExperts(nn.Module):
     """This rank's experts (L of E), applied to expert-major rows in two grouped products.
 
-    Weights, of the config's dtype: w_in (L, H, 2F), gate first and up second, or for swiglu_interleaved gates
-    in the even columns; (L, H, F) for gelu; w_out (L, F, H). They are marked as expert parameters. Expert e
+    Weights, of the config's dtype: w_in (L, H, 2F), gate first and up second, or for swiglu_interleaved and
+    swiglu_clamped gates in the even columns; (L, H, F) for gelu; w_out (L, F, H). With config.bias, b_in
+    (L, 2F) or (L, F), its columns as those of w_in, is added to the first product of a row, and b_out (L, H)
+    to the second, before the routing weight. All are marked as expert parameters. Expert e
     starts from a seed made of its global id and one number drawn from torch's default generator: ranks that
     call torch.manual_seed alike make the same model at any EP size. first_expert is the global id of the
     first local expert.
@@ -44,6 +51,8 @@ class GroupedExperts(nn.Module):
     Attributes:
         w_in: (L, H, 2F) for swiglu, gate first and up second; (L, H, F) for gelu. Of the config's dtype.
         w_out: (L, F, H) of the config's dtype.
+        b_in: (L, 2F) or (L, F) of the config's dtype; None without config.bias.
+        b_out: (L, H) of the config's dtype; None without config.bias.
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
@@ -53,6 +62,8 @@ class GroupedExperts(nn.Module):
 
     w_in: nn.Parameter
     w_out: nn.Parameter
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
 
     def __init__(
@@ -77,16 +88,22 @@ class GroupedExperts(nn.Module):
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
         self.w_out = nn.Parameter(torch.empty(local, config.ffn_hidden, config.hidden, **make))  # type: ignore[arg-type]
+        for name, width in (("b_in", inner), ("b_out", config.hidden)):
+            bias = nn.Parameter(torch.empty(local, width, **make)) if config.bias else None  # type: ignore[arg-type]
+            self.register_parameter(name, bias)
         self._mark_parameters()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Fills the weights with new random numbers of standard deviation config.init_std, which depend on
-        one number of torch's default CPU generator and on each expert's global id."""
+        one number of torch's default CPU generator and on each expert's global id; biases with zeros."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
             std = self.config.init_std
             init_expert_weights(weight, seed=seed, name=name, first_expert=self.first_expert, std=std)
+        for bias in (self.b_in, self.b_out):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(
         self,
@@ -148,11 +165,15 @@ class GroupedExperts(nn.Module):
             weights_P,
             activation=self.config.activation,
             products=self.products,
+            b_in_LI=self.b_in,
+            b_out_LH=self.b_out,
         )
 
     def _mark_parameters(self) -> None:
-        mark_expert_parameter(self.w_in)
-        mark_expert_parameter(self.w_out)
+        for parameter in self.parameters():
+            mark_expert_parameter(parameter)
+            if self.config.main_grad:
+                keep_main_grad(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -161,6 +182,10 @@ class GroupedExperts(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
+        if isinstance(value, DTensor) and self.config.main_grad:
+            raise InvalidArgument(
+                "main_grad is True, must be False under fully_shard, which averages and shards `grad` alone"
+            )
         if isinstance(value, DTensor) and self.num_local_experts < self.config.num_experts:
             ranks = {int(rank) for rank in value.device_mesh.mesh.flatten()}
             if ranks != self.sharded_over:
@@ -175,7 +200,7 @@ class GroupedExperts(nn.Module):
     def get_extra_state(self) -> Tensor:
         """Returns the record of the experts that a state_dict holds: (4,) int64 of first_expert, L, E, and 1
         where gates and up values are interleaved."""
-        interleaved = self.config.activation == "swiglu_interleaved"
+        interleaved = self.config.activation in INTERLEAVED
         held = [self.first_expert, self.num_local_experts, self.config.num_experts, int(interleaved)]
         return torch.tensor(held, dtype=torch.int64, device="cpu")
 

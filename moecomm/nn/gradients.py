@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.layer import MoELayer
+from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.replicas import Ranks, expert_owners, find_replicas, ranks_of
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -44,10 +45,10 @@ def sync_gradients(
     with what the layers tell. For parameters of one's own that `mark_expert_parameter` marked outside of
     MoELayers the default is that no other rank holds the same.
 
-    A parameter without a gradient counts as zero, so that ranks without tokens take part. With unequal token
-    counts, scale each rank's loss so that the mean over ranks is the loss you mean. Replicas end with equal
-    bits. Gradients that FSDP2 has averaged already, of `fully_shard_experts` and of `fully_shard` over all of
-    `group`, stay as they are.
+    With MoEConfig(main_grad=True) an expert's gradient is its `main_grad`. A parameter without a gradient
+    counts as zero, so that ranks without tokens take part. With unequal token counts, scale each rank's loss
+    so that the mean over ranks is the loss you mean. Replicas end with equal bits. Gradients that FSDP2 has
+    averaged already, of `fully_shard_experts` and of `fully_shard` over all of `group`, stay as they are.
 
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, another expert_group, parameters that fully_shard has sharded over some of `group`, or a model
@@ -95,8 +96,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: AnyGroup | None 
 
     Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
     DistributedDataParallel). Each expert is counted once, whichever rank holds it, and a replicated parameter
-    once; shards of FSDP2 are added up. float64 gradients give a float64 norm. All ranks get the same number,
-    and a norm that is not finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
+    once; shards of FSDP2 are added up. With MoEConfig(main_grad=True) an expert's gradient is its
+    `main_grad`. float64 gradients give a float64 norm. All ranks get the same number, and a norm that is not
+    finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'
@@ -112,17 +114,19 @@ def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: AnyGroup | None 
             assert over is not None
             groups = (*groups, over)
         square = squares.setdefault(groups, _zero(trained))
-        if parameter.grad is not None:
+        gradient = _found_gradient(parameter)
+        if gradient is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            square += torch.linalg.vector_norm(_local(parameter.grad), dtype=dtype).double().square()
+            square += torch.linalg.vector_norm(_local(gradient), dtype=dtype).double().square()
     for groups, square in squares.items():
         for over in groups:
             dist.all_reduce(square, group=over)
     norm = sum(squares.values(), start=_zero(trained)).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in trained:
-        if parameter.grad is not None:
-            local = _local(parameter.grad)
+        gradient = _found_gradient(parameter)
+        if gradient is not None:
+            local = _local(gradient)
             local.mul_(scale.to(local.device, local.dtype))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
 
@@ -183,7 +187,13 @@ def _zero(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.zeros((), dtype=torch.float64, device=device)
 
 
+def _found_gradient(parameter: nn.Parameter) -> Tensor | None:
+    return getattr(parameter, "main_grad", None) if has_main_grad(parameter) else parameter.grad
+
+
 def _gradient(parameter: nn.Parameter) -> Tensor:
+    if has_main_grad(parameter):
+        return main_grad_of(parameter)
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -125,6 +125,11 @@ class GraphedStep:
         layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         if not layers:
             raise InvalidArgument("model has no MoELayer: a graph of torch does for it")
+        if any(layer.config.main_grad for layer in layers):
+            raise InvalidArgument(
+                "a MoELayer has main_grad=True, must have False: a step that does not fit is undone, and the "
+                "part of main_grad that it added would stay"
+            )
         self.device = layers[0].comm.device
         if recorder is None and self.device.type != "cuda":
             raise Unsupported(f"the model is on {self.device}: a step is captured on a GPU only")

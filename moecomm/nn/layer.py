@@ -21,6 +21,7 @@ from moecomm.nn.expert_pass import Call, Deferred, Keep, Runs, Weights, run_expe
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.own_experts import adopt_experts, combine_own_experts
+from moecomm.nn.parameters import main_grad_of
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
@@ -238,6 +239,8 @@ class MoELayer(nn.Module):
                 experts.w_out,
                 None if shared is None else shared.w_in,
                 None if shared is None else shared.w_out,
+                experts.b_in,
+                experts.b_out,
             )
             return run_experts(call, x_TH, topk_weights_TK, weights)
 
@@ -340,6 +343,9 @@ class MoELayer(nn.Module):
                 "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
                 "autograd keeps what it needs itself: set overlap=True or pool=None"
             )
+        if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for parameter in self.experts.parameters():
+                main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
         for name, module in (
             ("experts", None if self._own_experts else self.experts),
             ("shared", self.shared),

@@ -21,6 +21,9 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
             f"expert_precision is {config.expert_precision!r}, must be None with experts of one's own, whose "
             "products it does not change"
         )
+    for name in ("bias", "main_grad"):
+        if getattr(config, name):
+            raise InvalidArgument(f"{name} is True, must be False with experts of one's own")
     parameters = dict(experts.named_parameters(remove_duplicate=False))
     others = [name for name in experts.state_dict() if name not in parameters]
     if others:

@@ -1,4 +1,5 @@
-"""Marks which parameters belong to experts, and so differ between the ranks of an expert-parallel group."""
+"""Properties of experts' parameters: the mark that they differ between the ranks of an expert-parallel group,
+their first values, and gradients in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from moecomm.errors import InvalidArgument
+
 _MARK = "moecomm_expert_parallel"
+_MAIN_GRAD = "moecomm_main_grad"
 
 
 def mark_expert_parameter(parameter: nn.Parameter) -> None:
@@ -20,6 +24,53 @@ def is_expert_parameter(parameter: Tensor) -> bool:
     """Returns True for a parameter sharded by expert over the expert-parallel group; False for one that all
     ranks share."""
     return getattr(parameter, _MARK, False)
+
+
+def keep_main_grad(parameter: nn.Parameter) -> None:
+    """Makes a parameter collect its gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
+    setattr(parameter, _MAIN_GRAD, parameter.register_post_accumulate_grad_hook(to_main_grad))
+
+
+def has_main_grad(parameter: Tensor) -> bool:
+    """Returns True for a parameter that collects its gradients in `main_grad`."""
+    return hasattr(parameter, _MAIN_GRAD)
+
+
+def main_grad_of(parameter: Tensor) -> Tensor:
+    """Returns the `main_grad` of a parameter that has one; where it is missing or None, zeros are put there.
+    Raises InvalidArgument for a tensor of the caller that cannot be it, and where zeros would become part of
+    a CUDA graph, whose replays would throw away what was collected."""
+    found: Tensor | None = getattr(parameter, "main_grad", None)
+    if found is None:
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "main_grad is missing in the capture of a CUDA graph, must be there before: run a step first "
+                "or set it to zeros"
+            )
+        found = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+        parameter.main_grad = found  # type: ignore[attr-defined]
+    expected = (torch.float32, parameter.device, parameter.shape)
+    if (found.dtype, found.device, found.shape) != expected or not found.is_contiguous():
+        raise InvalidArgument(
+            f"main_grad is {found.dtype} of shape {tuple(found.shape)} on {found.device} with strides "
+            f"{found.stride()}, must be contiguous float32 of shape {tuple(parameter.shape)} on "
+            f"{parameter.device}, or None"
+        )
+    return found
+
+
+@torch.no_grad()
+def to_main_grad(parameter: Tensor) -> None:
+    """Adds the `grad` of a parameter, if there is one, to its `main_grad`, and makes it None."""
+    if parameter.grad is not None:
+        main_grad_of(parameter).add_(parameter.grad)
+        parameter.grad = None
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Returns True for a parameter with hooks that want to see its gradient."""
+    own = int(has_main_grad(parameter))
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > own
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ BOUND = 1e-2
 """The largest difference allowed, over the largest value: operands and results are bfloat16, sums float32."""
 
 
-def _operands(hidden: int, ffn: int, ends: list[int], seed: int) -> dict[str, torch.Tensor]:
+def _operands(hidden: int, ffn: int, ends: list[int], seed: int, bias: bool) -> dict[str, torch.Tensor]:
     """Random rows, five of them past the last group, with weights and gradients."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     rows, experts = ends[-1] + 5, len(ends)
@@ -24,7 +24,12 @@ def _operands(hidden: int, ffn: int, ends: list[int], seed: int) -> dict[str, to
     def new(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, device="cuda", generator=generator) * scale).bfloat16()
 
+    biases = {"b_in": new(experts, 2 * ffn), "b_out": new(experts, hidden)} if bias else {}
+    if bias:  # some columns are far beyond the limits of swiglu_clamped, all others far within
+        biases["b_in"][:, [0, 3]] += 20
+        biases["b_in"][:, 5] -= 20
     return {
+        **biases,
         "x": new(rows, hidden),
         "grad": new(rows, hidden),
         "w_in": new(experts, hidden, 2 * ffn, scale=hidden**-0.5),
@@ -38,13 +43,23 @@ def _by_float64(given: dict[str, torch.Tensor], ends: list[int], activation: str
     rows = ends[-1]
     x, weights = (given[name][:rows].double().requires_grad_() for name in ("x", "weights"))
     w_in, w_out = (given[name].double().requires_grad_() for name in ("w_in", "w_out"))
+    biases = [given[name].double().requires_grad_() for name in ("b_in", "b_out") if name in given]
     groups = list(zip([0, *ends[:-1]], ends, strict=True))
     inner = torch.cat([x[a:b] @ w_in[group] for group, (a, b) in enumerate(groups)])
+    if biases:
+        of_row = torch.cat([torch.full((b - a,), group) for group, (a, b) in enumerate(groups)]).to(x.device)
+        inner = inner + biases[0][of_row]
     inner.retain_grad()
-    interleaved = activation == "swiglu_interleaved"
+    interleaved = activation != "swiglu"
     gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=1)
-    z = torch.nn.functional.silu(gate) * up * weights[:, None]
+    if activation == "swiglu_clamped":
+        gate = gate.clamp(max=7.0)
+        z = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1) * weights[:, None]
+    else:
+        z = torch.nn.functional.silu(gate) * up * weights[:, None]
     y = torch.cat([z[a:b] @ w_out[group] for group, (a, b) in enumerate(groups)])
+    if biases:
+        y = y + weights[:, None] * biases[1][of_row]
     y.backward(given["grad"][:rows].double())
     return {
         "inner": inner,
@@ -55,39 +70,57 @@ def _by_float64(given: dict[str, torch.Tensor], ends: list[int], activation: str
         "grad_x": x.grad,
         "grad_w_in": w_in.grad,
         "grad_w_out": w_out.grad,
+        **dict(zip(("grad_b_in", "grad_b_out"), (each.grad for each in biases), strict=bool(biases))),
     }  # type: ignore[dict-item]
 
 
-def _by_quack(products: Any, given: dict[str, torch.Tensor], offsets: torch.Tensor, activation: str) -> Any:
+def _by_quack(
+    products: Any,
+    given: dict[str, torch.Tensor],
+    offsets: torch.Tensor,
+    activation: str,
+    index: torch.Tensor | None = None,
+) -> Any:
+    """The numbers of every product; with an index of `x` and `grad`, which are in another order then."""
     groups = products.groups(offsets)
-    inner, z = products.gated_mm(given["x"], given["w_in"], groups, given["weights"], activation=activation)
+    gated: dict[str, Any] = {"activation": activation, "index_P": index}
+    b_in, b_out, weights = given.get("b_in"), given.get("b_out"), given["weights"]
+    inner, z = products.gated_mm(given["x"], given["w_in"], groups, weights, **gated, bias_LI=b_in)
     grad_inner, grad_weights, z_again = products.gated_mm_dgrad(
         given["grad"],
         given["w_out"],
         groups,
         inner,
         given["weights"],
-        activation=activation,
         need_weights=True,
         need_z=True,
+        **gated,
     )
+    x, grad, of_biases = given["x"], given["grad"], {}
+    if b_out is not None:
+        grad_weights = grad_weights + products.bias_weights_grad(grad, b_out, groups, index_P=index)
+        of_biases["grad_b_in"] = products.bias_grad(grad_inner, groups)
+        of_biases["grad_b_out"] = products.bias_grad(grad, groups, weights, index_P=index)
     return {
+        **of_biases,
         "inner": inner,
+        "inner again": products.grouped_mm(x, given["w_in"], groups, index_P=index, bias_LB=b_in),
         "z": z,
-        "y": products.grouped_mm(z, given["w_out"], groups),
+        "y": products.grouped_mm(z, given["w_out"], groups, bias_LB=b_out, weights_P=weights),
         "grad_inner": grad_inner,
         "grad_weights": grad_weights,
         "grad_x": products.grouped_mm_dgrad(grad_inner, given["w_in"], groups),
-        "grad_w_in": products.grouped_mm_wgrad(given["x"], grad_inner, groups),
-        "grad_w_out": products.grouped_mm_wgrad(z_again, given["grad"], groups),
+        "grad_w_in": products.grouped_mm_wgrad(x, grad_inner, groups, rows_index_P=index),
+        "grad_w_out": products.grouped_mm_wgrad(z_again, grad, groups, grad_index_P=index),
     }
 
 
 def _make(hidden: int, ffn: int, activation: str) -> Any:
-    from moecomm.kernels.quack import QuackProducts
+    from moecomm.kernels.quack import make_quack_products
 
     device = torch.device("cuda", torch.cuda.current_device())
-    return QuackProducts(hidden=hidden, ffn=ffn, dtype=torch.bfloat16, device=device, activation=activation)
+    sizes: dict[str, Any] = {"hidden": hidden, "ffn": ffn, "dtype": torch.bfloat16, "device": device}
+    return make_quack_products(**sizes, activation=activation)
 
 
 def _far(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -96,47 +129,77 @@ def _far(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got[:rows].double() - want).abs().max() / want.abs().max())
 
 
-def _products(rank: int, world_size: int, case: tuple[int, int, list[int], str], seed: int) -> list[str]:
-    hidden, ffn, ends, activation = case
-    given, products = _operands(hidden, ffn, ends, seed), _make(hidden, ffn, activation)
-    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+def _products(
+    rank: int, world_size: int, case: tuple[int, int, list[int], str, bool], seed: int, gathers: bool
+) -> list[str]:
+    hidden, ffn, ends, activation, bias = case
+    given, products = _operands(hidden, ffn, ends, seed, bias), _make(hidden, ffn, activation)
+    offsets, index, rows = torch.tensor(ends, dtype=torch.int32, device="cuda"), None, ends[-1]
     want = _by_float64(given, ends, activation)
-    got = _by_quack(products, given, offsets, activation)
+    want["inner again"] = want["inner"]
+    if gathers:
+        order = torch.randperm(rows, device="cuda")
+        index = torch.zeros(rows + 5, dtype=torch.int32, device="cuda")
+        index[order] = torch.arange(rows, dtype=torch.int32, device="cuda")
+        given |= {name: given[name][:rows][order].contiguous() for name in ("x", "grad")}
+    got = _by_quack(products, given, offsets, activation, index)
     problems = [name for name in want if not _far(got[name], want[name]) <= BOUND]
+    groups = products.groups(offsets)
     for dtype in (torch.bfloat16, torch.float32):
-        into = torch.ones_like(given["w_in"], dtype=dtype)
-        groups = products.groups(offsets)
-        assert products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into) is None
-        problems += [f"into {dtype}"] * (not _far(into - 1, want["grad_w_in"]) <= 2 * BOUND)
-    again = _by_quack(products, given, offsets, activation)
-    rows = ends[-1]
+        into_in, into_out = (torch.ones_like(given[name], dtype=dtype) for name in ("w_in", "w_out"))
+        products.grouped_mm_wgrad(given["x"], got["grad_inner"], groups, into=into_in, rows_index_P=index)
+        products.grouped_mm_wgrad(got["z"], given["grad"], groups, into=into_out, grad_index_P=index)
+        for name, into in (("grad_w_in", into_in), ("grad_w_out", into_out)):
+            problems += [f"{name} into {dtype}"] * (not _far(into - 1, want[name]) <= 2 * BOUND)
+    again = _by_quack(products, given, offsets, activation, index)
     for name, value in got.items():
-        count = value.shape[0] if name.startswith("grad_w_") else rows
+        count = value.shape[0] if name.startswith(("grad_w_", "grad_b_")) else rows
         problems += [f"{name} again"] * (not torch.equal(value[:count], again[name][:count]))
     return problems
 
 
+def _tiles(rank: int, world_size: int) -> list[str]:
+    """quack keeps plans by the identity of a tile's config: two tiles must never have had the same one."""
+    from moecomm.kernels.quack_tiles import CANDIDATES
+
+    products = _make(256, 192, "swiglu_interleaved")
+    seen = set()
+    for tile in CANDIDATES:
+        products.use_tile("fc2_dgrad", tile)
+        seen.add(id(products._configs["fc2_dgrad"]))
+    return [] if len(seen) == len(CANDIDATES) else [f"{len(CANDIDATES)} tiles have {len(seen)} configs"]
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_every_tile_has_a_config_of_its_own(pool: Pools) -> None:
+    harness.assert_none(pool(1)(_tiles))
+
+
 CASES = {
-    "even": (256, 192, [100, 200, 300], "swiglu_interleaved"),
-    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved"),
-    "halves": (256, 192, [90, 91, 300], "swiglu"),
+    "even": (256, 192, [100, 200, 300], "swiglu_interleaved", False),
+    "ragged, an empty group": (512, 328, [0, 7, 130, 130], "swiglu_interleaved", False),
+    "halves": (256, 192, [90, 91, 300], "swiglu", False),
+    "clamped": (256, 192, [90, 91, 300], "swiglu_clamped", False),
+    "as gpt-oss": (512, 328, [0, 7, 130, 130], "swiglu_clamped", True),
+    "biases": (256, 192, [90, 91, 300], "swiglu_interleaved", True),
 }
 
 
 @pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_products_are_those_of_float64(pool: Pools, name: str, seed: int) -> None:
-    harness.assert_none(pool(1)(_products, CASES[name], seed))
+def test_products_are_those_of_float64(pool: Pools, name: str, gathers: bool, seed: int) -> None:
+    harness.assert_none(pool(1)(_products, CASES[name], seed, gathers))
 
 
-def _layer(rank: int, world_size: int, seed: int) -> list[str]:
+def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -> list[str]:
     """Microbatches whose gradients add up: with torch's products and quack's, overlapped and in order, and
     replayed from a graph."""
     from moecomm import Communicator
     from moecomm.nn import MoEConfig, MoELayer
 
     sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
-    sizes |= {"activation": "swiglu_interleaved", "dtype": torch.bfloat16, "init_std": 0.05}
+    sizes |= {"activation": activation, "bias": bias, "dtype": torch.bfloat16, "init_std": 0.05}
     sizes |= {"capacity_factor": 4.0, "pad_to_capacity": True}
     torch.manual_seed(seed)
     comm = Communicator(
@@ -144,6 +207,8 @@ def _layer(rank: int, world_size: int, seed: int) -> list[str]:
     )
     plain = MoELayer(MoEConfig(**sizes, products="torch"), comm)
     layer = MoELayer(MoEConfig(**sizes, products="quack"), comm)
+    for value in (plain.experts.b_in, plain.experts.b_out) if bias else ():
+        torch.nn.init.normal_(value)
     layer.load_state_dict(plain.state_dict())
     x = torch.randn(2, 200, 256, device="cuda").bfloat16().requires_grad_()
     grad = torch.randn(200, 256, device="cuda").bfloat16()
@@ -196,7 +261,63 @@ def _layer(rank: int, world_size: int, seed: int) -> list[str]:
     return problems
 
 
+def _main_grad(rank: int, world_size: int, seed: int) -> list[str]:
+    """Gradients of microbatches in `main_grad`, from quack's products and from torch's, and in a graph."""
+    from moecomm import Communicator
+    from moecomm.nn import MoEConfig, MoELayer
+
+    sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
+    sizes |= {"activation": "swiglu_interleaved", "dtype": torch.bfloat16, "init_std": 0.05}
+    sizes |= {"capacity_factor": 4.0, "pad_to_capacity": True, "main_grad": True}
+    torch.manual_seed(seed)
+    comm = Communicator(
+        num_experts=8, hidden=256, top_k=2, max_tokens=200, dtype=torch.bfloat16, device=harness.device()
+    )
+    plain = MoELayer(MoEConfig(**sizes, products="torch"), comm)
+    layer = MoELayer(MoEConfig(**sizes, products="quack"), comm)
+    layer.load_state_dict(plain.state_dict())
+    batches = torch.randn(3, 200, 256, device="cuda").bfloat16()
+    for x in batches:
+        for each in (plain, layer):
+            each(x).square().sum().backward()
+    problems = []
+    for name in ("w_in", "w_out"):
+        one, other = (getattr(each.experts, name) for each in (layer, plain))
+        problems += [f"rank {rank}, {name}.grad"] * (one.grad is not None or other.grad is not None)
+        problems += [f"rank {rank}, {name}"] * (
+            not _far(one.main_grad, other.main_grad.double()) <= 2 * BOUND
+        )
+    side, x = torch.cuda.Stream(), batches[0]
+    before = layer.experts.w_in.main_grad.clone()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(x).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    once = layer.experts.w_in.main_grad - before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x).square().sum().backward()
+    graph.replay()
+    graph.replay()
+    three = layer.experts.w_in.main_grad - before
+    problems += [f"rank {rank}, replays"] * (not _far(three, 3 * once.double()) <= BOUND)
+    comm.check()
+    torch.cuda.synchronize()
+    del graph
+    comm.close()
+    return problems
+
+
 @pytest.mark.usefixtures("cuda_only")
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_layer_is_what_it_is_with_torch(pool: Pools, size: int, seed: int) -> None:
-    harness.assert_none(pool(size)(_layer, seed))
+def test_gradients_in_float32(pool: Pools, size: int, seed: int) -> None:
+    harness.assert_none(pool(size)(_main_grad, seed))
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu_interleaved", False), ("swiglu_clamped", True)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_layer_is_what_it_is_with_torch(
+    pool: Pools, size: int, activation: str, bias: bool, seed: int
+) -> None:
+    harness.assert_none(pool(size)(_layer, seed, activation, bias))

@@ -25,6 +25,8 @@ NAMES = {
     "router.expert_bias_E": "bias",
     "experts.w_in": "w_in",
     "experts.w_out": "w_out",
+    "experts.b_in": "b_in",
+    "experts.b_out": "b_out",
     "shared.w_in": "shared_in",
     "shared.w_out": "shared_out",
 }
@@ -60,6 +62,7 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
     counts = TOKENS[world_size]
     layer = MoELayer(config, max_tokens=max(counts) + 2)
     layer.loss_scale = case.loss_scale
+    fill_biases(layer)
     if layer.router.expert_bias_E is not None:
         layer.router.expert_bias_E.copy_(torch.randn(config.num_experts) * 0.1)
     if case.poison_tail:
@@ -89,6 +92,15 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
         "grads": {n: p.grad.double() for n, p in layer.named_parameters() if p.grad is not None},
         "experts": [n for n, p in layer.named_parameters() if is_expert_parameter(p)],
     }
+
+
+def fill_biases(layer: MoELayer) -> None:
+    """Gives the experts' biases, which start as zeros, random numbers of torch's default generator."""
+    first, count = layer.experts.first_expert, layer.experts.num_local_experts
+    for bias in (layer.experts.b_in, layer.experts.b_out):
+        if bias is not None:
+            of_all = torch.randn(layer.config.num_experts, bias.shape[1], dtype=torch.float64)
+            bias.data.copy_(of_all[first : first + count])
 
 
 def poison_tail(comm: Communicator) -> None:
@@ -216,7 +228,9 @@ class LayerCase:
         )
         if self.poison_tail:
             poison_tail(comm)
-        return MoELayer(config, comm)
+        layer = MoELayer(config, comm)
+        fill_biases(layer)
+        return layer
 
     def input(self, rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
         """x and the gradient of y, on the CPU."""
@@ -240,7 +254,7 @@ def run_layer(
     y = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
     y.backward(grad)
     if layer.defer_weights:
-        assert all(parameter.grad is None for parameter in layer.experts.parameters())
+        assert layer.experts.w_in.grad is None and layer.experts.w_out.grad is None
     layer.backward_weights()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     seen = {"load": layer.last_tokens_per_expert, **layer.last_losses}

@@ -59,6 +59,11 @@ CASES = {
             "aux_loss_coef": 0.1,
         }
     ),
+    "like gpt-oss": Case({"activation": "swiglu_clamped", "bias": True}),
+    "fixed buffers, biases": Case(
+        {"capacity_factor": 1.0, "pad_to_capacity": True, "activation": "swiglu_clamped", "bias": True},
+        poison_tail=True,
+    ),
     "like switch": Case(
         {
             "top_k": 1,
@@ -88,7 +93,16 @@ MOST = {2: "fixed buffers, by position", 4: "like deepseek-v3"}
 LOW_PRECISION = ("softmax", "per sequence, shared experts", "fixed buffers", "recomputed")
 
 
-IN_EVERY_WAY = ("softmax", "like deepseek-v3", "like switch", "fixed buffers", "drop by weight", "recomputed")
+IN_EVERY_WAY = (
+    "softmax",
+    "like deepseek-v3",
+    "like gpt-oss",
+    "like switch",
+    "fixed buffers",
+    "fixed buffers, biases",
+    "drop by weight",
+    "recomputed",
+)
 
 
 def in_every_way(name: str, dtype: torch.dtype, size: int, seed: int, **options: Any) -> LayerCase:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
+from moecomm.errors import InvalidArgument
 from moecomm.kernels.products import Products
-from moecomm.nn import MoEConfig, MoELayer
+from moecomm.nn import (
+    GraphedStep,
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    fully_shard_experts,
+    is_expert_parameter,
+    prepare_ddp,
+    sync_gradients,
+)
 from tests.multirank.conftest import Pools
+from tests.multirank.test_data_parallel import recipe
 
 SIZES: dict[str, Any] = {"hidden": 16, "ffn_hidden": 12, "num_experts": 6, "top_k": 2}
 
@@ -77,6 +92,91 @@ def left_to_autograd(rank: int, world_size: int, seed: int) -> None:
     assert len(seen) == 2 and products.added == 2  # w_in has none any more
 
 
+def into_main_grad(rank: int, world_size: int, seed: int) -> None:
+    """Gradients add up in `main_grad` in every way to run, with products that add and with those that do not,
+    and are synchronised and clipped there."""
+    plain, _, products = _layers(seed)
+    twins = [MoELayer(dataclasses.replace(plain.config, main_grad=True), plain.comm) for _ in range(2)]
+    twins[0].experts.products = products
+    inputs = [torch.randn(3 + rank + i, 16) for i in range(3)]
+    for layer in (plain, *twins):
+        layer.load_state_dict(plain.state_dict())
+        for x, overlap, deferred in zip(inputs, (True, False, True), (False, False, True), strict=True):
+            layer.overlap, layer.defer_weights = overlap, deferred
+            layer(x).square().sum().backward()
+        layer.backward_weights()
+    assert products.added == 2
+    for twin in (*twins, copy.deepcopy(twins[0])):
+        weights = twin.experts.w_in, twin.experts.w_out
+        if twin in twins:
+            for weight, other in zip(weights, (plain.experts.w_in, plain.experts.w_out), strict=True):
+                assert weight.grad is None and weight.main_grad.dtype == torch.float32
+                assert_close(weight.main_grad, other.grad)
+        else:  # a copy begins anew
+            twin.defer_weights = False
+            twin(inputs[0]).sum().backward()
+            assert all(weight.grad is None and weight.main_grad.any() for weight in weights)
+    held = twins[0].experts.w_in.main_grad
+    norms = []
+    for layer in (plain, *twins):
+        sync_gradients(layer)
+        norms.append(clip_grad_norm(layer, 0.01))
+    assert twins[0].experts.w_in.main_grad is held
+    for twin, norm in zip(twins, norms[1:], strict=True):
+        assert_close(norm, norms[0])
+        assert_close(twin.experts.w_out.main_grad, plain.experts.w_out.grad)
+
+
+def main_grad_and_hooks(rank: int, world_size: int, seed: int) -> None:
+    """A hook sees the gradient before it is added; torch.autograd.grad adds nothing; a bad tensor, and
+    wrappers that would average `grad`, are refused."""
+    plain, _, products = _layers(seed)
+    layer = MoELayer(dataclasses.replace(plain.config, main_grad=True), plain.comm)
+    layer.load_state_dict(plain.state_dict())
+    layer.experts.products = products
+    x, w_in = torch.randn(5, 16), layer.experts.w_in
+    (found,) = torch.autograd.grad(layer(x).sum(), [w_in])
+    assert not w_in.main_grad.any()
+    hook = w_in.register_hook(lambda grad: 2 * grad)
+    layer(x).sum().backward()
+    assert_close(w_in.main_grad, 2 * found)
+    assert products.added == 1  # w_out has no hook
+    hook.remove()
+    w_in.main_grad = torch.zeros(3, dtype=torch.bfloat16) if rank == 0 else None
+    with pytest.raises(InvalidArgument, match=r"main_grad is torch.bfloat16 of shape \(3,\)"):
+        layer(x)
+    w_in.main_grad = None
+    layer(x).sum().backward()
+    assert_close(w_in.main_grad, found)
+    for wrap in (prepare_ddp, DistributedDataParallel, fully_shard_experts):
+        with pytest.raises(InvalidArgument, match="has its gradients in main_grad"):
+            wrap(layer)
+    with pytest.raises(InvalidArgument, match="a MoELayer has main_grad=True"):
+        GraphedStep(lambda: None, layer)
+
+
+def recipe_of_main_grad(rank: int, world_size: int, seed: int) -> None:
+    """The recipe of docs/training.md trains as an optimizer of `grad` does."""
+    plain, _, _ = _layers(seed)
+    layer = MoELayer(dataclasses.replace(plain.config, main_grad=True), plain.comm)
+    layer.load_state_dict(plain.state_dict())
+    batches = [torch.randn(3 + rank + i, 16) for i in range(3)]
+    (code,) = recipe("Gradients in float32")
+    names: dict[str, Any] = {"torch": torch, "is_expert_parameter": is_expert_parameter, "model": layer}
+    names |= {"sync_gradients": sync_gradients, "clip_grad_norm": clip_grad_norm, "batches": batches}
+    names |= {"lr": 0.01, "max_norm": 0.5, "loss_of": lambda y: y.square().sum()}
+    exec(code, names)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for x in batches:
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        sync_gradients(plain)
+        clip_grad_norm(plain, 0.5)
+        optimizer.step()
+    for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert_close(one, other)
+
+
 def columns(rank: int, world_size: int, seed: int) -> None:
     """Interleaved columns give what halves do, in every way to run."""
     torch.manual_seed(seed)
@@ -108,6 +208,8 @@ def columns(rank: int, world_size: int, seed: int) -> None:
         torch.testing.assert_close(pairs, of_pairs)
 
 
-@pytest.mark.parametrize("body", [accumulated, left_to_autograd, columns])
+@pytest.mark.parametrize(
+    "body", [accumulated, left_to_autograd, into_main_grad, main_grad_and_hooks, recipe_of_main_grad, columns]
+)
 def test_products(body: Any, pool: Pools, seed: int) -> None:
     pool(2)(body, seed)

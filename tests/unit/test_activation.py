@@ -20,8 +20,10 @@ from tests import ranks
 from tests.multirank.conftest import Pools
 from tests.unit.loopback import DTYPES, memory
 
-ACTIVATIONS = ("swiglu", "swiglu_interleaved", "gelu")
-INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "gelu": 1}
+ACTIVATIONS = ("swiglu", "swiglu_interleaved", "swiglu_clamped", "gelu")
+INPUTS = {"swiglu": 2, "swiglu_interleaved": 2, "swiglu_clamped": 2, "gelu": 1}
+INTERLEAVED = ("swiglu_interleaved", "swiglu_clamped")
+ALPHA, LIMIT = 1.702, 7.0
 KINDS = ("bfloat16", "float16", "float32", "float64")
 ON_CPU = ((1, 1), (5, 7), (40, 64), (0, 8), (3, 1000))
 ON_GPU = tuple((rows, width) for width in (1, 7, 64, 1000, 2048, 16384 + 8) for rows in (0, 1, 513, 5000))
@@ -85,14 +87,14 @@ class Case:
 
 def parts(inner: Tensor, activation: str) -> list[Tensor]:
     """The gates and up values (or x)."""
-    if activation == "swiglu_interleaved":
+    if activation in INTERLEAVED:
         return [inner[:, ::2], inner[:, 1::2]]
     return list(inner.chunk(INPUTS[activation], dim=1))
 
 
 def whole(columns: list[Tensor], activation: str) -> Tensor:
     """What `parts` takes apart."""
-    if activation == "swiglu_interleaved":
+    if activation in INTERLEAVED:
         return torch.stack(columns, dim=2).flatten(1)
     return torch.cat(columns, dim=1)
 
@@ -100,6 +102,13 @@ def whole(columns: list[Tensor], activation: str) -> Tensor:
 def reference(inner: Tensor, activation: str) -> tuple[Tensor, list[Tensor]]:
     """act(inner) and its derivatives by gate and up (or by x), in float64."""
     inner = inner.double()
+    if activation == "swiglu_clamped":
+        gate, up = parts(inner, activation)
+        open_gate, open_up = gate <= LIMIT, up.abs() <= LIMIT
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        share = 1 / (1 + torch.exp(-ALPHA * gate))
+        slope = share + ALPHA * gate * share * (1 - share)
+        return gate * share * (up + 1), [(up + 1) * slope * open_gate, gate * share * open_up]
     if activation != "gelu":
         gate, up = parts(inner, activation)
         share = 1 / (1 + torch.exp(-gate))
@@ -117,6 +126,8 @@ def exact(inner: Tensor, weights: Tensor, grad: Tensor, activation: str) -> dict
     # The exponential's error grows with its argument. The first slope is a sum, and has the error of its
     # largest term.
     x, *up = parts(inner, activation)
+    if activation == "swiglu_clamped":
+        x, up = ALPHA * x.clamp(max=LIMIT), [up[0].clamp(-LIMIT, LIMIT) + 1]
     grow, first = 1 + x**2, 1 + x.abs()
     for each in up:
         first = first * each.abs() / (1 + torch.exp(-x))
@@ -291,7 +302,7 @@ def test_rows_past_the_last_end(pool: Pools, activation: str, dtype: str, seed: 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "activation": (
         {"activation": "relu"},
-        r"activation is 'relu', expected one of swiglu, swiglu_interleaved, gelu",
+        r"activation is 'relu', expected one of swiglu, swiglu_interleaved, swiglu_clamped, gelu",
     ),
     "dtype": ({"inner": torch.zeros(4, 6, dtype=torch.int32)}, r"inner is torch.int32, expected one of"),
     "rank": ({"inner": torch.zeros(4)}, r"inner has shape \(4,\), expected \(rows, 2F\) for swiglu"),
@@ -402,7 +413,7 @@ class Kernels:
     """The extension's functions for CUDA tensors, on the host's memory."""
 
     DType = module._C.DType
-    Activation = SimpleNamespace(swiglu="swiglu", swiglu_interleaved="swiglu_interleaved", gelu="gelu")
+    Activation = SimpleNamespace(**{name: name for name in ACTIVATIONS})
 
     def __init__(self) -> None:
         self.streams: list[int] = []

@@ -78,6 +78,27 @@ struct Function<Activation::swiglu_interleaved> : Function<Activation::swiglu> {
 };
 
 template <>
+struct Function<Activation::swiglu_clamped> {
+  static constexpr int kInputs = activation_inputs(Activation::swiglu_clamped);
+  static constexpr bool kInterleaved = true;
+  static constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+  // Not fminf and fmaxf, which make a number of NaN.
+  __device__ static float below(float x) { return x > kLimit ? kLimit : x; }
+  __device__ static float within(float x) { return x < -kLimit ? -kLimit : below(x); }
+  __device__ static float value(const float* in) {
+    const float gate = below(in[0]), silu = gate * sigmoid(__fmul_rn(kAlpha, gate));
+    return fmaf(silu, within(in[1]), silu);
+  }
+  __device__ static float slopes(const float* in, float* out) {
+    const float gate = below(in[0]), up = within(in[1]), x = __fmul_rn(kAlpha, gate);
+    const float share = sigmoid(x), silu = gate * share;
+    out[0] = in[0] <= kLimit ? __fadd_rn(up, 1.0f) * (share * fmaf(x, 1 - share, 1.0f)) : 0.0f;
+    out[1] = fabsf(in[1]) <= kLimit ? silu : 0.0f;
+    return fmaf(silu, up, silu);
+  }
+};
+
+template <>
 struct Function<Activation::gelu> {
   static constexpr int kInputs = activation_inputs(Activation::gelu);
   static constexpr bool kInterleaved = false;
@@ -311,6 +332,9 @@ cudaError_t with_variant(DType dtype, Activation activation, bool whole, const U
       case Activation::swiglu_interleaved:
         return whole ? use.template operator()<d, Activation::swiglu_interleaved, true>()
                      : use.template operator()<d, Activation::swiglu_interleaved, false>();
+      case Activation::swiglu_clamped:
+        return whole ? use.template operator()<d, Activation::swiglu_clamped, true>()
+                     : use.template operator()<d, Activation::swiglu_clamped, false>();
       case Activation::gelu:
         return whole ? use.template operator()<d, Activation::gelu, true>()
                      : use.template operator()<d, Activation::gelu, false>();
@@ -393,7 +417,8 @@ cudaError_t launch_activation_backward(const ActivationRows& rows, const Activat
 }
 
 cudaError_t prepare_activation(DType dtype) {
-  for (const Activation activation : {Activation::swiglu, Activation::gelu}) {
+  for (const Activation activation :
+       {Activation::swiglu, Activation::swiglu_interleaved, Activation::swiglu_clamped, Activation::gelu}) {
     for (const bool whole : {true, false}) {
       const cudaError_t error = with_variant(dtype, activation, whole, Load{});
       if (error != cudaSuccess) return error;

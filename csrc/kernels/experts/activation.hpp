@@ -18,7 +18,9 @@ inline constexpr int64_t kMostRows = 1 << 30, kMostWidth = 1 << 27;
 
 /// swiglu: silu of the first half of a row times its second half (arXiv 2002.05202). swiglu_interleaved: silu
 /// of the even columns times the odd ones. gelu: x times the normal distribution function of x.
-enum class Activation : int32_t { swiglu = 0, gelu = 1, swiglu_interleaved = 2 };
+/// swiglu_clamped: with the gate, an even column, at most 7, and up, the odd one beside it, between -7 and 7,
+/// gate * sigmoid(1.702 * gate) * (up + 1), as gpt-oss has it.
+enum class Activation : int32_t { swiglu = 0, gelu = 1, swiglu_interleaved = 2, swiglu_clamped = 3 };
 
 /// Columns of `inner` for each column of the result.
 constexpr int activation_inputs(Activation activation) { return activation == Activation::gelu ? 1 : 2; }
