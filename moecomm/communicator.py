@@ -132,6 +132,7 @@ class Communicator:
         memory: size and sections of this rank's window.
         num_sms: SMs that an operation holds while it runs; on the CPU, its threads.
         engine: what moves the rows, as given.
+        copies_beside: the copy engine moves the rows of operations that have products beside them.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Communicator:
         self._id = operators.register(backend)
         self._begun: object = None  # the dispatch that begin_dispatch has sent and nobody received
         self.engine: Engine = engine
+        self.copies_beside: bool = backend.copies_beside
         self._backend = backend
 
     @staticmethod

@@ -132,6 +132,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("use_copies", &DeviceCommunicator::use_copies)
+      .def("copies_pay", &DeviceCommunicator::copies_pay)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
               int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,

@@ -115,8 +115,6 @@ struct Comm {
   __device__ std::byte* outgoing_row(int32_t home, int64_t token) const {
     return own + window.outgoing + (home * window.shape.max_tokens + token) * window.shape.row_bytes();
   }
-  /// The number of the arrival flag of copies; it is that of a chunk, since flags hold epochs.
-  __device__ static constexpr int64_t copies_number() { return 0; }
   /// Combine: slot `slot` of a token in its home's window at `base`.
   __device__ std::byte* slot_row(std::byte* base, uint64_t epoch, int64_t token, int32_t slot) const {
     return base + window.rows[epoch & 1] + (token * window.shape.slots() + slot) * window.shape.row_bytes();

@@ -18,6 +18,7 @@ namespace moecomm {
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 16;
+inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 
 /// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
 /// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
@@ -117,6 +118,7 @@ struct DeviceState {
   alignas(kLine) uint32_t failed;     ///< 1: a wait ended without what it waited for; kernels return at once
   uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
   uint64_t planned;                   ///< epoch of the newest plan
+  uint64_t copied;                    ///< epoch of the newest operation whose rows the copy engine moves
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
   uint32_t stage_next;                ///< and to be sent to other nodes
   uint32_t later_next;                ///< next chunk to be sent that takes another one's place

@@ -125,8 +125,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   limit_sms(config_.num_sms);
   for (const cudaError_t error :
        {gpu::prepare_dispatch_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
-        gpu::prepare_combine_reduce(s), gpu::prepare_combine_sum(s), gpu::prepare_announce(),
-        gpu::prepare_copied()})
+        gpu::prepare_combine_reduce(s), gpu::prepare_combine_sum(s), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -284,6 +283,11 @@ void DeviceCommunicator::use_copies(bool copies) {
   copies_ = copies;
 }
 
+bool DeviceCommunicator::copies_pay() const {
+  const DeviceShape& s = config_.shape;
+  return s.copies && gpu::copies_pay(s.ranks, s.top_k, s.max_tokens, s.row_bytes());
+}
+
 gpu::Launch DeviceCommunicator::launch(cudaStream_t stream, int blocks, bool overlapped) const {
   return {stream, blocks, overlaps_, overlapped && overlaps_, heuristics_.paired};
 }
@@ -412,7 +416,9 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   const bool later = !copies_ && most > comm(wire)->window.stage_tokens;
   if (arguments.apart || later) fork_side(stream);
   const bool only_announces = copies_ && arguments.operation != Operation::dispatch;
-  const int blocks = only_announces ? 1 : heuristics_.send_blocks + heuristics_.relay_blocks;
+  const int blocks = only_announces ? 1
+                     : copies_      ? heuristics_.each_blocks()
+                                    : heuristics_.send_blocks + heuristics_.relay_blocks;
   check_cuda(gpu::launch_dispatch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
                                        *comm(wire), arguments),
              "launch of a dispatch (sending)");
@@ -427,21 +433,25 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
                 stream);
 }
 
-/// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and
-/// tells it: from + peer * step goes to rank `peer`.
+/// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and after
+/// them the operation's epoch into its arrival flag: from + peer * step goes to rank `peer`. No SM has a part in
+/// it, so that nothing waits for a product that fills the GPU.
 void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
                                        cudaStream_t stream) {
   const DeviceShape& s = config_.shape;
-  for (int32_t i = 1; i < s.ranks && bytes > 0; ++i) {
+  const int64_t to = window_.landed + config_.rank * s.max_tokens * row_bytes;
+  const int64_t flag = window_.arrived + (config_.rank * (window_.max_chunks + 1) + kCopiesChunk) *
+                                             static_cast<int64_t>(sizeof(uint64_t));
+  const auto copy = [&](int32_t peer, int64_t offset, const void* source, int64_t size) {
+    check_cuda(cudaMemcpyAsync(host_bases_[static_cast<size_t>(peer)] + offset, source,
+                               static_cast<size_t>(size), cudaMemcpyDeviceToDevice, stream),
+               "a copy to a peer");
+  };
+  for (int32_t i = 1; i < s.ranks; ++i) {
     const int32_t peer = (config_.rank + i) % s.ranks;
-    check_cuda(
-        cudaMemcpyAsync(
-            host_bases_[static_cast<size_t>(peer)] + window_.landed + config_.rank * s.max_tokens * row_bytes,
-            from + peer * step, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream),
-        "a copy to a peer");
+    if (bytes > 0) copy(peer, to, from + peer * step, bytes);
+    copy(peer, flag, &state_->copied, sizeof(uint64_t));
   }
-  check_cuda(gpu::launch_signal_copied(launch(stream, 1, false), *comm(WireFormat::same)),
-             "launch of a copy's signal");
 }
 
 /// Receives the rows of the operation that was sent last.
@@ -454,11 +464,9 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   arguments.layout = sent.layout;
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
-  if (sent.copied)
-    check_cuda(gpu::launch_wait_copied(launch(stream, 1, false), *comm(begun.wire), sent.operation),
-               "launch of a wait for copies");
+  const int blocks = sent.copied ? heuristics_.each_blocks() : heuristics_.receive_blocks;
   check_cuda(
-      gpu::launch_dispatch_receive(launch(stream, heuristics_.receive_blocks, !sent.apart && !sent.copied),
+      gpu::launch_dispatch_receive(launch(stream, blocks, !sent.apart && !sent.copied),
                                    *comm(begun.wire), arguments),
       "launch of a dispatch (receiving)");
   pending_.reset();
@@ -565,10 +573,11 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStr
   const DeviceGuard guard(config_.device);
   abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
-  const int blocks = heuristics_.reduce_blocks + heuristics_.relay_blocks;
   gpu::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
   all.copied = copies_ && all.rows != nullptr;
+  const int blocks =
+      all.copied ? heuristics_.each_blocks() : heuristics_.reduce_blocks + heuristics_.relay_blocks;
   const bool apart = !overlaps_ && !all.copied;
   all.senders = apart ? blocks : 0;
   if (apart) fork_side(stream);
@@ -579,10 +588,8 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStr
     const int64_t bytes = comm.window.shape.max_tokens * comm.window.shape.row_bytes();
     copy_to_peers(host_bases_[static_cast<size_t>(config_.rank)] + window_.outgoing, bytes, bytes,
                   comm.window.shape.row_bytes(), stream);
-    check_cuda(gpu::launch_wait_copied(launch(stream, 1, false), comm, Operation::combine),
-               "launch of a wait for copies");
   }
-  check_cuda(gpu::launch_combine_sum(launch(stream, heuristics_.sum_blocks, !all.copied), comm, all),
+  check_cuda(gpu::launch_combine_sum(launch(stream, all.copied ? blocks : heuristics_.sum_blocks, !all.copied), comm, all),
              "launch of combine (home)");
   if (apart) join_side(stream);
   ++stats_.combine_calls;

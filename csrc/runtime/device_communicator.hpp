@@ -131,6 +131,8 @@ class DeviceCommunicator {
   /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to
   /// do the same.
   void use_copies(bool copies);
+  /// True where the copy engine should move rows that have a product beside them.
+  bool copies_pay() const;
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
   void combine(const gpu::CombineArguments& arguments, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.

@@ -109,6 +109,8 @@ class Backend(Protocol):
     """The number of SMs that an operation holds; on the CPU, of threads."""
     plan_fields: PlanFields
     """The fields of the blob in a TensorPlan."""
+    copies_beside: bool
+    """True if the copy engine moves the rows of operations that have products beside them."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:

@@ -78,6 +78,7 @@ class CpuBackend:
     """
 
     stream = None
+    copies_beside = False
 
     def __init__(
         self,

@@ -118,6 +118,7 @@ class CudaBackend:
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
         self._copies = False
+        self.copies_beside = engine == "copy" or (engine == "auto" and self._native.copies_pay())
         if engine == "copy":
             self.use_copies(True)
         # This also runs when the backend is garbage collected, and when the interpreter ends.

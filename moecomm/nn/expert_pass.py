@@ -1,6 +1,8 @@
 """The experts of a layer with their communication: forward and backward, each from top to bottom.
 
-For rows x, routing weights w and the gradient dy of the result, per row p of expert e and its token t:
+Rows are expert-major: one a (token, expert); or rank-major: one a (token, rank), with an index by which the
+products gather them, so that fewer are written and kept. For rows x, routing weights w and the gradient dy of
+the result, per row p of expert e and its token t:
     h = x W_in[e]    z = w act(h)    y_t = sum over p of z W_out[e]
     dz = dy_t W_out[e]^T    dh = w dz act'(h)    dw = <dz, act(h)>    dx_t = sum over p of dh W_in[e]^T
     dW_out[e] = sum of z^T dy_t    dW_in[e] = sum of x^T dh
@@ -44,7 +46,7 @@ from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_mai
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.stages import COMM
-from moecomm.types import DispatchOutput, Handle
+from moecomm.types import DispatchOutput, Handle, Layout
 
 Keep = Literal["all", "rows", "nothing"]
 """The tensors per row that a forward keeps for its backward. "all": the rows and the first product, P * (H +
@@ -110,11 +112,14 @@ class Call(NamedTuple):
     comm: Communicator
     topk_idx_TK: Tensor
     capacity: int | None
+    layout: Layout
+    """The order of the rows that a dispatch brings: "expert", or "rank" with an index."""
     activation: str
     products: Products
     keep: Keep
     beside_sms: int | None
-    """SMs of combine_grad, which fc1_wgrad leaves to it; None: fc1_wgrad comes after it."""
+    """SMs of combine_grad, which fc1_wgrad leaves to it, or 0 where the copy engine moves its rows; None:
+    fc1_wgrad comes after it."""
     waits: bool
     """True: the host waits for the device at the end of a pass that has used the communicator's stream,
     outside a capture, so that memory which both streams have used is free again at once."""
@@ -127,6 +132,14 @@ class Call(NamedTuple):
     """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: Tensor | None = None
     """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
+
+    def capacities(self) -> dict[str, int | None]:
+        """Returns the capacity as a dispatch takes it. Rank-major rows are never more than expert-major ones,
+        and than the tokens of all ranks."""
+        if self.capacity is None or self.layout == "expert":
+            return {"capacity": self.capacity}
+        tokens = self.comm.size * self.comm.max_tokens
+        return {"capacity": min(self.capacity, tokens), "expert_capacity": self.capacity}
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
@@ -154,9 +167,14 @@ class Known(NamedTuple):
     """The saved outcome of a dispatch, from which rows can be sent again without a new plan."""
 
     handle: Handle
+    """The way of rows to the experts."""
+    expert_handle: Handle
+    """The way home of rows in expert-major order."""
     weights_P: Tensor
     groups: Tensor
     """The groups of rows as the products take them; the last element is the number of rows."""
+    index_P: Tensor | None
+    """The rank-major row of each expert-major one; None where rows are expert-major."""
 
 
 class Forward:
@@ -201,9 +219,9 @@ class Forward:
         with side, stages("dispatch_send", stream=COMM, communicates=True):
             # Without a capacity, receiving waits on the host for the number of rows.
             if call.capacity is None:
-                receive = comm.begin_dispatch(*tokens)
+                receive = comm.begin_dispatch(*tokens, layout=call.layout)
             else:
-                out = comm.dispatch(*tokens, capacity=call.capacity)
+                out = comm.dispatch(*tokens, layout=call.layout, **call.capacities())
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
@@ -211,12 +229,14 @@ class Forward:
         if out is None:
             with side, stages("dispatch_receive", stream=COMM, communicates=True):
                 out = receive()
-        assert out.weights is not None
-        side.join(out.tokens, out.weights, out.offsets)
+        weights_P = out.weights if out.expert_rows is None else out.expert_weights
+        assert weights_P is not None
+        side.join(out.tokens, weights_P, out.expert_offsets, out.expert_rows)
         if call.overflow is not None:
             torch.maximum(call.overflow, out.overflow, out=call.overflow)
-        groups = call.products.groups(out.offsets)
-        self._known, self._rows_PH = Known(out.handle, out.weights, groups), out.tokens
+        groups = call.products.groups(out.expert_offsets)
+        self._known = Known(out.handle, out.expert_handle, weights_P, groups, out.expert_rows)
+        self._rows_PH = out.tokens
 
         with stages("fc1"):
             inner_PI, z_PF = self._fc1()
@@ -228,7 +248,7 @@ class Forward:
         del z_PF
         home = Beside(comm, wanted=call.pool is not None)
         with home, stages("combine", stream=COMM, communicates=True):
-            y_TH = comm.combine(expert_rows_PH, out.handle)
+            y_TH = comm.combine(expert_rows_PH, out.expert_handle)
         if call.pool is not None:
             with stages("to_pool"):
                 self._to_pool(call.pool)
@@ -269,7 +289,7 @@ class Forward:
         if z_PF is None:
             _, z_PF = self._fc1()
         rows_PH = self._fc2(z_PF)
-        y_TH = self.call.comm.combine(rows_PH, self.known.handle)
+        y_TH = self.call.comm.combine(rows_PH, self.known.expert_handle)
         return y_TH if self.weights.shared_in is None else y_TH.add_(self._shared_fc2())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
@@ -284,6 +304,7 @@ class Forward:
             self._rows_PH if keeps_rows else None,
             known.weights_P,
             known.groups,
+            known.index_P,
             self._shared_inner_TI,
             self.ticket.table if self.ticket is not None else self._inner_PI,
         )
@@ -296,6 +317,7 @@ class Forward:
             self.known.groups,
             self.known.weights_P,
             activation=self.call.activation,
+            index_P=self.known.index_P,
             bias_LI=self.weights.b_in,
         )
 
@@ -331,10 +353,10 @@ class Forward:
 def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     """Runs the backward of `_Keep` and returns gradients in the order of its inputs."""
     call: Call = ctx.call
-    comm, products, handle = call.comm, call.products, ctx.handle
+    comm, products, handle, expert_handle = call.comm, call.products, ctx.handle, ctx.expert_handle
     saved: tuple[Any, ...] = ctx.saved_tensors
     w_in, w_out, shared_in, shared_out, b_in, b_out, *kept = saved
-    x_TH, rows_PH, weights_P, groups, shared_inner_TI, last = kept
+    x_TH, rows_PH, weights_P, groups, index_P, shared_inner_TI, last = kept
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
@@ -366,7 +388,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
     if call.keep != "all":
         with stages("fc1_again"):
-            inner_PI = products.grouped_mm(rows_PH, w_in, groups, bias_LB=b_in)
+            inner_PI = products.grouped_mm(rows_PH, w_in, groups, index_P=index_P, bias_LB=b_in)
     with stages("fc2_dgrad"):
         grad_inner_PI, grad_weights_P, z_PF = products.gated_mm_dgrad(
             grad_rows_PH,
@@ -377,38 +399,46 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             activation=call.activation,
             need_weights=need_weights,
             need_z=need_out,
+            index_P=index_P,
         )
         if grad_weights_P is not None and b_out is not None:
-            grad_weights_P.add_(products.bias_weights_grad(grad_rows_PH, b_out, groups))
+            grad_weights_P.add_(products.bias_weights_grad(grad_rows_PH, b_out, groups, index_P=index_P))
         if need_b_in:
             grad_b_in_LI = products.bias_grad(grad_inner_PI, groups)
         if need_b_out:
-            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P)
+            grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P, index_P=index_P)
     del inner_PI, last, saved, kept
     if call.deferred is not None and (need_in or need_out):
         of_in = (rows_PH, grad_inner_PI) if need_in else None
         of_out = None if z_PF is None else (z_PF, grad_rows_PH)
-        call.deferred.pending.append(partial(_wgrads, products, groups, of_in, of_out))
+        call.deferred.pending.append(partial(_wgrads, products, groups, index_P, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
-            grad_out_LFH = products.grouped_mm_wgrad(z_PF, grad_rows_PH, groups, into=into_out)
+            grad_out_LFH = products.grouped_mm_wgrad(
+                z_PF, grad_rows_PH, groups, into=into_out, grad_index_P=index_P
+            )
     del z_PF, grad_rows_PH
 
-    # Gradients of tokens go home, on few SMs beside the product that nobody waits for.
+    # Gradients of tokens go home, by the copy engine or on few SMs, beside the product that nobody waits for.
     sms = call.beside_sms if needs_home and need_in and weights_now else None
     home = Beside(comm, wanted=sms is not None)
     if needs_home:
         with stages("fc1_dgrad"):
             grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
-        limit = contextlib.nullcontext() if sms is None else comm.limit_sms(sms)
+        limit = comm.limit_sms(sms) if sms else contextlib.nullcontext()
         with home, limit, stages("combine_grad", stream=COMM, communicates=True):
             grad_x_TH, grad_weights_TK = comm.dispatch_backward(
-                grad_expert_rows_PH, handle, grad_weights=grad_weights_P
+                grad_expert_rows_PH, expert_handle, grad_weights=grad_weights_P
             )
     if need_in and weights_now:
         with stages("fc1_wgrad"):
             grad_in_LHI = products.grouped_mm_wgrad(
-                rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
+                rows_PH,
+                grad_inner_PI,
+                groups,
+                into=into_in,
+                leave_sms=sms or 0,
+                rows_index_P=index_P,
             )
     home.join(grad_x_TH, grad_weights_TK)
 
@@ -491,13 +521,18 @@ def _shared_backward(
 def _wgrads(
     products: Products,
     groups: Tensor,
+    index_P: Tensor | None,
     of_in: tuple[Tensor, Tensor] | None,
     of_out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the weight gradients of w_in and w_out that a backward has put off, where wanted."""
     with torch.no_grad(), without_autocast(groups.device.type):
-        grad_out = None if of_out is None else products.grouped_mm_wgrad(*of_out, groups)
-        return None if of_in is None else products.grouped_mm_wgrad(*of_in, groups), grad_out
+        grad_in = grad_out = None
+        if of_out is not None:
+            grad_out = products.grouped_mm_wgrad(*of_out, groups, grad_index_P=index_P)
+        if of_in is not None:
+            grad_in = products.grouped_mm_wgrad(*of_in, groups, rows_index_P=index_P)
+        return grad_in, grad_out
 
 
 # -- autograd and checkpoints ------------------------------------------------------------------------------
@@ -608,7 +643,8 @@ class _Keep(torch.autograd.Function):
         w_in, w_out, *others = weights
         assert w_in is not None and w_out is not None
         found = passing.start(x_TH, topk_weights_TK, Weights(w_in, w_out, *others))
-        ctx.call, ctx.handle = passing.call, found.known.handle
+        ctx.call = passing.call
+        ctx.handle, ctx.expert_handle = found.known.handle, found.known.expert_handle
         # The handle in ctx has no table, so that autograd alone holds it: a checkpoint's hook, for example,
         # throws away what the first pass would keep, and with the table its pages are freed
         # (ActivationPool.owned).

@@ -222,6 +222,7 @@ class MoELayer(nn.Module):
             self.comm,
             topk_idx_TK,
             self.capacity,
+            "rank" if self.config.rows == "rank" and not (with_capacity and self.pool) else "expert",
             self.config.activation,
             experts.products,
             self.keep,
@@ -267,6 +268,8 @@ class MoELayer(nn.Module):
         layer was made."""
         config, comm = self.config, self.comm
         assert self._sms is not None
+        if comm.copies_beside:
+            return 0
         if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
             return None  # the kernels of other products leave no SMs
         if 2 * comm.num_sms <= self._sms:

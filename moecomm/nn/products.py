@@ -23,5 +23,7 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
     sizes: dict[str, Any] = {"hidden": config.hidden, "ffn": config.ffn_hidden}
     sizes |= {"dtype": config.dtype, "device": device}
     if config.products == "quack" or quack.missing_on(**sizes) is None:
-        return quack.make_quack_products(**sizes, activation=config.activation, bias=config.bias)
+        return quack.make_quack_products(
+            **sizes, activation=config.activation, bias=config.bias, gathers=config.rows == "rank"
+        )
     return Products()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,8 @@ class Beside:
         ...                                         # the caller's products
         side.join(rows)                             # the caller's later work comes after the transfers
 
-    What the block reads must stay alive until `join`. With wanted=False, and on the CPU, the block runs on
+    The copy engine moves the rows where the communicator has it for that (`Communicator.copies_beside`), so
+    that the products keep their SMs. What the block reads must stay alive until `join`. With wanted=False, and on the CPU, the block runs on
     the caller's stream, and `join` does nothing. An error in the block makes the caller's stream wait for
     what the block has issued.
     """
@@ -53,6 +55,8 @@ class Beside:
     def __init__(self, comm: Communicator, *, wanted: bool = True) -> None:
         self._stream = comm.stream if wanted else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
+        self._engine = contextlib.ExitStack()
+        self._comm = comm
         self._caller: torch.cuda.Stream | None = None
 
     @property
@@ -66,6 +70,8 @@ class Beside:
             self._caller = self._gpu.stream()
             self._stream.wait_event(self._gpu.record_event(self._caller))
             self._gpu.switch(self._stream)
+            if self._comm.copies_beside:
+                self._engine.enter_context(self._comm.use_engine("copy"))
         return self
 
     def __exit__(
@@ -73,6 +79,7 @@ class Beside:
     ) -> None:
         if self._gpu is not None:
             assert self._caller is not None
+            self._engine.close()
             self._gpu.switch(self._caller)
             if error is not None:
                 self.join()

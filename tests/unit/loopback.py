@@ -202,6 +202,9 @@ class LoopbackNative:
     def use_copies(self, copies: bool) -> None:
         self.calls.append(f"use_copies {copies}")
 
+    def copies_pay(self) -> bool:
+        return False
+
     def wait_rows(self) -> tuple[int, int]:
         self.calls.append("wait_rows")
         return self.rows, self.positions

@@ -58,7 +58,7 @@ struct ReceiveArguments {
   RowLayout layout;
   bool dequantise;
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
-  bool copied;      ///< the copy engine has moved the rows, and all are here
+  bool copied;      ///< the copy engine moves the rows
 };
 
 /// Arguments of both sides of a combine.
@@ -82,7 +82,6 @@ cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_combine_reduce(const DeviceShape& shape);
 cudaError_t prepare_combine_sum(const DeviceShape& shape);
 cudaError_t prepare_announce();
-cudaError_t prepare_copied();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
 /// `paired`: its blocks are in clusters of two, if they are even.
@@ -106,10 +105,6 @@ cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
 /// ReceiveArguments.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,
                            int64_t tokens, int32_t senders);
-/// Tells all ranks that this one's copies of an operation have arrived, which are before it on the stream.
-cudaError_t launch_signal_copied(const Launch& launch, const device::Comm& comm);
-/// Waits for those of all ranks, in one block.
-cudaError_t launch_wait_copied(const Launch& launch, const device::Comm& comm, Operation operation);
 /// `text` (kErrorText bytes) in device or pinned memory.
 cudaError_t launch_announce(const Launch& launch, const device::Comm& comm, uint32_t error, const char* text);
 

@@ -44,8 +44,7 @@ __device__ TokenSum list_rows(const Comm& comm, const CombineArguments& args, in
   const int32_t row = planned_row(plan, args.layout, comm.rank * comm.window.shape.max_tokens + token, top_k);
   const float weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
-  const bool sends =
-      !args.copied && owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
+  const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
   const int32_t sender = sends ? owner : -1;
   const bool keep = row >= 0;
   __syncwarp();  // of the token before
@@ -208,7 +207,7 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     if constexpr (kNodes)
       if (!find_slots(comm, args, epoch, t, places)) return;
     if (!kNodes && args.copied) find_landed(comm, args, t, places);
-    if (!wait_sums(comm, epoch, t / size, token)) return;
+    if (!wait_sums(comm, epoch, args.copied ? kCopiesChunk : t / size, token)) return;
     const float* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);

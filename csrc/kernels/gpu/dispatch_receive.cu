@@ -468,11 +468,12 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
     const bool in_turn = travels && !args.copied && tokens > comm.window.stage_tokens;
-    if (travels && !args.copied && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
+    const int64_t flag = args.copied ? kCopiesChunk : item.chunk;
+    if (travels && (wanted.tokens != 0 || (in_turn && wanted.sent))) {
       bool here = true;
       if (lane_id() == 0)
         here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
-                                  device::EpochFlag{comm.arrival(comm.own, item.source, item.chunk), epoch});
+                                  device::EpochFlag{comm.arrival(comm.own, item.source, flag), epoch});
       if (!__all_sync(0xffffffffu, here)) break;
       open_for_loads();
     }

@@ -547,6 +547,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
                  kCarriesRows | (args.copied ? kCarriedByCopies : 0u));
     if (args.copied) agree_on_operation(comm, args.operation, epoch);
   }
+  if (args.copied && blockIdx.x == 0 && threadIdx.x == 0) note_copied(comm, epoch);
   if (args.copied && !(args.operation == Operation::dispatch && comm.own_rows_travel())) return;
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();

@@ -3,10 +3,19 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 
 namespace moecomm::gpu {
+
+/// True where a copy beside a product costs less than the SMs of a kernel do: a copy takes 13 us besides its
+/// bytes, and takes the rows of all tokens to every rank, whether or not it needs them (docs/performance.md).
+inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row_bytes) {
+  constexpr int64_t kLeastBytes = 4 << 20;
+  const double needed = 1 - std::pow(1 - 1.0 / ranks, top_k);  // share of tokens, with uniform routing
+  return ranks > 1 && tokens * row_bytes >= kLeastBytes && needed >= 0.5;
+}
 
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
@@ -19,6 +28,11 @@ struct Heuristics {
   /// The most blocks that an operation launches.
   int all_blocks() const {
     return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks) + relay_blocks;
+  }
+
+  /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
+  int each_blocks() const {
+    return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks);
   }
 
   std::string text() const {

@@ -115,6 +115,11 @@ __device__ inline void start_clock(const Comm& comm) {
   if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
+/// Lets the copy engine take the operation's epoch to its peers, after the rows. One thread.
+__device__ inline void note_copied(const Comm& comm, uint64_t epoch) {
+  ptx::store_release_gpu(&comm.state().copied, epoch);
+}
+
 /// The end of a block of a kernel that sends beside one on another stream. Whole block.
 __device__ inline void end_sending(const Comm& comm) {
   __syncthreads();
