@@ -23,7 +23,10 @@ SCHEMA = 2
 Row = dict[str, Any]
 Record = dict[str, Any]
 # What paths that are compared have in common; absent in a row where a program does not know it.
-PLACE = ("preset", "experts", "topk", "dtype", "tokens", "routing", "zipf", "num_sms", "graphs", "phase")
+PLACE = (
+    "preset", "experts", "topk", "dtype", "tokens", "routing", "zipf", "num_sms", "graphs", "microbatches",
+    "layers", "phase",
+)  # fmt: skip
 
 
 def make_row(
