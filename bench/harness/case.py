@@ -15,11 +15,10 @@ from moecomm.nn import mark_expert_parameter
 
 from . import inputs, verify
 from .inputs import DataKey, Ids
-from .options import COMPUTE, TORCH_PRODUCTS, Options, Point
+from .options import COMPUTE, DENSE, TORCH_PRODUCTS, Options, Point
 from .path import FORWARD, IN_A_ROW, STEP, WHOLE, Path, Yardstick
 from .timing import Timing
 
-DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
 _GRADIENTS = 1  # added to the seed: gradients of the result are rows of another stream
 _MICROBATCHES = 2  # so much of the seed for each microbatch
 _PASSES = 3  # a backward makes two products for each of the forward: of the rows, and of the weights

@@ -25,6 +25,7 @@ LAYER_ROUTINGS = ("uniform", "zipf", "balanced")
 BETWEEN_NODES = ("fabric", "fabric-cold", "fabric-one")
 ON_REQUEST = ("torch-symm", "gloo-rows", "fabric-one")
 
+DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
 # Ways to time a layer: one call of it, the microbatches of a training step, those of a stack of blocks.
 WAYS = ("layer", "microbatches", "model")
 # Variants of one call.
@@ -86,8 +87,10 @@ class Heads:
     def scaled(self, divisor: int) -> Heads:
         """The same with fewer heads and narrower latents, at least one head, and as many queries a key."""
         kv_heads = max(1, self.kv_heads // max(divisor, 1))
-        latent = self.latent and tuple(max(16, each // max(divisor, 1)) for each in self.latent)
-        return replace(self, heads=kv_heads * (self.heads // self.kv_heads), kv_heads=kv_heads, latent=latent)
+        heads, latent = kv_heads * (self.heads // self.kv_heads), self.latent
+        if latent is not None:
+            latent = (max(16, latent[0] // max(divisor, 1)), max(16, latent[1] // max(divisor, 1)))
+        return replace(self, heads=heads, kv_heads=kv_heads, latent=latent)
 
 
 ATTENTION = {

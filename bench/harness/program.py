@@ -160,7 +160,7 @@ class _Benchmark:
                 iters=options.iters,
                 warmup=options.warmup,
                 clock=self.clock,
-                watch=telemetry and telemetry.keep,
+                watch=None if telemetry is None else telemetry.keep,
             )
         _sample(entries, samples)
         timings |= {key: Timing(tuple(slowest(taken))) for key, taken in samples.items()}

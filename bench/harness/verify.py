@@ -375,7 +375,8 @@ class PlainExperts(torch.autograd.Function):
         y_TH = torch.zeros_like(x_TH)
         for number in range(experts):
             token, slot = torch.nonzero(ids_TK == number, as_tuple=True)
-            out = moe_reference.feed_forward(x_TH[token], *make(number), activation)
+            w_in, w_out = make(number)
+            out = moe_reference.feed_forward(x_TH[token], w_in, w_out, activation)
             y_TH.index_add_(0, token, weights_TK[token, slot][:, None] * out)
         return y_TH
 
@@ -400,17 +401,17 @@ class PlainExperts(torch.autograd.Function):
 
 
 @torch.no_grad()
-def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str) -> Verdict:
-    """Holds what a variant has returned against what it should.
+def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str, layers: int = 1) -> Verdict:
+    """Holds what a variant of so many layers has returned against what it should.
 
-    A value may be off by BOUNDS[dtype] times its magnitude plus the root mean square of its row (of all
-    values for gradients of routing weights; for those of an expert plus that of the expert), copied rows by
-    nothing; where all of these are zero it has to be. Where dtype is FP8, that of products, all values of a
-    result count as wrong if they are off by too much in the mean.
+    A value may be off by BOUNDS[dtype] a layer times its magnitude plus the root mean square of its row (of
+    all values for gradients of routing weights; for those of an expert plus that of the expert), copied rows
+    by nothing; where all of these are zero it has to be. Where dtype is FP8, that of products, all values of
+    a result count as wrong if they are off by too much in the mean.
     """
     wrong, worst = 0, 0.0
     for name, value in got.items():
-        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else BOUNDS[dtype]
+        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else layers * BOUNDS[dtype]
         if value.shape != wanted[name].shape:
             return Verdict(max(value.numel(), wanted[name].numel()), float("inf"))
         if not value.numel():

@@ -16,13 +16,13 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: Heads, dtype: torch.dtype, generator: torch.Generator) -> None:
         super().__init__()
         self.heads = heads
-        made = {"dtype": dtype, "device": generator.device}
-        self.norm = nn.RMSNorm(hidden, eps=1e-6, **made)
+        device = generator.device
+        norms = (hidden, *(heads.latent or ()))
+        self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-6, dtype=dtype, device=device) for width in norms)
+        self.maps = nn.ModuleDict()
         for name, (rows, columns) in _shapes(hidden, heads).items():
-            weight = torch.randn(columns, rows, generator=generator, **made).mul_(rows**-0.5)
-            self.register_parameter(name, nn.Parameter(weight))
-        if heads.latent is not None:
-            self.q_norm, self.kv_norm = (nn.RMSNorm(rank, eps=1e-6, **made) for rank in heads.latent)
+            self.maps[name] = nn.Linear(rows, columns, bias=False, dtype=dtype, device=device)
+            nn.init.normal_(self.maps[name].weight, std=rows**-0.5, generator=generator)  # type: ignore[arg-type]
 
     @staticmethod
     def weights(hidden: int, heads: Heads) -> int:
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         return heads.heads * (heads.width + (heads.rope if heads.latent else 0))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        h_BSH = self.norm(x_BSH)
+        h_BSH = self.norms[0](x_BSH)
         q_BNSD, k_BNSD, v_BNSD = self._latent(h_BSH) if self.heads.latent else self._grouped(h_BSH)
         if padding := q_BNSD.shape[-1] - v_BNSD.shape[-1]:  # flash attention wants values as wide as keys
             v_BNSD = functional.pad(v_BNSD, (0, padding))
@@ -50,21 +50,22 @@ class Attention(nn.Module):
             q_BNSD, k_BNSD, v_BNSD, is_causal=True, enable_gqa=grouped
         )
         found_BSND = found_BNSD[..., : self.heads.width].transpose(1, 2)
-        return x_BSH + functional.linear(found_BSND.flatten(2), self.out)
+        y_BSH: Tensor = x_BSH + self.maps["out"](found_BSND.flatten(2))
+        return y_BSH
 
     def _grouped(self, h_BSH: Tensor) -> tuple[Tensor, ...]:
         heads = self.heads
         counts = (heads.heads, heads.kv_heads, heads.kv_heads)
-        qkv_BSND = functional.linear(h_BSH, self.qkv).unflatten(-1, (-1, heads.width))
+        qkv_BSND = self.maps["qkv"](h_BSH).unflatten(-1, (-1, heads.width))
         return tuple(each.transpose(1, 2) for each in qkv_BSND.split(counts, dim=2))
 
     def _latent(self, h_BSH: Tensor) -> tuple[Tensor, ...]:
-        heads = self.heads
+        heads, maps = self.heads, self.maps
         assert heads.latent is not None
-        q_BSR = self.q_norm(functional.linear(h_BSH, self.q_down))
-        q_BNSD = functional.linear(q_BSR, self.q_up).unflatten(-1, (heads.heads, -1)).transpose(1, 2)
-        kv_BSR, rope_BSD = functional.linear(h_BSH, self.kv_down).split((heads.latent[1], heads.rope), dim=-1)
-        kv_BSD = functional.linear(self.kv_norm(kv_BSR), self.kv_up)
+        q_BSR = self.norms[1](maps["q_down"](h_BSH))
+        q_BNSD = maps["q_up"](q_BSR).unflatten(-1, (heads.heads, -1)).transpose(1, 2)
+        kv_BSR, rope_BSD = maps["kv_down"](h_BSH).split((heads.latent[1], heads.rope), dim=-1)
+        kv_BSD = maps["kv_up"](self.norms[2](kv_BSR))
         k_BNSD, v_BNSD = kv_BSD.unflatten(-1, (heads.heads, -1)).transpose(1, 2).chunk(2, dim=-1)
         shared_BNSD = rope_BSD.unsqueeze(1).expand(-1, heads.heads, -1, -1)
         return q_BNSD, torch.cat((k_BNSD, shared_BNSD), dim=-1), v_BNSD

@@ -18,7 +18,7 @@ from moecomm.nn import ActivationPool, GraphedStep, GroupedExperts, MoEConfig, M
 
 from ..harness import options as named
 from ..harness import verify
-from ..harness.case import DENSE, Case, Experts, LayerCase, corrupt, poison
+from ..harness.case import Case, Experts, LayerCase, corrupt, poison
 from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, Choice, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.report import skew_words
@@ -82,7 +82,7 @@ def _dense_path(case: LayerCase) -> Path:
         allowed = 2.0**-4 * (want.square().mean().sqrt() + want.abs())
         return Verdict(int((~((sums - want).abs() <= allowed)).sum()))
 
-    return Path(name=DENSE, calls={STEP: lambda: torch.mm(left, right)}, check=check, remote=False)
+    return Path(name=named.DENSE, calls={STEP: lambda: torch.mm(left, right)}, check=check, remote=False)
 
 
 class FixedRouting(nn.Module):
@@ -126,7 +126,7 @@ def make_layer(
     """A layer with the cases' routings and experts whose weights all layers share."""
     options, point = cases[0].options, cases[0].point
     assert point.ffn is not None
-    more = {} if choice.rows is None else {"rows": choice.rows}
+    more: dict[str, Any] = {} if choice.rows is None else {"rows": choice.rows}
     of_config = "rows" in inspect.signature(MoEConfig).parameters
     # A layer draws its weights on the CPU, which would take minutes: they are put in afterwards.
     with mock.patch.object(GroupedExperts, "reset_parameters"):
@@ -182,7 +182,8 @@ class Variants:
             wanted = case.wanted(round)
             # Memory that the allocator may well hand out for results.
             poison(*map(torch.empty_like, (case.x_TH, case.experts.w_in, case.rows_PH)))
-            verdicts, grads = [], []
+            verdicts: list[Verdict] = []
+            grads: list[Tensor] = []
             for results in run():
                 self.settle()
                 if options.inject_error:
@@ -263,7 +264,7 @@ class Variants:
 
     def memory(
         self, calls: Mapping[str, Callable[[], object]], phase: str, *, computes: bool
-    ) -> dict[str, int | None]:
+    ) -> dict[str, Any]:
         """The peak of a phase over what was there, the peak itself, and what a forward leaves for its
         backward; of the rank where they are largest.
         """

@@ -36,11 +36,11 @@ def one_after_the_other(
     blocks: Sequence[nn.Module], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> list[Tensor]:
     """The forward and the backward of a microbatch, then those of the next."""
-    results = []
+    results: list[Tensor] = []
     for x_TH, dy_TH in zip(inputs, gradients, strict=True):
         for block in blocks:
             x_TH = block(x_TH)
-        x_TH.backward(dy_TH)  # type: ignore[no-untyped-call]
+        x_TH.backward(dy_TH)
         results.append(x_TH.detach())
     return results
 
@@ -77,13 +77,11 @@ class Steps:
             each.restart()
         for parameter in self.parameters if anew else ():
             parameter.grad = None
-        for case in self.inputs:
-            case.x_TH.grad = None
         for cases in self.cases_LM:
             for case in cases:
-                case.weights_TK.grad = None
+                case.x_TH.grad = case.weights_TK.grad = None
         some = self.inputs[:count]
-        return self.schedule(self.blocks, [case.x_TH for case in some], [case.dy_TH for case in some])
+        return self.schedule(self.blocks, [each.x_TH for each in some], [each.dy_TH for each in some])
 
     def fresh_ids(self) -> None:
         """Puts other ids with the same traffic into all cases."""
@@ -281,7 +279,7 @@ class _OfAModel(Variants):
 
         def held(name: str, found: Tensor | None, wanted: Tensor | None) -> None:
             assert found is not None and wanted is not None
-            verdicts.append(verify.compare({name: found}, {name: wanted}, case.point.dtype))
+            verdicts.append(verify.compare({name: found}, {name: wanted}, case.point.dtype, self.layers))
 
         def plain_block(number: int, x_MTH: Tensor) -> Tensor:
             block, copied, cases = blocks[number], copies[number], self.cases_LM[number]
@@ -322,7 +320,7 @@ class _OfAModel(Variants):
         y_MTH = x_MTH
         for number in range(len(blocks)):
             y_MTH = checkpoint(partial(plain_block, number), y_MTH, use_reentrant=False)
-        y_MTH.backward(torch.stack([each.dy_TH.to(wide) for each in steps.inputs]))  # type: ignore[no-untyped-call]
+        y_MTH.backward(torch.stack([each.dy_TH.to(wide) for each in steps.inputs]))
         assert x_MTH.grad is not None
         for number, each in enumerate(steps.inputs):
             held(verify.Y, outputs[number], y_MTH[number].detach())
