@@ -18,6 +18,7 @@ import pytest
 from bench import run_all
 from bench.harness import command_line, launch, native, options, plan, program, record, verify
 from bench.paths import layer_variants, training
+from bench.results import page
 from moecomm.nn import GroupedExperts
 from tests.fabric import needs_fabric
 
@@ -191,6 +192,9 @@ def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[.
             assert row["note"] == "products by torch" and 0 < row["worst"] < 2.0**-4
         if phase == "whole step":
             assert row["ratio"] == pytest.approx(row["time_s"] / alone["time_s"])
+    in_a_row = rows["one after the other, torch", "in a row"]
+    shown = page.summary({"steps": content})
+    assert f" {in_a_row['time_s'] / 3 * 1e3:.2f} ({in_a_row['ratio']:.2f}) |" in shown
     # Microbatches have routings of their own; the rows of all ranks are as many.
     assert alone["flops"] == pytest.approx(3 * rows["torch products", "step"]["flops"])
 
