@@ -11,7 +11,7 @@ from ..harness import record
 from ..harness.options import BETWEEN_NODES, DENSE, MOECOMM, OVERLAPPED
 from ..harness.path import FORWARD, IN_A_ROW, STEP, WHOLE
 from ..harness.record import Record, Row
-from ..harness.report import machine_words, number, sent_over_least, skew_words
+from ..harness.report import machine_words, number, sent_over_least, skew_words, wrong_words
 from . import growth
 
 Records = Mapping[str, Record]
@@ -254,7 +254,7 @@ def _steps(records: Iterable[Record]) -> list[str]:
         + [
             number(rows.get((path, WHOLE), {}).get("host_s"), 1e6, 0),
             number(rows[path, IN_A_ROW]["share"], 100),
-            str(sum(rows[path, phase]["wrong"] or 0 for phase in (STEP, IN_A_ROW))),
+            wrong_words(rows[path, STEP]),
         ]
         for rows in found.values()
         for path in _paths_of([rows])
