@@ -56,7 +56,7 @@ def columns(options: Options) -> list[Column]:
     on_gpu = options.device == "cuda"
     if options.is_layer:
         found = [
-            Column("path", "", 24, lambda row: row["path"]),
+            Column("path", "", 24 if options.ways == ("layer",) else 34, lambda row: row["path"]),
             Column("phase", "", 10, lambda row: row["phase"]),
             *times,
             Column("ratio", "", 8, _value("ratio", digits=3)),

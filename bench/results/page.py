@@ -256,7 +256,7 @@ def _steps(records: Iterable[Record]) -> list[str]:
             number(rows[path, IN_A_ROW]["share"], 100),
             wrong_words(rows[path, STEP]),
         ]
-        for rows in found.values()
+        for rows in (*layers, *models)
         for path in _paths_of([rows])
     ]
     return [
