@@ -89,7 +89,8 @@ class Heads:
         kv_heads = max(1, self.kv_heads // max(divisor, 1))
         heads, latent = kv_heads * (self.heads // self.kv_heads), self.latent
         if latent is not None:
-            latent = (max(16, latent[0] // max(divisor, 1)), max(16, latent[1] // max(divisor, 1)))
+            queries, keys = (max(1, each // max(divisor, 1) // 16) * 16 for each in latent)
+            latent = (queries, keys)
         return replace(self, heads=heads, kv_heads=kv_heads, latent=latent)
 
 
