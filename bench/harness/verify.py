@@ -401,8 +401,8 @@ class PlainExperts(torch.autograd.Function):
 
 
 @torch.no_grad()
-def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str, layers: int = 1) -> Verdict:
-    """Holds what a variant of so many layers has returned against what it should.
+def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str, depth: int = 1) -> Verdict:
+    """Holds what a variant has returned against what it should; `depth`: so many layers behind one another.
 
     A value may be off by BOUNDS[dtype] a layer times its magnitude plus the root mean square of its row (of
     all values for gradients of routing weights; for those of an expert plus that of the expert), copied rows
@@ -411,7 +411,7 @@ def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str,
     """
     wrong, worst = 0, 0.0
     for name, value in got.items():
-        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else layers * BOUNDS[dtype]
+        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else depth * BOUNDS[dtype]
         if value.shape != wanted[name].shape:
             return Verdict(max(value.numel(), wanted[name].numel()), float("inf"))
         if not value.numel():

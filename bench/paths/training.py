@@ -279,7 +279,8 @@ class _OfAModel(Variants):
 
         def held(name: str, found: Tensor | None, wanted: Tensor | None) -> None:
             assert found is not None and wanted is not None
-            verdicts.append(verify.compare({name: found}, {name: wanted}, case.point.dtype, self.layers))
+            depth = 2 * self.layers  # of attention and of experts
+            verdicts.append(verify.compare({name: found}, {name: wanted}, case.point.dtype, depth))
 
         def plain_block(number: int, x_MTH: Tensor) -> Tensor:
             block, copied, cases = blocks[number], copies[number], self.cases_LM[number]
