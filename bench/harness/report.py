@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import machine
-from .options import MOECOMM, OVERLAPPED, Options, Point
+from .options import MOECOMM, OVERLAPPED, WIDE, Options, Point
 from .record import Row, comparisons, wrong_values
 
 CEILINGS = ("fabric", "sm-push", "memcpy")  # the first of these that ran is what shares are of
@@ -129,6 +129,7 @@ def titles(point: Point, options: Options) -> str:
     """Formats what a group of rows has in common, and the titles of the columns."""
     found = columns(options)
     name = f"shape of {point.preset}  " if point.preset else ""
+    name += "(four experts a rank, as wide expert parallelism leaves)  " if point.preset in WIDE else ""
     ffn = "" if point.ffn is None else f"  ffn {point.ffn}"
     sms = "" if point.num_sms is None else f"  SMs {point.num_sms}"
     where = f"  tokens {point.tokens}" if options.is_layer else ""

@@ -199,7 +199,8 @@ class Variants:
         def measure_more() -> dict[str, dict[str, Any]]:
             found: dict[str, dict[str, Any]] = {phase: {} for phase in calls}
             if layer is not None:
-                found = self._exposed(layer, more.get("before"), calls[STEP], name)
+                for phase, exposed in self._exposed(layer, more.get("before"), calls[STEP], name).items():
+                    found.setdefault(phase, {}).update(exposed)
             if case.device.type == "cuda" and not keeps_memory:
                 last = list(calls)[-1]
                 found[last] |= self.memory(calls, last, computes=more.get("computes", True))
@@ -343,7 +344,7 @@ class _Variants(Variants):
         """Returns the function that makes each variant, by name."""
         layer, case = self._layer_path, self.case
         phases, choice = {FORWARD: [case], STEP: [case]}, case.options.choices[0]
-        keeping = {keep_name(keep): partial(layer, keep_name(keep), keep=keep) for keep in KEEPS}  # type: ignore[arg-type]
+        keeping = {keep_name(keep): partial(layer, keep_name(keep), keep=keep) for keep in KEEPS}
         return {
             named.COMPUTE: partial(self.products, named.COMPUTE, phases, choice),
             named.COMM: self._communication,
@@ -363,12 +364,9 @@ class _Variants(Variants):
     ) -> Path:
         return self.path(name, {FORWARD: forward, STEP: step}, lambda: [[step()]], **more)
 
-    def _layer(
-        self, *, overlap: bool = True, keep: Keep = "all", capacity: int | None = None, fp8: bool = False
-    ) -> MoELayer:
+    def _layer(self, *, capacity: int | None = None, **how: Any) -> MoELayer:
         case = self.case
-        choice = case.options.choices[0]
-        layer = make_layer(self.comms, [case], case.experts, choice, overlap=overlap, keep=keep, fp8=fp8)
+        layer = make_layer(self.comms, [case], case.experts, case.options.choices[0], **how)
         layer.capacity = capacity
         return layer
 
@@ -401,18 +399,9 @@ class _Variants(Variants):
             named.COMM, move, step, before=case.fresh_ids, computes=False, blocks=True, waited=self.waited
         )
 
-    def _layer_path(
-        self,
-        name: str,
-        *,
-        overlap: bool = True,
-        keep: Keep = "all",
-        capacity: int | None = None,
-        fp8: bool = False,
-        anew: bool = False,
-    ) -> Path:
+    def _layer_path(self, name: str, *, capacity: int | None = None, anew: bool = False, **how: Any) -> Path:
         """A MoELayer as a training loop calls it, behind its router. `anew`: its weights change each time."""
-        case, layer = self.case, self._layer(overlap=overlap, keep=keep, capacity=capacity, fp8=fp8)
+        case, layer = self.case, self._layer(capacity=capacity, **how)
 
         def forward() -> Tensor:
             y_TH: Tensor = layer(case.x_TH)
@@ -428,8 +417,8 @@ class _Variants(Variants):
             forward,
             lambda: self._backward(forward()),
             before=before,
-            layer=layer if overlap else None,
-            fp8=fp8,
+            layer=layer if layer.overlap else None,
+            fp8=how.get("fp8", False),
             blocks=capacity is None,
             waited=self.waited,
             note=f"products by {layer.experts.products.name}"

@@ -130,6 +130,7 @@ class _OfALayer(Variants):
             name,
             steps.calls(),
             run,
+            layer=layer,
             before=steps.fresh_ids,
             blocks=True,
             waited=self.waited,

@@ -229,7 +229,7 @@ def _keep_lines(groups: Iterable[Group]) -> list[list[str]]:
 _OF_STEPS = ("preset", "hidden", "ffn", "experts", "topk", "dtype", "tokens", "routing", "zipf", "layers")
 _PATH_TITLES = (
     "layer", "path", "how", "alone ms", "in a row ms", "alone MHz", "in a row MHz", "alone W", "in a row W",
-    "whole step, host us", "of dense %", "#wrong",
+    "alone exposed %", "whole step, host us", "of dense %", "#wrong",
 )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def _steps(records: Iterable[Record]) -> list[str]:
     found: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
     for content in records:
         for row in content["rows"]:
-            if row.get("microbatches"):
+            if row.get("microbatches") and row["path"] != DENSE:
                 place = found.setdefault(tuple(row[name] for name in _OF_STEPS), {})
                 place[row["path"], row["phase"]] = row
     layers = [each for each in found.values() if not next(iter(each.values()))["layers"]]
@@ -252,6 +252,7 @@ def _steps(records: Iterable[Record]) -> list[str]:
             for phase in (STEP, IN_A_ROW)
         ]
         + [
+            number(rows[path, STEP].get("exposed_share"), 100),
             number(rows.get((path, WHOLE), {}).get("host_s"), 1e6, 0),
             number(rows[path, IN_A_ROW]["share"], 100),
             wrong_words(rows[path, STEP]),
@@ -293,7 +294,7 @@ def _steps_table(groups: Sequence[Mapping[tuple[str, str], Row]]) -> str:
 
 
 def _paths_of(groups: Sequence[Mapping[tuple[str, str], Row]]) -> list[str]:
-    return list(dict.fromkeys(path for rows in groups for path, phase in rows if path != DENSE))
+    return list(dict.fromkeys(path for rows in groups for path, _ in rows))
 
 
 def _ms(rows: Mapping[tuple[str, str], Row], path: str, phase: str) -> str:

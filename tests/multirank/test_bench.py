@@ -192,6 +192,7 @@ def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[.
             assert row["note"] == "products by torch" and 0 < row["worst"] < 2.0**-4
         if phase == "whole step":
             assert row["ratio"] == pytest.approx(row["time_s"] / alone["time_s"])
+    assert 0 < rows["one after the other, torch", "step"]["exposed_share"] <= 1
     in_a_row = rows["one after the other, torch", "in a row"]
     shown = page.summary({"steps": content})
     assert f" {in_a_row['time_s'] / 3 * 1e3:.2f} ({in_a_row['ratio']:.2f}) |" in shown
