@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The reference tables: every program with its baselines at the sizes that docs/results.md shows.
 
-Runs operations, --layers whole layers, --nodes what is between nodes that are emulated on this host; on GPUs
-if there are any (--device). Prints each run as it goes and the tables at the end. Only --write changes files
-of the repository: docs/results/*.json, one a run, and docs/results.md; --into keeps the records elsewhere,
-and --page makes the page of the records that are there. With the defaults it takes two to four minutes on two
-cores, --nodes about ten.
+Runs operations, --layers whole layers, --training the microbatches of a training step, --nodes what is
+between nodes that are emulated on this host; on GPUs if there are any (--device). Prints each run as it goes
+and the tables at the end. Only --write changes files of the repository: docs/results/*.json, one a run, and
+docs/results.md; --into keeps the records elsewhere, and --page makes the page of the records that are there.
+With the defaults it takes two to four minutes on two cores, --nodes about ten.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--layers", action="store_true", help="whole layers, forward and backward")
+    what.add_argument("--training", action="store_true", help="microbatches of a training step, and models")
     what.add_argument("--nodes", action="store_true", help="between emulated nodes; CPUs unless --device")
     add("--providers", default=",".join(PROVIDERS), metavar="LIST", help="with --nodes (%(default)s)")
     add("--label", metavar="WORD", help="keeps these records apart from those of other machines")
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", metavar="WORDS", default="", help="only runs whose name contains one of WORDS (a,b)")
     add("--quick", action="store_true", help="only the reference cases")
     add("--limit", type=float, default=1e9, metavar="S", help="begin no run after this many seconds")
+    add("--flags", default="", metavar="WORDS", help="more flags of every run: --flags='--engine sm,copy'")
     add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     return parser
 
@@ -123,6 +125,8 @@ def _plan(given: argparse.Namespace) -> list[Run]:
     ranks = given.ranks or parse("alltoall", ["--device", device]).ranks
     if given.nodes:
         return plan.nodes_cuda(ranks, _providers(given), *times)
+    if given.training:
+        return (plan.training_cuda if on_gpus else plan.training_cpu)(ranks, *times)
     if given.layers:
         return (plan.layers_cuda if on_gpus else plan.layers_cpu)(ranks, *times)
     return (plan.operations_cuda if on_gpus else plan.operations_cpu)(ranks, *times)
@@ -152,6 +156,7 @@ def main() -> int:
         runs = _plan(given)
         if given.label and not given.label.isalnum():
             raise ValueError(f"--label {given.label!r} has to be a word of letters and digits")
+        runs = [dataclasses.replace(run, flags=(*run.flags, *shlex.split(given.flags))) for run in runs]
         wanted = [
             run
             for run in runs

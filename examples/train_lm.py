@@ -14,7 +14,7 @@ transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, chec
 checkpoint.
 
 The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, precision,
-trainer (the loop), metrics, checkpoint.
+trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs), checkpoint.
 """
 
 from __future__ import annotations

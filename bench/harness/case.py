@@ -15,12 +15,12 @@ from moecomm.nn import mark_expert_parameter
 
 from . import inputs, verify
 from .inputs import DataKey, Ids
-from .options import COMPUTE, Options, Point
-from .path import STEP, Path, Yardstick
+from .options import COMPUTE, DENSE, TORCH_PRODUCTS, Options, Point
+from .path import FORWARD, IN_A_ROW, STEP, WHOLE, Path, Yardstick
 from .timing import Timing
 
-DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
 _GRADIENTS = 1  # added to the seed: gradients of the result are rows of another stream
+_MICROBATCHES = 2  # so much of the seed for each microbatch
 _PASSES = 3  # a backward makes two products for each of the forward: of the rows, and of the weights
 
 
@@ -173,17 +173,18 @@ class Case:
 
 
 class Experts:
-    """This rank's expert weights (L, H, 2F) and (L, F, H), the same in all variants of a layer."""
+    """This rank's expert weights (L, H, 2F) and (L, F, H), the same in all variants of a layer. `number` is
+    that of the layer in a model."""
 
-    def __init__(self, options: Options, point: Point, rank: int) -> None:
+    def __init__(self, options: Options, point: Point, rank: int, number: int = 0) -> None:
         assert point.ffn is not None
+        self.seed = options.seed + number
         local, device = point.experts // options.ranks, device_of(options)
         dtype: torch.dtype = getattr(torch, point.dtype)
         w_in = torch.empty(local, point.hidden, 2 * point.ffn, dtype=dtype, device=device)
         w_out = torch.empty(local, point.ffn, point.hidden, dtype=dtype, device=device)
         for place in range(local):
-            number = rank * local + place
-            made = inputs.expert(options.seed, number, point.hidden, point.ffn, dtype, device)
+            made = inputs.expert(self.seed, rank * local + place, point.hidden, point.ffn, dtype, device)
             w_in[place], w_out[place] = made
         self.w_in, self.w_out = torch.nn.Parameter(w_in), torch.nn.Parameter(w_out)
         for each in (self.w_in, self.w_out):
@@ -191,9 +192,14 @@ class Experts:
 
 
 class LayerCase(Case):
-    """Inputs and expectations of a layer: also the gradients of its result, and rows as experts get them."""
+    """Inputs and expectations of a layer: also the gradients of its result, and rows as experts get them.
 
-    def __init__(self, options: Options, point: Point, rank: int, experts: Experts) -> None:
+    `microbatches` are those of a step, this one first, each with routing and data of its own: their `number`
+    tells them apart.
+    """
+
+    def __init__(self, options: Options, point: Point, rank: int, experts: Experts, number: int = 0) -> None:
+        options = replace(options, seed=options.seed + _MICROBATCHES * number)
         rows = verify.rows_of(
             [inputs.topk_ids(options, point, source) for source in range(options.ranks)], rank, point.experts
         )
@@ -207,14 +213,15 @@ class LayerCase(Case):
         # Inputs as they arrive at this rank's experts, for what is timed without communication.
         self.rows_PH, self.dy_PH = empty(rows.num_rows).requires_grad_(), empty(rows.num_rows)
         self.weights_P = torch.empty(rows.num_rows, dtype=inputs.wide(dtype), device=device).requires_grad_()
-        self.weighted_dy_PH = empty(rows.num_rows)
         self.offsets_L = torch.from_numpy(rows.offsets_G).to(device, torch.int32)
-        self._wanted: tuple[int, dict[str, Tensor]] | None = None
+        self._wanted: tuple[int, list[dict[str, Tensor]]] | None = None
         super().__init__(options, point, rank)
         self.x_TH.requires_grad_()
         self.weights_TK.requires_grad_()
         self.rows_R = rows_per_rank(self.ids_R, point.experts)
         self.fixed_rows = max(1, int(max(self.rows_R) * options.headroom))
+        others = range(1, point.microbatches) if number == 0 else ()
+        self.microbatches = [self, *(LayerCase(options, point, rank, experts, each) for each in others)]
 
     @torch.no_grad()
     def load(self, round: int) -> None:
@@ -231,12 +238,15 @@ class LayerCase(Case):
             self.rows_PH[row_N] = x_TH[token_N]
             self.dy_PH[row_N] = dy_TH[token_N]
             self.weights_P[row_N] = weights_TK[token_N, slot_N].to(self.weights_P.dtype)
-        self.weighted_dy_PH.copy_(self.dy_PH * self.weights_P[:, None])
 
-    def wanted(self, round: int) -> dict[str, Tensor]:
-        """Returns all that a variant is expected to return for the data of `round`, which is loaded."""
+    def wanted(self, round: int) -> list[dict[str, Tensor]]:
+        """Loads the data of `round` into all microbatches, and returns what a variant is expected to return
+        for each; the gradients of the experts are those of all microbatches together."""
+        for each in self.microbatches:
+            each.load(round)
         if self._wanted is None or self._wanted[0] != round:
-            self._wanted = (round, verify.expected_of_layer(self))
+            self.forget_wanted()
+            self._wanted = (round, verify.expected_of_layer(self.microbatches))
         return self._wanted[1]
 
     def forget_wanted(self) -> None:
@@ -253,10 +263,14 @@ class LayerCase(Case):
         seconds = timings[path.name, phase].median
         rows, inner, columns = self.options.dense
         dense_tflops = 2.0 * rows * inner * columns / timings[DENSE, STEP].median / 1e12
-        compute = timings.get((COMPUTE, phase))
-        passes = _PASSES if phase == STEP else 1
+        # A whole step is held against the products in a row, which have no ends.
+        other = IN_A_ROW if phase == WHOLE else phase
+        base = timings.get((COMPUTE, other)) or timings.get((TORCH_PRODUCTS, other))
+        parts = self.microbatches if phase in (IN_A_ROW, WHOLE) else [self]
+        arrived = sum(sum(each.rows_R) for each in parts)
+        passes = 1 if phase == FORWARD else _PASSES
         assert self.point.ffn is not None
-        work = 6.0 * passes * self.point.hidden * self.point.ffn * sum(self.rows_R) / self.options.ranks
+        work = 6.0 * passes * self.point.hidden * self.point.ffn * arrived / self.options.ranks
         flops = work if isinstance(path, Path) and path.computes else None
         if path.name == DENSE:
             flops = 2.0 * rows * inner * columns
@@ -268,5 +282,5 @@ class LayerCase(Case):
             "tflops": tflops,
             "dense_tflops": dense_tflops,
             "share": None if tflops is None else tflops / dense_tflops,
-            "ratio": None if compute is None or path.name == DENSE else seconds / compute.median,
+            "ratio": None if base is None or path.name == DENSE else seconds / base.median,
         }

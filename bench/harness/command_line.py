@@ -30,10 +30,14 @@ from .options import (
     PRESETS,
     ROUTINGS,
     VARIANTS,
+    WAYS,
+    WIDE,
+    WIDE_TOKENS,
     Options,
     Shape,
     available_cores,
     keep_name,
+    shape_of,
 )
 
 _ALIASES = {
@@ -62,8 +66,10 @@ columns:
   busbw    remote bytes / time, mean over ranks: one row per (token, other rank that owns one of its experts)
   wire, sent, puts  (several nodes) rows to other nodes / time, all bytes / the least, messages a rank
   SMs, host  (GPUs) multiprocessors at work, where known; CPU microseconds to issue a call
-  ratio    (layers) time / time of compute only; exposed: share of a step in which only communication runs
+  ratio    (layers) time / time of compute only, of microbatches of torch's products
+  exposed  (layers) share of a step in which only communication runs
   TFLOP/s, of dense, memory  (layers) of the products, beside one dense product, GB at a step's peak (GPUs)
+  clock, power  (microbatches, GPUs) MHz of the SMs and watts while the call runs, medians, mean over ranks
   error    (layers) largest deviation, of a value's magnitude plus the root mean square of its row
   #wrong   values that differ from an independent computation, summed over ranks; N/A with -c 0
 All columns, baselines and variants are explained in bench/README.md.
@@ -171,8 +177,8 @@ def build_parser(program: str) -> Parser:
     add("-g", "--ranks", type=positive, metavar="N",
         help="ranks to start here (2; GPUs: all of them); torchrun says its own")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="GPUs if there are any (auto)")
-    add("-b", "--min", default="4096" if is_layer else "2048", metavar="SIZE",
-        help="first size per rank: tokens, or bytes (%(default)s)")
+    add("-b", "--min", metavar="SIZE", help="first size per rank: tokens, or bytes "
+        + (f"(4096; {WIDE_TOKENS} if all presets are wide)" if is_layer else "(2048)"))
     add("-e", "--max", metavar="SIZE", help="last size per rank (the first)")
     add("-f", "--factor", type=float, default=2.0, metavar="X", help="multiply by this between sizes (2)")
     add("-n", "--iters", type=positive, default=20, metavar="N", help="timed iterations (20)")
@@ -219,13 +225,25 @@ def build_parser(program: str) -> Parser:
         add("--fabric-provider", metavar="NAME", help="libfabric provider: tcp, shm, ... (best found)")
     else:
         variants = (*VARIANTS, *FP8_VARIANTS)
-        add("--presets", type=_list_of(_one_of(tuple(PRESETS)), tuple(PRESETS)), default="all",
-            metavar="LIST", help=f"all, or a list of {', '.join(PRESETS)}")
+        add("--presets", type=_list_of(_one_of((*PRESETS, *WIDE)), tuple(PRESETS)), default="all",
+            metavar="LIST", help=f"all, or a list of {', '.join(PRESETS)}; not in all: {', '.join(WIDE)}")
+        add("--ways", type=_list_of(_one_of(WAYS), WAYS), default="layer", metavar="LIST",
+            help=f"all, or a list of {', '.join(WAYS)}: one call, a training step, that of blocks (layer)")
+        add("--microbatches", type=positive, default=4, metavar="N", help="of a training step (4)")
+        add("--layers", type=positive, metavar="N", help="of a model (what fits, up to 4)")
+        for name, known_words, meaning in (
+            ("engine", ("sm", "copy"), "what moves rows"), ("products", ("torch", "quack"), "what computes"),
+            ("rows", ("expert", "rank"), "expanded rows, or gathered by the products"),
+        ):
+            add(f"--{name}", dest=name.replace("engine", "engines"), type=_list_of(_one_of(known_words)),
+                default=(), metavar="LIST", help=f"{meaning}: {', '.join(known_words)} (moecomm's choice)")
+        add("--activation", choices=("swiglu", "swiglu_interleaved"), default="swiglu",
+            help="gates in halves, or in even columns, which quack fuses (%(default)s)")
         add("--scale", type=positive, default=1, metavar="N",
             help="divide hidden and ffn of presets by N (1)")
         add("--ffn", type=positive, metavar="F", help="inner width of an expert (the preset's)")
         add("--variants", type=_list_of(_one_of(variants), VARIANTS), default="all", metavar="LIST",
-            help=f"all, or a list of {', '.join(variants)} (all: without the last three)")
+            help=f"of one call: all, or a list of {', '.join(variants)} (all: without the last three)")
         add("--keep", type=_list_of(_one_of(KEEPS)), default="all", metavar="LIST",
             help="overlapped with each kept: all,rows,nothing")
         add("--graph-tokens", type=count, default=512, metavar="T",
@@ -306,7 +324,10 @@ def _derived(program: str, given: dict[str, Any]) -> dict[str, Any]:
         found["routings"], found["trace"] = _routings(program, given.pop("routing"), given.pop("zipf"))
     found["shapes"] = shapes = _shapes(program, given, ranks, found.get("trace"))
     row_bytes = shapes[0].hidden * DTYPES[given["dtypes"][0]]
-    first = parse_size(given.pop("min"), row_bytes)
+    usual = "4096" if program == LAYER else "2048"
+    if all(shape.preset in WIDE for shape in shapes):
+        usual = str(WIDE_TOKENS)
+    first = parse_size(given.pop("min") or usual, row_bytes)
     last = given.pop("max")
     found["sizes"] = sweep(first, parse_size(last, row_bytes) if last else first, given.pop("factor"))
     return found
@@ -426,7 +447,7 @@ def _shapes(program: str, given: dict[str, Any], ranks: int, trace: str | None) 
     named = [_OPERATION]
     if program == LAYER:
         divisor = given.pop("scale")
-        named = [_scaled(PRESETS[word], divisor) for word in given.pop("presets")]
+        named = [_scaled(shape_of(word, ranks), divisor) for word in given.pop("presets")]
     shapes = tuple(
         replace(shape, hidden=hidden or shape.hidden, ffn=ffn or shape.ffn, experts=count, topk=topk)
         for shape in named
@@ -471,6 +492,10 @@ def _check_together(options: Options) -> None:
         (not options.dequantize and options.wire is None, "--no-dequantize is for --wire fp8"),
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
+        (
+            "layer" in options.ways and len(options.choices) > 1,
+            "--engine, --products and --rows take lists for other --ways than layer",
+        ),
         (suffix not in (".png", ".svg", ".pdf"), f"--plot {options.plot} has to end in .png, .svg or .pdf"),
     )
     for refused, text in refusals:
@@ -479,6 +504,7 @@ def _check_together(options: Options) -> None:
     for shape, dtype in itertools.product(options.shapes, options.dtypes):
         if (row_bytes := shape.hidden * DTYPES[dtype]) % 16:
             raise ValueError(f"--hidden {shape.hidden} of {dtype} is {row_bytes} bytes, no multiple of 16")
+    _check_arguments(options)
     limit = options.limit_nodes
     if limit is None:
         return
@@ -490,3 +516,21 @@ def _check_together(options: Options) -> None:
     for shape in options.shapes:
         if shape.topk > (reachable := limit * (shape.experts // options.nodes)):
             raise ValueError(f"--topk {shape.topk} is more than the {reachable} experts of --limit-nodes")
+
+
+def _check_arguments(options: Options) -> None:
+    """Refuses options for which this moecomm has no argument."""
+    if not (options.engines or options.rows):
+        return
+    import inspect
+
+    import moecomm
+    from moecomm.nn import MoEConfig, MoELayer
+
+    for name, given, places in (
+        ("engine", options.engines, (moecomm.Communicator,)),
+        ("rows", options.rows, (MoEConfig, MoELayer)),
+    ):
+        if given and not any(name in inspect.signature(each).parameters for each in places):
+            words = " and ".join(each.__name__ for each in places)
+            raise ValueError(f"--{name}: {words} of this moecomm have no argument {name!r}: leave it out")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NamedTuple
 
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
@@ -25,16 +25,22 @@ LAYER_ROUTINGS = ("uniform", "zipf", "balanced")
 BETWEEN_NODES = ("fabric", "fabric-cold", "fabric-one")
 ON_REQUEST = ("torch-symm", "gloo-rows", "fabric-one")
 
-# Variants of a layer.
-COMPUTE, PLAIN, COMM = "compute only", "plain compute", "communication only"
+DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
+# Ways to time a layer: one call of it, the microbatches of a training step, those of a stack of blocks.
+WAYS = ("layer", "microbatches", "model")
+# Variants of one call.
+COMPUTE, COMM = "compute only", "communication only"
 SERIAL, OVERLAPPED = "serial", "overlapped"
 FIXED, GRAPH, GRAPHED = "fixed", "graph replay", "graphed step"
-BASELINE, TUNED = "baseline", "baseline-tuned"
+BASELINE = "baseline"
 FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW = "fp8 compute only", "fp8 overlapped", "fp8 weights anew"
-VARIANTS = (COMPUTE, PLAIN, COMM, SERIAL, OVERLAPPED, BASELINE, TUNED)
+VARIANTS = (COMPUTE, COMM, SERIAL, OVERLAPPED, BASELINE)
 FP8_VARIANTS = (FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW)  # on request: few GPUs have them
 GRAPH_VARIANTS = (COMPUTE, OVERLAPPED, FIXED, GRAPH, GRAPHED)  # those at --graph-tokens
 KEEPS = ("all", "rows", "nothing")
+MOST_LAYERS = 4  # of a model, where --layers does not say
+# Variants of microbatches: products without communication, and the names of paths/training.py's schedules.
+TORCH_PRODUCTS, QUACK_PRODUCTS = "torch products", "quack products"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,50 @@ PRESETS = {
         ("gpt-oss-120b", 2880, 2880, 128, 4),
     )
 }
+# What wide expert parallelism leaves of a layer: four experts a rank, with as many rows each as a rank has
+# tokens (four of a token's experts are among those of these ranks).
+_WIDE_LOCAL = WIDE_TOPK = 4
+WIDE_TOKENS = 8192
+WIDE = {f"{name}-wide": name for name in ("deepseek-v3", "qwen3-235b")}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a layer's attention. With `latent`, the ranks of queries and of keys and values, it is MLA as
+    in DeepSeek-V3 (arXiv 2412.19437, 2.1.1): `width` columns of a head with positions beside `rope` with.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    latent: tuple[int, int] | None = None
+    rope: int = 64
+
+    def scaled(self, divisor: int) -> Heads:
+        """The same with fewer heads and narrower latents, at least one head, and as many queries a key."""
+        kv_heads = max(1, self.kv_heads // max(divisor, 1))
+        heads, latent = kv_heads * (self.heads // self.kv_heads), self.latent
+        if latent is not None:
+            queries, keys = (max(1, each // max(divisor, 1) // 16) * 16 for each in latent)
+            latent = (queries, keys)
+        return replace(self, heads=heads, kv_heads=kv_heads, latent=latent)
+
+
+ATTENTION = {
+    "deepseek-v3": Heads(128, 128, 128, latent=(1536, 512)),
+    "kimi-k2": Heads(64, 64, 128, latent=(1536, 512)),
+    "qwen3-235b": Heads(64, 4, 128),
+    "qwen3-30b": Heads(32, 4, 128),
+    "mixtral-8x22b": Heads(48, 8, 128),
+    "gpt-oss-120b": Heads(64, 8, 64),
+}
+
+
+def shape_of(preset: str, ranks: int) -> Shape:
+    """The layer of a name in PRESETS or WIDE, on so many ranks."""
+    if preset not in WIDE:
+        return PRESETS[preset]
+    return replace(PRESETS[WIDE[preset]], preset=preset, experts=_WIDE_LOCAL * ranks, topk=WIDE_TOPK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +121,8 @@ class Point(Shape):
     zipf: float | None  # None: the routing has no exponent
     num_sms: int | None  # None: moecomm's own choice
     graphs: bool = False  # the layer variants around graph replay
+    microbatches: int = 0  # of a training step; 0: one call of a layer
+    layers: int = 0  # most blocks of a model; 0: a layer alone
 
     @property
     def row_bytes(self) -> int:
@@ -81,6 +133,17 @@ class Point(Shape):
     def setup(self) -> tuple[object, ...]:
         """Returns a key: points with equal keys can use the same communicator."""
         return (self.preset, self.hidden, self.ffn, self.experts, self.topk, self.dtype, self.num_sms)
+
+
+class Choice(NamedTuple):
+    """What a layer is built with, where that is said: None is not passed on."""
+
+    engine: str | None = None
+    products: str | None = None
+    rows: str | None = None
+
+    def __str__(self) -> str:
+        return "".join(f", {word}" for word in self if word is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +190,13 @@ class Options:
     baselines_only: bool = False
     plot: str | None = None
     # of layers
+    ways: tuple[str, ...] = ("layer",)
+    engines: tuple[str, ...] = ()  # Communicator(engine=); none: not passed on
+    products: tuple[str, ...] = ()  # MoEConfig(products=)
+    rows: tuple[str, ...] = ()  # MoELayer(rows=) or MoEConfig(rows=)
+    activation: str = "swiglu"
+    microbatches: int = 4
+    layers: int | None = None  # None: as many as fit
     variants: tuple[str, ...] = ()
     graph_tokens: int = 0  # tokens per rank of the variants around graph replay; 0: none
     overlap_num_sms: int | None = None  # SMs of what travels beside products; None: moecomm's own choice
@@ -146,16 +216,30 @@ class Options:
         return 1 if self.ranks_per_node is None else self.ranks // self.ranks_per_node
 
     @property
+    def choices(self) -> list[Choice]:
+        """All combinations of engine, products and rows."""
+        given = (self.engines, self.products, self.rows)
+        return [Choice(*each) for each in itertools.product(*(values or (None,) for values in given))]
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens per rank of any point."""
         return max(*self.sizes, self.graph_tokens)
 
     def points(self) -> Iterator[Point]:
         """Yields all comparisons; those that use the same communicator follow one another."""
-        sizes = [(tokens, False) for tokens in self.sizes]
-        if self.graph_tokens:
-            sizes.append((self.graph_tokens, True))
-        for shape, sms, dtype, (routing, zipf), (tokens, graphs) in itertools.product(
+        sizes: list[tuple[int, dict[str, int]]] = []
+        if "layer" in self.ways:
+            sizes += [(tokens, {}) for tokens in self.sizes]
+            if self.graph_tokens:
+                sizes.append((self.graph_tokens, {"graphs": True}))
+        if "microbatches" in self.ways:
+            sizes += [(tokens, {"microbatches": self.microbatches}) for tokens in self.sizes]
+        if "model" in self.ways:
+            layers = self.layers or MOST_LAYERS
+            kind = {"microbatches": self.microbatches, "layers": layers}
+            sizes += [(tokens, kind) for tokens in self.sizes]
+        for shape, sms, dtype, (routing, zipf), (tokens, kind) in itertools.product(
             self.shapes, self.num_sms, self.dtypes, self.routings, sizes
         ):
             yield Point(
@@ -165,7 +249,7 @@ class Options:
                 routing=routing,
                 zipf=zipf,
                 num_sms=sms,
-                graphs=graphs,
+                **kind,  # type: ignore[arg-type]  # graphs is a bool
             )
 
 

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 CALL = "call"  # the one phase of an operation
 FORWARD, STEP = "forward", "step"  # those of a layer; a step is a forward and its backward
+# Those of microbatches: all of a step in a row, their weights' gradients added to what is there; and the
+# whole step, from weights without gradients on.
+IN_A_ROW, WHOLE = "in a row", "whole step"
 _Made = TypeVar("_Made")
 
 

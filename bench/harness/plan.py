@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .options import WIDE
+
 PROVIDERS = ("tcp", "shm")
 NATIVE = ("fabric_raw", "proxy_rate")
 _BOTH = ("dispatch", "combine")
@@ -123,6 +125,35 @@ def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         for kind, flags in around.items()
         for name in _CLOSELY
     ]  # fmt: skip
+
+
+def training_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
+    """Four microbatches of every layer, alone and as wide expert parallelism leaves two of them, then models
+    of the layers looked at closely. Some ten rounds are enough: a round has twelve microbatches of each path.
+    """
+    steady = f"--device cuda -g {ranks} -n {min(iters, 7)} -w {min(warmup, 2)} --timeout 60"
+    steady += " --activation swiglu_interleaved"
+    runs = [
+        _run(f"cuda-steps-{name}", "moe_layer", f"--ways microbatches --presets {name} {steady}", quick=True)
+        for name in (*_TARGET_LAYERS, *WIDE)
+    ]
+    return runs + [
+        _run(f"cuda-model-{name}", "moe_layer", f"--ways model --presets {name} {steady}")
+        for name in _CLOSELY
+    ]
+
+
+def training_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:
+    """The same a sixteenth as wide, of one layer: that everything runs."""
+    steady = f"--scale 16 --device cpu -g {ranks} -n {iters} -w {warmup} --timeout 60"
+    return [
+        _run(f"{way}-{name}", "moe_layer", f"--ways {flags} --presets {name} -b 128 {steady}", quick=True)
+        for way, flags, name in (
+            ("steps", "microbatches", "qwen3-30b"),
+            ("steps", "microbatches", "qwen3-235b-wide"),
+            ("model", "model --layers 2", "qwen3-30b"),
+        )
+    ]
 
 
 def layers_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:

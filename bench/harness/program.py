@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 
 import moecomm
 
-from ..paths import between_nodes, layer_variants, moecomm_path, registry
+from ..paths import between_nodes, layer_variants, moecomm_path, registry, training
 from . import machine, record, report
 from .case import Case, Experts, LayerCase, device_of
 from .options import Options, Point
 from .path import CALL, NotMeasured, NotRun, Path, Verdict, Yardstick, attempt
+from .telemetry import Telemetry
 from .timing import Clock, CpuClock, CudaClock, Timing, measure, slowest, sum_over_ranks
 
 _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
@@ -95,25 +96,29 @@ class _Benchmark:
             if experts is None:
                 self._miss(NotRun("all", problem, failed=True), first)
                 return
-        comm: moecomm.Communicator | None = None
-        if not options.baselines_only:
-            comm = held.enter_context(moecomm_path.communicator(options, first))
-            comm.reset_stats()
+        comms: dict[str | None, moecomm.Communicator] = {}
+        for engine in () if options.baselines_only else (options.engines or (None,)):
+            comms[engine] = held.enter_context(moecomm_path.communicator(options, first, engine))
+            comms[engine].reset_stats()
         shown: tuple[object, ...] = ()
         for point in points:
             self._release()
-            title = (point.routing, point.zipf, *((point.tokens, point.graphs) if options.is_layer else ()))
+            title: tuple[object, ...] = (point.routing, point.zipf)
+            if options.is_layer:
+                title += (point.tokens, point.graphs, point.microbatches, point.layers)
             if title != shown:
                 self.say(report.titles(point, options))
                 shown = title
             if experts is None:
                 with torch.no_grad():
-                    self._point(comm, Case(options, point, self.rank))
+                    self._point(comms, Case(options, point, self.rank))
             else:
-                self._point(comm, LayerCase(options, point, self.rank, experts))
-        if comm is not None:
+                self._point(comms, LayerCase(options, point, self.rank, experts))
+        for engine, comm in comms.items():
             words = [
-                each for each in (first.preset, first.dtype, f"top-{first.topk} of {first.experts}") if each
+                each
+                for each in (first.preset, first.dtype, f"top-{first.topk} of {first.experts}", engine)
+                if each
             ]
             sms = [] if first.num_sms is None else [f"{first.num_sms} SMs"]
             self.stats[" ".join([*words, *sms])] = {**comm.stats(), "network_lanes": comm.network_lanes}
@@ -126,18 +131,22 @@ class _Benchmark:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _point(self, comm: moecomm.Communicator | None, case: Case) -> None:
-        options = self.options
+    def _point(self, comms: Mapping[str | None, moecomm.Communicator], case: Case) -> None:
+        options, point = self.options, case.point
+        comm = next(iter(comms.values()), None)
         entries: list[Entry]
         if isinstance(case, LayerCase):
-            assert comm is not None
-            entries = layer_variants.make_variants(comm, case, self.clock)
+            make = layer_variants.make_variants
+            if point.microbatches:
+                make = training.make_models if point.layers else training.make_microbatches
+            entries = make(comms, case, self.clock)
         else:
             entries = registry.make_paths(comm, case, self.clock)
         checked = self._verified(entries)
         if isinstance(case, LayerCase):
             case.forget_wanted()
-            case.load(0)
+            for each in case.microbatches:
+                each.load(0)
             self._release()
         paths = [entry for entry in entries if isinstance(entry, Path)]
         sent: Mapping[str, Any] = {}
@@ -145,12 +154,19 @@ class _Benchmark:
             sent = between_nodes.count(comm, paths[0], case)
         samples: dict[tuple[str, str], list[float]] = {}
         _sample(entries, samples)
-        timings = measure(paths, iters=options.iters, warmup=options.warmup, clock=self.clock)
+        with self._telemetry() if point.microbatches else nullcontext() as telemetry:
+            timings = measure(
+                paths,
+                iters=options.iters,
+                warmup=options.warmup,
+                clock=self.clock,
+                watch=None if telemetry is None else telemetry.keep,
+            )
         _sample(entries, samples)
         timings |= {key: Timing(tuple(slowest(taken))) for key, taken in samples.items()}
         for entry in entries:
             if isinstance(entry, NotRun):
-                self._miss(entry, case.point)
+                self._miss(entry, point)
                 continue
             more = entry.more() if isinstance(entry, Path) else {}
             for phase in entry.calls if isinstance(entry, Path) else (CALL,):
@@ -159,20 +175,25 @@ class _Benchmark:
                     found["host_s"] = self._host(entry, phase)
                 if sent and isinstance(entry, Path) and entry.own:
                     found |= between_nodes.figures(sent, options.ranks, timings[entry.name, phase])
+                if telemetry is not None:
+                    found |= telemetry.medians((entry.name, phase))
                 wrong, worst = checked.get(entry.name, (None, None))
                 if worst is not None:
                     found["worst"] = worst
-                row = record.make_row(
-                    entry,
-                    phase,
-                    case.point,
-                    timings[entry.name, phase],
-                    wrong,
-                    **found,
-                    **more.get(phase, {}),
-                )
+                found |= more.get(phase, {})
+                row = record.make_row(entry, phase, point, timings[entry.name, phase], wrong, **found)
                 self.rows.append(row)
                 self.say(report.table_row(row, options))
+
+    def _telemetry(self) -> AbstractContextManager[Telemetry | None]:
+        """What samples clock and power of the GPUs; None on a CPU, and where a rank has no NVML."""
+        if self.options.device == "cpu":
+            return nullcontext()
+        telemetry, problem = attempt(lambda: Telemetry(device_of(self.options)))
+        if telemetry is None:
+            self.say(f"# no clocks and power: {problem}")
+            return nullcontext()
+        return telemetry
 
     def _verified(self, entries: list[Entry]) -> dict[str, tuple[int, float | None]]:
         """(wrong values, largest deviation) of every path, over all ranks; a path that cannot run is replaced

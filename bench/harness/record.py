@@ -16,14 +16,17 @@ from typing import Any
 
 from . import machine
 from .options import Options, Point
-from .path import FORWARD, NotRun, Path, Yardstick
+from .path import CALL, STEP, NotRun, Path, Yardstick
 from .timing import Timing
 
 SCHEMA = 2
 Row = dict[str, Any]
 Record = dict[str, Any]
 # What paths that are compared have in common; absent in a row where a program does not know it.
-PLACE = ("preset", "experts", "topk", "dtype", "tokens", "routing", "zipf", "num_sms", "graphs", "phase")
+PLACE = (
+    "preset", "experts", "topk", "dtype", "tokens", "routing", "zipf", "num_sms", "graphs", "microbatches",
+    "layers", "phase",
+)  # fmt: skip
 
 
 def make_row(
@@ -63,10 +66,10 @@ def comparisons(rows: Iterable[Row]) -> list[dict[str, Row]]:
 
 
 def wrong_values(rows: Iterable[Row]) -> int | None:
-    """Wrong values of all paths; None where nothing was checked. A layer is checked by its step, which has
-    its forward in it.
+    """Wrong values of all paths; None where nothing was checked. The check of a layer is one for all its
+    phases, and is said with each.
     """
-    checked = [row["wrong"] for row in rows if row["wrong"] is not None and row["phase"] != FORWARD]
+    checked = [row["wrong"] for row in rows if row["wrong"] is not None and row["phase"] in (CALL, STEP)]
     return sum(checked) if checked else None
 
 

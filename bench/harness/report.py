@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import machine
-from .options import MOECOMM, OVERLAPPED, Options, Point
+from .options import MOECOMM, OVERLAPPED, WIDE, Options, Point
 from .record import Row, comparisons, wrong_values
 
 CEILINGS = ("fabric", "sm-push", "memcpy")  # the first of these that ran is what shares are of
@@ -40,6 +40,12 @@ def _value(name: str, scale: float = 1.0, digits: int = 1, suffix: str = "") -> 
     return lambda row: number(row.get(name), scale, digits, suffix)
 
 
+_STEPS_ON_GPUS = [
+    Column("clock", "(MHz)", 7, _value("sm_mhz", digits=0)),
+    Column("power", "(W)", 6, _value("power_W", digits=0)),
+]
+
+
 def columns(options: Options) -> list[Column]:
     """The columns that a program has with these options."""
     times = [
@@ -50,14 +56,15 @@ def columns(options: Options) -> list[Column]:
     on_gpu = options.device == "cuda"
     if options.is_layer:
         found = [
-            Column("path", "", 24, lambda row: row["path"]),
-            Column("phase", "", 8, lambda row: row["phase"]),
+            Column("path", "", 24 if options.ways == ("layer",) else 34, lambda row: row["path"]),
+            Column("phase", "", 10, lambda row: row["phase"]),
             *times,
             Column("ratio", "", 8, _value("ratio", digits=3)),
             Column("TFLOP/s", "", 9, lambda row: "-" if row["tflops"] is None else f"{row['tflops']:.4g}"),
             Column("of dense", "", 9, _value("share", 100, 1, "%")),
             Column("exposed", "", 8, _value("exposed_share", 100, 1, "%")),
             *([Column("memory", "(GB)", 8, _value("memory_bytes", 1e-9, 2)), host] if on_gpu else []),
+            *(_STEPS_ON_GPUS if on_gpu and options.ways != ("layer",) else []),
             Column("error", "", 8, lambda row: "-" if row.get("worst") is None else f"{row['worst']:.2g}"),
         ]
     else:
@@ -121,10 +128,13 @@ def header(options: Options, flush_bytes: int) -> str:
 def titles(point: Point, options: Options) -> str:
     """Formats what a group of rows has in common, and the titles of the columns."""
     found = columns(options)
-    name = f"{point.preset}  " if point.preset else ""
+    name = f"shape of {point.preset}  " if point.preset else ""
+    name += "(four experts a rank, as wide expert parallelism leaves)  " if point.preset in WIDE else ""
     ffn = "" if point.ffn is None else f"  ffn {point.ffn}"
     sms = "" if point.num_sms is None else f"  SMs {point.num_sms}"
     where = f"  tokens {point.tokens}" if options.is_layer else ""
+    where += f"  microbatches {point.microbatches}" if point.microbatches else ""
+    where += "  in blocks with attention" if point.layers else ""
     return "\n".join(
         [
             f"#\n# {name}hidden {point.hidden}{ffn}  experts {point.experts}  topk {point.topk}"

@@ -131,11 +131,18 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(paths: Sequence[Path], *, iters: int, warmup: int, clock: Clock) -> dict[tuple[str, str], Timing]:
+def measure(
+    paths: Sequence[Path],
+    *,
+    iters: int,
+    warmup: int,
+    clock: Clock,
+    watch: Callable[[tuple[str, str], float], None] | None = None,
+) -> dict[tuple[str, str], Timing]:
     """Times by path and phase, of all ranks of the default group; every rank passes the same paths.
 
     The calls alternate within an iteration, so that a slow spell of the machine hits all of them. A result is
-    released after the clock has stopped.
+    released after the clock has stopped. `watch` is told path, phase and seconds right after each timed call.
     """
     took = {(path.name, phase): np.zeros(iters) for path in paths for phase in path.calls}
     for iteration in range(-warmup, iters):
@@ -146,6 +153,8 @@ def measure(paths: Sequence[Path], *, iters: int, warmup: int, clock: Clock) -> 
                 seconds = clock.time(call)
                 if iteration >= 0:
                     took[path.name, phase][iteration] = seconds
+                    if watch is not None:
+                        watch((path.name, phase), seconds)
     return {key: Timing(tuple(slowest(list(local)))) for key, local in took.items()}
 
 

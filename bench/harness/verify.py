@@ -8,13 +8,14 @@ they lie, on the CPU or a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests import moe_reference, reference
@@ -249,7 +250,6 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
 
 Y, DX, DWEIGHTS, DW_IN, DW_OUT = "y", "dx", "dweights", "dw_in", "dw_out"
 ROWS_OUT, DROWS, DROW_WEIGHTS = "rows out", "drows", "drow weights"
-PLAIN_ROWS_OUT = "rows out without weights"
 MOVED, MOVED_DY = "rows moved", "gradients moved"
 MOVED_Y, MOVED_DX, MOVED_DWEIGHTS = "sum of rows", "sum of gradients", "weights moved"
 _EXACT = (MOVED, MOVED_DY)
@@ -270,78 +270,148 @@ _BLOCK = 1 << 26  # values compared at a time
 
 
 class _Expert(NamedTuple):
-    """Results of an expert for its rows: outputs with and without the rows' weights, and gradients."""
+    """Results of an expert for its rows, and gradients."""
 
     out: Tensor
-    plain_out: Tensor
     grads: tuple[Tensor, ...]  # of rows and weights, and if wanted of w_in and w_out
 
 
 def _expert(
-    x: Tensor, weight: Tensor, dy: Tensor, matrices: Sequence[Tensor], *, with_grads: bool
+    x: Tensor, weight: Tensor, dy: Tensor, matrices: Sequence[Tensor], activation: str, *, with_grads: bool
 ) -> _Expert:
     """Runs one expert forward and, if gradients are wanted, backward."""
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in (x, weight, *matrices)]
-        plain = moe_reference.feed_forward(leaves[0], leaves[2], leaves[3], "swiglu")
-        out = leaves[1][:, None] * plain
+        out = leaves[1][:, None] * moe_reference.feed_forward(leaves[0], leaves[2], leaves[3], activation)
         grads = torch.autograd.grad(out, leaves if with_grads else leaves[:2], dy)
-    return _Expert(out.detach(), plain.detach(), grads)
+    return _Expert(out.detach(), grads)
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of a layer's reference: float32, or float64 for layers in float32 or float64."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
 
 
 @torch.no_grad()
-def expected_of_layer(case: LayerCase) -> dict[str, Tensor]:
-    """Computes everything that a variant may return for the case's data, by name: one expert at a time, in
-    float32, or in float64 if the case is in float32 or float64.
+def expected_of_layer(cases: Sequence[LayerCase]) -> list[dict[str, Tensor]]:
+    """Computes everything that a variant may return for the data of each case, by name: one expert at a time,
+    in the wide type. The gradients of the experts are sums over all cases, in tensors that they share.
     """
-    wide = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else torch.float64
-    point = case.point
+    first, point = cases[0], cases[0].point
+    wide, device = wide_type(first.dtype), first.device
     assert point.ffn is not None
-    x_TH, dy_TH, weights_TK, rows_PH, dy_PH, weights_P = (
-        each.detach().to(wide)
-        for each in (case.x_TH, case.dy_TH, case.weights_TK, case.rows_PH, case.dy_PH, case.weights_P)
-    )
-    want = {Y: torch.zeros_like(x_TH), DX: torch.zeros_like(x_TH), DWEIGHTS: torch.zeros_like(weights_TK)}
-    want |= {name: torch.zeros_like(rows_PH) for name in (ROWS_OUT, PLAIN_ROWS_OUT, DROWS)}
-    want[DROW_WEIGHTS] = torch.zeros_like(weights_P)
-    want[DW_IN] = x_TH.new_zeros(case.local, point.hidden, 2 * point.ffn)
-    want[DW_OUT] = x_TH.new_zeros(case.local, point.ffn, point.hidden)
-    ends = [0, *case.rows.offsets_G.tolist()]
+    sums = {
+        DW_IN: torch.zeros(first.local, point.hidden, 2 * point.ffn, dtype=wide, device=device),
+        DW_OUT: torch.zeros(first.local, point.ffn, point.hidden, dtype=wide, device=device),
+    }
+    found = [sums | _nothing_yet(case, wide) for case in cases]
     for number in range(point.experts):
-        token, slot = (_on(case.device, each) for each in np.nonzero(case.ids_TK == number))
-        place = number - case.rank * case.local
-        here = slice(ends[place], ends[place + 1]) if 0 <= place < case.local else slice(0, 0)
-        if not token.numel() and here.start == here.stop:
-            continue
-        made = inputs.expert(case.options.seed, number, point.hidden, point.ffn, case.dtype, case.device)
+        made = inputs.expert(first.experts.seed, number, point.hidden, point.ffn, first.dtype, device)
         matrices = [each.to(wide) for each in made]
-        if token.numel():
-            home = _expert(x_TH[token], weights_TK[token, slot], dy_TH[token], matrices, with_grads=False)
-            want[Y].index_add_(0, token, home.out)
-            want[DX].index_add_(0, token, home.grads[0])
-            want[DWEIGHTS][token, slot] = home.grads[1]
-        if here.start < here.stop:
-            own = _expert(rows_PH[here], weights_P[here], dy_PH[here], matrices, with_grads=True)
-            want[ROWS_OUT][here], want[PLAIN_ROWS_OUT][here] = own.out, own.plain_out
-            want[DROWS][here], want[DROW_WEIGHTS][here] = own.grads[:2]
-            want[DW_IN][place], want[DW_OUT][place] = own.grads[2:]
+        for case, want in zip(cases, found, strict=True):
+            _add_expert(case, want, number, matrices)
+    return found
+
+
+def _nothing_yet(case: LayerCase, wide: torch.dtype) -> dict[str, Tensor]:
+    x_TH, dy_TH, rows_PH = (each.detach() for each in (case.x_TH, case.dy_TH, case.rows_PH))
+    want = {name: torch.zeros_like(x_TH, dtype=wide) for name in (Y, DX)}
+    want |= {name: torch.zeros_like(rows_PH, dtype=wide) for name in (ROWS_OUT, DROWS)}
+    want[DWEIGHTS] = torch.zeros_like(case.weights_TK, dtype=wide)
+    want[DROW_WEIGHTS] = torch.zeros_like(case.weights_P, dtype=wide)
+    if case.point.microbatches:
+        return want
     # Of communication alone every expert hands back what it got.
-    want |= {MOVED: rows_PH, MOVED_DY: dy_PH, MOVED_DWEIGHTS: weights_TK}
-    return want | {MOVED_Y: x_TH * point.topk, MOVED_DX: dy_TH * point.topk}
+    want |= {MOVED: rows_PH.to(wide), MOVED_DY: case.dy_PH.to(wide)}
+    want[MOVED_DWEIGHTS] = case.weights_TK.detach().to(wide)
+    topk = case.point.topk
+    return want | {MOVED_Y: x_TH.to(wide) * topk, MOVED_DX: dy_TH.to(wide) * topk}
+
+
+def _add_expert(case: LayerCase, want: dict[str, Tensor], number: int, matrices: Sequence[Tensor]) -> None:
+    """Adds what expert `number` makes of a case's own tokens, and of all ranks' if it is this rank's."""
+    wide, activation = matrices[0].dtype, case.options.activation
+    token, slot = (_on(case.device, each) for each in np.nonzero(case.ids_TK == number))
+    if token.numel():
+        x, dy = (each.detach()[token].to(wide) for each in (case.x_TH, case.dy_TH))
+        weight = case.weights_TK.detach()[token, slot].to(wide)
+        home = _expert(x, weight, dy, matrices, activation, with_grads=False)
+        want[Y].index_add_(0, token, home.out)
+        want[DX].index_add_(0, token, home.grads[0])
+        want[DWEIGHTS][token, slot] = home.grads[1]
+    place = number - case.rank * case.local
+    ends = [0, *case.rows.offsets_G.tolist()]
+    here = slice(ends[place], ends[place + 1]) if 0 <= place < case.local else slice(0, 0)
+    if here.start < here.stop:
+        rows, weight, dy = (
+            each.detach()[here].to(wide) for each in (case.rows_PH, case.weights_P, case.dy_PH)
+        )
+        at_home = _expert(rows, weight, dy, matrices, activation, with_grads=True)
+        want[ROWS_OUT][here] = at_home.out
+        want[DROWS][here], want[DROW_WEIGHTS][here] = at_home.grads[:2]
+        for name, grad in zip((DW_IN, DW_OUT), at_home.grads[2:], strict=True):
+            want[name][place] += grad
+
+
+class PlainExperts(torch.autograd.Function):
+    """y = sum over a token's experts of weight * expert(x), for this rank's tokens and the experts of all
+    ranks, one at a time: `make(number)` gives the weights of one. The backward hands the gradients of each
+    expert's weights, summed over the ranks, to `take(number, gradients)` on the rank that owns it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        activation: str,
+        experts: int,
+        make: Callable[[int], Sequence[Tensor]],
+        take: Callable[[int, Sequence[Tensor]], None],
+    ) -> Tensor:
+        ctx.save_for_backward(x_TH, weights_TK, ids_TK)
+        ctx.activation, ctx.experts, ctx.make, ctx.take = activation, experts, make, take
+        y_TH = torch.zeros_like(x_TH)
+        for number in range(experts):
+            token, slot = torch.nonzero(ids_TK == number, as_tuple=True)
+            w_in, w_out = make(number)
+            out = moe_reference.feed_forward(x_TH[token], w_in, w_out, activation)
+            y_TH.index_add_(0, token, weights_TK[token, slot][:, None] * out)
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, weights_TK, ids_TK = ctx.saved_tensors
+        dx_TH, dweights_TK = torch.zeros_like(x_TH), torch.zeros_like(weights_TK)
+        local = ctx.experts // dist.get_world_size()
+        for number in range(ctx.experts):
+            token, slot = torch.nonzero(ids_TK == number, as_tuple=True)
+            matrices = ctx.make(number)
+            found = _expert(
+                x_TH[token], weights_TK[token, slot], dy_TH[token], matrices, ctx.activation, with_grads=True
+            )
+            dx_TH.index_add_(0, token, found.grads[0])
+            dweights_TK[token, slot] = found.grads[1]
+            for grad in found.grads[2:]:
+                dist.reduce(grad, dst=number // local)
+            if number // local == dist.get_rank():
+                ctx.take(number, found.grads[2:])
+        return dx_TH, dweights_TK, None, None, None, None, None
 
 
 @torch.no_grad()
-def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str) -> Verdict:
-    """Holds what a variant has returned against what it should.
+def compare(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str, depth: int = 1) -> Verdict:
+    """Holds what a variant has returned against what it should; `depth`: so many layers behind one another.
 
-    A value may be off by BOUNDS[dtype] times its magnitude plus the root mean square of its row (of all
-    values for gradients of routing weights; for those of an expert plus that of the expert), copied rows by
-    nothing; where all of these are zero it has to be. Where dtype is FP8, that of products, all values of a
-    result count as wrong if they are off by too much in the mean.
+    A value may be off by BOUNDS[dtype] a layer times its magnitude plus the root mean square of its row (of
+    all values for gradients of routing weights; for those of an expert plus that of the expert), copied rows
+    by nothing; where all of these are zero it has to be. Where dtype is FP8, that of products, all values of
+    a result count as wrong if they are off by too much in the mean.
     """
     wrong, worst = 0, 0.0
     for name, value in got.items():
-        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else BOUNDS[dtype]
+        bound = 0.0 if name in _EXACT else _FP8_BOUND if dtype == FP8 else depth * BOUNDS[dtype]
         if value.shape != wanted[name].shape:
             return Verdict(max(value.numel(), wanted[name].numel()), float("inf"))
         if not value.numel():

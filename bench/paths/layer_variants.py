@@ -1,64 +1,71 @@
-"""The variants of a layer that are timed: moecomm's, its products or transfers alone, and the baselines."""
+"""The variants of a layer that are timed: moecomm's, its products or transfers alone, and the baseline."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import moecomm
-from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, Routing
+from moecomm.nn import ActivationPool, GraphedStep, GroupedExperts, MoEConfig, MoELayer, Routing
 
 from ..harness import options as named
 from ..harness import verify
-from ..harness.case import DENSE, LayerCase, corrupt, poison
-from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, keep_name
+from ..harness.case import Case, Experts, LayerCase, corrupt, poison
+from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, Choice, keep_name
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.report import skew_words
 from ..harness.timing import Clock, mean_over_ranks, slowest
 from .moecomm_path import Captured
-from .plain_layer import PlainLayer, swiglu_experts
+from .plain_layer import PlainLayer
 
 Keep = Literal["all", "rows", "nothing"]
 Results = dict[str, Tensor]
 """The result and the gradients of a step, under the names that verify uses."""
-_PLACEHOLDER_FFN, _PLACEHOLDER_FP8 = 1, 16
+Comms = Mapping[str | None, moecomm.Communicator]
+"""The communicator of each engine; None: of none in particular."""
 _POOL_MORE = 64 << 20  # bytes for pages that are not full
-# What this machine's torch cannot do in them is no failure of moecomm.
-_BASELINES = (named.PLAIN, named.BASELINE, named.TUNED)
+_OF_WEIGHTS = (verify.DW_IN, verify.DW_OUT)
 
 
-def make_variants(
-    comm: moecomm.Communicator, case: LayerCase, clock: Clock
-) -> list[Path | Yardstick | NotRun]:
+def make_variants(comms: Comms, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
     """The dense product and the variants asked for, or those around graph replay."""
     wanted = GRAPH_VARIANTS if case.point.graphs else case.options.variants
-    variants = _Variants(comm, case, clock)
+    makers = _Variants(comms, case, clock).makers()
+    return made_of({name: make for name, make in makers.items() if name in wanted}, case)
+
+
+def made_of(makers: Mapping[str, Callable[[], Path]], case: LayerCase) -> list[Path | Yardstick | NotRun]:
+    """Makes the dense product and each variant; one that cannot be made on any rank runs on none."""
     made: list[Path | Yardstick | NotRun] = [_dense_path(case)]
-    for name, make in variants.makers().items():
-        if name not in wanted:
-            continue
-        if reason := _why_not(name, case.device):
+    for name, make in makers.items():
+        if reason := _why_not(name, case):
             made.append(NotRun(name, reason))
             continue
         path, problem = attempt(make)
-        made.append(path or NotRun(name, problem, failed=name not in _BASELINES))
+        # What this machine's torch or GPU does not have is no failure of moecomm.
+        missing = name == named.BASELINE or problem.startswith("Unsupported: ")
+        made.append(path or NotRun(name, problem, failed=not missing))
     return made
 
 
-def _why_not(name: str, device: torch.device) -> str:
-    """The reason why a variant cannot be on this device; "" if it can."""
-    if name in (named.GRAPH, named.GRAPHED) and device.type != "cuda":
+def _why_not(name: str, case: LayerCase) -> str:
+    """The reason why a variant cannot be on this device, or of this case; "" if it can."""
+    if name in (named.GRAPH, named.GRAPHED) and case.device.type != "cuda":
         return "CUDA graphs are of GPUs"
-    if name in FP8_VARIANTS and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
+    if name in FP8_VARIANTS and case.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(case.device)
         if major != 9:
             return f"needs compute capability 9.0, this is {major}.{minor}"
+    if name == named.BASELINE and case.options.activation != "swiglu":
+        return "a plain framework has its gates in halves: --activation swiglu"
     return ""
 
 
@@ -75,144 +82,221 @@ def _dense_path(case: LayerCase) -> Path:
         allowed = 2.0**-4 * (want.square().mean().sqrt() + want.abs())
         return Verdict(int((~((sums - want).abs() <= allowed)).sum()))
 
-    return Path(name=DENSE, calls={STEP: lambda: torch.mm(left, right)}, check=check, remote=False)
+    return Path(name=named.DENSE, calls={STEP: lambda: torch.mm(left, right)}, check=check, remote=False)
 
 
-class _FixedRouting(nn.Module):
-    """The case's routing in the place of a router, so that no variant's time has a router in it."""
+class FixedRouting(nn.Module):
+    """The routing of cases in the place of a router, so that no variant's time has a router in it: each call
+    takes the next one's."""
 
-    def __init__(self, case: LayerCase) -> None:
+    def __init__(self, cases: Sequence[Case]) -> None:
         super().__init__()
-        experts = case.point.experts
-        self._routing = Routing(
-            topk_idx_TK=case.topk_idx_TK,
-            topk_weights_TK=case.weights_TK,
-            scores_TE=torch.empty(0, experts, device=case.device),
-            losses={},
-            tokens_per_expert_E=torch.zeros(experts, dtype=torch.int64, device=case.device),
-        )
+        experts, device = cases[0].point.experts, cases[0].device
+        self._turn = 0
+        self._routings = [
+            Routing(
+                topk_idx_TK=case.topk_idx_TK,
+                topk_weights_TK=case.weights_TK,
+                scores_TE=torch.empty(0, experts, device=device),
+                losses={},
+                tokens_per_expert_E=torch.zeros(experts, dtype=torch.int64, device=device),
+            )
+            for case in cases
+        ]
+
+    def restart(self) -> None:
+        """Begins with the first case again."""
+        self._turn = 0
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
-        return self._routing
+        self._turn += 1
+        return self._routings[(self._turn - 1) % len(self._routings)]
 
 
-class _Variants:
-    """Makes the variants of one case."""
+def make_layer(
+    comms: Comms,
+    cases: Sequence[Case],
+    experts: Experts,
+    choice: Choice,
+    *,
+    overlap: bool = True,
+    keep: Keep = "all",
+    fp8: bool = False,
+) -> MoELayer:
+    """A layer with the cases' routings and experts whose weights all layers share."""
+    options, point = cases[0].options, cases[0].point
+    assert point.ffn is not None
+    more: dict[str, Any] = {} if choice.rows is None else {"rows": choice.rows}
+    of_config = "rows" in inspect.signature(MoEConfig).parameters
+    # A layer draws its weights on the CPU, which would take minutes: they are put in afterwards.
+    with mock.patch.object(GroupedExperts, "reset_parameters"):
+        config = MoEConfig(
+            hidden=point.hidden,
+            ffn_hidden=point.ffn,
+            num_experts=point.experts,
+            top_k=point.topk,
+            activation=options.activation,
+            pre_softmax=True,
+            dtype=cases[0].dtype,
+            expert_precision="fp8" if fp8 else None,
+            products=None if fp8 else choice.products,
+            **(more if of_config else {}),
+        )
+        layer = MoELayer(
+            config,
+            comms[choice.engine],
+            overlap=overlap,
+            keep=keep,
+            beside_sms=options.overlap_num_sms,
+            **({} if of_config else more),
+        )
+    layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
+    layer.add_module("router", FixedRouting(cases))
+    return layer.eval()
 
-    def __init__(self, comm: moecomm.Communicator, case: LayerCase, clock: Clock) -> None:
-        self.comm, self.case, self.clock = comm, case, clock
 
-    def makers(self) -> dict[str, Callable[[], Path]]:
-        """Returns the function that makes each variant, by name."""
-        layer, compute = self._layer_path, self._compute
-        keeping = {keep_name(keep): partial(layer, keep_name(keep), keep=keep) for keep in KEEPS}  # type: ignore[arg-type]
-        return {
-            named.COMPUTE: partial(compute, named.COMPUTE),
-            named.PLAIN: self._plain_compute,
-            named.COMM: self._communication,
-            named.SERIAL: partial(layer, named.SERIAL, overlap=False),
-            **keeping,
-            named.FP8_COMPUTE: partial(compute, named.FP8_COMPUTE, fp8=True),
-            named.FP8_OVERLAPPED: partial(layer, named.FP8_OVERLAPPED, fp8=True),
-            named.FP8_ANEW: partial(layer, named.FP8_ANEW, fp8=True, anew=True),
-            named.FIXED: partial(layer, named.FIXED, capacity=self.case.fixed_rows),
-            named.GRAPH: self._graph_replay,
-            named.GRAPHED: self._graphed_step,
-            named.BASELINE: partial(self._baseline, tuned=False),
-            named.TUNED: partial(self._baseline, tuned=True),
-        }
+class Variants:
+    """What the variants of one case have in common."""
 
-    def _path(
+    def __init__(self, comms: Comms, case: LayerCase, clock: Clock) -> None:
+        self.comms, self.case, self.clock = comms, case, clock
+
+    def path(
         self,
         name: str,
-        forward: Callable[[], object],
-        step: Callable[[], Results],
+        calls: Mapping[str, Callable[[], object]],
+        run: Callable[[], Iterable[Sequence[Results]]],
         *,
-        before: Callable[[], None] | None = None,
         layer: MoELayer | None = None,
         keeps_memory: bool = False,
         fp8: bool = False,
         **more: Any,
     ) -> Path:
-        """A variant, checked by its step. `layer` records timelines; `keeps_memory`: its memory is there
-        before a step, too.
+        """A variant, checked by what `run` yields: the results of every microbatch, those of the experts'
+        weights with the first, as often as it likes. `layer` records timelines; `keeps_memory`: its memory is
+        there before a call, too.
         """
         case, options = self.case, self.case.options
 
         def check(round: int) -> Verdict:
-            case.load(round)
             wanted = case.wanted(round)
             # Memory that the allocator may well hand out for results.
             poison(*map(torch.empty_like, (case.x_TH, case.experts.w_in, case.rows_PH)))
-            results = step()
-            self._settle()
-            if options.inject_error:
-                corrupt(next(iter(results.values())))
-            verdict = verify.compare(results, wanted, verify.FP8 if fp8 else case.point.dtype)
-            poison(*results.values())
-            return verdict
+            verdicts: list[Verdict] = []
+            grads: list[Tensor] = []
+            for results in run():
+                self.settle()
+                if options.inject_error:
+                    corrupt(next(iter(results[0].values())))
+                for found, want in zip(results, wanted, strict=True):
+                    verdicts.append(verify.compare(found, want, verify.FP8 if fp8 else case.point.dtype))
+                    poison(*(value for key, value in found.items() if key not in _OF_WEIGHTS))
+                    grads = [found[key] for key in _OF_WEIGHTS if key in found] or grads
+            poison(*grads)
+            worst = [each.worst for each in verdicts if each.worst is not None]
+            return Verdict(sum(each.wrong for each in verdicts), max(worst))
 
         def measure_more() -> dict[str, dict[str, Any]]:
-            found: dict[str, dict[str, Any]] = {FORWARD: {}, STEP: {}}
+            found: dict[str, dict[str, Any]] = {phase: {} for phase in calls}
             if layer is not None:
-                found = self._exposed(layer, before, step, name)
+                for phase, exposed in self._exposed(layer, more.get("before"), calls[STEP], name).items():
+                    found.setdefault(phase, {}).update(exposed)
             if case.device.type == "cuda" and not keeps_memory:
-                found[STEP] |= self._memory(step, forward, computes=more.get("computes", True))
-            self._settle()
+                last = list(calls)[-1]
+                found[last] |= self.memory(calls, last, computes=more.get("computes", True))
+            self.settle()
             return found
 
         return Path(
-            name=name,
-            calls={FORWARD: forward, STEP: step},
-            check=check,
-            before=before,
-            own=name not in _BASELINES,
-            more=measure_more,
-            **more,
+            name=name, calls=calls, check=check, own=name != named.BASELINE, more=measure_more, **more
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for the device; raises what it found."""
         if self.case.device.type == "cuda":
             torch.cuda.synchronize()
-        self.comm.check()
+        for comm in self.comms.values():
+            comm.check()
 
-    def _waited(self) -> float:
-        return self.comm.stats().get("host_wait_seconds", 0.0)
+    def waited(self) -> float:
+        """The seconds that the host has waited for the GPU in communicators."""
+        return sum(comm.stats().get("host_wait_seconds", 0.0) for comm in self.comms.values())
+
+    def products(
+        self, name: str, phases: Mapping[str, Sequence[LayerCase]], choice: Choice, *, fp8: bool = False
+    ) -> Path:
+        """The experts alone, as moecomm.nn has them, on rows that are here already; `phases` says of which
+        cases. With fp8 in e4m3."""
+        case = self.case
+        experts = make_layer(self.comms, [case], case.experts, choice, overlap=False, fp8=fp8).experts
+
+        def forward(case: LayerCase) -> Tensor:
+            rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
+            return rows_PH
+
+        def step(case: LayerCase) -> Results:
+            out_PH = forward(case)
+            leaves = (case.rows_PH, case.weights_P, experts.w_in, experts.w_out)
+            grads = torch.autograd.grad(out_PH, leaves, case.dy_PH)
+            names = (verify.DROWS, verify.DROW_WEIGHTS, *_OF_WEIGHTS)
+            return {verify.ROWS_OUT: out_PH.detach(), **dict(zip(names, grads, strict=True))}
+
+        def all_of(call: Callable[[LayerCase], object], cases: Sequence[LayerCase]) -> object:
+            for each in cases[:-1]:
+                call(each)
+            return call(cases[-1])
+
+        def run() -> Iterable[list[Results]]:
+            found = [step(case)]
+            for each in case.microbatches[1:]:
+                found.append(step(each))
+                for key in _OF_WEIGHTS:
+                    found[0][key].add_(found[-1].pop(key))
+            yield found
+
+        calls = {
+            phase: partial(all_of, forward if phase == FORWARD else step, cases)
+            for phase, cases in phases.items()
+        }
+        note = f"products by {experts.products.name}"
+        return self.path(name, calls, run, fp8=fp8, remote=False, note=note)
 
     # -- what is measured besides the times ----------------------------------------------------------------
 
-    def _memory(
-        self, step: Callable[[], Results], forward: Callable[[], object], *, computes: bool
-    ) -> dict[str, int | None]:
-        """A step's peak over what was there, the peak itself, and what a forward leaves for its backward; of
-        the rank where they are largest.
+    def memory(
+        self, calls: Mapping[str, Callable[[], object]], phase: str, *, computes: bool
+    ) -> dict[str, Any]:
+        """The peak of a phase over what was there, the peak itself, and what a forward leaves for its
+        backward; of the rank where they are largest.
         """
 
         def start() -> int:
+            for each in (self.case.experts.w_in, self.case.experts.w_out):
+                each.grad = None
             torch.cuda.synchronize()
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             return int(torch.cuda.memory_allocated())
 
         before = start()
-        results = step()
+        results = calls[phase]()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         del results
-        found = [float(peak - before), float(peak)]
+        found = {"memory_bytes": float(peak - before), "peak_bytes": float(peak)}
+        if FORWARD not in calls:
+            return dict(zip(found, map(int, slowest(list(found.values()))), strict=True))
         before = start()
-        result = forward()
+        result = calls[FORWARD]()
         torch.cuda.synchronize()
         own = result.untyped_storage().nbytes() if isinstance(result, Tensor) else 0
-        found.append(float(torch.cuda.memory_allocated() - before - own))
+        found["kept_bytes"] = float(torch.cuda.memory_allocated() - before - own)
         del result
-        largest = list(map(int, slowest(found)))
-        kept = largest[2] if computes else None
-        return {"memory_bytes": largest[0], "peak_bytes": largest[1], "kept_bytes": kept}
+        largest = dict(zip(found, map(int, slowest(list(found.values()))), strict=True))
+        return largest if computes else {**largest, "kept_bytes": None}
 
     def _exposed(
-        self, layer: MoELayer, before: Callable[[], None] | None, step: Callable[[], Results], name: str
+        self, layer: MoELayer, before: Callable[[], None] | None, step: Callable[[], object], name: str
     ) -> dict[str, dict[str, Any]]:
         """Recorded steps, under the clock that times them: of the one of median length the part in which
         something communicates and nothing computes, mean over ranks.
@@ -252,76 +336,52 @@ class _Variants:
             except moecomm.Unsupported as problem:
                 print(f"# {path}.png: {problem}", flush=True)
 
-    # -- the variants ----------------------------------------------------------------------------------------
 
-    def _layer(
-        self, *, overlap: bool = True, keep: Keep = "all", capacity: int | None = None, fp8: bool = False
-    ) -> MoELayer:
-        """A layer with the case's routing and experts, whose weights all layers share."""
-        case, point = self.case, self.case.point
-        config = MoEConfig(
-            hidden=point.hidden,
-            # A layer draws its weights on the CPU, which would take minutes: they are put in afterwards.
-            ffn_hidden=_PLACEHOLDER_FP8 if fp8 else _PLACEHOLDER_FFN,
-            num_experts=point.experts,
-            top_k=point.topk,
-            pre_softmax=True,
-            dtype=case.dtype,
-            expert_precision="fp8" if fp8 else None,
-        )
-        beside = case.options.overlap_num_sms
-        layer = MoELayer(config, self.comm, overlap=overlap, keep=keep, beside_sms=beside)
-        layer.experts.w_in, layer.experts.w_out = case.experts.w_in, case.experts.w_out
-        layer.add_module("router", _FixedRouting(case))
+class _Variants(Variants):
+    """Makes the variants of one call of a layer."""
+
+    def makers(self) -> dict[str, Callable[[], Path]]:
+        """Returns the function that makes each variant, by name."""
+        layer, case = self._layer_path, self.case
+        phases, choice = {FORWARD: [case], STEP: [case]}, case.options.choices[0]
+        keeping = {keep_name(keep): partial(layer, keep_name(keep), keep=keep) for keep in KEEPS}
+        return {
+            named.COMPUTE: partial(self.products, named.COMPUTE, phases, choice),
+            named.COMM: self._communication,
+            named.SERIAL: partial(layer, named.SERIAL, overlap=False),
+            **keeping,
+            named.FP8_COMPUTE: partial(self.products, named.FP8_COMPUTE, phases, choice, fp8=True),
+            named.FP8_OVERLAPPED: partial(layer, named.FP8_OVERLAPPED, fp8=True),
+            named.FP8_ANEW: partial(layer, named.FP8_ANEW, fp8=True, anew=True),
+            named.FIXED: partial(layer, named.FIXED, capacity=case.fixed_rows),
+            named.GRAPH: self._graph_replay,
+            named.GRAPHED: self._graphed_step,
+            named.BASELINE: self._baseline,
+        }
+
+    def _call(
+        self, name: str, forward: Callable[[], object], step: Callable[[], Results], **more: Any
+    ) -> Path:
+        return self.path(name, {FORWARD: forward, STEP: step}, lambda: [[step()]], **more)
+
+    def _layer(self, *, capacity: int | None = None, **how: Any) -> MoELayer:
+        case = self.case
+        layer = make_layer(self.comms, [case], case.experts, case.options.choices[0], **how)
         layer.capacity = capacity
-        return layer.eval()
+        return layer
 
     def _backward(self, y_TH: Tensor) -> Results:
         case = self.case
         leaves = (case.x_TH, case.weights_TK, case.experts.w_in, case.experts.w_out)
         grads = torch.autograd.grad(y_TH, leaves, case.dy_TH)
         # Detached, so that what the forward has kept goes with this call.
-        names = (verify.DX, verify.DWEIGHTS, verify.DW_IN, verify.DW_OUT)
+        names = (verify.DX, verify.DWEIGHTS, *_OF_WEIGHTS)
         return {verify.Y: y_TH.detach(), **dict(zip(names, grads, strict=True))}
-
-    def _compute(self, name: str, *, fp8: bool = False) -> Path:
-        """The experts alone, as moecomm.nn has them, on rows that are here already."""
-        case, experts = self.case, self._layer(overlap=False, fp8=fp8).experts
-
-        def forward() -> Tensor:
-            rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
-            return rows_PH
-
-        def step() -> Results:
-            out_PH = forward()
-            leaves = (case.rows_PH, case.weights_P, experts.w_in, experts.w_out)
-            grads = torch.autograd.grad(out_PH, leaves, case.dy_PH)
-            names = (verify.DROWS, verify.DROW_WEIGHTS, verify.DW_IN, verify.DW_OUT)
-            return {verify.ROWS_OUT: out_PH.detach(), **dict(zip(names, grads, strict=True))}
-
-        return self._path(name, forward, step, fp8=fp8)
-
-    def _plain_compute(self) -> Path:
-        """The experts alone in torch. The weights multiply at home, in a plain framework: here the gradient
-        comes multiplied already.
-        """
-        case = self.case
-        w_in, w_out = case.experts.w_in, case.experts.w_out
-
-        def forward() -> Tensor:
-            return swiglu_experts(case.rows_PH, w_in, w_out, case.offsets_L)
-
-        def step() -> Results:
-            out_PH = forward()
-            grads = torch.autograd.grad(out_PH, (case.rows_PH, w_in, w_out), case.weighted_dy_PH)
-            names = (verify.DROWS, verify.DW_IN, verify.DW_OUT)
-            return {verify.PLAIN_ROWS_OUT: out_PH.detach(), **dict(zip(names, grads, strict=True))}
-
-        return self._path(named.PLAIN, forward, step)
 
     def _communication(self) -> Path:
         """The four transfers of a step and nothing between them: experts hand back what they get."""
-        comm, case = self.comm, self.case
+        case = self.case
+        comm = next(iter(self.comms.values()))
 
         def move() -> tuple[moecomm.DispatchOutput, Tensor]:
             out = comm.dispatch(case.x_TH.detach(), case.topk_idx_TK, case.weights_TK.detach())
@@ -335,22 +395,13 @@ class _Variants:
             moved = {verify.MOVED: out.tokens, verify.MOVED_Y: y_TH, verify.MOVED_DY: dy_PH}
             return {**moved, verify.MOVED_DX: dx_TH, verify.MOVED_DWEIGHTS: dweights_TK}
 
-        return self._path(
-            named.COMM, move, step, before=case.fresh_ids, computes=False, blocks=True, waited=self._waited
+        return self._call(
+            named.COMM, move, step, before=case.fresh_ids, computes=False, blocks=True, waited=self.waited
         )
 
-    def _layer_path(
-        self,
-        name: str,
-        *,
-        overlap: bool = True,
-        keep: Keep = "all",
-        capacity: int | None = None,
-        fp8: bool = False,
-        anew: bool = False,
-    ) -> Path:
+    def _layer_path(self, name: str, *, capacity: int | None = None, anew: bool = False, **how: Any) -> Path:
         """A MoELayer as a training loop calls it, behind its router. `anew`: its weights change each time."""
-        case, layer = self.case, self._layer(overlap=overlap, keep=keep, capacity=capacity, fp8=fp8)
+        case, layer = self.case, self._layer(capacity=capacity, **how)
 
         def forward() -> Tensor:
             y_TH: Tensor = layer(case.x_TH)
@@ -361,16 +412,17 @@ class _Variants:
             if anew:
                 layer.experts.forget_quantized()
 
-        return self._path(
+        return self._call(
             name,
             forward,
             lambda: self._backward(forward()),
             before=before,
-            layer=layer if overlap else None,
-            fp8=fp8,
+            layer=layer if layer.overlap else None,
+            fp8=how.get("fp8", False),
             blocks=capacity is None,
-            waited=self._waited,
-            note="" if capacity is None else f"{capacity} rows",
+            waited=self.waited,
+            note=f"products by {layer.experts.products.name}"
+            + ("" if capacity is None else f", {capacity} rows"),
         )
 
     def _graph_replay(self) -> Path:
@@ -378,7 +430,7 @@ class _Variants:
         case, layer = self.case, self._layer(capacity=self.case.fixed_rows)
         forward = Captured(lambda: layer(case.x_TH).detach())
         step = Captured(lambda: self._backward(layer(case.x_TH)))
-        return self._path(
+        return self._call(
             named.GRAPH,
             forward.replay,
             step.replay,
@@ -410,7 +462,7 @@ class _Variants:
         pool = ActivationPool(case.device, case.fixed_rows * row_bytes + _POOL_MORE)
         graphed = GraphedStep(step, layer, pool=pool, headroom=headroom)
         forward = GraphedStep(lambda: layer(case.x_TH).detach(), layer, headroom=headroom)
-        return self._path(
+        return self._call(
             named.GRAPHED,
             forward,
             replay,
@@ -420,17 +472,17 @@ class _Variants:
             note=f"{graphed.capacities[0]} rows",
         )
 
-    def _baseline(self, *, tuned: bool) -> Path:
+    def _baseline(self) -> Path:
         """The layer of a plain framework."""
         case = self.case
-        layer = PlainLayer(case.point.experts, tuned=tuned)
+        layer = PlainLayer(case.point.experts)
 
         def forward() -> Tensor:
             experts = case.experts
             return layer.forward(case.x_TH, case.topk_idx_TK, case.weights_TK, experts.w_in, experts.w_out)
 
-        return self._path(
-            named.TUNED if tuned else named.BASELINE,
+        return self._call(
+            named.BASELINE,
             forward,
             lambda: self._backward(forward()),
             before=case.fresh_ids,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from ..harness import options as named
 from ..harness import record
-from ..harness.options import BETWEEN_NODES, MOECOMM, OVERLAPPED
-from ..harness.path import FORWARD, STEP
+from ..harness.options import BETWEEN_NODES, DENSE, MOECOMM, OVERLAPPED
+from ..harness.path import FORWARD, IN_A_ROW, STEP, WHOLE
 from ..harness.record import Record, Row
-from ..harness.report import machine_words, number, sent_over_least, skew_words
+from ..harness.report import machine_words, number, sent_over_least, skew_words, wrong_words
 from . import growth
 
 Records = Mapping[str, Record]
@@ -161,7 +161,10 @@ _GPU: Cells = (
 
 
 def _layer(group: Group) -> str:
-    row = group.own
+    return _layer_of(group.own)
+
+
+def _layer_of(row: Row) -> str:
     return f"{row['preset']} ({row['hidden']}, {row['ffn']}, {row['experts']}, {row['topk']})"
 
 
@@ -180,8 +183,6 @@ _LAYERS: Cells = (
     ("TFLOP/s", lambda g: f"{g.own['tflops']:.4g}"),
     ("of dense %", lambda g: g.of(OVERLAPPED, "share", 100, 1)),
     ("faster than baseline", lambda g: g.faster(named.BASELINE)),
-    ("than tuned", lambda g: g.faster(named.TUNED)),
-    ("compute only faster than plain", lambda g: g.faster(named.PLAIN, named.COMPUTE)),
     ("memory GB", lambda g: g.of(OVERLAPPED, "memory_bytes", 1e-9, 2)),
     ("#wrong", _wrong),
 )
@@ -223,6 +224,87 @@ def _keep_lines(groups: Iterable[Group]) -> list[list[str]]:
         for name in group.paths
         if name in words and group.own["phase"] == STEP and named.keep_name("rows") in group.paths
     ]
+
+
+_OF_STEPS = ("preset", "hidden", "ffn", "experts", "topk", "dtype", "tokens", "routing", "zipf", "layers")
+_PATH_TITLES = (
+    "layer", "path", "how", "alone ms", "in a row ms", "alone MHz", "in a row MHz", "alone W", "in a row W",
+    "alone exposed %", "whole step, host us", "of dense %", "#wrong",
+)  # fmt: skip
+
+
+def _steps(records: Iterable[Record]) -> list[str]:
+    """The tables of training steps in microbatches, of layers and of models; all times are a microbatch's."""
+    found: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
+    for content in records:
+        for row in content["rows"]:
+            if row.get("microbatches") and row["path"] != DENSE:
+                place = found.setdefault(tuple(row[name] for name in _OF_STEPS), {})
+                place[row["path"], row["phase"]] = row
+    layers = [each for each in found.values() if not next(iter(each.values()))["layers"]]
+    models = [each for each in found.values() if next(iter(each.values()))["layers"]]
+    lines = [
+        [_layer_of(rows[path, STEP]), path, rows[path, STEP]["note"] or "-"]
+        + [_ms(rows, path, phase) for phase in (STEP, IN_A_ROW)]
+        + [
+            number(rows[path, phase].get(name), digits=0)
+            for name in ("sm_mhz", "power_W")
+            for phase in (STEP, IN_A_ROW)
+        ]
+        + [
+            number(rows[path, STEP].get("exposed_share"), 100),
+            number(rows.get((path, WHOLE), {}).get("host_s"), 1e6, 0),
+            number(rows[path, IN_A_ROW]["share"], 100),
+            wrong_words(rows[path, STEP]),
+        ]
+        for rows in (*layers, *models)
+        for path in _paths_of([rows])
+    ]
+    return [
+        _titled(
+            "Microbatches of a training step, ms each; in brackets over torch's products. All in a row, "
+            "gradients of weights added to what is there; *whole step*: from weights without gradients on. "
+            "GB: its peak over what was there before.",
+            _steps_table(layers),
+        ),
+        _titled(
+            "The same through whole blocks, attention with them: (hidden, ffn, experts, top-k) x layers.",
+            _steps_table(models),
+        ),
+        _titled("A microbatch alone beside several in a row:", table(_PATH_TITLES, lines)),
+    ]
+
+
+def _steps_table(groups: Sequence[Mapping[tuple[str, str], Row]]) -> str:
+    paths = _paths_of(groups)
+    titles = ["layer", "tokens/rank", "rows an expert", *paths]
+    titles += [f"{path}, {word}" for word in ("whole step", "GB") for path in paths]
+    lines = []
+    for rows in groups:
+        first = next(iter(rows.values()))
+        count = f" x {first['layers']}" if first["layers"] else ""
+        line = [_layer_of(first) + count, str(first["tokens"]), str(first["rows"] // first["experts"])]
+        line += [_ms(rows, path, phase) for phase in (IN_A_ROW, WHOLE) for path in paths]
+        for path in paths:
+            last = rows.get((path, WHOLE)) or rows.get((path, IN_A_ROW), {})
+            line.append(number(last.get("memory_bytes"), 1e-9, 2))
+        lines.append(line)
+    kept = [place for place in range(len(titles)) if place < 3 or any(line[place] != "-" for line in lines)]
+    return table([titles[place] for place in kept], [[line[place] for place in kept] for line in lines])
+
+
+def _paths_of(groups: Sequence[Mapping[tuple[str, str], Row]]) -> list[str]:
+    return list(dict.fromkeys(path for rows in groups for path, _ in rows))
+
+
+def _ms(rows: Mapping[tuple[str, str], Row], path: str, phase: str) -> str:
+    """Milliseconds of a microbatch, and their ratio over torch's products if there is one."""
+    row = rows.get((path, phase))
+    if row is None:
+        return "-"
+    count = 1 if phase == STEP else row["microbatches"]
+    ratio = "" if row["ratio"] is None else f" ({row['ratio']:.2f})"
+    return number(row["time_s"] / count, 1e3, 2) + ratio
 
 
 def _ceiling(name: str) -> Cells:
@@ -371,7 +453,9 @@ def _gpus(records: Records) -> list[str]:
 def _layer_parts(records: Records) -> list[str]:
     found = [
         "## Layers",
-        "A layer is (hidden, ffn, experts, top-k). The router is in no time.",
+        "A layer is (hidden, ffn, experts, top-k). It has the shape of the named model's and nothing else of "
+        "it; *-wide* is what wide expert parallelism leaves of one: four experts a rank. The router is in no "
+        "time.",
     ]
     for (device, ranks, _), of_one in _grouped(records).items():
         first = next(iter(of_one.values()))
@@ -386,6 +470,7 @@ def _layer_parts(records: Records) -> list[str]:
         found += [
             f"### Layers on {ranks} {'GPUs' if device == 'cuda' else 'CPU ranks'}",
             f"{_facts(of_one)}\n- a dense product of {shape} makes {dense[0]:.4g} to {dense[-1]:.4g} TFLOP/s",
+            *_steps(of_one.values()),
             table_of(_LAYERS, [group for group in steps if named.FP8_OVERLAPPED not in group.paths]),
             _titled("Few tokens, eager and replayed from a graph:", table_of(_GRAPHS, graphs)),
             _titled("By what a forward keeps for its backward:", table(_KEEP_TITLES, _keep_lines(eager))),

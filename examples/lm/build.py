@@ -33,6 +33,7 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
         ffn_hidden=options.ffn,
         num_experts=options.experts,
         top_k=options.top_k,
+        activation=options.activation,
         score_function="sigmoid",
         normalize_topk=options.top_k > 1,
         bias_update_rate=options.bias_rate,

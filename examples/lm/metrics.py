@@ -82,8 +82,9 @@ def measure_layers(model: torch.nn.Module, measure: bool) -> None:
 
 
 def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:
-    """Time in which rows travelled, and the part of it in which nothing was computed, in the last forward and
-    backward of all layers, which were measured. By one clock: the part is no more than the whole."""
+    """Returns the time in which rows travelled, and the part of it in which nothing was computed, in the last
+    forward and backward of all layers, which were measured. By one clock: the part is no more than the
+    whole."""
     timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
     return (
         sum(_travelling(timeline).exposed_seconds for timeline in timelines),

@@ -30,6 +30,7 @@ FIXED = (
     "ffn",
     "experts",
     "top_k",
+    "activation",
     "tied",
 )
 # These belong to one call and not to the run.
@@ -78,6 +79,7 @@ class Options:
     heads: int
     tied: bool
     ffn: int
+    activation: str
     experts: int
     top_k: int
     bias_rate: float
@@ -240,6 +242,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=_count, help="experts a token is sent to")
     add("--ffn", type=_count, help="inner width of one expert")
     add(
+        "--activation",
+        choices=("swiglu", "swiglu_interleaved"),
+        help="of the experts: gates in the first half of the columns, or in the even ones",
+    )
+    add(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="of the arithmetic, and of rows between ranks; weights and optimizer are float32 with either",
@@ -274,9 +281,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add(
         "--microbatches",
+        "--accumulate",
         type=_count,
         default=1,
-        help="parts of a step, forward and backward each; the exposed share is that of steps in one part",
+        help="parts of a step, forward and backward each, whose gradients are accumulated",
     )
 
     add = parser.add_argument_group("output").add_argument

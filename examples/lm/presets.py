@@ -13,6 +13,7 @@ SMALL: dict[str, Any] = {
     "experts": 8,
     "top_k": 2,
     "ffn": 320,
+    "activation": "swiglu",
     "dtype": "float32",
     "seq": 128,
     "batch": 32,
@@ -34,6 +35,7 @@ LARGE: dict[str, Any] = {
     "experts": 48,  # as the batch a multiple of 1, 2, 3, 4, 6 and 8 ranks
     "top_k": 4,
     "ffn": 512,
+    "activation": "swiglu_interleaved",  # quack's products have it in them
     "dtype": "bfloat16",
     "seq": 512,
     "batch": 96,

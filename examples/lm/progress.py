@@ -64,7 +64,12 @@ def _describe(record: Record) -> str:
         f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "
         f"expert max/mean {record['balance']:.2f}  dispatch+combine {record['comm_share']:.1%}"
     )
-    return f"{text}, {record['exposed_share']:.1%} exposed" if "exposed_share" in record else text
+    if "exposed_share" in record:
+        seconds = record["exposed_share"] * record["seconds"]
+        text += f", {record['exposed_share']:.1%} exposed ({seconds * 1e3:.1f} ms)"
+    if "tflops" in record:
+        text += f"  {record['tflops']:.1f} TFLOP/s"
+    return f"{text}, MFU {record['mfu']:.1%}" if "mfu" in record else text
 
 
 def duration(seconds: float) -> str:

@@ -28,12 +28,14 @@ from lm.metrics import (
     Totals,
     last_load,
     measure_layers,
+    moe_layers,
     reduce_step,
     travel_seconds,
 )
 from lm.options import Options
 from lm.progress import StepProgress
 from lm.ranks import Ranks
+from lm.speed import measure_speed
 from lm.stop import StopRequest
 from moecomm.nn import clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
@@ -66,6 +68,9 @@ class Trainer:
                     f"--steps {options.steps}"
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
+        self.parameters = count_parameters(self.model, options, self.comm.num_local_experts)
+        vocab = self.corpus.tokenizer.vocab
+        self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
             build_graphed_step(self._forward_backward, self.model, options, self.comm)
@@ -111,6 +116,8 @@ class Trainer:
         if not stopped:
             totals = self.totals
             speed = f"tokens_per_s={totals.tokens_per_second:.0f} exposed_comm={totals.exposed_share:.4f}"
+            for name, value in (self.speed.of(totals.tokens_per_second) if self.speed else {}).items():
+                speed += f" {name}={value:.4g}"
             self._say(
                 f"result: val_loss={val_loss:.4f} unigram={self.corpus.unigram:.4f} "
                 + (speed if totals.steps else "(no step was left to run)")
@@ -120,9 +127,8 @@ class Trainer:
         """Makes an optimizer step; returns whether the run was asked to stop, the same on all ranks."""
         options = self.options
         began = time.perf_counter()
-        # Stages cannot be measured in a graph, and a layer has the times of its last microbatch alone.
-        measurable = self.graphed is None and options.microbatches == 1
-        measured = measurable and (step in (1, options.steps) or step % options.log_every == 0)
+        # Stages cannot be measured in a graph.
+        measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
         measure_layers(self.model, measured)
         self.comm.reset_stats()
         mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
@@ -134,11 +140,7 @@ class Trainer:
             seq=options.seq,
             part=mine,
         ).to(self.ranks.device)
-        if options.microbatches == 1:
-            loss = (self.graphed or self._forward_backward)(tokens_BS)
-            load_AE = last_load(self.model)
-        else:
-            loss, load_AE = self._in_microbatches(tokens_BS)
+        loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
         sync_gradients(self.model)
         norm = clip_grad_norm(self.model, options.clip)
         rate = learning_rate(step, options)
@@ -152,7 +154,7 @@ class Trainer:
             loss=loss.item(),
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
-            travelled=travel_seconds(self.model) if measured else None,
+            travelled=travelled if measured else None,
             stop=bool(self.stop),
         )
         self.run_state.step = step
@@ -165,20 +167,23 @@ class Trainer:
         return totals.stop
 
     def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        loss = self._cross_entropy(tokens_BS)
+        loss = self._cross_entropy(tokens_BS) / self.options.microbatches
         loss.backward()
         return loss
 
-    def _in_microbatches(self, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss, and the load of all of them."""
-        losses, loads = [], []
-        parts = tokens_BS.chunk(self.options.microbatches)
-        for part_BS in parts:
-            loss = self._cross_entropy(part_BS) / len(parts)
+    def _accumulate(
+        self, tokens_BS: torch.Tensor, measured: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
+        """Accumulates the gradients of the step's microbatches. Returns loss, load and, if they are measured,
+        `travel_seconds` of all of them."""
+        losses, loads, times = [], [], []
+        for part_BS in tokens_BS.chunk(self.options.microbatches):
+            losses.append((self.graphed or self._forward_backward)(part_BS).detach())
             loads.append(last_load(self.model))
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum(), torch.stack(loads).sum(0)
+            if measured:  # a layer has the times of its last forward and backward alone
+                times.append(travel_seconds(self.model))
+        travelled = (sum(each for each, _ in times), sum(each for _, each in times))
+        return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
@@ -196,6 +201,8 @@ class Trainer:
             "wait_share": totals.wait_seconds / totals.seconds,
             "balance": totals.balance,
         }
+        if self.speed is not None:
+            record |= self.speed.of(record["tokens_per_s"])
         if not math.isnan(totals.exposed_seconds):
             record["exposed_share"] = totals.exposed_seconds / totals.seconds
         if step == 1 or step % self.options.log_every == 0:
@@ -241,7 +248,8 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         resume_at = self.run_state.step if self.options.resume else None
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
-        total, active = count_parameters(self.model, self.options, self.comm.num_local_experts)
+        total, active = self.parameters
+        products = moe_layers(self.model)[0].experts.products.name
         changed = self.options.save(self.out)
         if changed:
             self.metrics.write({"step": self.run_state.step, "changed": changed})
@@ -263,8 +271,10 @@ class Trainer:
         self._say(
             f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
             f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}, "
-            f"width {self.options.dim}, {self.options.dtype}{note}"
+            f"width {self.options.dim}, {self.options.dtype}{note}, products by {products}"
         )
+        if self.speed is not None:
+            self._say(self.speed.describe())
         self._say(
             f"training: {self.options.steps} steps of {self.options.batch} windows of {self.options.seq} "
             f"tokens, {self.options.steps * self.options.batch * self.options.seq:,} in all"

@@ -16,11 +16,12 @@ from moecomm.nn import MoELayer
 from moecomm.overlap import Span, Timeline
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import checkpoint, data, options, plots, presets, ranks  # isort: skip
+from lm import checkpoint, data, options, plots, presets, progress, ranks  # isort: skip
 from lm.build import build_graphed_step, learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import MetricsFile, StepTotals, Totals, read_metrics, travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
+from lm.speed import measure_speed, peak_tflops  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
 
@@ -253,6 +254,51 @@ def test_exposed_time_is_a_part_of_the_time_in_which_rows_travel() -> None:
             return {"forward": Timeline(spans, streams=("main", "comm"))}
 
     assert travel_seconds(nn.Sequential(Measured(), Measured())) == (10.0, 6.0)
+
+
+def test_speed_counts_what_a_token_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six operations a value of a matrix, and the causal half of attention's scores and sums."""
+    run = options.parse(["--preset", "large", "--out", "/tmp"])
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = measure_speed(run, 10_000_000, 1000, 4, cuda)
+    assert found is not None
+    scores_and_sums = (
+        2 * 2 * 1024 * 512 / 2
+    )  # a layer, forward: products with all earlier positions on average
+    assert found.flops_per_token == 6 * (10_000_000 - 1000 * 1024) + 3 * 8 * scores_and_sums
+    tflops = 1e6 * found.flops_per_token / 4 / 1e12
+    assert found.of(1e6) == {"tflops": pytest.approx(tflops), "mfu": pytest.approx(tflops / 989)}
+    assert "MFU is of 989 TFLOP/s" in found.describe()
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    unknown = measure_speed(run, 10_000_000, 1000, 4, cuda)
+    assert unknown is not None and set(unknown.of(1e6)) == {"tflops"} and "no MFU" in unknown.describe()
+    assert measure_speed(run, 10_000_000, 1000, 4, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_go_by_the_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+def test_a_step_shows_its_speed() -> None:
+    record = {
+        "loss": 2.0, "tokens_per_s": 5e4, "balance": 1.5, "comm_share": 0.25, "exposed_share": 0.1,
+        "seconds": 0.2, "tflops": 123.4, "mfu": 0.125,
+    }  # fmt: skip
+    said = progress._describe(record)
+    assert "25.0%, 10.0% exposed (20.0 ms)  123.4 TFLOP/s, MFU 12.5%" in said
+    del record["mfu"], record["tflops"]
+    assert progress._describe(record).endswith("exposed (20.0 ms)")
 
 
 def test_what_a_resumed_run_changes_is_recorded(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from bench import run_all
-from bench.harness import command_line, launch, native, options, plan, program, record
-from bench.paths import layer_variants
+from bench.harness import command_line, launch, native, options, plan, program, record, verify
+from bench.paths import layer_variants, training
+from bench.results import page
+from moecomm.nn import GroupedExperts
 from tests.fabric import needs_fabric
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +41,28 @@ def _on_rank(rank: int, world_size: int, given: options.Options, spoil: bool = F
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
         if spoil:
-            _forget_a_token(patch, rank)
+            _forget(patch, rank)
         status = program.benchmark(given, rank)
     return status, said.getvalue()
 
 
-def _forget_a_token(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Has the layer lose the gradient of one token on rank 1."""
+def _forget(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Has the layer lose the gradient of one token on rank 1, and the steps of a training loop the gradients
+    of the first expert there that the second microbatch adds."""
+    in_order = training.SCHEDULES["one after the other"]
+
+    def forgetful(blocks: Any, inputs: Any, gradients: Any) -> Any:
+        results = in_order(blocks, inputs[:1], gradients[:1])
+        (experts,) = (
+            each for block in blocks for each in block.modules() if isinstance(each, GroupedExperts)
+        )
+        before = experts.w_in.grad[0].clone()
+        results += in_order(blocks, inputs[1:], gradients[1:])
+        if rank == 1:
+            experts.w_in.grad[0] = before
+        return results
+
+    patch.setitem(training.SCHEDULES, "one after the other", forgetful)
     backward = layer_variants._Variants._backward
 
     def wrong(self: Any, y_TH: Any) -> Any:
@@ -139,8 +156,8 @@ def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ra
     status, said, content = run("moe_layer", "--keep", "all,nothing", "--routing", "zipf")
     assert status == 0, said
     rows = content["rows"]
-    eager = ["dense product", "compute only", "plain compute", "communication only", "serial", "overlapped",
-             "overlapped, keep nothing", "baseline", "baseline-tuned"]  # fmt: skip
+    eager = ["dense product", "compute only", "communication only", "serial", "overlapped",
+             "overlapped, keep nothing", "baseline"]  # fmt: skip
     assert [row["path"] for row in rows if row["phase"] == "step" and not row["graphs"]] == eager
     few = ["dense product", "compute only", "overlapped", "fixed"]
     assert [row["path"] for row in rows if row["phase"] == "step" and row["graphs"]] == few
@@ -153,6 +170,57 @@ def test_every_variant_of_a_layer_is_verified_and_recorded(run: Callable[..., Ra
             assert 0 <= row["exposed_share"] <= 1 and row["ratio"] > 0 and 0 < row["worst"] < 2.0**-4
             flops = 6 * 64 * 16 * row["rows"] / 2 * (3 if row["phase"] == "step" else 1)
             assert row["flops"] == flops and row["tflops"] == pytest.approx(flops / row["time_s"] / 1e12)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_interleaved"])
+def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[..., Ran]) -> None:
+    flags = ("--ways", "microbatches", "--microbatches", "3", "--products", "torch")
+    status, said, content = run("moe_layer", *flags, "--activation", activation, ranks=3)
+    assert status == 0 and "shape of qwen3-30b" in said and "microbatches 3" in said, said
+    rows = {(row["path"], row["phase"]): row for row in content["rows"]}
+    assert list(rows) == [
+        ("dense product", "step"),
+        *(("torch products", phase) for phase in ("step", "in a row")),
+        *(("one after the other, torch", phase) for phase in ("step", "in a row", "whole step")),
+    ]
+    assert [(each["path"], each["failed"]) for each in content["missing"]] == [("quack products", False)]
+    alone = rows["torch products", "in a row"]
+    for (path, phase), row in rows.items():
+        assert row["wrong"] == 0 and row["microbatches"] == 3
+        assert row.get("sm_mhz") is None  # there is no GPU
+        if path != "dense product":
+            assert row["note"] == "products by torch" and 0 < row["worst"] < 2.0**-4
+        if phase == "whole step":
+            assert row["ratio"] == pytest.approx(row["time_s"] / alone["time_s"])
+    assert 0 < rows["one after the other, torch", "step"]["exposed_share"] <= 1
+    in_a_row = rows["one after the other, torch", "in a row"]
+    shown = page.summary({"steps": content})
+    assert f" {in_a_row['time_s'] / 3 * 1e3:.2f} ({in_a_row['ratio']:.2f}) |" in shown
+    # Microbatches have routings of their own; the rows of all ranks are as many.
+    assert alone["flops"] == pytest.approx(3 * rows["torch products", "step"]["flops"])
+
+
+def test_blocks_with_attention_are_verified_and_recorded(run: Callable[..., Ran]) -> None:
+    for preset, dtype in (("gpt-oss-120b", "bfloat16"), ("deepseek-v3", "float32")):
+        flags = ("--presets", preset, "--ways", "model", "--layers", "2", "--microbatches", "2", "-d", dtype)
+        status, said, content = run("moe_layer", *flags)
+        assert status == 0 and "in blocks with attention" in said, said
+        own = [row for row in content["rows"] if row["path"] == "one after the other"]
+        assert [row["phase"] for row in own] == ["step", "in a row", "whole step"]
+        for row in own:
+            assert row["wrong"] == 0 and row["layers"] == 2 and row["note"] == "2 layers, products by torch"
+            assert 0 < row["worst"] < verify.BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("way", ["microbatches", "model"])
+def test_a_wrong_gradient_of_a_training_step_is_caught(way: str, run: Callable[..., Ran]) -> None:
+    flags = ("--ways", way, "--layers", "1", "--microbatches", "2")
+    status, said, content = run("moe_layer", *flags, spoil=True)
+    assert status == 1 and "FAILED" in said
+    wrong = {row["path"]: row["wrong"] for row in content["rows"]}
+    # Most values of an expert's gradients.
+    assert wrong["one after the other"] > 64 * 32 / 2 and wrong.get("torch products", 0) == 0
+    assert run("moe_layer", *flags, "--inject-error")[2]["wrong"] > 0
 
 
 def test_a_wrong_gradient_of_a_layer_is_caught(run: Callable[..., Ran]) -> None:

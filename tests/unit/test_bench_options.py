@@ -65,6 +65,50 @@ def test_flags_of_layers_arrive() -> None:
     assert keep.variants == ("serial", "overlapped", "overlapped, keep rows")
 
 
+def test_ways_are_points_of_their_own() -> None:
+    flags = "--presets qwen3-30b --ways all --microbatches 3 --graph-tokens 8 --layers 2"
+    given = command_line.parse("moe_layer", flags.split())
+    assert [(each.tokens, each.graphs, each.microbatches, each.layers) for each in given.points()] == [
+        (4096, False, 0, 0), (8, True, 0, 0), (4096, False, 3, 0), (4096, False, 3, 2),
+    ]  # fmt: skip
+    flags = "--presets qwen3-30b --ways microbatches --products torch,quack"
+    given = command_line.parse("moe_layer", flags.split())
+    assert [str(each) for each in given.choices] == [", torch", ", quack"]
+    assert [str(each) for each in command_line.parse("moe_layer", []).choices] == [""]
+
+
+def test_wide_presets_have_four_experts_a_rank_with_8192_rows_each() -> None:
+    for ranks in (1, 2, 8):
+        flags = ["--presets", "deepseek-v3-wide,qwen3-235b-wide", "-g", str(ranks)]
+        given = command_line.parse("moe_layer", flags)
+        assert [(each.hidden, each.ffn, each.experts) for each in given.shapes] == [
+            (7168, 2048, 4 * ranks), (4096, 1536, 4 * ranks),
+        ]  # fmt: skip
+        for shape in given.shapes:
+            assert given.sizes[0] * ranks * shape.topk == 8192 * shape.experts
+    assert command_line.parse("moe_layer", ["--presets", "qwen3-30b,qwen3-235b-wide"]).sizes == (4096,)
+
+
+def test_an_option_reaches_the_argument_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options for which this moecomm has no argument are refused; those that it has are not."""
+
+    def some(*, engine: str) -> None: ...
+
+    def none(**others: object) -> None: ...
+
+    flags = ["--presets", "qwen3-30b", "--ways", "microbatches", "--engine", "sm,copy"]
+    monkeypatch.setattr("moecomm.Communicator", some)
+    assert command_line.parse("moe_layer", flags).engines == ("sm", "copy")
+    monkeypatch.setattr("moecomm.Communicator", none)
+    with pytest.raises(SystemExit) as ended:
+        command_line.parse("moe_layer", flags)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "--engine: none of this moecomm have no argument 'engine'" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -120,6 +164,12 @@ def test_a_bad_flag_is_one_line_and_status_2(
         "moe_layer --dense 3x4",
         "moe_layer --routing one-hot",
         "moe_layer --headroom 0.5",
+        "moe_layer --ways sideways",
+        "moe_layer --products torch,quack",
+        "moe_layer --engine fax",
+        "moe_layer --microbatches 0",
+        "moe_layer --activation gelu",
+        "dispatch --ways model",
     ],
 )
 def test_other_programs_refuse_what_is_not_theirs(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +219,8 @@ def test_help_defines_the_columns(program: str, capsys: pytest.CaptureFixture[st
         *(plan.operations_cuda(ranks, 3, 1) for ranks in (1, 2, 3, 4, 8)),
         plan.layers_cpu(2, 3, 1),
         plan.layers_cuda(4, 3, 1),
+        plan.training_cpu(2, 3, 1),
+        *(plan.training_cuda(ranks, 3, 1) for ranks in (2, 4)),
         plan.nodes_cpu(("tcp", "efa"), 3, 1),
         *(plan.nodes_cuda(gpus, ("tcp", "efa"), 3, 1) for gpus in (2, 4, 6)),
     ],

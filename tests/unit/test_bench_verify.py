@@ -264,14 +264,14 @@ def test_what_is_expected_of_a_layer_is_its_sum_and_gradients(seed: int) -> None
     y_TH = (leaves[1][:, :, None] * chosen_TKH).sum(1)
     grads = torch.autograd.grad(y_TH, leaves, one.dy_TH)
     got = dict(zip(("dx", "dweights", "dw_in", "dw_out"), grads, strict=True)) | {"y": y_TH.detach()}
-    verdict = verify.compare(got, one.wanted(3), "float64")
+    verdict = verify.compare(got, one.wanted(3)[0], "float64")
     assert verdict.wrong == 0 and verdict.worst is not None and verdict.worst < 1e-12
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> None:
     one = layer_case(dtype, seed)
-    wanted = one.wanted(0)
+    wanted = one.wanted(0)[0]
     right = {name: wanted[name].to(one.dtype) for name in ("y", "dx", "dw_in", "dw_out", "rows moved")}
     right |= {"dweights": wanted["dweights"].to(torch.float32)}
     assert verify.compare(right, wanted, dtype).wrong == 0
@@ -295,7 +295,7 @@ def test_the_check_of_a_layer_catches_what_is_wrong(dtype: str, seed: int) -> No
 def test_the_check_of_products_in_fp8(seed: int) -> None:
     """Lets pass what e4m3 leaves, and nothing like another row or factor."""
     one = layer_case("bfloat16", seed)
-    wanted = one.wanted(0)
+    wanted = one.wanted(0)[0]
     torch.manual_seed(seed)
     names = ("y", "dx", "dw_in", "dw_out", "dweights")
     right = {name: wanted[name] * (1 + 0.1 * torch.randn_like(wanted[name])) for name in names}
@@ -310,7 +310,7 @@ def test_the_check_of_products_in_fp8(seed: int) -> None:
 def test_an_expert_without_rows_has_to_have_no_gradient(seed: int) -> None:
     one = layer_case("float32", seed, experts=40, tokens=3)
     (idle,) = np.nonzero(one.rows.expert_rows_L == 0)
-    right = one.wanted(0)["dw_out"].to(torch.float32)
-    assert verify.compare({"dw_out": right}, one.wanted(0), "float32").wrong == 0
+    right = one.wanted(0)[0]["dw_out"].to(torch.float32)
+    assert verify.compare({"dw_out": right}, one.wanted(0)[0], "float32").wrong == 0
     right[int(idle[0]), 2, 3] = 1e-20
-    assert verify.compare({"dw_out": right}, one.wanted(0), "float32").wrong == 1
+    assert verify.compare({"dw_out": right}, one.wanted(0)[0], "float32").wrong == 1

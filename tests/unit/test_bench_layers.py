@@ -1,0 +1,95 @@
+"""What the benchmarks build layers with, and the attention of their blocks; without ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import moecomm
+from bench.harness import case, command_line
+from bench.harness.options import ATTENTION, PRESETS, Choice, Heads
+from bench.paths import layer_variants, moecomm_path
+from bench.paths.attention import Attention
+from moecomm.nn import MoEConfig, MoELayer
+
+pytestmark = pytest.mark.usefixtures("bench_on_cpu")
+FLAGS = "-g 1 --presets qwen3-30b --hidden 32 --ffn 16 --experts 4 --topk 2 -b 8 --graph-tokens 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigWithRows(MoEConfig):
+    rows: str = "expert"
+
+
+class LayerWithRows(MoELayer):
+    def __init__(self, *arguments: Any, rows: str = "expert", **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.rows = rows
+
+
+def layer_case() -> case.LayerCase:
+    given = command_line.parse("moe_layer", FLAGS.split())
+    (point,) = given.points()
+    return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
+
+
+@pytest.mark.parametrize("place", ["config", "layer"])
+def test_rows_go_to_the_argument_that_is_there(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer_case()
+    comms = {None: moecomm_path.communicator(one.options, one.point)}
+    if place == "config":
+        monkeypatch.setattr(layer_variants, "MoEConfig", ConfigWithRows)
+    else:
+        monkeypatch.setattr(layer_variants, "MoELayer", LayerWithRows)
+    for rows, wanted in (("rank", "rank"), (None, "expert")):
+        layer = layer_variants.make_layer(comms, [one], one.experts, Choice(products="torch", rows=rows))
+        holder: Any = layer.config if place == "config" else layer
+        assert holder.rows == wanted and layer.config.products == "torch"
+        assert layer.experts.w_in is one.experts.w_in
+
+
+def test_an_engine_goes_to_the_communicator_if_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer_case()
+    monkeypatch.setattr(moecomm, "Communicator", lambda **given: given)
+    made: Any = [moecomm_path.communicator(one.options, one.point, engine) for engine in (None, "copy")]
+    assert "engine" not in made[0] and made[1]["engine"] == "copy"
+
+
+def test_each_call_of_a_router_takes_the_next_microbatch() -> None:
+    cases = [layer_case(), layer_case()]
+    router = layer_variants.FixedRouting(cases)
+    for _ in range(2):
+        router.restart()
+        taken = [router(each.x_TH).topk_weights_TK for each in cases]
+        assert all(got is each.weights_TK for got, each in zip(taken, cases, strict=True))
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2, 8), Heads(4, 4, 8, latent=(24, 16), rope=4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_sees_no_later_token(heads: Heads, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    attention = Attention(32, heads, dtype, generator)
+    matrices = [each for each in attention.parameters() if each.dim() == 2]
+    assert sum(each.numel() for each in matrices) == Attention.weights(32, heads)
+    x_BSH = torch.randn(2, 6, 32, generator=generator).to(dtype)
+    other_BSH = x_BSH.clone()
+    other_BSH[:, 4:] += 1
+    with torch.no_grad():
+        y_BSH, changed_BSH = attention(x_BSH), attention(other_BSH)
+    assert y_BSH.shape == x_BSH.shape and not torch.equal(y_BSH, x_BSH)
+    torch.testing.assert_close(y_BSH[:, :4], changed_BSH[:, :4])
+    assert not torch.allclose(y_BSH[:, 4:], changed_BSH[:, 4:])
+
+
+def test_every_preset_has_its_attention() -> None:
+    assert set(ATTENTION) == set(PRESETS)
+    # The published sizes of some: DeepSeek-V3's attention has 187 M weights a layer, Qwen3-30B's 19 M.
+    millions = {
+        name: Attention.weights(PRESETS[name].hidden, heads) / 1e6 for name, heads in ATTENTION.items()
+    }
+    assert round(millions["deepseek-v3"]) == 187 and round(millions["qwen3-30b"]) == 19
+    assert ATTENTION["qwen3-235b"].scaled(16) == Heads(16, 1, 128)
+    assert ATTENTION["deepseek-v3"].scaled(1) == ATTENTION["deepseek-v3"]
