@@ -292,11 +292,24 @@ class Communicator:
                 "engine is 'copy' for operations of a communicator that was built with engine='sm', expected "
                 "one that was built with engine='copy' or 'auto'"
             )
-        before = backend.use_copies(engine == "copy")
+        before = backend.use_copies(engine == "copy", held=False)
         try:
             yield
         finally:
-            backend.use_copies(before)
+            backend.use_copies(*before)
+
+    def hold_copies(self) -> Callable[[], None]:
+        """Lets the copy engine move the rows of operations from now on, beside the caller's stream, and
+        returns the function that ends this. Rows are received by `complete`, or before the next operation:
+        until then an operation's results are not there, and what it reads must stay as it is.
+        `overlap.Beside` is made of both. Raises InvalidArgument without memory for copies (engine="sm")."""
+        backend = self._open()
+        before = backend.use_copies(True, held=True)
+        return lambda: backend.use_copies(*before) and None
+
+    def complete(self) -> None:
+        """Receives the rows that `hold_copies` has left, if any, on the caller's current stream."""
+        self._open().complete()
 
     def settle(self) -> None:
         """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number

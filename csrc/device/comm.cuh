@@ -107,9 +107,9 @@ struct Comm {
     return base + window.rows[epoch & 1] +
            (source * window.stage_tokens + token % window.stage_tokens) * window.wire_bytes;
   }
-  /// Where the copy engine brings the row of `sender` for a token, in the window at `base`.
-  __device__ std::byte* landed_row(std::byte* base, int32_t sender, int64_t token, int64_t row_bytes) const {
-    return base + window.landed + (sender * window.shape.max_tokens + token) * row_bytes;
+  /// Where the copy engine brings the row of `sender` for a token.
+  __device__ std::byte* landed_row(int32_t landing, int32_t sender, int64_t token, int64_t row_bytes) const {
+    return own + window.landed[landing] + (sender * window.shape.max_tokens + token) * row_bytes;
   }
   /// Combine: where this rank puts its sum for a token of `home` for the copy engine.
   __device__ std::byte* outgoing_row(int32_t home, int64_t token) const {

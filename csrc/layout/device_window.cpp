@@ -32,7 +32,8 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   for (auto& offset : w.rows) visit("rows", offset, rows_bytes);
   if (s.copies) {
     const int64_t tokens = s.ranks * s.max_tokens;
-    visit("copied rows", w.landed, tokens * std::max(s.row_bytes(), s.wire_row_bytes()));
+    for (auto& offset : w.landed)
+      visit("copied rows", offset, tokens * std::max(s.row_bytes(), s.wire_row_bytes()));
     visit("outgoing sums", w.outgoing, tokens * s.row_bytes());
   }
   if (const int64_t others = s.other_nodes(); others > 0) {

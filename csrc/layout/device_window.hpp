@@ -119,6 +119,7 @@ struct DeviceState {
   uint64_t cancelled;                 ///< epoch whose records disagree: nothing is waited for
   uint64_t planned;                   ///< epoch of the newest plan
   uint64_t copied;                    ///< epoch of the newest operation whose rows the copy engine moves
+  int32_t landing;                    ///< and the section of landed rows that it uses; -1: none yet
   alignas(kLine) uint32_t send_next;  ///< next chunk to be sent
   uint32_t stage_next;                ///< and to be sent to other nodes
   uint32_t later_next;                ///< next chunk to be sent that takes another one's place
@@ -177,10 +178,10 @@ struct DeviceWindow {
                     ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
 
-  // Sections for transfers by the copy engine. There is one of each, at addresses that a graph can hold: a
-  // rank copies into the windows of others once all of them have begun the operation, and so ended the one
-  // before.
-  int64_t landed;    ///< wire rows or rows [ranks][max_tokens], by who has sent them
+  // Sections for transfers by the copy engine. Their addresses are the host's choice, which a graph holds, so
+  // epochs do not tell which of two an operation uses: operations take them in turns, and one that takes the
+  // same as the last one waits for all ranks to begin first (await_landing).
+  int64_t landed[2];  ///< wire rows or rows [ranks][max_tokens], by who has sent them
   int64_t outgoing;  ///< rows [ranks][max_tokens], this rank's own: sums on their way to each home
 
   // Sections with several nodes; [other] is the number of another node (NodeMap::other). What goes to and

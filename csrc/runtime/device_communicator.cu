@@ -144,6 +144,8 @@ DeviceCommunicator::~DeviceCommunicator() {
     return;
   }
   if (fork_ != nullptr) cudaEventDestroy(fork_);
+  if (copied_ != nullptr) cudaEventDestroy(copied_);
+  if (copy_stream_ != nullptr) cudaStreamDestroy(copy_stream_);
   if (join_ != nullptr) cudaEventDestroy(join_);
   if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
   if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
@@ -183,6 +185,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   DeviceState state{};
   state.bad_id = ~uint64_t{0};
   state.epoch = config_.first_epoch - 1;
+  state.landing = -1;
   check_cuda(cudaMemcpy(own + window_.state, &state, sizeof(state), cudaMemcpyHostToDevice), "cudaMemcpy");
   // The side stream has high priority: beside a product that fills the GPU, what others wait for gets SMs
   // first.
@@ -192,6 +195,8 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
              "cudaStreamCreate");
   check_cuda(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming), "cudaEventCreate");
   check_cuda(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming), "cudaEventCreate");
+  check_cuda(cudaEventCreateWithFlags(&copied_, cudaEventDisableTiming), "cudaEventCreate");
+  check_cuda(cudaStreamCreateWithFlags(&copy_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
 
   for (const WireFormat wire : {WireFormat::same, WireFormat::fp8}) {
     device::Comm comm{};
@@ -277,10 +282,27 @@ void DeviceCommunicator::limit_sms(int32_t num_sms) {
   heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1);
 }
 
-void DeviceCommunicator::use_copies(bool copies) {
+void DeviceCommunicator::use_copies(bool copies, bool held) {
   if (copies && !config_.shape.copies)
     throw Error(ErrorKind::invalid_argument, "the window has no room for transfers by the copy engine");
   copies_ = copies;
+  held_ = copies && held;
+}
+
+void DeviceCommunicator::complete(cudaStream_t stream) {
+  if (!receive_held_) return;
+  const DeviceGuard guard(config_.device);
+  std::exchange(receive_held_, nullptr)(stream);
+}
+
+/// Runs `receive`, the second half of an operation by the copy engine, now or in complete().
+void DeviceCommunicator::receive_copied(std::function<void(cudaStream_t)> receive, bool held,
+                                        cudaStream_t stream) {
+  if (!held) return receive(stream);
+  receive_held_ = [this, receive = std::move(receive)](cudaStream_t now) {
+    check_cuda(cudaStreamWaitEvent(now, copied_, 0), "cudaStreamWaitEvent");
+    receive(now);
+  };
 }
 
 bool DeviceCommunicator::copies_pay() const {
@@ -411,6 +433,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = !overlaps_ && !copies_;
   arguments.copied = copies_;
+  arguments.landing = copies_ ? next_landing() : 0;
   // The number of tokens that other nodes bring is not known here.
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = !copies_ && most > comm(wire)->window.stage_tokens;
@@ -422,29 +445,35 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   check_cuda(gpu::launch_dispatch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
                                        *comm(wire), arguments),
              "launch of a dispatch (sending)");
-  pending_ = {arguments, wire, blocks, later};
+  pending_ = {arguments, wire, blocks, later, held_};
   pending_stream_ = stream;
   if (!arguments.copied) return;
   const DeviceWindow& window = comm(wire)->window;
   const bool as_it_is = window.shape.wire == WireFormat::same;
-  const std::byte* const packed = host_bases_[static_cast<size_t>(config_.rank)] + window.landed +
+  const std::byte* const packed = host_bases_[static_cast<size_t>(config_.rank)] +
+                                  window.landed[arguments.landing] +
                                   config_.rank * window.shape.max_tokens * window.wire_bytes;
   copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.wire_bytes, window.wire_bytes,
-                stream);
+                arguments.landing, stream);
 }
 
 /// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and after
 /// them the operation's epoch into its arrival flag: from + peer * step goes to rank `peer`. No SM has a part in
 /// it, so that nothing waits for a product that fills the GPU.
 void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
-                                       cudaStream_t stream) {
+                                       int32_t landing, cudaStream_t stream) {
+  if (held_) {
+    check_cuda(cudaEventRecord(fork_, stream), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(copy_stream_, fork_, 0), "cudaStreamWaitEvent");
+  }
+  const cudaStream_t on = held_ ? copy_stream_ : stream;
   const DeviceShape& s = config_.shape;
-  const int64_t to = window_.landed + config_.rank * s.max_tokens * row_bytes;
+  const int64_t to = window_.landed[landing] + config_.rank * s.max_tokens * row_bytes;
   const int64_t flag = window_.arrived + (config_.rank * (window_.max_chunks + 1) + kCopiesChunk) *
                                              static_cast<int64_t>(sizeof(uint64_t));
   const auto copy = [&](int32_t peer, int64_t offset, const void* source, int64_t size) {
     check_cuda(cudaMemcpyAsync(host_bases_[static_cast<size_t>(peer)] + offset, source,
-                               static_cast<size_t>(size), cudaMemcpyDeviceToDevice, stream),
+                               static_cast<size_t>(size), cudaMemcpyDeviceToDevice, on),
                "a copy to a peer");
   };
   for (int32_t i = 1; i < s.ranks; ++i) {
@@ -452,6 +481,7 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
     if (bytes > 0) copy(peer, to, from + peer * step, bytes);
     copy(peer, flag, &state_->copied, sizeof(uint64_t));
   }
+  if (held_) check_cuda(cudaEventRecord(copied_, copy_stream_), "cudaEventRecord");
 }
 
 /// Receives the rows of the operation that was sent last.
@@ -464,12 +494,16 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   arguments.layout = sent.layout;
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
+  arguments.landing = sent.landing;
   const int blocks = sent.copied ? heuristics_.each_blocks() : heuristics_.receive_blocks;
-  check_cuda(
-      gpu::launch_dispatch_receive(launch(stream, blocks, !sent.apart && !sent.copied),
-                                   *comm(begun.wire), arguments),
-      "launch of a dispatch (receiving)");
+  const auto start = [this, arguments, begun, blocks](cudaStream_t on) {
+    const bool overlapped = !begun.arguments.apart && !arguments.copied;
+    check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),
+               "launch of a dispatch (receiving)");
+  };
   pending_.reset();
+  if (sent.copied) return receive_copied(start, begun.held, stream);
+  start(stream);
   if (begun.later) {
     sent.later = sent.apart = true;
     check_cuda(gpu::launch_dispatch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
@@ -481,6 +515,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
 void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
+  complete(stream);
   abandon();
   gpu::SendArguments arguments{};
   arguments.operation = Operation::dispatch;
@@ -550,6 +585,7 @@ void DeviceCommunicator::finish_dispatch(int64_t rows, int64_t positions, const 
 void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
+  complete(stream);
   abandon();
   gpu::SendArguments arguments{};
   arguments.operation = Operation::redispatch;
@@ -571,11 +607,13 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
 void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
+  complete(stream);
   abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
   gpu::CombineArguments all = arguments;
   all.relay_blocks = heuristics_.relay_blocks;
   all.copied = copies_ && all.rows != nullptr;
+  all.landing = all.copied ? next_landing() : 0;
   const int blocks =
       all.copied ? heuristics_.each_blocks() : heuristics_.reduce_blocks + heuristics_.relay_blocks;
   const bool apart = !overlaps_ && !all.copied;
@@ -583,14 +621,20 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStr
   if (apart) fork_side(stream);
   check_cuda(gpu::launch_combine_reduce(launch(apart ? side_stream_ : stream, blocks, false), comm, all),
              "launch of combine (owners)");
+  const int sum_blocks = all.copied ? blocks : heuristics_.sum_blocks;
+  const auto sum = [this, all, sum_blocks](cudaStream_t on) {
+    check_cuda(gpu::launch_combine_sum(launch(on, sum_blocks, !all.copied), *this->comm(WireFormat::same), all),
+               "launch of combine (home)");
+  };
   if (all.copied) {
     // How many tokens a home has is not known here.
     const int64_t bytes = comm.window.shape.max_tokens * comm.window.shape.row_bytes();
     copy_to_peers(host_bases_[static_cast<size_t>(config_.rank)] + window_.outgoing, bytes, bytes,
-                  comm.window.shape.row_bytes(), stream);
+                  comm.window.shape.row_bytes(), all.landing, stream);
+    receive_copied(sum, held_, stream);
+  } else {
+    sum(stream);
   }
-  check_cuda(gpu::launch_combine_sum(launch(stream, all.copied ? blocks : heuristics_.sum_blocks, !all.copied), comm, all),
-             "launch of combine (home)");
   if (apart) join_side(stream);
   ++stats_.combine_calls;
 }
@@ -598,6 +642,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStr
 void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
+  complete(stream);
   abandon();
   char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
   const size_t length = std::min(text.size(), size_t{kErrorText - 1});
@@ -630,6 +675,7 @@ std::string DeviceCommunicator::heuristics_text() const { return heuristics_.tex
 void DeviceCommunicator::close() noexcept {
   if (closed_) return;
   closed_ = true;
+  receive_held_ = nullptr;
   if (getpid() != owner_) {
     if (watcher_.joinable()) watcher_.detach();
     return;

@@ -128,9 +128,12 @@ class DeviceCommunicator {
   /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
   void finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output, cudaStream_t stream);
 
-  /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to
-  /// do the same.
-  void use_copies(bool copies);
+  /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to do
+  /// the same. `held`: copies run beside the stream, and what receives the rows is left to complete().
+  void use_copies(bool copies, bool held);
+  /// Starts to receive the rows of an operation that was held, if there is one: its output is there when
+  /// `stream` gets here. The next operation does so, too.
+  void complete(cudaStream_t stream);
   /// True where the copy engine should move rows that have a product beside them.
   bool copies_pay() const;
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
@@ -159,6 +162,7 @@ class DeviceCommunicator {
     WireFormat wire;
     int blocks;
     bool later;  ///< chunks that wait for room may be left to be sent
+  bool held;   ///< what receives is left to complete()
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
@@ -168,8 +172,10 @@ class DeviceCommunicator {
   void join_side(cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
-  void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
+  void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes, int32_t landing,
                      cudaStream_t stream);
+  void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
+  int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon();
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
@@ -181,7 +187,10 @@ class DeviceCommunicator {
   DeviceWindow window_;
   int sms_ = 0;  // of the device
   gpu::Heuristics heuristics_;
-  bool copies_ = false;    ///< the copy engine moves rows
+  bool copies_ = false;    ///< the copy engine moves rows,
+  bool held_ = false;      ///< beside the caller's stream
+  uint64_t copied_operations_ = 0;
+  std::function<void(cudaStream_t)> receive_held_;
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies
   const int owner_;
   const NodeMap nodes_;
@@ -192,6 +201,8 @@ class DeviceCommunicator {
   std::unique_ptr<device::Comm> comms_[2];  // by WireFormat
   cudaStream_t side_stream_ = nullptr;      // for a kernel that sends and can't be in the caller's stream
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
+  cudaStream_t copy_stream_ = nullptr;  // for copies beside the caller's stream
+  cudaEvent_t copied_ = nullptr;        // they are done
 
   WindowLayout control_layout_;
   std::vector<shm::Window> control_;

@@ -120,10 +120,13 @@ class Backend(Protocol):
         """Sets the SMs of operations that begin from now on; None sets the number that the communicator was
         made with. Returns the setting before."""
 
-    def use_copies(self, copies: bool) -> bool:
-        """Lets the copy engine move the rows of operations that begin from now on, or the SMs. Returns the
-        setting before. Raises Unsupported without a copy engine, InvalidArgument where the window has no room
-        for it."""
+    def use_copies(self, copies: bool, held: bool) -> tuple[bool, bool]:
+        """Lets the copy engine move the rows of operations that begin from now on, or the SMs; `held`: beside
+        the caller's stream, and `complete` receives them. Returns the setting before. Raises Unsupported
+        without a copy engine, InvalidArgument where the window has no room for it."""
+
+    def complete(self) -> None:
+        """Receives what an operation has held, if anything, on the caller's current stream."""
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all before it and returns its result; `name` is for profilers."""

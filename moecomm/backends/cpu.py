@@ -169,11 +169,14 @@ class CpuBackend:
         """Raises Unsupported: a rank's threads are made once, with the communicator."""
         raise Unsupported("limit_sms is for CUDA communicators; on the CPU num_sms is given once, as threads")
 
-    def use_copies(self, copies: bool) -> bool:
-        """Raises Unsupported if `copies`: there is no copy engine; returns False, the setting before."""
+    def use_copies(self, copies: bool, held: bool) -> tuple[bool, bool]:
+        """Raises Unsupported if `copies`: there is no copy engine. Else it does nothing."""
         if copies:
             raise Unsupported("engine is 'copy', which is for CUDA communicators; the CPU has no copy engine")
-        return False
+        return False, False
+
+    def complete(self) -> None:
+        """Does nothing: no operation is held."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
         """Sends rows and receives those that arrive."""

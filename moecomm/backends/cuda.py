@@ -117,10 +117,11 @@ class CudaBackend:
             self.num_sms = self._native.num_sms
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
-        self._copies = False
+        self._copies = (False, False)
+        self._held: tuple[torch.Tensor | None, ...] = ()  # tensors of the operation that is held
         self.copies_beside = engine == "copy" or (engine == "auto" and self._native.copies_pay())
         if engine == "copy":
-            self.use_copies(True)
+            self.use_copies(True, held=False)
         # This also runs when the backend is garbage collected, and when the interpreter ends.
         self._release = weakref.finalize(self, _release, self._gpu, self._native, window)
 
@@ -313,15 +314,26 @@ class CudaBackend:
                 self._native.limit_sms(self._limit or 0)
         return before
 
-    def use_copies(self, copies: bool) -> bool:
-        """Lets the copy engine move the rows of operations that begin from now on, or the SMs. Returns the
-        setting before. Raises InvalidArgument where the window has no room for it."""
+    def use_copies(self, copies: bool, held: bool) -> tuple[bool, bool]:
+        """Lets the copy engine move the rows of operations that begin from now on, or the SMs; `held`: beside
+        the caller's stream, and `complete` receives them. Returns the setting before. Raises InvalidArgument
+        where the window has no room for it."""
         with self._lock:
             before = self._copies
-            if copies != before:
-                self._native.use_copies(copies)
-                self._copies = copies
+            if (copies, held) != before:
+                self._native.use_copies(copies, held)
+                self._copies = (copies, held)
         return before
+
+    def complete(self) -> None:
+        """Receives what an operation has held, if anything, on the caller's current stream."""
+        with self._lock:
+            self.run_now("moecomm receive", lambda: self._native.complete(self._raw_stream))
+            self._held = ()
+
+    def _keep(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps the tensors of the operation just begun for as long as it is held, if it is."""
+        self._held = tensors if self._copies[1] else ()
 
     def ready(self) -> None:
         """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is
@@ -415,6 +427,8 @@ class CudaBackend:
             0 if index is None or index.weights_Q is None else self._address(index.weights_Q),
             self._raw_stream,
         )
+        by_index = () if index is None else index[:2]
+        self._keep(tokens_PH, scales, weights, topk_idx_PK, *by_index, blob, call.x_TH)
         views = partial(self.plan_fields.views, blob, call.layout)
         plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
         return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales, index)
@@ -471,6 +485,7 @@ class CudaBackend:
             0 if dots_P is None else self._address(dots_P),
             self._raw_stream,
         )
+        self._keep(out_PH, dots_P, scales_P, other_PH, rows_TH, plan.blob)
         return out_PH, dots_P
 
     def combine(
@@ -506,6 +521,7 @@ class CudaBackend:
             0 if grads_TK is None else self._address(grads_TK),
             self._raw_stream,
         )
+        self._keep(y_TH, grads_TK, rows_PH, weights_P, weight_grads, plan.blob)
         return y_TH, grads_TK
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:

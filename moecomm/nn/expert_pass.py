@@ -133,7 +133,7 @@ class Call(NamedTuple):
     overflow: Tensor | None = None
     """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
 
-    def capacities(self) -> dict[str, int | None]:
+    def capacities(self) -> dict[str, Any]:
         """Returns the capacity as a dispatch takes it. Rank-major rows are never more than expert-major ones,
         and than the tokens of all ranks."""
         if self.capacity is None or self.layout == "expert":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import TracebackType
 from typing import Any
 
@@ -42,22 +41,26 @@ class Beside:
     """A context for transfers of `comm` beside what the caller puts on its own stream meanwhile.
 
         with (side := Beside(comm)):
-            rows = comm.redispatch(grad, handle)    # on comm.stream, after the caller's work so far
+            rows = comm.redispatch(grad, handle)    # after the caller's work so far
         ...                                         # the caller's products
         side.join(rows)                             # the caller's later work comes after the transfers
 
-    The copy engine moves the rows where the communicator has it for that (`Communicator.copies_beside`), so
-    that the products keep their SMs. What the block reads must stay alive until `join`. With wanted=False, and on the CPU, the block runs on
-    the caller's stream, and `join` does nothing. An error in the block makes the caller's stream wait for
-    what the block has issued.
+    Where the communicator has the copy engine for that (`Communicator.copies_beside`), rows are packed on the
+    caller's stream, copied beside it, and received on it in `join`, so that the products keep all SMs. Else
+    the block runs on comm.stream.
+
+    What the block reads and returns must stay alive until `join`. With wanted=False, and on the CPU, the
+    block runs on the caller's stream, and `join` does nothing. An error in the block makes the caller's
+    stream wait for what the block has issued.
     """
 
     def __init__(self, comm: Communicator, *, wanted: bool = True) -> None:
-        self._stream = comm.stream if wanted else None
-        self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
-        self._engine = contextlib.ExitStack()
         self._comm = comm
+        self._copies = wanted and comm.copies_beside
+        self._stream = comm.stream if wanted and not self._copies else None
+        self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
         self._caller: torch.cuda.Stream | None = None
+        self._before: Any = None
 
     @property
     def apart(self) -> bool:
@@ -65,28 +68,31 @@ class Beside:
         return self._stream is not None
 
     def __enter__(self) -> Beside:
+        if self._copies:
+            self._before = self._comm.hold_copies()
         if self._gpu is not None:
             assert self._stream is not None
             self._caller = self._gpu.stream()
             self._stream.wait_event(self._gpu.record_event(self._caller))
             self._gpu.switch(self._stream)
-            if self._comm.copies_beside:
-                self._engine.enter_context(self._comm.use_engine("copy"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._copies:
+            self._before()
         if self._gpu is not None:
             assert self._caller is not None
-            self._engine.close()
             self._gpu.switch(self._caller)
-            if error is not None:
-                self.join()
+        if error is not None:
+            self.join()
 
     def join(self, *results: Any) -> None:
         """Makes the caller's later work come after the transfers, whose `results` (tensors or None) it may
         use."""
+        if self._copies:
+            self._comm.complete()
         if self._gpu is None:
             return
         assert self._caller is not None

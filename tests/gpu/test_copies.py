@@ -32,6 +32,7 @@ from tests.gpu.test_graphs import (
     test_thousands_of_replays,
     test_two_captured_layers_with_gemms,
 )
+from tests.gpu.test_layer import test_every_way_gives_the_same
 from tests.gpu.test_sizes import test_hidden, test_routing, test_tokens
 from tests.gpu.test_streams import (
     test_async_follows_torch_distributed,
@@ -58,6 +59,7 @@ __all__ = [
     "test_async_follows_torch_distributed",
     "test_close_waits_for_what_is_under_way",
     "test_death_at_any_moment",
+    "test_every_way_gives_the_same",
     "test_hidden",
     "test_layouts_alignments_and_capacities",
     "test_many_steps_on_one_communicator",

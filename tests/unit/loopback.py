@@ -199,8 +199,11 @@ class LoopbackNative:
         self.begun = {"x": x, "x_scales": x_scales, "weights": weights, "plan": plan}
         self.begun |= {"layout": layout, "wide_ids": wide_ids}
 
-    def use_copies(self, copies: bool) -> None:
-        self.calls.append(f"use_copies {copies}")
+    def use_copies(self, copies: bool, held: bool) -> None:
+        self.calls.append(f"use_copies {copies} {held}")
+
+    def complete(self, stream: int) -> None:
+        self.calls.append(f"complete@{stream}")
 
     def copies_pay(self) -> bool:
         return False

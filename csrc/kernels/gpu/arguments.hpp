@@ -37,6 +37,7 @@ struct SendArguments {
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
   bool copied;  ///< the copy engine moves the rows; the kernel brings them into the wire format at most
+  int32_t landing;  ///< then the section of landed rows
 };
 
 /// Arguments of the side of an operation where rows arrive.
@@ -58,7 +59,8 @@ struct ReceiveArguments {
   RowLayout layout;
   bool dequantise;
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
-  bool copied;      ///< the copy engine moves the rows
+  bool copied;      ///< the copy engine moves the rows,
+  int32_t landing;  ///< to this section of landed rows
 };
 
 /// Arguments of both sides of a combine.
@@ -73,7 +75,8 @@ struct CombineArguments {
   RowLayout layout;
   int32_t relay_blocks = 0;  ///< as in SendArguments
   int32_t senders = 0;       ///< as in ReceiveArguments
-  bool copied = false;       ///< the copy engine moves the sums
+  bool copied = false;       ///< the copy engine moves the sums,
+  int32_t landing = 0;       ///< to this section of landed rows
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.

@@ -210,12 +210,8 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   ptx::launch_dependents();
   start_clock(comm);
   reduce<dtype, way>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
-  // Windows of others may be written once all have begun.
-  if (args.copied && blockIdx.x == 0 && !already_failed(comm)) {
-    const uint64_t epoch = comm.state().epoch + 1;
-    agree_on_operation(comm, Operation::combine, epoch);
-    if (threadIdx.x == 0) note_copied(comm, epoch);
-  }
+  if (args.copied && blockIdx.x == 0 && !already_failed(comm))
+    await_landing(comm, Operation::combine, comm.state().epoch + 1, args.landing);
   if (args.senders > 0) end_sending(comm);
 }
 

@@ -104,7 +104,7 @@ __device__ void find_landed(const Comm& comm, const CombineArguments& args, int6
   int slot = 0;
   for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
     slot += __shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1) < owner;
-  if (leads) slots[slot] = comm.landed_row(comm.own, owner, token, comm.window.shape.row_bytes());
+  if (leads) slots[slot] = comm.landed_row(args.landing, owner, token, comm.window.shape.row_bytes());
   __syncwarp();
 }
 
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     combine_sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && agree_on_operation(comm, Operation::combine, epoch, !args.copied)) {
+  if (!already_failed(comm) && agree_on_operation(comm, Operation::combine, epoch)) {
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {

@@ -28,7 +28,7 @@ struct Item {
 __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                         int32_t source, int64_t token) {
   if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
-  if (args.copied) return comm.landed_row(comm.own, source, token, comm.window.wire_bytes);
+  if (args.copied) return comm.landed_row(args.landing, source, token, comm.window.wire_bytes);
   return comm.staged_row(comm.own, epoch, source, token);
 }
 
@@ -433,7 +433,7 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
                                  device::EpochFlag{&comm.state().planned, epoch});
     going = __syncthreads_and(going);
   } else {
-    going = agree_on_operation(comm, args.operation, epoch, !args.copied);
+    going = agree_on_operation(comm, args.operation, epoch);
   }
   return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
 }

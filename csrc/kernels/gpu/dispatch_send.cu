@@ -9,8 +9,7 @@
 // started before those that read: so the first one ends whatever else is put on the stream after it.
 //
 // Where the copy engine moves the rows (`copied`), this kernel works out the routes, brings rows that travel
-// in another format into it, and ends when all ranks have begun the operation: then their windows may be
-// written.
+// in another format into it, and ends when the windows of others may be written.
 //
 // Rows go, with several nodes, to owners on this node, and once to each other node that needs them: into host
 // memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
@@ -101,7 +100,7 @@ struct RowPaths {
   const std::byte* x;  ///< this rank's own rows
   int32_t source;      ///< whose rows they are
   bool relayed;        ///< they have come from another node
-  bool copied;         ///< they go to where the copy engine takes them from
+  int32_t landing;     ///< they go to this rank's own part of that section of landed rows; -1: to owners
 
   /// Token i of the chunk that begins with `begin`.
   __device__ const std::byte* from(int64_t begin, int i, const ChunkMeta& meta, int64_t row_bytes) const {
@@ -116,7 +115,7 @@ struct RowPaths {
     if constexpr (kNodes)
       if (target >= comm.ranks())
         return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
-    if (copied) return comm.landed_row(comm.own, source, begin + i, comm.window.wire_bytes);
+    if (landing >= 0) return comm.landed_row(landing, source, begin + i, comm.window.wire_bytes);
     return comm.staged_row(comm.bases[target], epoch, source, begin + i);
   }
 };
@@ -126,12 +125,12 @@ template <bool kNodes>
 class CopyRows {
  public:
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
-      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false, args.copied}, memory,
+      : CopyRows(comm, args, {comm, epoch, args.x, comm.rank, false, args.copied ? args.landing : -1}, memory,
                  comm.window.shape.wire_data_bytes()) {}
   /// Copies rows of other sources, see start_source.
   __device__ CopyRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
                       int64_t row_bytes)
-      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true, false}, memory, row_bytes) {}
+      : CopyRows(comm, args, {comm, epoch, nullptr, comm.rank, true, -1}, memory, row_bytes) {}
 
   /// Rows that have come from another node are those of `source` from now on.
   __device__ void start_source(int32_t source) { paths_.source = source; }
@@ -249,7 +248,7 @@ class QuantiseRows {
   __device__ QuantiseRows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory)
       : comm_(comm),
         args_(args),
-        paths_{comm, epoch, args.x, comm.rank, false, args.copied},
+        paths_{comm, epoch, args.x, comm.rank, false, args.copied ? args.landing : -1},
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
         whole_(comm.window.wire_bytes <= kRowStage),
@@ -545,9 +544,8 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
   } else if (blockIdx.x == 0) {
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
                  kCarriesRows | (args.copied ? kCarriedByCopies : 0u));
-    if (args.copied) agree_on_operation(comm, args.operation, epoch);
   }
-  if (args.copied && blockIdx.x == 0 && threadIdx.x == 0) note_copied(comm, epoch);
+  if (args.copied && blockIdx.x == 0) await_landing(comm, args.operation, epoch, args.landing);
   if (args.copied && !(args.operation == Operation::dispatch && comm.own_rows_travel())) return;
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();

@@ -90,9 +90,8 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
 }
 
 /// A kernel of an operation along a known plan waits for all ranks and compares what they do. Whole block;
-/// false if this operation can't go on. `reports`: this kernel is the one that tells the host why.
-__device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch,
-                                          bool reports = true) {
+/// false if this operation can't go on.
+__device__ inline bool agree_on_operation(const Comm& comm, Operation operation, uint64_t epoch) {
   if (!device::wait_records(comm, operation, epoch)) return false;
   __shared__ bool agreed;
   if (threadIdx.x < 32) {
@@ -100,7 +99,7 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
     const bool same = device::compare_records(comm, epoch, verdict);
     if (threadIdx.x == 0) {
       agreed = same;
-      if (!same && reports && blockIdx.x == 0) {
+      if (!same && blockIdx.x == 0) {
         device::report_verdict(comm, verdict, epoch);
         ptx::store_release_gpu(&comm.state().cancelled, epoch);
       }
@@ -115,9 +114,17 @@ __device__ inline void start_clock(const Comm& comm) {
   if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
-/// Lets the copy engine take the operation's epoch to its peers, after the rows. One thread.
-__device__ inline void note_copied(const Comm& comm, uint64_t epoch) {
-  ptx::store_release_gpu(&comm.state().copied, epoch);
+/// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come to
+/// the peers' section `landing`, which these have read: they have begun the operation before this one, or, where
+/// that took the same section, this one. Whole block, after this rank's own record.
+__device__ inline void await_landing(const Comm& comm, Operation operation, uint64_t epoch, int32_t landing) {
+  DeviceState& state = comm.state();
+  const bool again = state.landing == landing;
+  __syncthreads();
+  if (again) device::wait_records(comm, operation, epoch);
+  if (threadIdx.x != 0) return;
+  state.landing = landing;
+  ptx::store_release_gpu(&state.copied, epoch);
 }
 
 /// The end of a block of a kernel that sends beside one on another stream. Whole block.
