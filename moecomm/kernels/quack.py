@@ -2,7 +2,7 @@
 
 Its grouped products are faster than torch's, add gradients of weights to what is there, and have the
 activation and the routing weight in their epilogues. It is an optional dependency, which `pip
-install 'moecomm[quack]'` brings.
+install 'moecomm[cuda]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
 products with activation="swiglu_interleaved" and "swiglu_clamped" alone; with others it is a pass of its own,
@@ -59,6 +59,9 @@ class Tile(NamedTuple):
 
 
 _compiled: set[Any] = set()
+_plans: dict[tuple[Any, ...], Any] = {}
+"""quack's launch plans, by all that they depend on. quack itself keeps one for each number of rows: where
+that is another one each time, it takes the host several times as long, and memory without end."""
 
 DEFAULT = Tile(128, 192, True)
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
@@ -217,16 +220,15 @@ class QuackProducts(Products):
         if bias_LB is None or rows == 0:
             return self._rows(rows_RA, weight_LAB, groups, index_P, product)
         product_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
-        _epilogues().weighted_bias(
-            rows_RA.contiguous(),
+        self._launch_fused(
+            "weighted_bias",
+            product,
+            rows_RA,
             weight_LAB,
-            None,
+            groups,
+            index_P,
             out={"D": product_PB},
-            tuned=False,
-            config=self._configs[product],
-            cu_seqlens_m=groups,
-            A_idx=_aligned(index_P),
-            bias=bias_LB,
+            bias=bias_LB.contiguous(),
             weight=_weights(weights_P, rows_RA, rows),
         )
         return product_PB
@@ -258,16 +260,9 @@ class QuackProducts(Products):
             left, right, out, index_P = grad_RB, rows_RA, out_LAB.mT, grad_index_P
         if right.shape[0] == 0:
             return out_LAB.zero_() if into is None else None
-        _quack().gemm_tuned.fn(
-            left.contiguous().t(),
-            right.contiguous(),
-            out,
-            None,
-            cu_seqlens_k=groups,
-            A_idx=_aligned(index_P),
-            add_to_output=into is not None,
-            config=self._configs[product if index_P is None else f"{product}_gathered"],
-        )
+        product = product if index_P is None else f"{product}_gathered"
+        left, right, adds = left.contiguous().t(), right.contiguous(), into is not None
+        self._launch(product, left, right, out, index_P, out, adds=adds, cu_seqlens_k=groups)
         return out_LAB if into is None else None
 
     def _rows(
@@ -276,16 +271,70 @@ class QuackProducts(Products):
         rows = (rows_RA if index_P is None else index_P).shape[0]
         out_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
         if rows > 0:
-            _quack().gemm_tuned.fn(
-                rows_RA.contiguous(),
-                weight_LAB,
-                out_PB,
-                None,
-                cu_seqlens_m=groups,
-                A_idx=_aligned(index_P),
-                config=self._configs[product],
-            )
+            rows_RA = rows_RA.contiguous()
+            self._launch(product, rows_RA, weight_LAB, out_PB, index_P, weight_LAB, cu_seqlens_m=groups)
         return out_PB
+
+    def _launch(
+        self,
+        product: str,
+        left: Tensor,
+        right: Tensor,
+        out: Tensor,
+        index_P: Tensor | None,
+        weight: Tensor,
+        *,
+        adds: bool = False,
+        **groups: Tensor,
+    ) -> None:
+        """Computes left @ right into `out`, or adds it there. `weight` is the one of them that has a part for
+        each group: the plan depends on its sizes, and on none of the rows."""
+        index_P = _aligned(index_P)
+        strides = left.stride(), right.stride(), out.stride()
+        dtypes = left.dtype, out.dtype
+        key = (self._tiles[product], weight.shape, strides, dtypes, index_P is None, adds, *groups)
+        plan = _plans.get(key)
+        if plan is not None:
+            _gemm().run_gemm_plan(plan, left, right.mT, out, None, A_idx=index_P, **groups)
+            return
+        *_, _plans[key] = _quack().gemm_tuned.fn(
+            left,
+            right,
+            out,
+            None,
+            A_idx=index_P,
+            add_to_output=adds,
+            config=self._configs[product],
+            **groups,
+        )
+
+    def _launch_fused(
+        self,
+        epilogue: str,
+        product: str,
+        rows_RA: Tensor,
+        weight_LAB: Tensor,
+        groups: Tensor,
+        index_P: Tensor | None,
+        c: Tensor | None = None,
+        *,
+        out: dict[str, Tensor],
+        sums: dict[str, Tensor] | None = None,
+        **operands: Tensor,
+    ) -> None:
+        """Computes a product of rows with an epilogue of `moecomm.kernels.quack_epilogue`; `sums` are its
+        reduced results, (P, tiles along the columns)."""
+        rows_RA, index_P, sums = rows_RA.contiguous(), _aligned(index_P), sums or {}
+        given: dict[str, Any] = {"cu_seqlens_m": groups, "A_idx": index_P, **operands}
+        layout = weight_LAB.shape, weight_LAB.stride(), rows_RA.stride(), rows_RA.dtype
+        key = (epilogue, self._tiles[product], *layout, index_P is None)
+        plan = _plans.get(key)
+        if plan is None:
+            made = getattr(_epilogues(), epilogue)
+            config = self._configs[product]
+            plan = _plans[key] = made.plan(rows_RA, weight_LAB, c, out=out, config=config, **given, **sums)
+            plan.scratch = {}
+        plan.run(rows_RA, weight_LAB, c, out=out, scratch=sums, **given)
 
     def _compile(self, dtype: torch.dtype, device: torch.device, bias: bool, gathers: bool) -> None:
         """Runs every product once on a few rows, so that its kernel is there, with a line where that takes
@@ -353,20 +402,18 @@ class FusedQuackProducts(QuackProducts):
         inner_PI, z_PF = rows_RH.new_empty(rows, inner), rows_RH.new_empty(rows, inner // 2)
         if rows == 0:
             return inner_PI, z_PF
-        operands = {"weight": _weights(weights_P, rows_RH, rows)}
-        epilogue = _epilogues().weighted_swiglu
+        operands: dict[str, Any] = {"weight": _weights(weights_P, rows_RH, rows)}
         if clamped:
-            epilogue = _epilogues().weighted_swiglu_clamped
-            operands["bias"] = rows_RH.new_zeros(groups_L, inner) if bias_LI is None else bias_LI
-        epilogue(
-            rows_RH.contiguous(),
+            bias_LI = rows_RH.new_zeros(groups_L, inner) if bias_LI is None else bias_LI
+            operands["bias"] = bias_LI.contiguous()
+        self._launch_fused(
+            "weighted_swiglu_clamped" if clamped else "weighted_swiglu",
+            "fc1" if index_P is None else "fc1_gathered",
+            rows_RH,
             weight_LHI,
-            None,
+            groups,
+            index_P,
             out={"D": inner_PI, "postact": z_PF},
-            tuned=False,
-            config=self._configs["fc1" if index_P is None else "fc1_gathered"],
-            cu_seqlens_m=groups,
-            A_idx=_aligned(index_P),
             **operands,
         )
         return inner_PI, z_PF
@@ -387,23 +434,25 @@ class FusedQuackProducts(QuackProducts):
         rows = inner_PI.shape[0]
         grad_inner_PI, z_PF = torch.empty_like(inner_PI), inner_PI.new_empty(rows, inner_PI.shape[1] // 2)
         weights_P = _weights(weights_P, inner_PI, rows)
-        grad_weights_P = weights_P.new_empty(0)
+        product = "fc2_dgrad" if index_P is None else "fc2_dgrad_gathered"
+        tiles = -(-z_PF.shape[1] // self._tiles[product].n)
+        grad_weights_PT = weights_P.new_empty(rows, tiles)
         if rows > 0:
             clamped = activation == "swiglu_clamped"
-            epilogue = "weighted_swiglu_clamped_backward" if clamped else "weighted_swiglu_backward"
-            made = getattr(_epilogues(), epilogue)(
-                grad_rows_RH.contiguous(),
+            self._launch_fused(
+                "weighted_swiglu_clamped_backward" if clamped else "weighted_swiglu_backward",
+                product,
+                grad_rows_RH,
                 weight_LFH.mT,
+                groups,
+                index_P,
                 inner_PI,
                 out={"D": grad_inner_PI, "postact": z_PF},
-                tuned=False,
-                config=self._configs["fc2_dgrad" if index_P is None else "fc2_dgrad_gathered"],
-                cu_seqlens_m=groups,
-                A_idx=_aligned(index_P),
+                sums={"dweight": grad_weights_PT},
                 weight=weights_P,
             )
-            grad_weights_P = made["dweight"].view(-1)
-        return grad_inner_PI, grad_weights_P if need_weights else None, z_PF if need_z else None
+        grad_weights_P = grad_weights_PT.sum(1) if need_weights else None
+        return grad_inner_PI, grad_weights_P, z_PF if need_z else None
 
 
 def make_quack_products(*, activation: str, **others: Any) -> QuackProducts:
@@ -422,6 +471,11 @@ def _quack() -> Any:
     if found != VERSION:
         print(f"moecomm: quack-kernels is {found}, tested was {VERSION}", file=sys.stderr)
     return importlib.import_module("quack.gemm_interface")
+
+
+@functools.cache
+def _gemm() -> Any:
+    return importlib.import_module("quack.gemm")
 
 
 @functools.cache

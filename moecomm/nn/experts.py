@@ -236,7 +236,8 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
         of = f"experts {self.first_expert}..{last} of {self.config.num_experts}"
-        return f"{of}, {self.config.activation}, products by {self.products.name}"
+        biases = ", biases" if self.config.bias else ""
+        return f"{of}, {self.config.activation}{biases}, products by {self.products.name}"
 
 
 class SharedExperts(nn.Module):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from moecomm.kernels import quack
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 
-pytest.importorskip("quack", reason="needs quack-kernels: pip install 'moecomm[quack]'")
+pytest.importorskip("quack", reason="needs quack-kernels: pip install 'moecomm[cuda]'")
 
 BOUND = 1e-2
 """The largest difference allowed, over the largest value: operands and results are bfloat16, sums float32."""
@@ -155,7 +156,11 @@ def _products(
     for name, value in got.items():
         count = value.shape[0] if name.startswith(("grad_w_", "grad_b_")) else rows
         problems += [f"{name} again"] * (not torch.equal(value[:count], again[name][:count]))
-    return problems
+    plans, cut = len(quack._plans), ["weights"] if gathers else ["weights", "x", "grad"]
+    fewer = given | {name: given[name][:-2] for name in cut}  # of the rows past the last group
+    by_fewer = _by_quack(products, fewer, offsets, activation, None if index is None else index[:-2])
+    problems += [f"{name}, fewer rows" for name in want if not _far(by_fewer[name], want[name]) <= BOUND]
+    return problems + ["a plan for each number of rows"] * (len(quack._plans) != plans)
 
 
 def _tiles(rank: int, world_size: int) -> list[str]:

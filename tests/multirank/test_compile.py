@@ -67,8 +67,10 @@ def train_layer(rank: int, world_size: int, options: dict[str, Any], seed: int) 
         x_TH = x_TH.detach().requires_grad_()
         y_TH = call(x_TH)
         y_TH.square().sum().backward()
-        gradients = {name: each.grad for name, each in model.named_parameters()}
+        gradients = {name: getattr(each, "main_grad", each.grad) for name, each in model.named_parameters()}
         found.append({"y": y_TH.detach(), "x": x_TH.grad, **gradients})
+        for each in layer.experts.parameters() if config.main_grad else ():
+            each.main_grad = None
     layer.comm.close()
     plain, compiled = found
     assert all(want is not None and want.any() for want in plain.values())
@@ -87,6 +89,12 @@ def test_a_layer_trains_in_one_graph(pool: Pools, dtype: torch.dtype, seed: int)
 
 def test_a_layer_of_a_width_without_a_grouped_kernel(pool: Pools, seed: int) -> None:
     options = {**FIXED, "dtype": torch.bfloat16, "ffn_hidden": 13, "activation": "gelu"}
+    assert pool(1)(train_layer, options, seed) == [[]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_with_biases_and_main_grad(pool: Pools, dtype: torch.dtype, seed: int) -> None:
+    options = {**FIXED, "dtype": dtype, "activation": "swiglu_clamped", "bias": True, "main_grad": True}
     assert pool(1)(train_layer, options, seed) == [[]]
 
 

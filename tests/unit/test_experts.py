@@ -47,29 +47,40 @@ def assert_near(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> 
     assert_close(got.double(), want, rtol=0, atol=bound)
 
 
-def reference(rows: Tensor, w_in: Tensor, w_out: Tensor, ends: list[int], activation: str) -> Tensor:
+def reference(
+    rows: Tensor, w_in: Tensor, w_out: Tensor, ends: list[int], activation: str, *biases: Tensor
+) -> Tensor:
     out = [torch.zeros_like(row) for row in rows]
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         for row in range(begin, end):
-            out[row] = feed_forward(rows[row], w_in[expert], w_out[expert], activation)
-    return torch.stack(out) + 0 * (w_in.sum() + w_out.sum() + rows.sum())
+            own = [each[expert] for each in biases]
+            out[row] = feed_forward(rows[row], w_in[expert], w_out[expert], activation, *own)
+    return torch.stack(out) + 0 * sum(each.sum() for each in (w_in, w_out, rows, *biases))
 
 
 @pytest.mark.parametrize("dtype", PRECISION)
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    ("activation", "bias"), [("swiglu", False), ("gelu", True), ("swiglu_clamped", True)]
+)
 @pytest.mark.parametrize("ends", GROUPS.values(), ids=GROUPS.keys())
-def test_matches_one_row_at_a_time(dtype: torch.dtype, activation: str, ends: list[int], seed: int) -> None:
-    experts = make(seed, dtype=dtype, activation=activation)
+def test_matches_one_row_at_a_time(
+    dtype: torch.dtype, activation: str, bias: bool, ends: list[int], seed: int
+) -> None:
+    experts = make(seed, dtype=dtype, activation=activation, bias=bias)
+    own = list(experts.parameters())  # w_in, w_out, and the biases
+    for each in own[2:]:
+        assert not each.any()
+        torch.nn.init.normal_(each)
     rows = torch.randn(10, 16, dtype=dtype, requires_grad=True)
     factor = torch.randn(10, 16, dtype=dtype)
     y = experts(rows, torch.tensor(ends, dtype=torch.int32))
     (y * factor).sum().backward()
 
-    exact = [t.detach().double().requires_grad_() for t in (rows, experts.w_in, experts.w_out)]
-    want = reference(*exact, ends, activation)
+    exact = [t.detach().double().requires_grad_() for t in (rows, *own)]
+    want = reference(*exact[:3], ends, activation, *exact[3:])
     (want * factor).sum().backward()
     assert_near(y, want, dtype)
-    for got, ref in zip((rows, experts.w_in, experts.w_out), exact, strict=True):
+    for got, ref in zip((rows, *own), exact, strict=True):
         assert_near(got.grad, ref.grad, dtype)
 
 

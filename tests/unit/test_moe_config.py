@@ -37,6 +37,8 @@ SIZES = {"hidden": 16, "ffn_hidden": 32, "num_experts": 8, "top_k": 2}
             "bias_update_rate": 0.001,
         },
         {"capacity_factor": 0.5, "pad_to_capacity": True, "drop_policy": "position"},
+        {"activation": "swiglu_clamped", "bias": True, "main_grad": True},
+        {"activation": "swiglu_clamped", "expert_precision": "fp8", "main_grad": True},
         {"activation": "gelu", "num_shared_experts": 2, "dtype": torch.bfloat16, "jitter": 0.01},
     ],
 )
@@ -78,6 +80,8 @@ def test_accepts(options: dict[str, Any]) -> None:
         ({"capacity_factor": 1.0, "drop_policy": "random"}, "drop_policy"),
         ({"pad_to_capacity": True}, "pad_to_capacity"),
         ({"dtype": torch.int32}, "dtype"),
+        ({"expert_precision": "fp8", "bias": True}, "bias"),
+        ({"dtype": torch.float64, "main_grad": True}, "main_grad"),
         ({"init_std": float("inf")}, "init_std"),
     ],
 )
