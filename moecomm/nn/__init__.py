@@ -22,6 +22,7 @@ from moecomm.nn.gradients import clip_grad_norm, sync_gradients
 from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
+from moecomm.nn.merged import MoEBlock
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
@@ -30,6 +31,7 @@ __all__ = [
     "ActivationPool",
     "GraphedStep",
     "GroupedExperts",
+    "MoEBlock",
     "MoEConfig",
     "MoELayer",
     "Routing",

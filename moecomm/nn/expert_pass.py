@@ -19,12 +19,15 @@ beside a transfer it is on the caller's stream, which takes the host less.
 To autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
 hands out the result. So where torch.utils.checkpoint computes again what was kept, it can stop before the
 result; and with `keep_plans` it goes along the plan of the first time.
+
+Both passes are generators that pause when a transfer is under way and what lies beside it is issued. A pass
+by itself is run through; of merged microbatches another one goes on meanwhile (moecomm/nn/merged.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +44,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
 from moecomm.nn.pool import ActivationPool, PoolHandle
-from moecomm.overlap import Beside, Stages, Timeline
+from moecomm.overlap import Beside, Stages, Timeline, Turns, run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle
 
@@ -80,9 +83,14 @@ class Deferred:
                 )
         while self.pending:
             for parameter, gradient in zip((w_in, w_out), self.pending.pop(0)(), strict=True):
-                if gradient is None:
-                    continue
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                add_gradient(parameter, gradient)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Adds a gradient to the parameter's `grad` as autograd does, but for hooks, unless the product has added
+    it already: None."""
+    if gradient is not None:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 @dataclass
@@ -123,10 +131,16 @@ class Call(NamedTuple):
     """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: Tensor | None = None
     """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
+    turns: Turns | None = None
+    """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
 
     def stages(self) -> Stages:
         """Returns the stages of a new pass."""
         return Stages(self.comm.device, record=self.runs is not None)
+
+    def beside(self, *, wanted: bool) -> Beside:
+        """Returns the context for a transfer."""
+        return Beside(self.comm, wanted=wanted, turns=self.turns)
 
     def settle(self, side: Beside) -> None:
         """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
@@ -184,30 +198,35 @@ class Forward:
         assert self._known is not None
         return self._known
 
-    def run(self) -> Tensor:
-        """Runs the forward and returns y (T, H)."""
+    def run(self) -> Generator[None, None, Tensor]:
+        """Runs the forward and returns y (T, H); it pauses with the dispatch under way, and the combine."""
         call, weights, comm = self.call, self.weights, self.call.comm
         has_shared = weights.shared_in is not None
         stages = call.stages()
-        side = Beside(comm, wanted=has_shared)
+        side, turns = call.beside(wanted=has_shared), call.turns or Turns()
         tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
         out: DispatchOutput | None = None
         shared_TH: Tensor | None = None
+
+        def receive_rows() -> None:
+            nonlocal out
+            with side, stages("dispatch_receive", stream=COMM, communicates=True):
+                out = receive()
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
             # Without a capacity, receiving waits on the host for the number of rows.
             if call.capacity is None:
                 receive = comm.begin_dispatch(*tokens)
+                turns.begin(receive_rows)
             else:
                 out = comm.dispatch(*tokens, capacity=call.capacity)
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
                 shared_TH = self._shared_fc2()
-        if out is None:
-            with side, stages("dispatch_receive", stream=COMM, communicates=True):
-                out = receive()
-        assert out.weights is not None
+        yield
+        turns.finish()
+        assert out is not None and out.weights is not None
         side.join(out.tokens, out.weights, out.offsets)
         if call.overflow is not None:
             torch.maximum(call.overflow, out.overflow, out=call.overflow)
@@ -222,12 +241,13 @@ class Forward:
         with stages("fc2"):
             expert_rows_PH = call.products.grouped_mm(z_PF, weights.w_out, groups)
         del z_PF
-        home = Beside(comm, wanted=call.pool is not None)
+        home = call.beside(wanted=call.pool is not None)
         with home, stages("combine", stream=COMM, communicates=True):
             y_TH = comm.combine(expert_rows_PH, out.handle)
         if call.pool is not None:
             with stages("to_pool"):
                 self._to_pool(call.pool)
+        yield
         home.join(y_TH)
         if shared_TH is not None:
             y_TH.add_(shared_TH)
@@ -317,8 +337,14 @@ class Forward:
 # -- backward ----------------------------------------------------------------------------------------------
 
 
-def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs the backward of `_Keep` and returns gradients in the order of its inputs."""
+Gradients = tuple[Tensor | None, ...]
+
+
+def backward(
+    ctx: Any, grad_y_TH: Tensor, gradient_to_add_to: Callable[[Any, int], Tensor | None]
+) -> Generator[None, None, Gradients]:
+    """Runs the backward of `_Keep` and returns gradients in the order of its inputs; it pauses with the
+    gradients of the rows under way, and those of the tokens. ctx: what `_Keep` has left for it."""
     call: Call = ctx.call
     comm, products, handle = call.comm, call.products, ctx.handle
     saved: tuple[Any, ...] = ctx.saved_tensors
@@ -327,13 +353,12 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
     weights_now = call.deferred is None
-    into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (_W_IN, _W_OUT))
     stages = call.stages()
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None)
 
     # Rows go to the experts, beside the shared experts' gradients and what the pool gives back.
-    side = Beside(comm, wanted=has_shared or ctx.ticket is not None)
+    side = call.beside(wanted=has_shared or ctx.ticket is not None)
     with side, stages("dispatch_grad", stream=COMM, communicates=True):
         if call.keep == "nothing":
             rows_PH = comm.redispatch(x_TH, handle)
@@ -350,8 +375,10 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             grad_shared = _shared_backward(
                 grad_y_TH, x_TH, shared_in, shared_out, shared_inner_TI, call.activation, need_x, *need_shared
             )
+    yield
     side.join(grad_rows_PH, rows_PH if call.keep == "nothing" else None)
 
+    into_in, into_out = (gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
     if call.keep != "all":
         with stages("fc1_again"):
             inner_PI = products.grouped_mm(rows_PH, w_in, groups)
@@ -378,7 +405,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
     # Gradients of tokens go home, on few SMs beside the product that nobody waits for.
     sms = call.beside_sms if needs_home and need_in and weights_now else None
-    home = Beside(comm, wanted=sms is not None)
+    home = call.beside(wanted=sms is not None)
     if needs_home:
         with stages("fc1_dgrad"):
             grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
@@ -392,6 +419,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             grad_in_LHI = products.grouped_mm_wgrad(
                 rows_PH, grad_inner_PI, groups, into=into_in, leave_sms=sms or 0
             )
+    yield
     home.join(grad_x_TH, grad_weights_TK)
 
     grad_shared_x_TH, *grad_shared_weights = grad_shared
@@ -410,7 +438,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_W_IN, _W_OUT = 2, 3
+W_IN, W_OUT = 2, 3
 """The places of the experts' weights among the tensors that `_Keep` takes."""
 
 
@@ -422,18 +450,22 @@ def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
     if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
         return None
     parameter = node.variable
-    grad = parameter.grad
-    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
-        return None
-    if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
-        return None
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    grad = grad_in_place(parameter)
+    if grad is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None
     try:
         runs: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch says so where torch.autograd.grad is under way
         return None
     return grad if runs else None
+
+
+def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
+    """Returns the parameter's `grad` if a product can add to it, else None."""
+    grad = parameter.grad
+    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
+        return None
+    return grad if grad.dtype is parameter.dtype and grad.shape == parameter.shape else None
 
 
 def _shared_backward(
@@ -560,7 +592,7 @@ class _Pass:
         self.forward, forward.keeps = forward, not self.is_first
         with without_autocast(x_TH.device.type):
             if self.known is None:
-                self.y_TH = forward.run()
+                self.y_TH = run_through(forward.run())
             else:
                 forward.again()
         return forward
@@ -597,7 +629,7 @@ class _Keep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast(grad_y_TH.device.type):
-            return backward(ctx, grad_y_TH)
+            return run_through(backward(ctx, grad_y_TH, _gradient_to_add_to))
 
 
 class _Finish(torch.autograd.Function):

@@ -6,8 +6,22 @@
 
 from __future__ import annotations
 
-from moecomm.overlap.beside import Beside, sms_beside_wgrad
+from moecomm.overlap.beside import Beside, Turns, sms_beside_wgrad
+from moecomm.overlap.merged import Block, CutBlock, Microbatch, forward_backward, run_microbatches, run_through
 from moecomm.overlap.stages import Stages
 from moecomm.overlap.timeline import Span, Timeline
 
-__all__ = ["Beside", "Span", "Stages", "Timeline", "sms_beside_wgrad"]
+__all__ = [
+    "Beside",
+    "Block",
+    "CutBlock",
+    "Microbatch",
+    "Span",
+    "Stages",
+    "Timeline",
+    "Turns",
+    "forward_backward",
+    "run_microbatches",
+    "run_through",
+    "sms_beside_wgrad",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,33 @@ def sms_beside_wgrad(*, sms: int, ranks: int, top_k: int, row_bytes: int, inner:
     return max(8, 2 * round(share * sms / 2))
 
 
+class Turns:
+    """The transfers of microbatches that take turns, in the order of their issue on one thread.
+
+    Attributes:
+        issued: nodes' transfers that have been issued.
+        failed: the part of a transfer that has raised an error, "transfer" or, of a dispatch's second part,
+            "receive"; else None.
+    """
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.failed: str | None = None
+        self._receive: Callable[[], None] | None = None
+
+    def begin(self, receive: Callable[[], None]) -> None:
+        """Notes that a dispatch was sent whose rows `receive` receives. It is called by `finish`, so late
+        that the host has issued what lies beside the dispatch."""
+        self._receive = receive
+
+    def finish(self) -> None:
+        """Receives the dispatch that was sent last, if nobody has; before the next transfer and before its
+        rows are used."""
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
+
+
 class Beside:
     """A context for transfers of `comm` beside what the caller puts on its own stream meanwhile.
 
@@ -48,10 +76,16 @@ class Beside:
     What the block reads must stay alive until `join`. With wanted=False, and on the CPU, the block runs on
     the caller's stream, and `join` does nothing. An error in the block makes the caller's stream wait for
     what the block has issued.
+
+    turns: of microbatches that take turns. `join` does not wait then for what other microbatches have put on
+    the stream after the block, and a second block of the same object, which receives what the first has sent,
+    does not wait for what the caller has issued since.
     """
 
-    def __init__(self, comm: Communicator, *, wanted: bool = True) -> None:
-        self._stream = comm.stream if wanted else None
+    def __init__(self, comm: Communicator, *, wanted: bool = True, turns: Turns | None = None) -> None:
+        self._turns, self._sent = turns, False
+        self._end: torch.cuda.Event | None = None
+        self._stream = comm.stream if wanted or turns is not None else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
         self._caller: torch.cuda.Stream | None = None
 
@@ -61,10 +95,13 @@ class Beside:
         return self._stream is not None
 
     def __enter__(self) -> Beside:
+        if self._turns is not None:
+            self._turns.finish()
         if self._gpu is not None:
             assert self._stream is not None
             self._caller = self._gpu.stream()
-            self._stream.wait_event(self._gpu.record_event(self._caller))
+            if not self._sent:
+                self._stream.wait_event(self._gpu.record_event(self._caller))
             self._gpu.switch(self._stream)
         return self
 
@@ -74,16 +111,23 @@ class Beside:
         if self._gpu is not None:
             assert self._caller is not None
             self._gpu.switch(self._caller)
+            if self._turns is not None:
+                self._end = self._gpu.record_event(self._stream)
             if error is not None:
                 self.join()
+        if self._turns is not None:
+            if error is not None:
+                self._turns.failed = "receive" if self._sent else "transfer"
+            elif not self._sent:
+                self._sent = True
+                self._turns.issued += 1
 
     def join(self, *results: Any) -> None:
         """Makes the caller's later work come after the transfers, whose `results` (tensors or None) it may
         use."""
-        if self._gpu is None:
+        if self._gpu is None or self._caller is None:
             return
-        assert self._caller is not None
-        self._caller.wait_event(self._gpu.record_event(self._stream))
+        self._caller.wait_event(self._end or self._gpu.record_event(self._stream))
         if self._gpu.capturing():
             return  # a graph owns its memory, and what comes later on the stream waits for the caller
         for result in results:

@@ -1,0 +1,595 @@
+"""Merged microbatches: the nodes of one issued beside the transfers of another, by one thread in a fixed order.
+
+A pass (the forward or the backward of a microbatch through all blocks) goes on in turns. A turn waits for the
+pass's last transfer, issues what computes until the next one, and that transfer. Two passes take turns, so
+beside each transfer lies a turn of the other pass. With the backward of microbatch A first and the forward of
+B second, for blocks with experts:
+
+    turn   transfer, on the communicator's stream     beside it, on the caller's stream
+    A      gradients of the combine of A              attention and router of B
+    B      dispatch of B                              experts backward of A
+    A      gradients of the dispatch of A             experts of B
+    B      combine of B                               attention backward of A
+
+Between two transfers of a microbatch lies one autograd graph, a segment: what computes there, be it of one
+block or of several, on detached tensors. The backward goes from segment to segment, and hands each the
+gradients of its results. So gradients are summed as without cuts, and weights' gradients add up in the order
+of the microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from moecomm.communicator import Communicator
+from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError, PeerLost, PeerTimeout
+from moecomm.overlap.beside import Beside, Turns
+
+Result = TypeVar("Result")
+Values = tuple[Any, ...]
+"""Tensors, and other objects, that go from node to node. Those that are no tensors, or need no gradient, are
+handed on as they are."""
+Turned = Generator[None, None, Result]
+"""Work that pauses at the end of each turn, and returns a result."""
+
+
+def run_through(work: Turned[Result]) -> Result:
+    """Runs work in turns to its end and returns its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+
+
+class Segment:
+    """A part of a microbatch's forward with an autograd graph of its own.
+
+    Attributes:
+        inputs: the values that it was made of, tensors cut from their graphs. They may be let go of.
+        names: its nodes, for errors.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._grads: list[Tensor | None] = []
+        self._ends: list[Any] = []
+        self.names: list[str] = []
+        needing = tuple(each for each in values if _needs_gradient(each))
+        entered: Iterator[Tensor] = iter(())
+        if needing:
+            anchor = needing[0].new_empty(0).requires_grad_()
+            entered = iter(_Enter.apply(self._grads, needing, anchor))  # type: ignore[no-untyped-call]
+        self._needs = [_needs_gradient(each) for each in values]
+        self.inputs: Values = tuple(
+            next(entered) if needs else each for each, needs in zip(values, self._needs, strict=True)
+        )
+
+    def end(self, *values: Any) -> None:
+        """Sets the results. Only their places in the graph are kept."""
+        self._ends = [get_gradient_edge(each) if _needs_gradient(each) else None for each in values]
+        self.inputs = ()
+
+    def backward(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Takes the gradients of the results, adds the gradients of parameters to their `grad`, and returns
+        those of the inputs. The graph is gone then."""
+        ends, self._ends = self._ends, []
+        pairs = zip(ends, grads, strict=True)
+        wanted = [(end, grad) for end, grad in pairs if end is not None and grad is not None]
+        del ends
+        if wanted:
+            torch.autograd.backward(*map(tuple, zip(*wanted, strict=True)))
+        found = iter(self._grads or [None] * sum(self._needs))
+        return tuple(next(found) if needs else None for needs in self._needs)
+
+
+class _Enter(torch.autograd.Function):
+    """The begin of a segment's graph, which collects the gradients that arrive there. It holds no tensor, as
+    leaves with a `grad` would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grads: list[Tensor | None], values: tuple[Tensor, ...], anchor: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.grads = grads
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.grads.extend(grads)
+        return None, None, None
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_() if _needs_gradient(value) else value
+
+
+class Operations(NamedTuple):
+    """The operations of a communicator that one transfer of a node consists of."""
+
+    comm: Communicator
+    number: int
+    waits: bool = False
+    """True: the host waits for it, and so learns of errors of other ranks."""
+
+
+class CutBlock(ABC):
+    """A block with experts on other ranks, cut into nodes: its attention, with the router; dispatch, experts
+    and combine; and what comes after.
+
+    Attributes:
+        comm: the communicator of its transfers.
+    """
+
+    comm: Communicator
+
+    @abstractmethod
+    def to_experts(self, x: Tensor) -> tuple[Values, Values]:
+        """Returns the values that stay here until `from_experts`, and those that go to the experts. Autograd
+        differentiates it."""
+
+    @abstractmethod
+    def forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
+        """Computes dispatch, experts and combine of values without a graph. It pauses with the dispatch under
+        way, and the combine, and returns the results, which require gradients if they have any, and what
+        `backward_experts` needs."""
+
+    @abstractmethod
+    def backward_experts(
+        self, kept: Any, grads: Sequence[Tensor | None], turns: Turns
+    ) -> Turned[Sequence[Tensor | None]]:
+        """Takes the gradients of the results and returns those of the inputs. It pauses with the gradients of
+        the combine under way, and those of the dispatch, and adds to those of parameters."""
+
+    @abstractmethod
+    def from_experts(self, home: Values, results: Values) -> Tensor:
+        """Returns the block's result. Autograd differentiates it."""
+
+    @abstractmethod
+    def operations(self, kept: Any) -> Sequence[Operations]:
+        """Returns the operations of the forward's two transfers (kept is None), or of the backward's two."""
+
+
+class Block(CutBlock):
+    """A block given as callables for its nodes, which autograd differentiates.
+
+        block = Block(comm, attention, dispatch, experts, combine)
+
+        attention(x)      -> (residual, *values)   everything before the dispatch, the router too
+        dispatch(*values) -> values                transfers of comm
+        experts(*values)  -> values
+        combine(*values)  -> y                     transfers of comm
+        after(residual, y) -> x of the next block  by default their sum
+
+    Values are tensors or other objects (a dispatch's handle, say), several of them as a tuple. dispatch and
+    combine run on comm.stream, and so do their backwards; what they do besides transfers is not beside
+    anything of this microbatch. Each rank calls one operation of `comm` in each of them.
+
+    `block(x)` computes the block in order, as a plain function would.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        attention: Callable[[Tensor], tuple[Any, ...]],
+        dispatch: Callable[..., Any],
+        experts: Callable[..., Any],
+        combine: Callable[..., Any],
+        after: Callable[[Any, Any], Tensor] = torch.add,
+    ) -> None:
+        self.comm = comm
+        self._attention, self._after = attention, after
+        self._nodes = {"dispatch": dispatch, "experts": experts, "combine": combine}
+        for name, node in {"attention": attention, **self._nodes, "after": after}.items():
+            if not callable(node):
+                raise InvalidArgument(f"{name} is {type(node).__name__}, must be callable")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes the block in order."""
+        home, values = self.to_experts(x)
+        for node in self._nodes.values():
+            values = _as_tuple(node(*values))
+        return self.from_experts(home, values)
+
+    def to_experts(self, x: Tensor) -> tuple[Values, Values]:
+        """Returns (residual,) and the values for the dispatch."""
+        found = self._attention(x)
+        if not isinstance(found, tuple) or len(found) < 2:
+            raise InvalidArgument(
+                f"attention returned {_described(found)}, must return a tuple (residual, *values)"
+            )
+        return found[:1], found[1:]
+
+    def forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
+        """Computes the three nodes, each in a segment of its own."""
+        segments: list[Segment] = []
+        for name, node in self._nodes.items():
+            segment = Segment(*inputs)
+            segments.append(segment)
+            beside = contextlib.nullcontext() if name == "experts" else Beside(self.comm, turns=turns)
+            with beside as side:
+                inputs = _as_tuple(node(*segment.inputs))
+            segment.end(*inputs)
+            if side is not None:
+                yield
+                side.join(*(each for each in inputs if isinstance(each, Tensor)))
+        return tuple(map(_detached, inputs)), segments
+
+    def backward_experts(
+        self, kept: Any, grads: Sequence[Tensor | None], turns: Turns
+    ) -> Turned[Sequence[Tensor | None]]:
+        """Goes back through the segments."""
+        combine, experts, dispatch = reversed(kept)
+        with (side := Beside(self.comm, turns=turns)):
+            grads = combine.backward(grads)
+        yield
+        side.join(*grads)
+        grads = experts.backward(grads)
+        with (side := Beside(self.comm, turns=turns)):
+            grads = dispatch.backward(grads)
+        yield
+        side.join(*grads)
+        return grads
+
+    def from_experts(self, home: Values, results: Values) -> Tensor:
+        """Returns after(residual, y)."""
+        if len(results) != 1:
+            raise InvalidArgument(f"combine returned {len(results)} values, must return one tensor")
+        return self._after(home[0], results[0])
+
+    def operations(self, kept: Any) -> Sequence[Operations]:
+        """Returns one operation a transfer."""
+        return (Operations(self.comm, 1, waits=kept is None), Operations(self.comm, 1))
+
+
+def _as_tuple(values: Any) -> Values:
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
+
+
+AnyBlock = CutBlock | Callable[[Tensor], Tensor]
+"""A block cut into nodes, or a callable without transfers, which is one node: a dense layer, the embedding."""
+
+
+class _Experts(NamedTuple):
+    """A block whose forward has been computed."""
+
+    before: Segment
+    """The segment that ends with the block's attention."""
+    number: int
+    block: CutBlock
+    kept: Any
+    home: int
+    """The number of values that stayed here."""
+
+
+class Microbatch:
+    """A microbatch whose forward has been computed.
+
+    Attributes:
+        output: the last block's result, cut from its graph: a loss computed from it leaves the gradient for
+            this microbatch's backward in `output.grad`.
+        input_grad: the gradient of the input, after the backward; None if the input needs none.
+    """
+
+    output: Tensor
+    input_grad: Tensor | None = None
+
+    def __init__(self, blocks: Sequence[AnyBlock]) -> None:
+        self._blocks = tuple(blocks)
+        self._experts: list[_Experts] = []
+        self._last: Segment | None = None
+
+
+class _Pass:
+    """The forward or the backward of a microbatch.
+
+    Attributes:
+        place: the block and node that it is at.
+        work: what is left of it.
+        transfers: its transfers, each with the operations that it consists of.
+    """
+
+    def __init__(self, microbatch: Microbatch, turns: Turns) -> None:
+        self._microbatch, self._turns = microbatch, turns
+        self.place = "blocks"
+        self.work: Turned[None]
+        self.transfers: list[Operations]
+
+    def forward(self, x: Tensor, loss: Callable[[Tensor], Tensor] | None) -> _Pass:
+        """Makes this the forward of x; with `loss`, the microbatch's output is the loss."""
+        cut = [each for each in self._microbatch._blocks if isinstance(each, CutBlock)]
+        self.transfers = [each for block in cut for each in block.operations(None)]
+        self.work = self._forward(x, loss)
+        return self
+
+    def backward(self, grad: Tensor | None) -> _Pass:
+        """Makes this the backward from the gradient of the output."""
+        done = reversed(self._microbatch._experts)
+        self.transfers = [each for entry in done for each in entry.block.operations(entry.kept)]
+        self.work = self._backward(grad)
+        return self
+
+    def _forward(self, x: Tensor, loss: Callable[[Tensor], Tensor] | None) -> Turned[None]:
+        microbatch = self._microbatch
+        segment = Segment(x)
+        (value,) = segment.inputs
+        for number, block in enumerate(microbatch._blocks):
+            if not isinstance(block, CutBlock):
+                self._enter(segment, f"blocks[{number}]")
+                value = _one_tensor(block(value))
+                continue
+            self._enter(segment, f"blocks[{number}] attention")
+            home, inputs = block.to_experts(value)
+            segment.end(*home, *inputs)
+            before, home = segment, tuple(map(_detached, home))
+            inputs = tuple(map(_detached, inputs))
+            del value
+            work = block.forward_experts(inputs, self._turns)
+            results, kept = yield from self._through(work, number, _FORWARD)
+            microbatch._experts.append(_Experts(before, number, block, kept, len(home)))
+            segment = Segment(*home, *results)
+            home, results = segment.inputs[: len(home)], segment.inputs[len(home) :]
+            self._enter(segment, f"blocks[{number}] after")
+            value = _one_tensor(block.from_experts(home, results))
+            del home, inputs, results
+        if loss is not None:
+            self._enter(segment, "loss")
+            value = _one_tensor(loss(value))
+            if value.numel() != 1:
+                raise InvalidArgument(f"it returned {_described(value)}, must return one number")
+        segment.end(value)
+        microbatch._last, microbatch.output = segment, _detached(value)
+
+    def _backward(self, grad: Tensor | None) -> Turned[None]:
+        microbatch = self._microbatch
+        segment, microbatch._last = microbatch._last, None
+        if segment is None:
+            raise InvalidArgument("earlier has had its backward, must be a microbatch without one")
+        grads: Sequence[Tensor | None] = (_require_grad(grad, microbatch.output),)
+        del grad
+        while True:
+            self.place = f"{', '.join(segment.names)} (backward)"
+            grads = segment.backward(grads)
+            if not microbatch._experts:
+                break
+            segment, number, block, kept, home = microbatch._experts.pop()
+            home_grads, work = grads[:home], block.backward_experts(kept, grads[home:], self._turns)
+            del grads, kept
+            grads = (*home_grads, *(yield from self._through(work, number, _BACKWARD)))
+            del home_grads, work
+        (microbatch.input_grad,) = grads
+
+    def _enter(self, segment: Segment, name: str) -> None:
+        self.place = f"{name} (forward)"
+        segment.names.append(name)
+
+    def _through(self, work: Turned[Result], number: int, nodes: tuple[str, ...]) -> Turned[Result]:
+        """Does the work of a block's nodes, one a turn."""
+        for node in nodes:
+            self.place = f"blocks[{number}] {node}"
+            try:
+                next(work)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            yield
+        raise AssertionError(f"the nodes of blocks[{number}] have more than two transfers")
+
+
+_FORWARD = ("dispatch (forward)", "experts (forward)", "combine (forward)")
+_BACKWARD = ("combine (backward)", "experts (backward)", "dispatch (backward)")
+
+
+def _require_grad(grad: Tensor | None, output: Tensor) -> Tensor | None:
+    """Returns the gradient of a microbatch's output."""
+    if not output.requires_grad:
+        return None
+    found = output.grad if grad is None else grad
+    if found is None:
+        raise InvalidArgument("grad is None, and so is earlier.output.grad: one of them must be a gradient")
+    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (output.shape, output.dtype):
+        raise InvalidArgument(f"grad is {_described(found)}, must be like the output, {_described(output)}")
+    return found
+
+
+def _require_grad_mode() -> None:
+    if not torch.is_grad_enabled():
+        raise InvalidArgument("gradients are disabled (torch.no_grad), must be enabled: call the blocks in order")
+
+
+def _one_tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise InvalidArgument(f"it returned {_described(value)}, must return one tensor")
+    return value
+
+
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+def _take_turns(turns: Turns, *passes: _Pass) -> None:
+    """Runs passes to their ends, one turn of each after the other."""
+    running = list(passes)
+    while running:
+        for each in tuple(running):
+            try:
+                next(each.work)
+            except StopIteration:
+                running.remove(each)
+            except Exception as error:
+                _give_up(turns, passes, each.place, error)
+
+
+def _give_up(turns: Turns, passes: Sequence[_Pass], place: str, error: Exception) -> NoReturn:
+    """Ends all passes after an error in a turn of one, with every stream and communicator usable, and raises
+    the error with its place, on all ranks."""
+    if isinstance(error, MoecommError):
+        error.args = (f"{place}: {error}", *error.args[1:])
+    failed = turns.failed
+    with contextlib.suppress(MoecommError):
+        turns.finish()  # as the other ranks do
+    in_turn = itertools.zip_longest(*(each.transfers for each in passes))
+    transfers = [each for turn in in_turn for each in turn if each is not None and each.number]
+    for comm in {id(each.comm): each.comm for each in transfers}.values():
+        with contextlib.suppress(MoecommError), (side := Beside(comm)):
+            pass
+        side.join()  # transfers may still read what the passes hold
+    for each in passes:
+        each.work.close()
+    if isinstance(error, (PeerTimeout, PeerLost, CommunicatorClosed)):
+        raise error
+    left = transfers[turns.issued :]
+    if isinstance(error, MoecommError) and failed is not None:
+        # The operation has told the other ranks, who know of it by now if their hosts wait for it.
+        all_know = failed == "receive" or not left or left[0].waits or left[0].comm.stream is None
+        left = [] if all_know else left[1:]
+    told = error
+    if not isinstance(error, InvalidArgument):
+        told = InvalidArgument(f"{place}: {type(error).__name__}: {error}")
+        told.__cause__ = error
+    for transfer in left:
+        on_host = transfer.comm.stream is None
+        for _ in range(1 if on_host else transfer.number):
+            with contextlib.suppress(MoecommError):
+                transfer.comm.refuse(told)
+        if transfer.waits or on_host:
+            break
+    raise error if isinstance(error, MoecommError) else told
+
+
+# -- for users -----------------------------------------------------------------------------------------------
+
+
+def forward_backward(
+    blocks: Sequence[AnyBlock],
+    x: Tensor | None,
+    earlier: Microbatch | None = None,
+    grad: Tensor | None = None,
+) -> Microbatch | None:
+    """Computes the forward of one microbatch beside the backward of an earlier one.
+
+        first = forward_backward(blocks, x0)                  # nothing beside it yet
+        second = forward_backward(blocks, x1, first, grad0)   # grad0: the gradient of first.output
+        forward_backward(blocks, None, second, grad1)
+
+    Args:
+        blocks: what the microbatch goes through: blocks cut into nodes (`moecomm.nn.MoEBlock`, `Block`), and
+            callables that map a tensor to a tensor (a dense layer, an embedding, a head), which have no
+            transfers that could lie beside anything. The backward goes through those of its forward.
+        x: input of the first block; None: the backward alone.
+        earlier: a microbatch whose backward was not computed yet; None: the forward alone.
+        grad: the gradient of `earlier.output`; None: `earlier.output.grad`.
+
+    Returns:
+        the new microbatch, or None without x. Gradients of parameters are added to their `grad`, and that of
+        the earlier microbatch's input is its `input_grad`.
+
+    Outputs and gradients have the same bits as forward and backward one after the other; so have dropout
+    masks, since forwards draw random numbers in their order.
+
+    Raises:
+        InvalidArgument: on all ranks, with the number of the block and the name of its node, for an
+            exception in a node on any rank (`__cause__`, on that rank) and for values that do not fit. The
+            communicators stay usable; both microbatches are lost, and gradients are unspecified.
+        MoecommError: as operations of the communicator.
+    """
+    _require_grad_mode()
+    turns = Turns()
+    new = None if x is None else Microbatch(blocks)
+    passes = []
+    if earlier is not None:
+        passes.append(_Pass(earlier, turns).backward(grad))
+    if x is not None and new is not None:
+        passes.append(_Pass(new, turns).forward(x, None))
+    _take_turns(turns, *passes)
+    return new
+
+
+def run_microbatches(
+    blocks: Sequence[AnyBlock],
+    microbatches: Sequence[Tensor],
+    loss: Callable[[Tensor, int], Tensor],
+    *,
+    merge_ends: bool = False,
+) -> list[Tensor]:
+    """Computes forward and backward of all microbatches of a step; their gradients add up in `grad`.
+
+        losses = run_microbatches(blocks, tokens.chunk(4), lambda y, i: cross_entropy(y, targets[i]) / 4)
+        optimizer.step()
+
+    The forward of each microbatch is beside the backward of the one before; the first forward and the last
+    backward have nothing beside them. With merge_ends the first two forwards are merged as well, and the last
+    two backwards, which takes the memory of one microbatch more; with one microbatch in halves
+    (`[*x.chunk(2)]`) nothing is left alone then. Forwards that are merged draw random numbers in turns, so
+    dropout masks are others than one after the other; all else has the same bits.
+
+    Args:
+        blocks: as in `forward_backward`.
+        microbatches: inputs of the first block. Where one requires a gradient, it gets it as from a backward
+            of its loss.
+        loss: gives the loss of a microbatch, one number, from the last block's result and the microbatch's
+            number. Divide by the number of microbatches there for their mean, and set the layers' loss_scale
+            to as much (`moecomm.nn.set_loss_scale`).
+        merge_ends: also merge first forwards and last backwards.
+
+    Returns:
+        the losses, detached.
+
+    Raises:
+        as `forward_backward`.
+    """
+    _require_grad_mode()
+    done: list[Microbatch] = []
+    for step in _order(len(microbatches), merge_ends):
+        turns = Turns()
+        passes = []
+        for number, is_forward in step:
+            if is_forward:
+                done.append(Microbatch(blocks))
+                of_this = partial(_loss_of, loss, number)
+                passes.append(_Pass(done[number], turns).forward(microbatches[number], of_this))
+            else:
+                one = torch.ones_like(done[number].output)
+                passes.append(_Pass(done[number], turns).backward(one))
+        _take_turns(turns, *passes)
+        for number, is_forward in step:
+            x, input_grad = microbatches[number], done[number].input_grad
+            if not is_forward and input_grad is not None:
+                done[number].input_grad = None
+                torch.autograd.backward(x, input_grad)
+    return [each.output.detach() for each in done]
+
+
+def _loss_of(loss: Callable[[Tensor, int], Tensor], number: int, output: Tensor) -> Tensor:
+    return loss(output, number)
+
+
+def _order(count: int, merge_ends: bool) -> list[list[tuple[int, bool]]]:
+    """Returns the passes that are merged, step for step: each a microbatch's number, and True for its
+    forward. Backwards come first in a step, and in the order of the microbatches."""
+    ahead = 2 if merge_ends else 1
+    forwards = [[(number, True)] for number in range(ahead, count)]
+    backwards = [[(number, False)] for number in range(count)]
+    middle = [back + front for back, front in zip(backwards, forwards, strict=False)]
+    first = [(number, True) for number in range(min(ahead, count))]
+    last = list(itertools.chain(*backwards[len(middle) :]))
+    return [first, *middle, last] if count else []
