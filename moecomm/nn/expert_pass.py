@@ -44,7 +44,9 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
 from moecomm.nn.pool import ActivationPool, PoolHandle
-from moecomm.overlap import Beside, Stages, Timeline, Turns, run_through
+from moecomm.overlap import Beside, Stages, Timeline
+from moecomm.overlap.beside import Turns
+from moecomm.overlap.merged import run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle
 

@@ -28,8 +28,8 @@ from moecomm.nn.expert_pass import (
     without_autocast,
 )
 from moecomm.nn.layer import MoELayer
-from moecomm.overlap import CutBlock, Turns
-from moecomm.overlap.merged import Operations, Turned, Values
+from moecomm.overlap.beside import Turns
+from moecomm.overlap.merged import CutBlock, Operations, Turned, Values
 
 Result = TypeVar("Result")
 
@@ -84,7 +84,7 @@ class MoEBlock(nn.Module, CutBlock):
         self.recompute = recompute
 
     @property
-    def comm(self) -> Communicator:  # type: ignore[override]
+    def comm(self) -> Communicator:
         """The layer's communicator."""
         return self.layer.comm
 
@@ -107,11 +107,11 @@ class MoEBlock(nn.Module, CutBlock):
 
     # -- nodes -----------------------------------------------------------------------------------------
 
-    def to_experts(self, x: Tensor) -> tuple[Values, Values]:
+    def _to_experts(self, x: Tensor) -> tuple[Values, Values]:
         """Computes `before` and the router."""
         self._check()
         if self.recompute:
-            return checkpoint(self._route, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self._route, x, use_reentrant=False)
         return self._route(x)
 
     def _route(self, x: Tensor) -> tuple[Values, Values]:
@@ -120,12 +120,12 @@ class MoEBlock(nn.Module, CutBlock):
         home = (residual, h.shape, h.dtype, routed.unattached)
         return home, (routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)
 
-    def from_experts(self, home: Values, results: Values) -> Tensor:
+    def _from_experts(self, home: Values, results: Values) -> Tensor:
         """Computes `after`."""
         residual, shape, dtype, unattached = home
         return self.after(residual, self.layer._finish(results[0], shape, dtype, unattached))
 
-    def forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
+    def _forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
         """Runs the layer's forward."""
         rows_TH, topk_idx_TK, topk_weights_TK = inputs
         weights = self.layer._weights()
@@ -138,7 +138,7 @@ class MoEBlock(nn.Module, CutBlock):
         y_TH = yield from _without_grad(forward.run(), self.comm)
         return (y_TH.requires_grad_(any(needs)),), _Kept(call, forward, weights, [False, *needs])
 
-    def backward_experts(
+    def _backward_experts(
         self, kept: _Kept, grads: Sequence[Tensor | None], turns: Turns
     ) -> Turned[Sequence[Tensor | None]]:
         """Runs the layer's backward, and adds to the gradients of its weights."""
@@ -152,11 +152,11 @@ class MoEBlock(nn.Module, CutBlock):
         del grads, grad_y_TH
         _, grad_rows_TH, grad_weights_TK, *of_weights = yield from _without_grad(passing, self.comm)
         for weight, gradient in zip(kept.weights, of_weights, strict=True):
-            if weight is not None:
+            if isinstance(weight, nn.Parameter):
                 add_gradient(weight, gradient)
         return grad_rows_TH, None, grad_weights_TK
 
-    def operations(self, kept: _Kept | None) -> Sequence[Operations]:
+    def _operations(self, kept: _Kept | None) -> Sequence[Operations]:
         """Returns the operations of the layer's forward, or of its backward."""
         if kept is None:
             return Operations(self.comm, 1, waits=self.layer.capacity is None), Operations(self.comm, 1)

@@ -1,4 +1,4 @@
-"""Merged microbatches: the nodes of one issued beside the transfers of another, by one thread in a fixed order.
+"""Merged microbatches: one thread issues the nodes of one beside the transfers of another, in a fixed order.
 
 A pass (the forward or the backward of a microbatch through all blocks) goes on in turns. A turn waits for the
 pass's last transfer, issues what computes until the next one, and that transfer. Two passes take turns, so
@@ -87,7 +87,7 @@ class Segment:
         wanted = [(end, grad) for end, grad in pairs if end is not None and grad is not None]
         del ends
         if wanted:
-            torch.autograd.backward(*map(tuple, zip(*wanted, strict=True)))
+            torch.autograd.backward([end for end, _ in wanted], [grad for _, grad in wanted])
         found = iter(self._grads or [None] * sum(self._needs))
         return tuple(next(found) if needs else None for needs in self._needs)
 
@@ -129,38 +129,36 @@ class Operations(NamedTuple):
 
 class CutBlock(ABC):
     """A block with experts on other ranks, cut into nodes: its attention, with the router; dispatch, experts
-    and combine; and what comes after.
-
-    Attributes:
-        comm: the communicator of its transfers.
-    """
-
-    comm: Communicator
+    and combine; and what comes after."""
 
     @abstractmethod
-    def to_experts(self, x: Tensor) -> tuple[Values, Values]:
-        """Returns the values that stay here until `from_experts`, and those that go to the experts. Autograd
+    def __call__(self, x: Tensor) -> Tensor:
+        """Computes the block by itself, differentiated by autograd."""
+
+    @abstractmethod
+    def _to_experts(self, x: Tensor) -> tuple[Values, Values]:
+        """Returns the values that stay here until `_from_experts`, and those that go to the experts. Autograd
         differentiates it."""
 
     @abstractmethod
-    def forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
+    def _forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
         """Computes dispatch, experts and combine of values without a graph. It pauses with the dispatch under
         way, and the combine, and returns the results, which require gradients if they have any, and what
-        `backward_experts` needs."""
+        `_backward_experts` needs."""
 
     @abstractmethod
-    def backward_experts(
+    def _backward_experts(
         self, kept: Any, grads: Sequence[Tensor | None], turns: Turns
     ) -> Turned[Sequence[Tensor | None]]:
         """Takes the gradients of the results and returns those of the inputs. It pauses with the gradients of
         the combine under way, and those of the dispatch, and adds to those of parameters."""
 
     @abstractmethod
-    def from_experts(self, home: Values, results: Values) -> Tensor:
+    def _from_experts(self, home: Values, results: Values) -> Tensor:
         """Returns the block's result. Autograd differentiates it."""
 
     @abstractmethod
-    def operations(self, kept: Any) -> Sequence[Operations]:
+    def _operations(self, kept: Any) -> Sequence[Operations]:
         """Returns the operations of the forward's two transfers (kept is None), or of the backward's two."""
 
 
@@ -180,6 +178,9 @@ class Block(CutBlock):
     anything of this microbatch. Each rank calls one operation of `comm` in each of them.
 
     `block(x)` computes the block in order, as a plain function would.
+
+    Attributes:
+        comm: the communicator of its transfers.
     """
 
     def __init__(
@@ -200,12 +201,12 @@ class Block(CutBlock):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Computes the block in order."""
-        home, values = self.to_experts(x)
+        home, values = self._to_experts(x)
         for node in self._nodes.values():
             values = _as_tuple(node(*values))
-        return self.from_experts(home, values)
+        return self._from_experts(home, values)
 
-    def to_experts(self, x: Tensor) -> tuple[Values, Values]:
+    def _to_experts(self, x: Tensor) -> tuple[Values, Values]:
         """Returns (residual,) and the values for the dispatch."""
         found = self._attention(x)
         if not isinstance(found, tuple) or len(found) < 2:
@@ -214,7 +215,7 @@ class Block(CutBlock):
             )
         return found[:1], found[1:]
 
-    def forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
+    def _forward_experts(self, inputs: Values, turns: Turns) -> Turned[tuple[Values, Any]]:
         """Computes the three nodes, each in a segment of its own."""
         segments: list[Segment] = []
         for name, node in self._nodes.items():
@@ -229,7 +230,7 @@ class Block(CutBlock):
                 side.join(*(each for each in inputs if isinstance(each, Tensor)))
         return tuple(map(_detached, inputs)), segments
 
-    def backward_experts(
+    def _backward_experts(
         self, kept: Any, grads: Sequence[Tensor | None], turns: Turns
     ) -> Turned[Sequence[Tensor | None]]:
         """Goes back through the segments."""
@@ -245,13 +246,13 @@ class Block(CutBlock):
         side.join(*grads)
         return grads
 
-    def from_experts(self, home: Values, results: Values) -> Tensor:
+    def _from_experts(self, home: Values, results: Values) -> Tensor:
         """Returns after(residual, y)."""
         if len(results) != 1:
             raise InvalidArgument(f"combine returned {len(results)} values, must return one tensor")
         return self._after(home[0], results[0])
 
-    def operations(self, kept: Any) -> Sequence[Operations]:
+    def _operations(self, kept: Any) -> Sequence[Operations]:
         """Returns one operation a transfer."""
         return (Operations(self.comm, 1, waits=kept is None), Operations(self.comm, 1))
 
@@ -267,7 +268,7 @@ def _described(value: Any) -> str:
 
 
 AnyBlock = CutBlock | Callable[[Tensor], Tensor]
-"""A block cut into nodes, or a callable without transfers, which is one node: a dense layer, the embedding."""
+"""A block cut into nodes, or a callable without transfers, which is one node (a dense layer, say)."""
 
 
 class _Experts(NamedTuple):
@@ -298,6 +299,8 @@ class Microbatch:
         self._blocks = tuple(blocks)
         self._experts: list[_Experts] = []
         self._last: Segment | None = None
+        self._merged = False
+        """True: autograd leaves the gradient of the output there (moecomm/overlap/pipelining.py)."""
 
 
 class _Pass:
@@ -318,14 +321,14 @@ class _Pass:
     def forward(self, x: Tensor, loss: Callable[[Tensor], Tensor] | None) -> _Pass:
         """Makes this the forward of x; with `loss`, the microbatch's output is the loss."""
         cut = [each for each in self._microbatch._blocks if isinstance(each, CutBlock)]
-        self.transfers = [each for block in cut for each in block.operations(None)]
+        self.transfers = [each for block in cut for each in block._operations(None)]
         self.work = self._forward(x, loss)
         return self
 
     def backward(self, grad: Tensor | None) -> _Pass:
         """Makes this the backward from the gradient of the output."""
         done = reversed(self._microbatch._experts)
-        self.transfers = [each for entry in done for each in entry.block.operations(entry.kept)]
+        self.transfers = [each for entry in done for each in entry.block._operations(entry.kept)]
         self.work = self._backward(grad)
         return self
 
@@ -339,18 +342,18 @@ class _Pass:
                 value = _one_tensor(block(value))
                 continue
             self._enter(segment, f"blocks[{number}] attention")
-            home, inputs = block.to_experts(value)
+            home, inputs = block._to_experts(value)
             segment.end(*home, *inputs)
             before, home = segment, tuple(map(_detached, home))
             inputs = tuple(map(_detached, inputs))
             del value
-            work = block.forward_experts(inputs, self._turns)
+            work = block._forward_experts(inputs, self._turns)
             results, kept = yield from self._through(work, number, _FORWARD)
             microbatch._experts.append(_Experts(before, number, block, kept, len(home)))
             segment = Segment(*home, *results)
             home, results = segment.inputs[: len(home)], segment.inputs[len(home) :]
             self._enter(segment, f"blocks[{number}] after")
-            value = _one_tensor(block.from_experts(home, results))
+            value = _one_tensor(block._from_experts(home, results))
             del home, inputs, results
         if loss is not None:
             self._enter(segment, "loss")
@@ -373,7 +376,7 @@ class _Pass:
             if not microbatch._experts:
                 break
             segment, number, block, kept, home = microbatch._experts.pop()
-            home_grads, work = grads[:home], block.backward_experts(kept, grads[home:], self._turns)
+            home_grads, work = grads[:home], block._backward_experts(kept, grads[home:], self._turns)
             del grads, kept
             grads = (*home_grads, *(yield from self._through(work, number, _BACKWARD)))
             del home_grads, work
@@ -414,7 +417,9 @@ def _require_grad(grad: Tensor | None, output: Tensor) -> Tensor | None:
 
 def _require_grad_mode() -> None:
     if not torch.is_grad_enabled():
-        raise InvalidArgument("gradients are disabled (torch.no_grad), must be enabled: call the blocks in order")
+        raise InvalidArgument(
+            "gradients are disabled (torch.no_grad), must be enabled: call the blocks in order"
+        )
 
 
 def _one_tensor(value: Any) -> Tensor:
@@ -462,15 +467,16 @@ def _give_up(turns: Turns, passes: Sequence[_Pass], place: str, error: Exception
         # The operation has told the other ranks, who know of it by now if their hosts wait for it.
         all_know = failed == "receive" or not left or left[0].waits or left[0].comm.stream is None
         left = [] if all_know else left[1:]
-    told = error
-    if not isinstance(error, InvalidArgument):
+    if isinstance(error, InvalidArgument):
+        told = error
+    else:
         told = InvalidArgument(f"{place}: {type(error).__name__}: {error}")
         told.__cause__ = error
     for transfer in left:
         on_host = transfer.comm.stream is None
         for _ in range(1 if on_host else transfer.number):
             with contextlib.suppress(MoecommError):
-                transfer.comm.refuse(told)
+                transfer.comm.refuse(told)  # on this rank it is raised below
         if transfer.waits or on_host:
             break
     raise error if isinstance(error, MoecommError) else told
