@@ -95,8 +95,9 @@ class MoEBlock(nn.Module, CutBlock):
 
     def _run_before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         found = self.before(x)
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Tensor):
-            raise InvalidArgument("before must return a tuple (residual, h) of two tensors")
+        tensors = isinstance(found, tuple) and all(isinstance(each, Tensor) for each in found)
+        if not tensors or len(found) != 2 or not found[1].is_floating_point():
+            raise InvalidArgument("before must return a tuple (residual, h) of two tensors, h a float one")
         residual, h = found
         if self.after is torch.add and residual.shape != h.shape:
             raise InvalidArgument(

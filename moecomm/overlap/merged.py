@@ -362,6 +362,8 @@ class _Pass:
                 raise InvalidArgument(f"it returned {_described(value)}, must return one number")
         segment.end(value)
         microbatch._last, microbatch.output = segment, _detached(value)
+        if loss is not None and value.requires_grad:
+            microbatch.output.grad = torch.ones_like(value)
 
     def _backward(self, grad: Tensor | None) -> Turned[None]:
         microbatch = self._microbatch
@@ -431,7 +433,11 @@ def _one_tensor(value: Any) -> Tensor:
 # -- turns ---------------------------------------------------------------------------------------------------
 
 
-def _take_turns(turns: Turns, *passes: _Pass) -> None:
+Later = Callable[[], Sequence[Operations]]
+"""Returns the transfers that come after those of the passes."""
+
+
+def _take_turns(turns: Turns, passes: Sequence[_Pass], later: Later = tuple) -> None:
     """Runs passes to their ends, one turn of each after the other."""
     running = list(passes)
     while running:
@@ -441,19 +447,24 @@ def _take_turns(turns: Turns, *passes: _Pass) -> None:
             except StopIteration:
                 running.remove(each)
             except Exception as error:
-                _give_up(turns, passes, each.place, error)
+                _give_up(turns, passes, later, each.place, error)
 
 
-def _give_up(turns: Turns, passes: Sequence[_Pass], place: str, error: Exception) -> NoReturn:
+def _in_turn(passes: Sequence[_Pass]) -> list[Operations]:
+    """Returns the transfers of passes in the order of their issue."""
+    turns = itertools.zip_longest(*(each.transfers for each in passes))
+    return [each for turn in turns for each in turn if each is not None and each.number]
+
+
+def _give_up(turns: Turns, passes: Sequence[_Pass], later: Later, place: str, error: Exception) -> NoReturn:
     """Ends all passes after an error in a turn of one, with every stream and communicator usable, and raises
-    the error with its place, on all ranks."""
+    the error with its place, on all ranks if transfers are left."""
     if isinstance(error, MoecommError):
         error.args = (f"{place}: {error}", *error.args[1:])
     failed = turns.failed
     with contextlib.suppress(MoecommError):
         turns.finish()  # as the other ranks do
-    in_turn = itertools.zip_longest(*(each.transfers for each in passes))
-    transfers = [each for turn in in_turn for each in turn if each is not None and each.number]
+    transfers = _in_turn(passes)
     for comm in {id(each.comm): each.comm for each in transfers}.values():
         with contextlib.suppress(MoecommError), (side := Beside(comm)):
             pass
@@ -462,7 +473,7 @@ def _give_up(turns: Turns, passes: Sequence[_Pass], place: str, error: Exception
         each.work.close()
     if isinstance(error, (PeerTimeout, PeerLost, CommunicatorClosed)):
         raise error
-    left = transfers[turns.issued :]
+    left = [*transfers[turns.issued :], *later()]
     if isinstance(error, MoecommError) and failed is not None:
         # The operation has told the other ranks, who know of it by now if their hosts wait for it.
         all_know = failed == "receive" or not left or left[0].waits or left[0].comm.stream is None
@@ -518,7 +529,8 @@ def forward_backward(
             communicators stay usable; both microbatches are lost, and gradients are unspecified.
         MoecommError: as operations of the communicator.
     """
-    _require_grad_mode()
+    if x is not None:
+        _require_grad_mode()
     turns = Turns()
     new = None if x is None else Microbatch(blocks)
     passes = []
@@ -526,7 +538,7 @@ def forward_backward(
         passes.append(_Pass(earlier, turns).backward(grad))
     if x is not None and new is not None:
         passes.append(_Pass(new, turns).forward(x, None))
-    _take_turns(turns, *passes)
+    _take_turns(turns, passes)
     return new
 
 
@@ -564,19 +576,25 @@ def run_microbatches(
         as `forward_backward`.
     """
     _require_grad_mode()
-    done: list[Microbatch] = []
-    for step in _order(len(microbatches), merge_ends):
-        turns = Turns()
+    done = [Microbatch(blocks) for _ in microbatches]
+    steps = _order(len(microbatches), merge_ends)
+
+    def passes_of(step: list[tuple[int, bool]], turns: Turns) -> list[_Pass]:
         passes = []
         for number, is_forward in step:
+            each = _Pass(done[number], turns)
             if is_forward:
-                done.append(Microbatch(blocks))
-                of_this = partial(_loss_of, loss, number)
-                passes.append(_Pass(done[number], turns).forward(microbatches[number], of_this))
+                passes.append(each.forward(microbatches[number], partial(_loss_of, loss, number)))
             else:
-                one = torch.ones_like(done[number].output)
-                passes.append(_Pass(done[number], turns).backward(one))
-        _take_turns(turns, *passes)
+                passes.append(each.backward(None))
+        return passes
+
+    def transfers_of_next(place: int) -> list[Operations]:
+        return [each for step in steps[place + 1 :][:1] for each in _in_turn(passes_of(step, Turns()))]
+
+    for place, step in enumerate(steps):
+        turns = Turns()
+        _take_turns(turns, passes_of(step, turns), partial(transfers_of_next, place))
         for number, is_forward in step:
             x, input_grad = microbatches[number], done[number].input_grad
             if not is_forward and input_grad is not None:

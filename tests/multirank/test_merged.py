@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moecomm import InvalidArgument
 from moecomm.nn import MoEBlock, MoEConfig, MoELayer, TopKRouter, prepare_ddp
 from moecomm.overlap import Block, forward_backward, run_microbatches
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
-from tests.multirank.moe_cases import SIZES, TOKENS, poison_tail
+from tests.multirank.moe_cases import SIZES, TOKENS
 from tests.ranks import communicator, device, on_cpu, synchronize
 
 FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
@@ -178,7 +177,9 @@ def build(rank: int, world_size: int, case: Case, seed: int) -> Step:
     pairs = [
         torch.randn(2, tokens[rank], config.hidden, generator=generator) for _ in range(case.microbatches)
     ]
-    x = [each[0].to(device(), case.dtype).view(shape).requires_grad_("x" not in case.frozen) for each in pairs]
+    x = [each[0].to(device(), case.dtype).view(shape) for each in pairs]
+    for each in x:
+        each.requires_grad_("x" not in case.frozen)
     factors = [each[1].to(device()).view(shape) for each in pairs]
     return Step(blocks, model, x, factors, comm)
 
@@ -246,3 +247,328 @@ def test_same_bits_as_one_after_the_other(pool: Pools, name: str, most_ranks: in
 def test_three_ranks_one_without_tokens(pool: Pools, most_ranks: int, seed: int) -> None:
     case = Case("EDE", 4, {**SHARED, **LOSSES})
     assert pool(most_ranks)(compare, case, seed, (False, True)) == [[]] * most_ranks
+
+
+# -- pairs, order, memory ------------------------------------------------------------------------------------
+
+
+def pairs(rank: int, world_size: int, seed: int) -> list[str]:
+    """Pairs by hand: gradients given, and left by a loss of the output; forward and backward alone."""
+    step = build(rank, world_size, Case("EDE", 3, SHARED), seed)
+    want = step.seen(step.one_after_the_other)
+
+    def by_hand() -> list[Tensor]:
+        earlier, losses = None, []
+        for number, x in enumerate(step.x):
+            grad = None if earlier is None or number == 2 else earlier.output.grad
+            new = forward_backward(step.blocks, x, earlier, grad)
+            if earlier is not None:
+                step.x[number - 1].grad = earlier.input_grad
+            assert new is not None and new.input_grad is None
+            loss = step.loss(new.output, number)
+            loss.backward()
+            losses.append(loss.detach())
+            earlier = new
+        assert forward_backward(step.blocks, None, earlier) is None
+        step.x[-1].grad = earlier.input_grad
+        return losses
+
+    problems = unequal(want, step.seen(by_hand), f"rank {rank}")
+    assert forward_backward(step.blocks, None) is None and run_microbatches(step.blocks, [], step.loss) == []
+    step.comm.close()
+    return problems
+
+
+def test_pairs_by_hand(pool: Pools, seed: int) -> None:
+    assert pool(2)(pairs, seed) == [[], []]
+
+
+def issued(rank: int, world_size: int, seed: int) -> list[str]:
+    """What a pair issues, in its order."""
+    step = build(rank, world_size, Case("EE", 2, SHARED), seed)
+    log: list[str] = []
+
+    def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            log.append(name)
+            return call(*args, **options)
+
+        return run
+
+    comm = step.comm
+    first = forward_backward(step.blocks, step.x[0])
+    assert first is not None
+    begin = comm.begin_dispatch
+    comm.begin_dispatch = lambda *args: logged("receive", logged("dispatch", begin)(*args))
+    for name in ("combine", "redispatch", "dispatch_backward"):
+        setattr(comm, name, logged(name, getattr(comm, name)))
+    for block in step.blocks:
+        block.before.forward = logged("attention", block.before.forward)
+        products = block.layer.experts.products
+        for name in ("gated_mm", "gated_mm_dgrad", "grouped_mm_wgrad"):
+            setattr(products, name, logged(name, getattr(products, name)))
+    forward_backward(step.blocks, step.x[1], first, step.factors[0])
+    comm.close()
+    return log
+
+
+def test_one_fixed_order(pool: Pools, seed: int) -> None:
+    """Each transfer of one microbatch is followed by the node of the other that lies beside it."""
+    experts_backward = ["gated_mm_dgrad", "grouped_mm_wgrad"]
+    block = [
+        *("redispatch", "attention"),
+        *("dispatch", *experts_backward, "receive"),
+        *("dispatch_backward", "grouped_mm_wgrad", "gated_mm"),
+        "combine",  # and the backward of the attention
+    ]
+    assert pool(2)(issued, seed) == [block * 2] * 2
+
+
+def held(rank: int, world_size: int, seed: int) -> list[bool]:
+    """Borders hold no tensors that their graphs do not need; after the backward nothing is left."""
+    step = build(rank, world_size, Case("DE", 1), seed)
+    seen: list[weakref.ref[Tensor]] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        y = 2 * x
+        seen.append(weakref.ref(y))
+        return y
+
+    def before(x: Tensor) -> tuple[Tensor, Tensor]:
+        residual = doubled(x)
+        return residual, F.rms_norm(residual, residual.shape[-1:])
+
+    def after(residual: Tensor, y: Tensor) -> Tensor:
+        seen.extend((weakref.ref(residual), weakref.ref(y)))
+        return residual + y
+
+    blocks = [doubled, MoEBlock(before, step.blocks[1].layer, after), doubled]
+    microbatch = forward_backward(blocks, step.x[0])
+    assert microbatch is not None
+    # rms_norm keeps the residual, as it does without cuts.
+    alive = [each() is None for each in (seen[0], *seen[2:-1])]
+    assert seen[1]() is not None and seen[-1]() is None
+    forward_backward((), None, microbatch, step.factors[0])
+    assert all(each() is None for each in seen) and microbatch._experts == []
+    step.comm.close()
+    return alive
+
+
+def test_what_borders_hold(pool: Pools, seed: int) -> None:
+    assert pool(1)(held, seed) == [[True] * 3]
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+class Broken(torch.autograd.Function):
+    """Fails in the pass that it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: str) -> Tensor:
+        ctx.fails = fails
+        if fails == "forward":
+            raise ZeroDivisionError("in the middle")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails == "backward":
+            raise ZeroDivisionError("in the middle")
+        return grad, None
+
+
+def broken(rank: int, world_size: int, where: str, fails: str, ranks: list[int], seed: int) -> Any:
+    """An exception in a node; the same blocks compute the same afterwards."""
+    step = build(rank, world_size, Case("EDE", 3, SHARED), seed)
+    want = step.seen(step.one_after_the_other)
+    blocks, loss = list(step.blocks), step.loss
+    calls = {"left": 2}  # the second microbatch's, beside another one
+
+    def fail(x: Tensor) -> Tensor:
+        calls["left"] -= 1
+        return Broken.apply(x, fails if rank in ranks and calls["left"] == 0 else "never")
+
+    last = step.blocks[2]
+    if where == "attention":
+        blocks[2] = MoEBlock(lambda x: last.before(fail(x)), last.layer)
+    elif where == "after":
+        blocks[2] = MoEBlock(last.before, last.layer, lambda residual, y: residual + fail(y))
+    elif where == "dense":
+        blocks[1] = lambda x: step.blocks[1](fail(x))
+    elif where == "loss":
+        loss = lambda y, number: step.loss(fail(y), number)  # noqa: E731
+    else:
+        products = last.layer.experts.products
+        plain = products.gated_mm_dgrad
+
+        def dgrad(*args: Any, **options: Any) -> Any:
+            calls["left"] -= 1
+            if rank in ranks and calls["left"] == 0:
+                raise ZeroDivisionError("in the middle")
+            return plain(*args, **options)
+
+        products.gated_mm_dgrad = dgrad
+    caught = catch(lambda: run_microbatches(blocks, step.x, loss))
+    if where == "experts":
+        products.gated_mm_dgrad = plain
+    problems = unequal(want, step.seen(step.merged), f"rank {rank}")
+    step.comm.close()
+    return problems, caught
+
+
+PLACES = {
+    ("attention", "forward"): "blocks[2] attention (forward)",
+    ("attention", "backward"): "blocks[0] after, blocks[1], blocks[2] attention (backward)",
+    ("after", "forward"): "blocks[2] after (forward)",
+    ("after", "backward"): "blocks[2] after, loss (backward)",
+    ("dense", "forward"): "blocks[1] (forward)",
+    ("loss", "forward"): "loss (forward)",
+    ("loss", "backward"): "blocks[2] after, loss (backward)",
+    ("experts", "backward"): "blocks[2] experts (backward)",
+}
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize(("where", "fails"), PLACES, ids=str)
+def test_an_exception_in_a_node(pool: Pools, where: str, fails: str, ranks: list[int], seed: int) -> None:
+    results = pool(2)(broken, where, fails, ranks, seed)
+    place = PLACES[where, fails]
+    for rank, (problems, caught) in enumerate(results):
+        assert problems == [] and caught is not None and caught.name == "InvalidArgument"
+        text = f"{place}: ZeroDivisionError: in the middle"
+        assert caught.text == text if rank in ranks else f"rank 1: {text}" in caught.text, caught.text
+
+
+def misfit(rank: int, world_size: int, change: str, seed: int) -> Caught | None:
+    """A border that does not fit, on rank 0 alone."""
+    step = build(rank, world_size, Case("EE", 2), seed)
+    first, second = step.blocks
+    blocks: list[Any] = [first, second]
+    loss: Callable[..., Any] = step.loss
+    if rank == 0:
+        if change == "one value":
+            blocks[1] = MoEBlock(lambda x: second.before(x)[0], second.layer)
+        elif change == "residual":
+            blocks[1] = MoEBlock(lambda x: (x[:1], x), second.layer)
+        elif change == "hidden":
+            blocks[1] = MoEBlock(lambda x: (x[:, :8], x[:, :8]), second.layer)
+        elif change == "integers":
+            blocks[1] = MoEBlock(lambda x: (x, x.int()), second.layer)
+        elif change == "no tensor":
+            blocks.insert(1, lambda x: None)
+        elif change == "loss":
+            loss = lambda y, number: y  # noqa: E731
+        elif change == "too many tokens":
+            blocks[1] = MoEBlock(lambda x: (x.repeat(9, 1), x.repeat(9, 1)), second.layer)
+    caught = catch(lambda: run_microbatches(blocks, step.x, loss))
+    assert catch(step.merged) is None
+    step.comm.close()
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("one value", "blocks[1] attention (forward): before must return a tuple (residual, h)"),
+        ("residual", "blocks[1] attention (forward): before returned a residual of shape (1, "),
+        ("hidden", "blocks[1] attention (forward): x has shape"),
+        ("integers", "blocks[1] attention (forward): before must return a tuple"),
+        ("no tensor", "blocks[1] (forward): it returned NoneType, must return one tensor"),
+        ("loss", "loss (forward): it returned a tensor of shape"),
+        ("too many tokens", "blocks[1] dispatch (forward): x has 54 tokens"),
+    ],
+)
+def test_borders_that_do_not_fit(pool: Pools, change: str, says: str, seed: int) -> None:
+    own, other = pool(2)(misfit, change, seed)
+    for caught in (own, other):
+        assert caught is not None and caught.name == "InvalidArgument", caught
+    assert own.text.startswith(says)
+    assert says.partition(": ")[2] in other.text and "rank 0" in other.text, other.text
+
+
+def bad_pairs(rank: int, world_size: int, seed: int) -> list[str]:
+    step = build(rank, world_size, Case("E", 2), seed)
+    texts = []
+
+    def run(*args: Any) -> None:
+        found = catch(lambda: forward_backward(step.blocks, *args))
+        assert found is not None and found.name == "InvalidArgument"
+        texts.append(found.text)
+
+    def forward() -> Any:
+        return forward_backward(step.blocks, step.x[0])
+
+    run(None, forward())
+    run(None, forward(), step.factors[0][:1])
+    run(step.x[1], forward(), step.factors[0].double() if on_cpu() else step.factors[0].half())
+    microbatch = forward()
+    forward_backward((), None, microbatch, step.factors[0])
+    run(step.x[1], microbatch, step.factors[0])
+    with torch.no_grad():
+        run(step.x[0])
+    assert catch(step.merged) is None
+    step.comm.close()
+    return texts
+
+
+def test_pairs_that_do_not_go(pool: Pools, seed: int) -> None:
+    says = (
+        "grad is None",
+        "grad is a tensor of shape (1, ",
+        "must be like the output",
+        "earlier has had its backward",
+        "gradients are disabled",
+    )
+    for texts in pool(2)(bad_pairs, seed):
+        assert len(texts) == len(says)
+        assert all(part in text for part, text in zip(says, texts, strict=True)), texts
+
+
+def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:
+    step = build(rank, world_size, Case("E", 2, SHARED), seed)
+    layer = step.blocks[0].layer
+    if why == "ddp":
+        prepare_ddp(step.model)
+    elif why == "hook":
+        layer.shared.w_in.register_post_accumulate_grad_hook(lambda parameter: None)
+    elif why == "in order":
+        layer.overlap = False
+    elif why == "own experts":
+        own = MoELayer(layer.config, step.comm, experts=nn.Linear(4, 4))
+        step.blocks[0] = MoEBlock(step.blocks[0].before, own)
+    caught = catch(step.merged)
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    step.comm.close()
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("why", "says"),
+    [
+        ("ddp", "w_in of the layer has hooks (DistributedDataParallel with prepare_ddp has them)"),
+        ("hook", "w_in of the layer has hooks"),
+        ("in order", "layer has overlap=False"),
+        ("own experts", "layer has experts of one's own"),
+    ],
+)
+def test_layers_that_cannot_be_cut(pool: Pools, why: str, says: str, seed: int) -> None:
+    for caught in pool(2)(refused, why, seed):
+        assert caught is not None and caught.name == "InvalidArgument"
+        assert caught.text.startswith(f"blocks[0] attention (forward): {says}")
+
+
+def no_blocks(rank: int, world_size: int, seed: int) -> None:
+    step = build(rank, world_size, Case("E"), seed)
+    layer: Any = step.blocks[0].layer
+    with pytest.raises(InvalidArgument, match="before is int, must be a module or a function"):
+        MoEBlock(1, layer)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="layer is Linear, must be a MoELayer"):
+        MoEBlock(torch.relu, nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="combine is NoneType, must be callable"):
+        Block(step.comm, torch.relu, torch.relu, torch.relu, None)  # type: ignore[arg-type]
+    step.comm.close()
+
+
+def test_what_is_no_block(pool: Pools, seed: int) -> None:
+    pool(1)(no_blocks, seed)
