@@ -87,7 +87,11 @@ class Segment:
         wanted = [(end, grad) for end, grad in pairs if end is not None and grad is not None]
         del ends
         if wanted:
-            torch.autograd.backward([end for end, _ in wanted], [grad for _, grad in wanted])
+            kind = wanted[0][1].device.type
+            # As a backward outside the caller's autocast; a checkpoint's recompute turns it on again.
+            cast = torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
+                torch.autograd.backward([end for end, _ in wanted], [grad for _, grad in wanted])
         found = iter(self._grads or [None] * sum(self._needs))
         return tuple(next(found) if needs else None for needs in self._needs)
 

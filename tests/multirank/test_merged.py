@@ -93,6 +93,7 @@ class Case:
     """Ends of the names of parameters that are not trained; "x": inputs need no gradient."""
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    autocast: bool = False
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Step:
     x: list[Tensor]
     factors: list[Tensor]
     comm: Any
+    autocast: bool
 
     def loss(self, y: Tensor, number: int) -> Tensor:
         return (y.float() * self.factors[number]).sum()
@@ -111,15 +113,20 @@ class Step:
     def one_after_the_other(self) -> list[Tensor]:
         losses = []
         for number, y in enumerate(self.x):
-            for block in self.blocks:
-                y = block(y)
-            loss = self.loss(y, number)
+            with self.cast():
+                for block in self.blocks:
+                    y = block(y)
+                loss = self.loss(y, number)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
     def merged(self, merge_ends: bool = False) -> list[Tensor]:
-        return run_microbatches(self.blocks, self.x, self.loss, merge_ends=merge_ends)
+        with self.cast():
+            return run_microbatches(self.blocks, self.x, self.loss, merge_ends=merge_ends)
+
+    def cast(self) -> torch.autocast:
+        return torch.autocast(device().type, torch.bfloat16, enabled=self.autocast)
 
     def seen(self, run: Callable[[], list[Tensor]], seed: int = 0) -> dict[str, Tensor | None]:
         """Runs the step and returns all that it has computed."""
@@ -181,7 +188,7 @@ def build(rank: int, world_size: int, case: Case, seed: int) -> Step:
     for each in x:
         each.requires_grad_("x" not in case.frozen)
     factors = [each[1].to(device()).view(shape) for each in pairs]
-    return Step(blocks, model, x, factors, comm)
+    return Step(blocks, model, x, factors, comm, case.autocast)
 
 
 def unequal(want: dict[str, Tensor | None], got: dict[str, Tensor | None], what: str) -> list[str]:
@@ -218,6 +225,8 @@ CASES = {
     "dense layers alone": Case("DD", 3),
     "losses": Case("EE", 3, LOSSES),
     "bfloat16": Case("EE", 3, SHARED, dtype=torch.bfloat16),
+    "autocast": Case("EDE", 3, SHARED, autocast=True),
+    "autocast, recomputed": Case("EDE", 3, SHARED, autocast=True, recompute=True),
     "sequences": Case("EE", 3, {**SHARED, "aux_loss": "sequence", "aux_loss_coef": 0.1}, sequences=True),
     "rows kept": Case("EE", 3, SHARED, layer={"keep": "rows"}),
     "nothing kept": Case("EE", 3, SHARED, layer={"keep": "nothing"}),

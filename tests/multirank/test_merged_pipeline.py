@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleGPipe
 
+from moecomm import InvalidArgument
 from moecomm.nn import MoEBlock, MoEConfig, MoELayer
 from moecomm.overlap import MergedStage, merge_stages
 from tests.multirank.conftest import Pools
