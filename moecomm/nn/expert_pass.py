@@ -136,8 +136,10 @@ class Call(NamedTuple):
     turns: Turns | None = None
     """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
 
-    def stages(self) -> Stages:
-        """Returns the stages of a new pass."""
+    def stages(self) -> Any:
+        """Returns the stages of a new pass, or what makes them in merged microbatches that are recorded."""
+        if self.turns is not None and self.turns.stages is not None:
+            return self.turns.stage
         return Stages(self.comm.device, record=self.runs is not None)
 
     def beside(self, *, wanted: bool) -> Beside:
@@ -253,7 +255,7 @@ class Forward:
         home.join(y_TH)
         if shared_TH is not None:
             y_TH.add_(shared_TH)
-        if call.runs is not None:
+        if call.runs is not None and isinstance(stages, Stages):
             call.runs.forward = stages
         call.settle(side if side.apart else home)
         return y_TH
@@ -427,7 +429,7 @@ def backward(
     grad_shared_x_TH, *grad_shared_weights = grad_shared
     if grad_x_TH is not None and grad_shared_x_TH is not None:
         grad_x_TH.add_(grad_shared_x_TH)
-    if call.runs is not None:
+    if call.runs is not None and isinstance(stages, Stages):
         call.runs.backward = stages
     call.settle(side if side.apart else home)
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
+from moecomm.overlap.stages import COMPUTE, Stages
 
 _SMS_TIMES_COLUMNS = 210
 """The share of a GPU's SMs for a transfer, times the columns of the product beside it."""
@@ -42,15 +44,26 @@ class Turns:
     """The transfers of microbatches that take turns, in the order of their issue on one thread.
 
     Attributes:
+        stages: where their nodes are recorded; None: nowhere.
+        whose: the microbatch and pass whose turn it is, for the names of the stages.
         issued: nodes' transfers that have been issued.
         failed: the part of a transfer that has raised an error, "transfer" or, of a dispatch's second part,
             "receive"; else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages | None = None) -> None:
+        self.stages, self.whose = stages, ""
         self.issued = 0
         self.failed: str | None = None
         self._receive: Callable[[], None] | None = None
+
+    def stage(
+        self, name: str, *, stream: str = COMPUTE, communicates: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context of a stage of the pass whose turn it is."""
+        if self.stages is None:
+            return contextlib.nullcontext()
+        return self.stages(f"{name} {self.whose}", stream=stream, communicates=communicates)
 
     def begin(self, receive: Callable[[], None]) -> None:
         """Notes that a dispatch was sent whose rows `receive` receives. It is called by `finish`, so late

@@ -33,6 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from moecomm.communicator import Communicator
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError, PeerLost, PeerTimeout
 from moecomm.overlap.beside import Beside, Turns
+from moecomm.overlap.stages import Stages
 
 Result = TypeVar("Result")
 Values = tuple[Any, ...]
@@ -311,13 +312,14 @@ class _Pass:
     """The forward or the backward of a microbatch.
 
     Attributes:
+        name: for records.
         place: the block and node that it is at.
         work: what is left of it.
         transfers: its transfers, each with the operations that it consists of.
     """
 
-    def __init__(self, microbatch: Microbatch, turns: Turns) -> None:
-        self._microbatch, self._turns = microbatch, turns
+    def __init__(self, microbatch: Microbatch, turns: Turns, name: str = "") -> None:
+        self._microbatch, self._turns, self.name = microbatch, turns, name
         self.place = "blocks"
         self.work: Turned[None]
         self.transfers: list[Operations]
@@ -342,11 +344,12 @@ class _Pass:
         (value,) = segment.inputs
         for number, block in enumerate(microbatch._blocks):
             if not isinstance(block, CutBlock):
-                self._enter(segment, f"blocks[{number}]")
-                value = _one_tensor(block(value))
+                self._turns.finish()  # there may be transfers in the callable
+                with self._node(segment, f"blocks[{number}]"):
+                    value = _one_tensor(block(value))
                 continue
-            self._enter(segment, f"blocks[{number}] attention")
-            home, inputs = block._to_experts(value)
+            with self._node(segment, f"blocks[{number}] attention"):
+                home, inputs = block._to_experts(value)
             segment.end(*home, *inputs)
             before, home = segment, tuple(map(_detached, home))
             inputs = tuple(map(_detached, inputs))
@@ -356,12 +359,12 @@ class _Pass:
             microbatch._experts.append(_Experts(before, number, block, kept, len(home)))
             segment = Segment(*home, *results)
             home, results = segment.inputs[: len(home)], segment.inputs[len(home) :]
-            self._enter(segment, f"blocks[{number}] after")
-            value = _one_tensor(block._from_experts(home, results))
+            with self._node(segment, f"blocks[{number}] after"):
+                value = _one_tensor(block._from_experts(home, results))
             del home, inputs, results
         if loss is not None:
-            self._enter(segment, "loss")
-            value = _one_tensor(loss(value))
+            with self._node(segment, "loss"):
+                value = _one_tensor(loss(value))
             if value.numel() != 1:
                 raise InvalidArgument(f"it returned {_described(value)}, must return one number")
         segment.end(value)
@@ -378,7 +381,9 @@ class _Pass:
         del grad
         while True:
             self.place = f"{', '.join(segment.names)} (backward)"
-            grads = segment.backward(grads)
+            self._turns.finish()  # as in the forward
+            with self._turns.stage(segment.names[0]):
+                grads = segment.backward(grads)
             if not microbatch._experts:
                 break
             segment, number, block, kept, home = microbatch._experts.pop()
@@ -388,9 +393,11 @@ class _Pass:
             del home_grads, work
         (microbatch.input_grad,) = grads
 
-    def _enter(self, segment: Segment, name: str) -> None:
+    def _node(self, segment: Segment, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context of a node that computes."""
         self.place = f"{name} (forward)"
         segment.names.append(name)
+        return self._turns.stage(name)
 
     def _through(self, work: Turned[Result], number: int, nodes: tuple[str, ...]) -> Turned[Result]:
         """Does the work of a block's nodes, one a turn."""
@@ -446,6 +453,7 @@ def _take_turns(turns: Turns, passes: Sequence[_Pass], later: Later = tuple) -> 
     running = list(passes)
     while running:
         for each in tuple(running):
+            turns.whose = each.name
             try:
                 next(each.work)
             except StopIteration:
@@ -470,9 +478,10 @@ def _give_up(turns: Turns, passes: Sequence[_Pass], later: Later, place: str, er
         turns.finish()  # as the other ranks do
     transfers = _in_turn(passes)
     for comm in {id(each.comm): each.comm for each in transfers}.values():
-        with contextlib.suppress(MoecommError), (side := Beside(comm)):
-            pass
-        side.join()  # transfers may still read what the passes hold
+        with contextlib.suppress(MoecommError):
+            with (side := Beside(comm)):
+                pass
+            side.join()  # transfers may still read what the passes hold
     for each in passes:
         each.work.close()
     if isinstance(error, (PeerTimeout, PeerLost, CommunicatorClosed)):
@@ -505,6 +514,8 @@ def forward_backward(
     x: Tensor | None,
     earlier: Microbatch | None = None,
     grad: Tensor | None = None,
+    *,
+    stages: Stages | None = None,
 ) -> Microbatch | None:
     """Computes the forward of one microbatch beside the backward of an earlier one.
 
@@ -515,10 +526,11 @@ def forward_backward(
     Args:
         blocks: what the microbatch goes through: blocks cut into nodes (`moecomm.nn.MoEBlock`, `Block`), and
             callables that map a tensor to a tensor (a dense layer, an embedding, a head), which have no
-            transfers that could lie beside anything. The backward goes through those of its forward.
+            transfers, or none that lie beside anything. The backward goes through those of its forward.
         x: input of the first block; None: the backward alone.
         earlier: a microbatch whose backward was not computed yet; None: the forward alone.
         grad: the gradient of `earlier.output`; None: `earlier.output.grad`.
+        stages: records when each node and each stage of the layers ran, "of F" (forward) and "of B".
 
     Returns:
         the new microbatch, or None without x. Gradients of parameters are added to their `grad`, and that of
@@ -535,13 +547,13 @@ def forward_backward(
     """
     if x is not None:
         _require_grad_mode()
-    turns = Turns()
+    turns = Turns(stages)
     new = None if x is None else Microbatch(blocks)
     passes = []
     if earlier is not None:
-        passes.append(_Pass(earlier, turns).backward(grad))
+        passes.append(_Pass(earlier, turns, "of B").backward(grad))
     if x is not None and new is not None:
-        passes.append(_Pass(new, turns).forward(x, None))
+        passes.append(_Pass(new, turns, "of F").forward(x, None))
     _take_turns(turns, passes)
     return new
 
@@ -552,6 +564,7 @@ def run_microbatches(
     loss: Callable[[Tensor, int], Tensor],
     *,
     merge_ends: bool = False,
+    stages: Stages | None = None,
 ) -> list[Tensor]:
     """Computes forward and backward of all microbatches of a step; their gradients add up in `grad`.
 
@@ -566,12 +579,13 @@ def run_microbatches(
 
     Args:
         blocks: as in `forward_backward`.
-        microbatches: inputs of the first block. Where one requires a gradient, it gets it as from a backward
-            of its loss.
+        microbatches: inputs of the first block. Gradients of those that require one go on into the graphs
+            that they come from, at the end.
         loss: gives the loss of a microbatch, one number, from the last block's result and the microbatch's
             number. Divide by the number of microbatches there for their mean, and set the layers' loss_scale
             to as much (`moecomm.nn.set_loss_scale`).
         merge_ends: also merge first forwards and last backwards.
+        stages: records when each node and each stage of the layers ran, "of F0" for the first forward.
 
     Returns:
         the losses, detached.
@@ -586,7 +600,7 @@ def run_microbatches(
     def passes_of(step: list[tuple[int, bool]], turns: Turns) -> list[_Pass]:
         passes = []
         for number, is_forward in step:
-            each = _Pass(done[number], turns)
+            each = _Pass(done[number], turns, f"of {'F' if is_forward else 'B'}{number}")
             if is_forward:
                 passes.append(each.forward(microbatches[number], partial(_loss_of, loss, number)))
             else:
@@ -597,13 +611,12 @@ def run_microbatches(
         return [each for step in steps[place + 1 :][:1] for each in _in_turn(passes_of(step, Turns()))]
 
     for place, step in enumerate(steps):
-        turns = Turns()
+        turns = Turns(stages)
         _take_turns(turns, passes_of(step, turns), partial(transfers_of_next, place))
-        for number, is_forward in step:
-            x, input_grad = microbatches[number], done[number].input_grad
-            if not is_forward and input_grad is not None:
-                done[number].input_grad = None
-                torch.autograd.backward(x, input_grad)
+    pairs = zip(microbatches, done, strict=True)
+    arrived = [(x, each.input_grad) for x, each in pairs if each.input_grad is not None]
+    if arrived:
+        torch.autograd.backward([x for x, _ in arrived], [grad for _, grad in arrived])
     return [each.output.detach() for each in done]
 
 

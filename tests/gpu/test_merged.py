@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.multirank.test_merged import (
+    test_a_language_model,
     test_an_exception_in_a_node,
     test_borders_that_do_not_fit,
+    test_chunks_and_a_record,
     test_layers_that_cannot_be_cut,
     test_one_fixed_order,
     test_pairs_by_hand,
@@ -16,10 +18,12 @@ from tests.multirank.test_merged import (
 from tests.multirank.test_merged_pipeline import test_a_pipeline_of_two, test_a_stage_by_itself
 
 __all__ = [
+    "test_a_language_model",
     "test_a_pipeline_of_two",
     "test_a_stage_by_itself",
     "test_an_exception_in_a_node",
     "test_borders_that_do_not_fit",
+    "test_chunks_and_a_record",
     "test_layers_that_cannot_be_cut",
     "test_one_fixed_order",
     "test_pairs_by_hand",

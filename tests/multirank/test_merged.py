@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
 
 from moecomm import InvalidArgument
 from moecomm.nn import MoEBlock, MoEConfig, MoELayer, TopKRouter, prepare_ddp
-from moecomm.overlap import Block, forward_backward, run_microbatches
+from moecomm.overlap import Block, Stages, forward_backward, run_microbatches
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
 from tests.multirank.moe_cases import SIZES, TOKENS
@@ -79,7 +81,8 @@ class Nodes(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """Microbatches through blocks: E with experts, D dense, N of nodes as callables."""
+    """Microbatches through blocks: E with experts, D dense, N of nodes as callables, P with experts and not
+    cut into nodes."""
 
     blocks: str = "E"
     microbatches: int = 2
@@ -94,6 +97,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     autocast: bool = False
+    empty: tuple[int, ...] = ()
+    """Microbatches without tokens, on all ranks."""
 
 
 @dataclass
@@ -174,16 +179,18 @@ def build(rank: int, world_size: int, case: Case, seed: int) -> Step:
                 setattr(layer, name, value)
             before = Attention(config.hidden, case.dropout)
             owner = block = MoEBlock(before, layer, recompute=case.recompute)
-        blocks.append(block)
+        blocks.append(block.forward if kind == "P" else block)
         owners.append(owner.to(device(), case.dtype))
     model = nn.ModuleList(owners)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(case.frozen or ("-",)))
     generator = torch.Generator().manual_seed(seed * 100 + rank)
-    shape = (-1, 3, config.hidden) if case.sequences else (tokens[rank], config.hidden)
+    shape = (-1, 3, config.hidden) if case.sequences else (-1, config.hidden)
     pairs = [
         torch.randn(2, tokens[rank], config.hidden, generator=generator) for _ in range(case.microbatches)
     ]
+    for number in case.empty:
+        pairs[number] = pairs[number][:, :0]
     x = [each[0].to(device(), case.dtype).view(shape) for each in pairs]
     for each in x:
         each.requires_grad_("x" not in case.frozen)
@@ -225,6 +232,8 @@ CASES = {
     "dense layers alone": Case("DD", 3),
     "losses": Case("EE", 3, LOSSES),
     "bfloat16": Case("EE", 3, SHARED, dtype=torch.bfloat16),
+    "microbatches without tokens": Case("EDE", 4, {**SHARED, **LOSSES}, empty=(0, 2)),
+    "no tokens at all": Case("EE", 2, FIXED, empty=(0, 1)),
     "autocast": Case("EDE", 3, SHARED, autocast=True),
     "autocast, recomputed": Case("EDE", 3, SHARED, autocast=True, recompute=True),
     "sequences": Case("EE", 3, {**SHARED, "aux_loss": "sequence", "aux_loss_coef": 0.1}, sequences=True),
@@ -238,6 +247,7 @@ CASES = {
     "recorded": Case("E", 3, SHARED, settings={"record": True}),
     "gelu": Case("E", 3, {"activation": "gelu"}),
     "callables": Case("NN", 4),
+    "not cut": Case("PEPE", 3, SHARED),
     "callables and layers": Case("NEDN", 3, SHARED),
     "no gradients of inputs": Case("EE", 3, frozen=("x",)),
     "experts frozen": Case("EE", 3, SHARED, frozen=("w_in", "w_out")),
@@ -251,6 +261,56 @@ def test_same_bits_as_one_after_the_other(pool: Pools, name: str, most_ranks: in
     ends = (False,) if name in RANDOM else (False, True)
     for size in (1, most_ranks) if name == "two layers, shared experts" else (min(2, most_ranks),):
         assert pool(size)(compare, CASES[name], seed, ends) == [[]] * size
+
+
+def language_model(rank: int, world_size: int, seed: int) -> list[str]:
+    """From token ids to the cross-entropy: embedding and head are blocks."""
+    step = build(rank, world_size, Case("EDE", 3, {**SHARED, **LOSSES}), seed)
+    hidden = step.x[0].shape[-1]
+    embed, head = nn.Embedding(32, hidden).to(device()), nn.Linear(hidden, 32).to(device())
+    step.blocks = [embed, *step.blocks, head]
+    step.model = nn.ModuleList([embed, step.model, head])
+    step.x = list(torch.randint(32, (3, 6 - rank), device=device()))
+    step.loss = lambda y, number: F.cross_entropy(y, step.x[number].roll(-1)) / 3  # type: ignore[method-assign]
+    want = step.seen(step.one_after_the_other)
+    assert want["0.weight"] is not None and want["0.weight"].any()
+    problems = []
+    for merge_ends in (False, True):
+        problems += unequal(want, step.seen(partial(step.merged, merge_ends)), f"rank {rank}")
+    step.comm.close()
+    return problems
+
+
+def test_a_language_model(pool: Pools, seed: int) -> None:
+    assert pool(2)(language_model, seed) == [[], []]
+
+
+def chunks(rank: int, world_size: int, seed: int) -> None:
+    """Microbatches that are parts of one tensor, made of something else; and a record of what ran."""
+    step = build(rank, world_size, Case("DE", 2), seed)
+    tokens, found = torch.cat([each.detach() for each in step.x]), []
+    for merged in (False, True):
+        step.x[:] = (torch.tanh(leaf := tokens.clone().requires_grad_())).chunk(2)
+        if merged:
+            stages = Stages(device(), record=True)
+            run_microbatches(step.blocks, step.x, step.loss, stages=stages)
+        else:
+            for number, x in enumerate(step.x):
+                step.loss(step.blocks[1](step.blocks[0](x)), number).backward(retain_graph=True)
+        found.append(leaf.grad)
+    assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+    timeline = stages.timeline()
+    names = [span.name for span in timeline.spans]
+    for microbatch in ("0", "1"):
+        nodes = ("blocks[0]", "blocks[1] attention", "fc1", "fc2", "combine", "loss")
+        assert all(f"{node} of F{microbatch}" in names for node in nodes), names
+        nodes = ("blocks[1] after", "dispatch_grad", "fc2_dgrad", "combine_grad", "blocks[0]")
+        assert all(f"{node} of B{microbatch}" in names for node in nodes), names
+    step.comm.close()
+
+
+def test_chunks_and_a_record(pool: Pools, seed: int) -> None:
+    pool(1)(chunks, seed)
 
 
 def test_three_ranks_one_without_tokens(pool: Pools, most_ranks: int, seed: int) -> None:
@@ -541,6 +601,8 @@ def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:
         prepare_ddp(step.model)
     elif why == "hook":
         layer.shared.w_in.register_post_accumulate_grad_hook(lambda parameter: None)
+    elif why == "fsdp":
+        fully_shard(layer.shared)
     elif why == "in order":
         layer.overlap = False
     elif why == "own experts":
@@ -557,6 +619,7 @@ def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:
     [
         ("ddp", "w_in of the layer has hooks (DistributedDataParallel with prepare_ddp has them)"),
         ("hook", "w_in of the layer has hooks"),
+        ("fsdp", "w_in of the layer is sharded by fully_shard"),
         ("in order", "layer has overlap=False"),
         ("own experts", "layer has experts of one's own"),
     ],

@@ -18,7 +18,7 @@ from moecomm.overlap import MergedStage, merge_stages
 from tests.multirank.conftest import Pools
 from tests.multirank.moe_cases import SIZES, groups_of
 from tests.multirank.test_merged import Attention, Dense, unequal
-from tests.ranks import communicator, device, synchronize
+from tests.ranks import communicator, device, on_cpu, synchronize
 
 STAGES, TOKENS = 4, 5
 
@@ -36,6 +36,13 @@ def stages_of(comm: Any, config: MoEConfig, seed: int, recompute: bool) -> list[
         blocks = [MoEBlock(Attention(config.hidden), layer, recompute=recompute)]
         stages.append(nn.ModuleList([*blocks, Dense(config.hidden)] if number % 2 else blocks).to(device()))
     return stages
+
+
+def nccl_group(rank: int, world_size: int) -> Any:
+    """The ranks of this one's pipeline, in a group that sends tensors of GPUs."""
+    half = world_size // 2
+    groups = [dist.new_group([first, first + half], backend="nccl") for first in range(half)]
+    return groups[rank % half]
 
 
 def whole_model(stages: list[nn.ModuleList], x: Tensor, target: Tensor) -> list[Tensor]:
@@ -56,6 +63,8 @@ def run_pipeline(
 ) -> tuple[int, list[str]]:
     """One step in a pipeline of two ranks; returns the number of merged pairs, and what differs."""
     ep_group, pp_group = groups_of(rank, world_size, world_size // 2)
+    if not on_cpu():
+        pp_group = nccl_group(rank, world_size)
     config = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float32)
     comm = communicator(
         group=ep_group,
