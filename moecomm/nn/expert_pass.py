@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -110,6 +109,14 @@ class Runs:
         return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
 
 
+class Plans(NamedTuple):
+    """Dispatch outcomes of a layer's passes within one checkpoint, in their order."""
+
+    found: list[Known]
+    again: bool
+    """True while the passes are computed again."""
+
+
 class Call(NamedTuple):
     """Arguments of a pass besides the tensors that have gradients."""
 
@@ -133,6 +140,8 @@ class Call(NamedTuple):
     """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: Tensor | None = None
     """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
+    plans: Plans | None = None
+    """Within a checkpoint that keeps plans, those that were kept; else None."""
     turns: Turns | None = None
     """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
 
@@ -517,55 +526,13 @@ def _wgrads(
 _NO_TABLE = torch.empty(0, dtype=torch.int32)
 
 
-class _Plans(NamedTuple):
-    """Dispatch outcomes of the passes within one checkpoint, in their order."""
-
-    found: list[Known]
-    again: bool
-    """True while the passes are computed again."""
-
-
-_plans: ContextVar[_Plans | None] = ContextVar("moecomm plans", default=None)
-
-
-def keep_plans() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Makes torch.utils.checkpoint recompute with the plans of the first time.
-
-        y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans)
-
-    The MoELayers in `block` then make no second plan and exchange no counts; rows travel again, as far as the
-    layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
-    keeps anything. Plans take some KB a token, whatever the hidden size (docs/memory.md). The routing has to
-    be the same both times, as torch.utils.checkpoint sees to (preserve_rng_state).
-    """
-    found: list[Known] = []
-    return _Within(found, again=False), _Within(found, again=True)
-
-
-class _Within(contextlib.AbstractContextManager[None]):
-    """A context in which passes keep or reuse their plans. It may be entered several times: a graph whose
-    backward runs twice is computed again twice."""
-
-    def __init__(self, found: list[Known], again: bool) -> None:
-        self._found, self._again = found, again
-        self._tokens: list[Token[_Plans | None]] = []
-
-    def __enter__(self) -> None:
-        # Each recomputation begins with the first plan.
-        plans = _Plans(list(self._found) if self._again else self._found, self._again)
-        self._tokens.append(_plans.set(plans))
-
-    def __exit__(self, *_: object) -> None:
-        _plans.reset(self._tokens.pop())
-
-
 def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
     x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
     """
-    plans = _plans.get()
+    plans = call.plans
     first = plans is not None and not plans.again
     inputs = (x_TH, topk_weights_TK, *weights)
     wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)

@@ -17,7 +17,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.expert_pass import Call, Deferred, Keep, Runs, Weights, run_experts
+from moecomm.nn.expert_pass import Call, Deferred, Keep, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.own_experts import adopt_experts, combine_own_experts
@@ -177,6 +177,7 @@ class MoELayer(nn.Module):
         self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
+        self._plans: Plans | None = None
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
@@ -252,6 +253,7 @@ class MoELayer(nn.Module):
             self._runs if self.record else None,
             self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
+            self._plans,
         )
 
     def _weights(self) -> Weights:
