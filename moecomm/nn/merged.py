@@ -177,7 +177,10 @@ class MoEBlock(nn.Module, CutBlock):
                 f"layer has {what}, which autograd differentiates: give callables for its nodes "
                 "(moecomm.overlap.Block), or set overlap=True"
             )
-        for name, parameter in (*layer.experts.named_parameters(), *_parameters_of(layer.shared)):
+        weights = layer._weights()
+        for name, parameter in zip(weights._fields, weights, strict=True):
+            if parameter is None:
+                continue
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise InvalidArgument(
                     f"{name} of the layer has hooks (DistributedDataParallel with prepare_ddp has them), "
@@ -189,10 +192,6 @@ class MoEBlock(nn.Module, CutBlock):
                     f"{name} of the layer is sharded by fully_shard, which gathers weights in the layer's "
                     "own call: merged microbatches need whole experts"
                 )
-
-
-def _parameters_of(module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    return [] if module is None else list(module.named_parameters())
 
 
 class _Kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.multirank.test_merged import (
+    test_a_graphed_step,
     test_a_language_model,
     test_an_exception_in_a_node,
     test_borders_that_do_not_fit,
@@ -18,6 +19,7 @@ from tests.multirank.test_merged import (
 from tests.multirank.test_merged_pipeline import test_a_pipeline_of_two, test_a_stage_by_itself
 
 __all__ = [
+    "test_a_graphed_step",
     "test_a_language_model",
     "test_a_pipeline_of_two",
     "test_a_stage_by_itself",

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from moecomm import InvalidArgument
-from moecomm.nn import MoEBlock, MoEConfig, MoELayer, TopKRouter, prepare_ddp
+from moecomm.nn import GraphedStep, MoEBlock, MoEConfig, MoELayer, TopKRouter, prepare_ddp
 from moecomm.overlap import Block, Stages, forward_backward, run_microbatches
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
 from tests.multirank.moe_cases import SIZES, TOKENS
+from tests.played import Played
 from tests.ranks import communicator, device, on_cpu, synchronize
 
 FIXED = {"capacity_factor": 2.0, "pad_to_capacity": True}
@@ -261,6 +262,32 @@ def test_same_bits_as_one_after_the_other(pool: Pools, name: str, most_ranks: in
     ends = (False,) if name in RANDOM else (False, True)
     for size in (1, most_ranks) if name == "two layers, shared experts" else (min(2, most_ranks),):
         assert pool(size)(compare, CASES[name], seed, ends) == [[]] * size
+
+
+def graphed(rank: int, world_size: int, seed: int) -> list[str]:
+    """A merged step in a GraphedStep, with a pool, equals one that is not in a graph."""
+    step = build(rank, world_size, Case("EDE", 3, SHARED), seed)
+
+    def run(*x: Tensor) -> list[Tensor]:
+        return run_microbatches(step.blocks, x, step.loss)
+
+    x = [each.detach() for each in step.x]
+    for each in step.x:
+        each.requires_grad_(False)
+    graph = GraphedStep(run, step.model, headroom=0.5, recorder=Played() if on_cpu() else None)
+    problems = []
+    for number in range(3):
+        now = [each * (1 + number) for each in x]
+        want = step.seen(partial(run, *now))
+        got = step.seen(partial(graph, *now))
+        problems += unequal(want, got, f"rank {rank}, step {number}")
+    del graph
+    step.comm.close()
+    return problems
+
+
+def test_a_graphed_step(pool: Pools, seed: int) -> None:
+    assert pool(2)(graphed, seed) == [[], []]
 
 
 def language_model(rank: int, world_size: int, seed: int) -> list[str]:
@@ -618,8 +645,8 @@ def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:
     ("why", "says"),
     [
         ("ddp", "w_in of the layer has hooks (DistributedDataParallel with prepare_ddp has them)"),
-        ("hook", "w_in of the layer has hooks"),
-        ("fsdp", "w_in of the layer is sharded by fully_shard"),
+        ("hook", "shared_in of the layer has hooks"),
+        ("fsdp", "shared_in of the layer is sharded by fully_shard"),
         ("in order", "layer has overlap=False"),
         ("own experts", "layer has experts of one's own"),
     ],
