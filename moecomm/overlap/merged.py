@@ -289,7 +289,7 @@ class _Experts(NamedTuple):
 
 
 class Microbatch:
-    """A microbatch whose forward has been computed.
+    """A microbatch whose forward has been computed, by `forward_backward`.
 
     Attributes:
         output: the last block's result, cut from its graph: a loss computed from it leaves the gradient for
@@ -541,8 +541,9 @@ def forward_backward(
 
     Raises:
         InvalidArgument: on all ranks, with the number of the block and the name of its node, for an
-            exception in a node on any rank (`__cause__`, on that rank) and for values that do not fit. The
-            communicators stay usable; both microbatches are lost, and gradients are unspecified.
+            exception in a node on any rank (`__cause__`, on that rank) and for values that do not fit; after
+            the last transfer on that rank alone. The communicators stay usable; both microbatches are lost,
+            and gradients are unspecified.
         MoecommError: as operations of the communicator.
     """
     if x is not None:

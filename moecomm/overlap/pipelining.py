@@ -76,7 +76,7 @@ def merge_stages(schedule: Any) -> None:
 
     schedule: of torch.distributed.pipelining, with such actions (ScheduleDualPipeV has them, and a CSV file
     may), whose stages' modules are `MergedStage`s of one input and one output. Actions of one pass alone run
-    as ever; one that splits a backward computes all of it in its first part. Raises InvalidArgument.
+    as ever; of a backward that is split one part computes all of it. Raises InvalidArgument.
     """
     register = getattr(schedule, "register_custom_function", None)
     if register is None:
