@@ -45,7 +45,7 @@ from moecomm.kernels.products import Products
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.beside import Turns
-from moecomm.overlap.merged import run_through
+from moecomm.overlap.blocks import run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle
 

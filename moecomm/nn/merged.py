@@ -29,7 +29,7 @@ from moecomm.nn.expert_pass import (
 )
 from moecomm.nn.layer import MoELayer
 from moecomm.overlap.beside import Turns
-from moecomm.overlap.merged import CutBlock, Operations, Turned, Values
+from moecomm.overlap.blocks import CutBlock, Operations, Turned, Values
 
 Result = TypeVar("Result")
 

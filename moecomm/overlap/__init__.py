@@ -8,7 +8,8 @@ transfers of one microbatch beside the computation of another; `merge_stages` do
 from __future__ import annotations
 
 from moecomm.overlap.beside import Beside, sms_beside_wgrad
-from moecomm.overlap.merged import Block, Microbatch, forward_backward, run_microbatches
+from moecomm.overlap.blocks import Block
+from moecomm.overlap.merged import Microbatch, forward_backward, run_microbatches
 from moecomm.overlap.pipelining import MergedStage, merge_stages
 from moecomm.overlap.stages import Stages
 from moecomm.overlap.timeline import Span, Timeline

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 from moecomm.errors import InvalidArgument
-from moecomm.overlap.merged import AnyBlock, Microbatch, forward_backward
+from moecomm.overlap.blocks import AnyBlock
+from moecomm.overlap.merged import Microbatch, forward_backward
 
 
 class MergedStage(nn.Module):
