@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         x_BSH = self.tokens(tokens_BS) + self.positions.weight
         for block in self.blocks:
             # Keeps the block's input alone, and computes the rest again in the backward, by the plans it has.
-            x_BSH = checkpoint(block, x_BSH, use_reentrant=False, context_fn=keep_plans)
+            x_BSH = checkpoint(block, x_BSH, use_reentrant=False, context_fn=keep_plans(block))
         return self.logits(self.norm(x_BSH))
 
 

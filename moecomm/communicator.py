@@ -298,18 +298,27 @@ class Communicator:
         finally:
             backend.use_copies(*before)
 
-    def hold_copies(self) -> Callable[[], None]:
+    def hold_copies(self) -> Callable[[], int]:
         """Lets the copy engine move the rows of operations from now on, beside the caller's stream, and
-        returns the function that ends this. Rows are received by `complete`, or before the next operation:
-        until then an operation's results are not there, and what it reads must stay as it is.
-        `overlap.Beside` is made of both. Raises InvalidArgument without memory for copies (engine="sm")."""
+        returns the function that ends this, which returns the number of the last of them. Its rows are
+        received by `complete`, or before the next operation: until then its results are not there, and what
+        it reads must stay as it is. `overlap.Beside` is made of both. Raises InvalidArgument without memory
+        for copies (engine="sm")."""
         backend = self._open()
         before = backend.use_copies(True, held=True)
-        return lambda: backend.use_copies(*before) and None
 
-    def complete(self) -> None:
-        """Receives the rows that `hold_copies` has left, if any, on the caller's current stream."""
-        self._open().complete()
+        def release() -> int:
+            backend.use_copies(*before)
+            return backend.held
+
+        return release
+
+    def complete(self, number: int) -> None:
+        """Receives the rows of the operation with this number on the caller's current stream, if no operation
+        has come after it, before which they were received."""
+        backend = self._open()
+        if backend.held == number:
+            backend.complete()
 
     def settle(self) -> None:
         """Completes a dropless dispatch of `async_op`, if one was begun last: the host waits for its number

@@ -128,6 +128,10 @@ class Backend(Protocol):
     def complete(self) -> None:
         """Receives what an operation has held, if anything, on the caller's current stream."""
 
+    @property
+    def held(self) -> int:
+        """The number of the last operation that was held; 0 before the first."""
+
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
         """Runs `operation` after all before it and returns its result; `name` is for profilers."""
 

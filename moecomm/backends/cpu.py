@@ -79,6 +79,7 @@ class CpuBackend:
 
     stream = None
     copies_beside = False
+    held = 0
 
     def __init__(
         self,

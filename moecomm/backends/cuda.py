@@ -118,7 +118,8 @@ class CudaBackend:
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
         self._copies = (False, False)
-        self._held: tuple[torch.Tensor | None, ...] = ()  # tensors of the operation that is held
+        self.held = 0
+        self._held_tensors: tuple[torch.Tensor | None, ...] = ()  # those of the operation that is held
         self.copies_beside = engine == "copy" or (engine == "auto" and self._native.copies_pay())
         if engine == "copy":
             self.use_copies(True, held=False)
@@ -329,11 +330,12 @@ class CudaBackend:
         """Receives what an operation has held, if anything, on the caller's current stream."""
         with self._lock:
             self.run_now("moecomm receive", lambda: self._native.complete(self._raw_stream))
-            self._held = ()
+            self._held_tensors = ()
 
     def _keep(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the tensors of the operation just begun for as long as it is held, if it is."""
-        self._held = tensors if self._copies[1] else ()
+        self._held_tensors = tensors if self._copies[1] else ()
+        self.held += self._copies[1]
 
     def ready(self) -> None:
         """Does nothing: the runtime refuses work when it is closed or broken, and a passed capacity is

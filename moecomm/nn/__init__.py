@@ -16,13 +16,14 @@ from moecomm.nn.balance import update_expert_bias
 from moecomm.nn.checkpoint import sharded_state
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.data_parallel import fully_shard_experts, prepare_ddp
-from moecomm.nn.expert_pass import keep_plans
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import clip_grad_norm, sync_gradients
 from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
+from moecomm.nn.merged import MoEBlock
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
+from moecomm.nn.plans import keep_plans
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 
@@ -30,6 +31,7 @@ __all__ = [
     "ActivationPool",
     "GraphedStep",
     "GroupedExperts",
+    "MoEBlock",
     "MoEConfig",
     "MoELayer",
     "Routing",

@@ -21,13 +21,15 @@ beside a transfer it is on the caller's stream, which takes the host less.
 To autograd a pass is two functions. The first keeps what the backward needs and has the backward; the second
 hands out the result. So where torch.utils.checkpoint computes again what was kept, it can stop before the
 result; and with `keep_plans` it goes along the plan of the first time.
+
+Both passes are generators that pause when a transfer is under way and what lies beside it is issued. A pass
+by itself is run through; of merged microbatches another one goes on meanwhile (moecomm/nn/merged.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -45,6 +47,8 @@ from moecomm.kernels.products import Products
 from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_main_grad
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
+from moecomm.overlap.beside import Turns
+from moecomm.overlap.blocks import run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle, Layout
 
@@ -84,11 +88,17 @@ class Deferred:
                 )
         while self.pending:
             for parameter, gradient in zip((w_in, w_out), self.pending.pop(0)(), strict=True):
-                if gradient is None:
-                    continue
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                if has_main_grad(parameter):
-                    to_main_grad(parameter)
+                add_gradient(parameter, gradient)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Adds a gradient to the parameter's `grad`, or `main_grad`, as autograd does, but for hooks, unless the
+    product has added it already: None."""
+    if gradient is None:
+        return
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    if has_main_grad(parameter):
+        to_main_grad(parameter)
 
 
 @dataclass
@@ -104,6 +114,14 @@ class Runs:
         them."""
         runs = {"forward": self.forward, "backward": self.backward}
         return {name: stages.timeline() for name, stages in runs.items() if stages is not None}
+
+
+class Plans(NamedTuple):
+    """Dispatch outcomes of a layer's passes within one checkpoint, in their order."""
+
+    found: list[Known]
+    again: bool
+    """True while the passes are computed again."""
 
 
 class Call(NamedTuple):
@@ -132,6 +150,10 @@ class Call(NamedTuple):
     """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
     overflow: Tensor | None = None
     """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
+    plans: Plans | None = None
+    """Within a checkpoint that keeps plans, those that were kept; else None."""
+    turns: Turns | None = None
+    """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
 
     def capacities(self) -> dict[str, Any]:
         """Returns the capacity as a dispatch takes it. Rank-major rows are never more than expert-major ones,
@@ -141,9 +163,15 @@ class Call(NamedTuple):
         tokens = self.comm.size * self.comm.max_tokens
         return {"capacity": min(self.capacity, tokens), "expert_capacity": self.capacity}
 
-    def stages(self) -> Stages:
-        """Returns the stages of a new pass."""
+    def stages(self) -> Any:
+        """Returns the stages of a new pass, or what makes them in merged microbatches that are recorded."""
+        if self.turns is not None and self.turns.stages is not None:
+            return self.turns.stage
         return Stages(self.comm.device, record=self.runs is not None)
+
+    def beside(self, *, wanted: bool) -> Beside:
+        """Returns the context for a transfer."""
+        return Beside(self.comm, wanted=wanted, turns=self.turns)
 
     def settle(self, side: Beside) -> None:
         """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
@@ -206,29 +234,35 @@ class Forward:
         assert self._known is not None
         return self._known
 
-    def run(self) -> Tensor:
-        """Runs the forward and returns y (T, H)."""
+    def run(self) -> Generator[None, None, Tensor]:
+        """Runs the forward and returns y (T, H); it pauses with the dispatch under way, and the combine."""
         call, weights, comm = self.call, self.weights, self.call.comm
         has_shared = weights.shared_in is not None
         stages = call.stages()
-        side = Beside(comm, wanted=has_shared)
+        side, turns = call.beside(wanted=has_shared), call.turns or Turns()
         tokens = (self.x_TH, call.topk_idx_TK, self.topk_weights_TK)
         out: DispatchOutput | None = None
         shared_TH: Tensor | None = None
+
+        def receive_rows() -> None:
+            nonlocal out
+            with side, stages("dispatch_receive", stream=COMM, communicates=True):
+                out = receive()
 
         with side, stages("dispatch_send", stream=COMM, communicates=True):
             # Without a capacity, receiving waits on the host for the number of rows.
             if call.capacity is None:
                 receive = comm.begin_dispatch(*tokens, layout=call.layout)
+                turns.begin(receive_rows)
             else:
                 out = comm.dispatch(*tokens, layout=call.layout, **call.capacities())
         if has_shared:
             with stages("shared"):
                 self._shared_fc1()
                 shared_TH = self._shared_fc2()
-        if out is None:
-            with side, stages("dispatch_receive", stream=COMM, communicates=True):
-                out = receive()
+        yield
+        turns.finish()
+        assert out is not None
         weights_P = out.weights if out.expert_rows is None else out.expert_weights
         assert weights_P is not None
         side.join(out.tokens, weights_P, out.expert_offsets, out.expert_rows)
@@ -246,16 +280,17 @@ class Forward:
         with stages("fc2"):
             expert_rows_PH = self._fc2(z_PF)
         del z_PF
-        home = Beside(comm, wanted=call.pool is not None)
+        home = call.beside(wanted=call.pool is not None)
         with home, stages("combine", stream=COMM, communicates=True):
             y_TH = comm.combine(expert_rows_PH, out.expert_handle)
         if call.pool is not None:
             with stages("to_pool"):
                 self._to_pool(call.pool)
+        yield
         home.join(y_TH)
         if shared_TH is not None:
             y_TH.add_(shared_TH)
-        if call.runs is not None:
+        if call.runs is not None and isinstance(stages, Stages):
             call.runs.forward = stages
         call.settle(side if side.apart else home)
         return y_TH
@@ -350,8 +385,14 @@ class Forward:
 # -- backward ----------------------------------------------------------------------------------------------
 
 
-def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs the backward of `_Keep` and returns gradients in the order of its inputs."""
+Gradients = tuple[Tensor | None, ...]
+
+
+def backward(
+    ctx: Any, grad_y_TH: Tensor, gradient_to_add_to: Callable[[Any, int], Tensor | None]
+) -> Generator[None, None, Gradients]:
+    """Runs the backward of `_Keep` and returns gradients in the order of its inputs; it pauses with the
+    gradients of the rows under way, and those of the tokens. ctx: what `_Keep` has left for it."""
     call: Call = ctx.call
     comm, products, handle, expert_handle = call.comm, call.products, ctx.handle, ctx.expert_handle
     saved: tuple[Any, ...] = ctx.saved_tensors
@@ -361,13 +402,12 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     has_shared = shared_in is not None and (need_x or any(need_shared))
     needs_home = need_x or need_weights
     weights_now = call.deferred is None
-    into_in, into_out = (_gradient_to_add_to(ctx, number) for number in (_W_IN, _W_OUT))
     stages = call.stages()
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
     grad_shared: tuple[Tensor | None, ...] = (None, None, None)
 
     # Rows go to the experts, beside the shared experts' gradients and what the pool gives back.
-    side = Beside(comm, wanted=has_shared or ctx.ticket is not None)
+    side = call.beside(wanted=has_shared or ctx.ticket is not None)
     with side, stages("dispatch_grad", stream=COMM, communicates=True):
         if call.keep == "nothing":
             rows_PH = comm.redispatch(x_TH, handle)
@@ -384,8 +424,10 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
             grad_shared = _shared_backward(
                 grad_y_TH, x_TH, shared_in, shared_out, shared_inner_TI, call.activation, need_x, *need_shared
             )
+    yield
     side.join(grad_rows_PH, rows_PH if call.keep == "nothing" else None)
 
+    into_in, into_out = (gradient_to_add_to(ctx, number) for number in (W_IN, W_OUT))
     if call.keep != "all":
         with stages("fc1_again"):
             inner_PI = products.grouped_mm(rows_PH, w_in, groups, index_P=index_P, bias_LB=b_in)
@@ -421,7 +463,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
 
     # Gradients of tokens go home, by the copy engine or on few SMs, beside the product that nobody waits for.
     sms = call.beside_sms if needs_home and need_in and weights_now else None
-    home = Beside(comm, wanted=sms is not None)
+    home = call.beside(wanted=sms is not None)
     if needs_home:
         with stages("fc1_dgrad"):
             grad_expert_rows_PH = products.grouped_mm_dgrad(grad_inner_PI, w_in, groups)
@@ -440,12 +482,13 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
                 leave_sms=sms or 0,
                 rows_index_P=index_P,
             )
+    yield
     home.join(grad_x_TH, grad_weights_TK)
 
     grad_shared_x_TH, *grad_shared_weights = grad_shared
     if grad_x_TH is not None and grad_shared_x_TH is not None:
         grad_x_TH.add_(grad_shared_x_TH)
-    if call.runs is not None:
+    if call.runs is not None and isinstance(stages, Stages):
         call.runs.backward = stages
     call.settle(side if side.apart else home)
     return (
@@ -460,7 +503,7 @@ def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_W_IN, _W_OUT = 2, 3
+W_IN, W_OUT = 2, 3
 """The places of the experts' weights among the tensors that `_Keep` takes."""
 
 
@@ -473,21 +516,27 @@ def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
     if not ctx.call.products.adds or type(node).__name__ != "AccumulateGrad":
         return None
     parameter = node.variable
-    if isinstance(parameter, DTensor) or has_hooks(parameter):
+    if has_hooks(parameter):
         return None
-    grad = parameter.grad
-    if not has_main_grad(parameter):
-        if grad is None or grad.requires_grad or not grad.is_contiguous():
-            return None
-        if grad.dtype is not parameter.dtype or grad.shape != parameter.shape:
-            return None
+    grad = grad_in_place(parameter)
+    if grad is None:
+        return None
     try:
         runs: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch says so where torch.autograd.grad is under way
         return None
-    if not runs:
+    return grad if runs else None
+
+
+def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
+    """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
+    None."""
+    if has_main_grad(parameter):
+        return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
+    grad = parameter.grad
+    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
         return None
-    return main_grad_of(parameter) if has_main_grad(parameter) else grad
+    return grad if grad.dtype is parameter.dtype and grad.shape == parameter.shape else None
 
 
 def _shared_backward(
@@ -540,55 +589,13 @@ def _wgrads(
 _NO_TABLE = torch.empty(0, dtype=torch.int32)
 
 
-class _Plans(NamedTuple):
-    """Dispatch outcomes of the passes within one checkpoint, in their order."""
-
-    found: list[Known]
-    again: bool
-    """True while the passes are computed again."""
-
-
-_plans: ContextVar[_Plans | None] = ContextVar("moecomm plans", default=None)
-
-
-def keep_plans() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Makes torch.utils.checkpoint recompute with the plans of the first time.
-
-        y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans)
-
-    The MoELayers in `block` then make no second plan and exchange no counts; rows travel again, as far as the
-    layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
-    keeps anything. Plans take some KB a token, whatever the hidden size (docs/memory.md). The routing has to
-    be the same both times, as torch.utils.checkpoint sees to (preserve_rng_state).
-    """
-    found: list[Known] = []
-    return _Within(found, again=False), _Within(found, again=True)
-
-
-class _Within(contextlib.AbstractContextManager[None]):
-    """A context in which passes keep or reuse their plans. It may be entered several times: a graph whose
-    backward runs twice is computed again twice."""
-
-    def __init__(self, found: list[Known], again: bool) -> None:
-        self._found, self._again = found, again
-        self._tokens: list[Token[_Plans | None]] = []
-
-    def __enter__(self) -> None:
-        # Each recomputation begins with the first plan.
-        plans = _Plans(list(self._found) if self._again else self._found, self._again)
-        self._tokens.append(_plans.set(plans))
-
-    def __exit__(self, *_: object) -> None:
-        _plans.reset(self._tokens.pop())
-
-
 def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weights) -> Tensor:
     """Returns (T, H): the sum over a token's experts of weight * expert(x), plus the shared experts' result.
 
     x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
     """
-    plans = _plans.get()
+    plans = call.plans
     first = plans is not None and not plans.again
     inputs = (x_TH, topk_weights_TK, *weights)
     wanted = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
@@ -619,7 +626,7 @@ class _Pass:
         self.forward, forward.keeps = forward, not self.is_first
         with without_autocast(x_TH.device.type):
             if self.known is None:
-                self.y_TH = forward.run()
+                self.y_TH = run_through(forward.run())
             else:
                 forward.again()
         return forward
@@ -657,7 +664,7 @@ class _Keep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast(grad_y_TH.device.type):
-            return backward(ctx, grad_y_TH)
+            return run_through(backward(ctx, grad_y_TH, _gradient_to_add_to))
 
 
 class _Finish(torch.autograd.Function):

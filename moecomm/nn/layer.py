@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.expert_pass import Call, Deferred, Keep, Runs, Weights, run_experts
+from moecomm.nn.expert_pass import Call, Deferred, Keep, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.own_experts import adopt_experts, combine_own_experts
@@ -27,6 +27,16 @@ from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.types import AnyGroup
+
+
+class Routed(NamedTuple):
+    """What a layer sends to the experts."""
+
+    rows_TH: Tensor
+    topk_idx_TK: Tensor
+    topk_weights_TK: Tensor
+    unattached: Routing | None
+    """The routing, if its losses are to be attached to the result; None: they are attached to the weights."""
 
 
 class MoELayer(nn.Module):
@@ -168,6 +178,7 @@ class MoELayer(nn.Module):
         self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
+        self._plans: Plans | None = None
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
@@ -182,25 +193,37 @@ class MoELayer(nn.Module):
         """
         in_order = not self.overlap or self._own_experts or torch.compiler.is_compiling()
         try:
-            self._check_settings(in_order)
-            require_tensor("x", x, self.comm.device)
-            x_TH = x
-            if x.dim() == 3 and x.shape[2] == self.config.hidden:
-                x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
-            routing = self.router(x_TH, seq_len)
+            routed = self._route(x, seq_len, in_order)
         except InvalidArgument as error:
             self.comm.refuse(error)
-        rows_TH = x_TH.to(self.config.dtype)
+        run = self._run_in_order if in_order else self._run
+        y_TH = run(routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)
+        return self._finish(y_TH, x.shape, x.dtype, routed.unattached)
+
+    def _route(self, x: Tensor, seq_len: int | None, in_order: bool) -> Routed:
+        """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
+        self._check_settings(in_order)
+        require_tensor("x", x, self.comm.device)
+        x_TH = x
+        if x.dim() == 3 and x.shape[2] == self.config.hidden:
+            x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
+        routing = self.router(x_TH, seq_len)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
         # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute
         # stops before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
-        run = self._run_in_order if in_order else self._run
-        y_TH = run(rows_TH, routing.topk_idx_TK, weights_TK).to(x.dtype)
-        if not weights_TK.requires_grad:
-            y_TH = self._attach(y_TH, routing)
-        return y_TH.view(x.shape)
+        unattached = None if weights_TK.requires_grad else routing
+        return Routed(x_TH.to(self.config.dtype), routing.topk_idx_TK, weights_TK, unattached)
+
+    def _finish(
+        self, y_TH: Tensor, shape: torch.Size, dtype: torch.dtype, unattached: Routing | None
+    ) -> Tensor:
+        """Returns the experts' result with the shape and dtype of the layer's input."""
+        y_TH = y_TH.to(dtype)
+        if unattached is not None:
+            y_TH = self._attach(y_TH, unattached)
+        return y_TH.view(shape)
 
     def backward_weights(self) -> None:
         """Computes the gradients of the experts' weights that backwards have put off (`defer_weights`), and
@@ -215,16 +238,16 @@ class MoELayer(nn.Module):
         Waits for them."""
         return self._runs.timelines()
 
-    def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        experts, shared = self.experts, self.shared
+    def _call(self, topk_idx_TK: Tensor) -> Call:
+        """Returns the arguments of a pass of the experts."""
         with_capacity = self.capacity is not None
-        call = Call(
+        return Call(
             self.comm,
             topk_idx_TK,
             self.capacity,
             "rank" if self.config.rows == "rank" and not (with_capacity and self.pool) else "expert",
             self.config.activation,
-            experts.products,
+            self.experts.products,
             self.keep,
             self._choose_sms(),
             self._waits,
@@ -232,18 +255,20 @@ class MoELayer(nn.Module):
             self._runs if self.record else None,
             self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
+            self._plans,
         )
 
+    def _weights(self) -> Weights:
+        """Returns the weights of the experts and the shared ones, as they are now."""
+        experts, shared = self.experts, self.shared
+        shared_in, shared_out = (None, None) if shared is None else (shared.w_in, shared.w_out)
+        return Weights(experts.w_in, experts.w_out, shared_in, shared_out, experts.b_in, experts.b_out)
+
+    def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        experts, shared, call = self.experts, self.shared, self._call(topk_idx_TK)
+
         def run(x_TH: Tensor) -> Tensor:
-            weights = Weights(
-                experts.w_in,
-                experts.w_out,
-                None if shared is None else shared.w_in,
-                None if shared is None else shared.w_out,
-                experts.b_in,
-                experts.b_out,
-            )
-            return run_experts(call, x_TH, topk_weights_TK, weights)
+            return run_experts(call, x_TH, topk_weights_TK, self._weights())
 
         # This runs within the calls of both modules, whose hooks may have to make their weights ready.
         y_TH: Tensor = (

@@ -156,7 +156,7 @@ class Model(nn.Module):
                     layer,
                     x_TH,
                     use_reentrant=False,
-                    context_fn=keep_plans,
+                    context_fn=keep_plans(layer),
                     preserve_rng_state=ranks.on_cpu(),  # a capture cannot; for the jitter
                 )
             else:

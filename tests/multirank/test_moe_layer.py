@@ -229,7 +229,7 @@ def checkpointed(
         elif way == "checkpoint":
             y = checkpoint(block, x, use_reentrant=False)
         else:
-            y = checkpoint(block, x, use_reentrant=False, context_fn=keep_plans)
+            y = checkpoint(block, x, use_reentrant=False, context_fn=keep_plans(first, second))
         twice = way.endswith("graph")
         y.square().sum().backward(retain_graph=twice)
         stats = first.comm.stats()
@@ -245,6 +245,11 @@ def checkpointed(
     for other in found[1:]:
         for left, right in zip(found[0], other, strict=True):
             assert torch.equal(left, right)
+
+
+def test_plans_of_no_layer() -> None:
+    with pytest.raises(InvalidArgument, match="modules have no MoELayer"):
+        keep_plans(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

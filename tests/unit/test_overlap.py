@@ -12,6 +12,7 @@ import torch
 
 import moecomm
 from moecomm.overlap import Beside, Span, Stages, Timeline, sms_beside_wgrad
+from moecomm.overlap.beside import Turns
 from tests.unit.loopback import FakeGpu, FakeStream
 
 STREAMS = ("compute", "comm")
@@ -168,6 +169,39 @@ def test_an_error_beside_products(gpu: Gpu) -> None:
         raise KeyError
     assert gpu.now.number == 100
     assert gpu.log == ["record 100", "101 waits for 100", "record 101", "100 waits for 101"]
+
+
+def test_transfers_of_microbatches_that_take_turns(gpu: Gpu) -> None:
+    """A pass waits for its own transfer alone, and a dispatch is received before the next transfer."""
+    comm: Any = SimpleNamespace(device=torch.device("cuda", 0), stream=gpu.new_stream())
+    turns = Turns()
+    ours, theirs = Beside(comm, wanted=False, turns=turns), Beside(comm, wanted=False, turns=turns)
+
+    def receive() -> None:
+        with ours:
+            gpu.log.append("receive")
+
+    with ours:
+        turns.begin(receive)
+    assert turns.issued == 1
+    with theirs:
+        gpu.log.append("theirs")
+    assert turns.issued == 2
+    before, after = ["record 100", "101 waits for 100"], ["record 101"]
+    log = [*before, *after, "receive", *after, *before, "theirs", *after]
+    assert gpu.log == log
+    turns.finish()
+    ours.join()
+    assert gpu.log == [*log, "100 waits for 101"]
+    never = Beside(comm, turns=turns)
+    never.join()
+    assert len(gpu.log) == len(log) + 1
+    with pytest.raises(KeyError), never:
+        raise KeyError
+    assert turns.failed == "transfer" and turns.issued == 2
+    with pytest.raises(KeyError), ours:
+        raise KeyError
+    assert turns.failed == "receive" and gpu.now.number == 100
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -474,9 +474,9 @@ def test_checkpoints(reentrant: bool, plans: bool, seed: int) -> None:
     """The first pass of a checkpoint keeps nothing: its pages are free when it is done."""
     if plans and reentrant:
         pytest.skip("keep_plans is for use_reentrant=False")
-    options = {"context_fn": keep_plans} if plans else {}
 
     def wrap(layer: Any, x: Tensor) -> Tensor:
+        options = {"context_fn": keep_plans(layer)} if plans else {}
         y: Tensor = checkpoint(layer, x, use_reentrant=reentrant, **options)
         assert pool.use().held == 0
         return y

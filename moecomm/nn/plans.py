@@ -1,0 +1,56 @@
+"""Recompute by torch.utils.checkpoint along the plans of the first time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn.expert_pass import Plans
+from moecomm.nn.layer import MoELayer
+
+Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
+
+
+def keep_plans(*modules: nn.Module) -> Callable[[], Contexts]:
+    """Makes torch.utils.checkpoint recompute with the plans of the first time.
+
+        y = checkpoint(block, x, use_reentrant=False, context_fn=moecomm.nn.keep_plans(block))
+
+    The MoELayers in `modules` then make no second plan and exchange no counts; rows travel again, as far as
+    the layer's `keep` wants them, and nothing is combined where the layer is the last thing in the block that
+    keeps anything. Plans take some KB a token, whatever the hidden size (docs/memory.md). The routing has to
+    be the same both times, as torch.utils.checkpoint sees to (preserve_rng_state).
+
+    Raises InvalidArgument for modules without a MoELayer.
+    """
+    layers = [each for module in modules for each in module.modules() if isinstance(each, MoELayer)]
+    if not layers:
+        raise InvalidArgument("modules have no MoELayer, must be those with the layers that are recomputed")
+
+    def contexts() -> Contexts:
+        first = [Plans([], again=False) for _ in layers]
+        return _Within(layers, first, again=False), _Within(layers, first, again=True)
+
+    return contexts
+
+
+class _Within(contextlib.AbstractContextManager[None]):
+    """A context in which layers keep or reuse their plans. It may be entered several times: a graph whose
+    backward runs twice is computed again twice."""
+
+    def __init__(self, layers: Sequence[MoELayer], first: Sequence[Plans], again: bool) -> None:
+        self._layers, self._first, self._again = layers, first, again
+        self._before: list[list[Plans | None]] = []
+
+    def __enter__(self) -> None:
+        self._before.append([layer._plans for layer in self._layers])
+        for layer, plans in zip(self._layers, self._first, strict=True):
+            # Each recomputation begins with the first plan.
+            layer._plans = Plans([*plans.found], again=True) if self._again else plans
+
+    def __exit__(self, *_: object) -> None:
+        for layer, before in zip(self._layers, self._before.pop(), strict=True):
+            layer._plans = before
