@@ -171,7 +171,7 @@ class Call(NamedTuple):
 
     def beside(self, *, wanted: bool) -> Beside:
         """Returns the context for a transfer."""
-        return Beside(self.comm, wanted=wanted, turns=self.turns)
+        return Beside(self.comm, wanted=wanted, only_transfers=True, turns=self.turns)
 
     def settle(self, side: Beside) -> None:
         """Waits on the host for a pass whose transfers were on `side`, if `waits` says so."""
@@ -300,7 +300,7 @@ class Forward:
         call = self.call
         has_shared = self.weights.shared_in is not None
         stages = call.stages()
-        side = Beside(call.comm, wanted=has_shared and call.keep != "nothing")
+        side = call.beside(wanted=has_shared and call.keep != "nothing")
         if call.keep != "nothing":
             with side, stages("dispatch_again", stream=COMM, communicates=True):
                 self._rows_PH = call.comm.redispatch(self.x_TH, self.known.handle)

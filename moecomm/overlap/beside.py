@@ -86,9 +86,10 @@ class Beside:
         ...                                         # the caller's products
         side.join(rows)                             # the caller's later work comes after the transfers
 
-    Where the communicator has the copy engine for that (`Communicator.copies_beside`), rows are packed on the
-    caller's stream, copied beside it, and received on it in `join`, or before the next transfer, so that the
-    products keep all SMs. Else the block runs on comm.stream.
+    only_transfers: the block calls operations of `comm` and does not read their results. Then, where the
+    communicator has the copy engine for it (`Communicator.copies_beside`), rows are packed on the caller's
+    stream, copied beside it, and received on it in `join`, or before the next transfer, so that the products
+    keep all SMs. Else the block runs on comm.stream.
 
     What the block reads and returns must stay alive until `join`. With wanted=False, and on the CPU, the
     block runs on the caller's stream, and `join` does nothing. An error in the block makes the caller's
@@ -99,11 +100,18 @@ class Beside:
     does not wait for what the caller has issued since.
     """
 
-    def __init__(self, comm: Communicator, *, wanted: bool = True, turns: Turns | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        wanted: bool = True,
+        only_transfers: bool = False,
+        turns: Turns | None = None,
+    ) -> None:
         self._comm, self._turns, self._sent = comm, turns, False
         self._end: torch.cuda.Event | None = None
         wanted = wanted or turns is not None
-        self._copies = wanted and comm.copies_beside
+        self._copies = wanted and only_transfers and comm.copies_beside
         self._stream = comm.stream if wanted and not self._copies else None
         self._gpu = CudaDevice(comm.device.index) if self._stream is not None else None
         self._caller: torch.cuda.Stream | None = None

@@ -395,7 +395,9 @@ def issued(rank: int, world_size: int, seed: int) -> list[str]:
     first = forward_backward(step.blocks, step.x[0])
     assert first is not None
     begin = comm.begin_dispatch
-    comm.begin_dispatch = lambda *args: logged("receive", logged("dispatch", begin)(*args))
+    comm.begin_dispatch = lambda *args, **options: logged(
+        "receive", logged("dispatch", begin)(*args, **options)
+    )
     for name in ("combine", "redispatch", "dispatch_backward"):
         setattr(comm, name, logged(name, getattr(comm, name)))
     for block in step.blocks:
