@@ -8,12 +8,16 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+
+from moecomm.nn import MoEBlock, MoELayer
+from moecomm.overlap import run_microbatches
 
 from ..harness import inputs, verify
 from ..harness import options as named
@@ -45,7 +49,44 @@ def one_after_the_other(
     return results
 
 
-SCHEDULES: dict[str, Schedule] = {"one after the other": one_after_the_other}
+class _Loss(torch.autograd.Function):
+    """A loss of 0 whose gradient is given."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TH: Tensor, dy_TH: Tensor) -> Tensor:
+        ctx.dy_TH = dy_TH
+        return y_TH.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.dy_TH, None
+
+
+def _cut(block: nn.Module) -> MoEBlock:
+    """The block, or layer, as its nodes."""
+    if isinstance(block, MoELayer):
+        return MoEBlock(lambda x_TH: (x_TH, x_TH), block, lambda _, y_TH: y_TH)
+    assert isinstance(block, Block)
+    return MoEBlock(block.before, block.layer)
+
+
+def merged(
+    blocks: Sequence[nn.Module], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    """The backward of a microbatch beside the forward of the next, and the first and last two beside each
+    other."""
+    results: list[Tensor] = []
+
+    def loss(y_TH: Tensor, number: int) -> Tensor:
+        results.append(y_TH.detach())
+        value: Tensor = _Loss.apply(y_TH, gradients[number])  # type: ignore[no-untyped-call]
+        return value
+
+    run_microbatches([_cut(each) for each in blocks], inputs, loss, merge_ends=True)
+    return results
+
+
+SCHEDULES: dict[str, Schedule] = {"one after the other": one_after_the_other, "merged": merged}
 
 
 class Steps:
@@ -150,15 +191,20 @@ def make_microbatches(comms: Comms, case: LayerCase, clock: Clock) -> list[Path 
 class Block(nn.Module):
     """A block of a transformer: x + attention(norm(x)), then x + experts(norm(x))."""
 
-    def __init__(self, attention: Attention, layer: nn.Module, hidden: int) -> None:
+    def __init__(self, attention: Attention, layer: MoELayer, hidden: int) -> None:
         super().__init__()
         weight = next(attention.parameters())
         self.attention, self.layer = attention, layer
         self.norm = nn.RMSNorm(hidden, eps=1e-6, dtype=weight.dtype, device=weight.device)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def before(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes what comes before the experts: the residual, and their input."""
         x_TH = self.attention(x_TH[None])[0]
-        y_TH: Tensor = x_TH + self.layer(self.norm(x_TH))
+        return x_TH, self.norm(x_TH)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        x_TH, h_TH = self.before(x_TH)
+        y_TH: Tensor = x_TH + self.layer(h_TH)
         return y_TH
 
 
@@ -255,7 +301,7 @@ class _OfAModel(Variants):
             waited=self.waited,
             own=True,
             more=more,
-            note=f"{self.layers} layers, products by {blocks[0].layer.experts.products.name}",  # type: ignore[union-attr]
+            note=f"{self.layers} layers, products by {blocks[0].layer.experts.products.name}",
         )
 
     def _compared(self, blocks: Sequence[Block], steps: Steps, outputs: Sequence[Tensor]) -> list[Verdict]:

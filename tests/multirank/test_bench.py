@@ -181,7 +181,11 @@ def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[.
     assert list(rows) == [
         ("dense product", "step"),
         *(("torch products", phase) for phase in ("step", "in a row")),
-        *(("one after the other, torch", phase) for phase in ("step", "in a row", "whole step")),
+        *(
+            (f"{schedule}, torch", phase)
+            for schedule in ("one after the other", "merged")
+            for phase in ("step", "in a row", "whole step")
+        ),
     ]
     assert [(each["path"], each["failed"]) for each in content["missing"]] == [("quack products", False)]
     alone = rows["torch products", "in a row"]
@@ -205,8 +209,8 @@ def test_blocks_with_attention_are_verified_and_recorded(run: Callable[..., Ran]
         flags = ("--presets", preset, "--ways", "model", "--layers", "2", "--microbatches", "2", "-d", dtype)
         status, said, content = run("moe_layer", *flags)
         assert status == 0 and "in blocks with attention" in said, said
-        own = [row for row in content["rows"] if row["path"] == "one after the other"]
-        assert [row["phase"] for row in own] == ["step", "in a row", "whole step"]
+        own = [row for row in content["rows"] if row["path"] in ("one after the other", "merged")]
+        assert [row["phase"] for row in own] == ["step", "in a row", "whole step"] * 2
         for row in own:
             assert row["wrong"] == 0 and row["layers"] == 2 and row["note"] == "2 layers, products by torch"
             assert 0 < row["worst"] < verify.BOUNDS[dtype]
