@@ -504,7 +504,6 @@ def _check_together(options: Options) -> None:
     for shape, dtype in itertools.product(options.shapes, options.dtypes):
         if (row_bytes := shape.hidden * DTYPES[dtype]) % 16:
             raise ValueError(f"--hidden {shape.hidden} of {dtype} is {row_bytes} bytes, no multiple of 16")
-    _check_arguments(options)
     limit = options.limit_nodes
     if limit is None:
         return
@@ -516,21 +515,3 @@ def _check_together(options: Options) -> None:
     for shape in options.shapes:
         if shape.topk > (reachable := limit * (shape.experts // options.nodes)):
             raise ValueError(f"--topk {shape.topk} is more than the {reachable} experts of --limit-nodes")
-
-
-def _check_arguments(options: Options) -> None:
-    """Refuses options for which this moecomm has no argument."""
-    if not (options.engines or options.rows):
-        return
-    import inspect
-
-    import moecomm
-    from moecomm.nn import MoEConfig, MoELayer
-
-    for name, given, places in (
-        ("engine", options.engines, (moecomm.Communicator,)),
-        ("rows", options.rows, (MoEConfig, MoELayer)),
-    ):
-        if given and not any(name in inspect.signature(each).parameters for each in places):
-            words = " and ".join(each.__name__ for each in places)
-            raise ValueError(f"--{name}: {words} of this moecomm have no argument {name!r}: leave it out")

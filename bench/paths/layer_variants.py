@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
@@ -126,8 +125,6 @@ def make_layer(
     """A layer with the cases' routings and experts whose weights all layers share."""
     options, point = cases[0].options, cases[0].point
     assert point.ffn is not None
-    more: dict[str, Any] = {} if choice.rows is None else {"rows": choice.rows}
-    of_config = "rows" in inspect.signature(MoEConfig).parameters
     # A layer draws its weights on the CPU, which would take minutes: they are put in afterwards.
     with mock.patch.object(GroupedExperts, "reset_parameters"):
         config = MoEConfig(
@@ -140,7 +137,7 @@ def make_layer(
             dtype=cases[0].dtype,
             expert_precision="fp8" if fp8 else None,
             products=None if fp8 else choice.products,
-            **(more if of_config else {}),
+            rows=choice.rows,
         )
         layer = MoELayer(
             config,
@@ -148,7 +145,6 @@ def make_layer(
             overlap=overlap,
             keep=keep,
             beside_sms=options.overlap_num_sms,
-            **({} if of_config else more),
         )
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", FixedRouting(cases))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,21 +12,9 @@ from bench.harness import case, command_line
 from bench.harness.options import ATTENTION, PRESETS, Choice, Heads
 from bench.paths import layer_variants, moecomm_path
 from bench.paths.attention import Attention
-from moecomm.nn import MoEConfig, MoELayer
 
 pytestmark = pytest.mark.usefixtures("bench_on_cpu")
 FLAGS = "-g 1 --presets qwen3-30b --hidden 32 --ffn 16 --experts 4 --topk 2 -b 8 --graph-tokens 0"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigWithRows(MoEConfig):
-    rows: str = "expert"
-
-
-class LayerWithRows(MoELayer):
-    def __init__(self, *arguments: Any, rows: str = "expert", **others: Any) -> None:
-        super().__init__(*arguments, **others)
-        self.rows = rows
 
 
 def layer_case() -> case.LayerCase:
@@ -36,18 +23,12 @@ def layer_case() -> case.LayerCase:
     return case.LayerCase(given, point, 0, case.Experts(given, point, 0))
 
 
-@pytest.mark.parametrize("place", ["config", "layer"])
-def test_rows_go_to_the_argument_that_is_there(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_built_as_the_choice_says() -> None:
     one = layer_case()
     comms = {None: moecomm_path.communicator(one.options, one.point)}
-    if place == "config":
-        monkeypatch.setattr(layer_variants, "MoEConfig", ConfigWithRows)
-    else:
-        monkeypatch.setattr(layer_variants, "MoELayer", LayerWithRows)
-    for rows, wanted in (("rank", "rank"), (None, "expert")):
+    for rows in ("rank", None):
         layer = layer_variants.make_layer(comms, [one], one.experts, Choice(products="torch", rows=rows))
-        holder: Any = layer.config if place == "config" else layer
-        assert holder.rows == wanted and layer.config.products == "torch"
+        assert layer.config.rows == rows and layer.config.products == "torch"
         assert layer.experts.w_in is one.experts.w_in
 
 
