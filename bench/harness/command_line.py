@@ -232,7 +232,8 @@ def build_parser(program: str) -> Parser:
         add("--microbatches", type=positive, default=4, metavar="N", help="of a training step (4)")
         add("--layers", type=positive, metavar="N", help="of a model (what fits, up to 4)")
         for name, known_words, meaning in (
-            ("engine", ("sm", "copy", "auto"), "what moves rows"), ("products", ("torch", "quack"), "what computes"),
+            ("engine", ("sm", "copy", "auto"), "what moves rows"),
+            ("products", ("torch", "quack"), "what computes"),
             ("rows", ("expert", "rank"), "expanded rows, or gathered by the products"),
         ):
             add(f"--{name}", dest=name.replace("engine", "engines"), type=_list_of(_one_of(known_words)),
