@@ -198,7 +198,15 @@ void test_formula() {
   for (int64_t tokens = 1; tokens < static_cast<int64_t>(most_chunks.size()); ++tokens)
     most_chunks[tokens] = std::max(most_chunks[tokens - 1], chunk_count(tokens));
   for_each_shape([&](const DeviceShape& shape) {
-    CHECK(DeviceWindow::make(shape).total_bytes == window_bytes(shape, most_chunks[shape.max_tokens]));
+    const DeviceWindow window = DeviceWindow::make(shape);
+    CHECK(window.total_bytes == window_bytes(shape, most_chunks[shape.max_tokens]));
+    // For the copy engine two sections of rows that come and one of sums that go, of all ranks and tokens.
+    DeviceShape copies = shape;
+    copies.copies = true;
+    const int64_t tokens = shape.ranks * shape.max_tokens;
+    const int64_t landed = rounded(tokens * std::max(shape.row_bytes(), shape.wire_row_bytes()), kPage);
+    CHECK(DeviceWindow::make(copies).total_bytes ==
+          window.total_bytes + 2 * landed + rounded(tokens * shape.row_bytes(), kPage));
   });
 }
 
@@ -242,9 +250,10 @@ void test_plan_fields() {
     const DevicePlan p = DevicePlan::make(s);
     const int64_t R = s.ranks, L = s.num_experts / R, M = s.max_tokens, K = s.top_k;
     std::vector<std::pair<int64_t, int64_t>> fields{
-        {p.header, 16}, {p.expert_rows, L}, {p.offsets, L},     {p.source_ends, R},
-        {p.ends, L},    {p.tokens, R},      {p.bases, R * L},   {p.local_topk_idx, M * K},
-        {p.home, M},    {p.slots, R * M},   {p.rows, R * M * K}};
+        {p.header, 16},     {p.expert_rows, L}, {p.offsets, L},           {p.source_ends, R},
+        {p.ends, L},        {p.tokens, R},      {p.bases, R * L},         {p.local_topk_idx, M * K},
+        {p.home, M},        {p.slots, R * M},   {p.positions, R * M * K}, {p.rows, R * M},
+        {p.source_bases, R}};
     std::sort(fields.begin(), fields.end());
     int64_t end = 0, words = 0;
     for (const auto& [offset, count] : fields) {
