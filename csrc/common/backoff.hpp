@@ -7,14 +7,19 @@
 #include <mutex>
 #include <vector>
 
+#include "common/deadline.hpp"
+
 namespace moecomm {
 
 /// The backoff of one thread, which says after each turn of its loop whether it had work. With none it gives
 /// up its core at once, and soon sleeps: those that compute need it more.
 class Backoff {
  public:
-  /// `longest`: of a sleep, after a while without work; wake() ends it.
-  explicit Backoff(std::chrono::microseconds longest) : longest_(longest) {}
+  /// `longest`: of a sleep, after a while without work; wake() ends it. `crowded`: threads that want a core
+  /// are more than the cores. Then sleeps grow from the first on, with the time without work: what comes is
+  /// late by a small part of the wait for it, and those that compute have the core.
+  explicit Backoff(std::chrono::microseconds longest, bool crowded = false)
+      : longest_(longest), crowded_(crowded) {}
 
   /// `stay_awake`: there is something to come that moves only as somebody looks. It keeps the thread from
   /// sleeping, but not for ever: a peer may have stopped.
@@ -24,7 +29,9 @@ class Backoff {
 
  private:
   const std::chrono::microseconds longest_;
+  const bool crowded_;
   int idle_ = 0;
+  Clock::time_point since_{};  // of the first turn without work
   std::atomic<bool> asleep_{false};
   std::mutex mutex_;
   std::condition_variable awake_;

@@ -60,7 +60,7 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       inbound_(static_cast<size_t>(others_)),
       staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
       reasons_(static_cast<size_t>(nodes_.nodes())),
-      backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep) {
+      backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep, signals.crowded()) {
   for (int32_t other = 0; other < others_; ++other)
     *progress().all_here(other) = inbound_[static_cast<size_t>(other)].delivered = first_epoch - 1;
   signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
