@@ -157,16 +157,20 @@ bench: $(BUILT)
 	@$(PY) bench/run_all.py $(ARGS)
 
 # Without ARGS everything runs: the tests that start ranks, and beside them, in a process of their own, all others, whose
-# output comes at the end. With ARGS it is pytest alone, narrowed by them.
+# output comes at the end. Programs that start ranks themselves are among these: both parts take about as long.
+# With ARGS it is pytest alone, narrowed by them.
+RANKS    := tests/multirank tests/gpu
+PROGRAMS := tests/multirank/test_bench.py tests/multirank/test_main.py tests/multirank/test_harness.py
+OTHERS   := $(filter-out $(RANKS:%=%/) %__pycache__/,$(wildcard tests/*/)) $(PROGRAMS)
 test: $(if $(strip $(ARGS)),,cpptest) $(BUILT) $(DEV_DONE)
 ifneq ($(strip $(ARGS)),)
 	@echo '==> pytest $(ARGS)'
 	@$(PY) -m pytest $(ARGS)
 else
-	@echo '==> pytest tests/multirank tests/gpu; beside it all other tests (output below, and in $(LOGS)/pytest.log)'
-	@mkdir -p $(LOGS); $(PY) -m pytest tests --ignore tests/multirank --ignore tests/gpu >$(LOGS)/pytest.log 2>&1 & \
+	@echo '==> pytest $(RANKS); beside it all other tests (output below, and in $(LOGS)/pytest.log)'
+	@mkdir -p $(LOGS); $(PY) -m pytest $(OTHERS) >$(LOGS)/pytest.log 2>&1 & \
 	  others=$$!; trap "kill $$others 2>/dev/null || true" EXIT; \
-	  code=0; $(PY) -m pytest tests/multirank tests/gpu || code=$$?; \
+	  code=0; $(PY) -m pytest $(RANKS) $(PROGRAMS:%=--ignore %) || code=$$?; \
 	  wait $$others || code=$$?; \
 	  echo '==> pytest, all other tests'; cat $(LOGS)/pytest.log; exit $$code
 endif
@@ -177,7 +181,7 @@ cpp_build = $(VENV)/bin/cmake -S . -B build/$(1) $(2) -DMOECOMM_TESTS=ON && \
   $(VENV)/bin/cmake --build build/$(1) --target cpp_tests
 sanitized = -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
   $(CMAKE_ARGS) -DMOECOMM_PYTHON=OFF -DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=$(1)
-ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1) --output-on-failure --timeout 300
+ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1) --output-on-failure --timeout 300 --parallel $(JOBS)
 
 cpptest: $(BUILT)
 	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,release))
