@@ -365,9 +365,9 @@ MUTANTS = [
     ),
     Mutant(
         "shared experts give x no gradient",
-        "moecomm/nn/backward_pass.py",
-        "else grad_x_TH.add_(shared_x_TH)",
-        "else grad_x_TH",
+        "moecomm/nn/expert_pass.py",
+        "        grad_x_TH.add_(grad_shared_x_TH)",
+        "        pass",
         LAYER,
     ),
     Mutant(
