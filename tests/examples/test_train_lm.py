@@ -221,7 +221,7 @@ def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
         seconds=20,
     )
 
-    process = start(folder, "--resume")
+    process = start(folder, "--resume", "--ranks", "1", "--ep", "1")
     process.kill()
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert f"resumed at step {last} of 1000000" in out

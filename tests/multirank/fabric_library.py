@@ -1,5 +1,5 @@
-"""Loads libfabric, for the fork server: a library that it needs calibrates a clock at its start, which takes every
-process that loads it 0.4 s."""
+"""Loads libfabric, for the fork server: a library below it calibrates a clock at its start, for 0.4 s in
+every process that loads it."""
 
 import contextlib
 import ctypes
