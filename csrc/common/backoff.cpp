@@ -1,10 +1,14 @@
 #include "common/backoff.hpp"
 
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <ctime>
 #include <thread>
 
 namespace moecomm {
@@ -36,16 +40,16 @@ void Backoff::turn(bool busy, bool stay_awake) {
     std::this_thread::sleep_for(kShort);
     return;
   }
-  std::unique_lock lock(mutex_);
-  asleep_ = true;
-  awake_.wait_for(lock, span);
-  asleep_ = false;
+  const timespec limit{0, std::chrono::nanoseconds(span).count()};
+  asleep_ = 1;
+  syscall(SYS_futex, &asleep_, FUTEX_WAIT_PRIVATE, 1, &limit, nullptr, 0);
+  asleep_ = 0;
 }
 
 void Backoff::wake() {
-  if (!asleep_.load(std::memory_order_relaxed)) return;
-  const std::lock_guard lock(mutex_);
-  awake_.notify_one();
+  if (asleep_.load(std::memory_order_relaxed) == 0) return;
+  asleep_ = 0;
+  syscall(SYS_futex, &asleep_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
 void begin_polling(const char* name, const std::vector<int>& cores) {

@@ -3,8 +3,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
+#include <cstdint>
 #include <vector>
 
 #include "common/deadline.hpp"
@@ -32,9 +31,8 @@ class Backoff {
   const bool crowded_;
   int idle_ = 0;
   Clock::time_point since_{};  // of the first turn without work
-  std::atomic<bool> asleep_{false};
-  std::mutex mutex_;
-  std::condition_variable awake_;
+  // A futex: a forked child may drop its copy while the parent's thread sleeps, unlike a condition variable.
+  std::atomic<uint32_t> asleep_{0};
 };
 
 /// Makes the calling thread one that polls: its name (15 letters at most), short sleeps that are short, and
