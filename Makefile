@@ -157,27 +157,32 @@ bench: $(BUILT)
 	@$(PY) bench/run_all.py $(ARGS)
 
 # Without ARGS everything runs: the tests that start ranks, and beside them, in a process of their own, all others, whose
-# output comes at the end. With ARGS it is pytest alone, narrowed by them.
+# output comes at the end. Programs that start ranks themselves are among these: both parts take about as long.
+# With ARGS it is pytest alone, narrowed by them.
+RANKS    := tests/multirank tests/gpu
+PROGRAMS := tests/multirank/test_bench.py tests/multirank/test_main.py tests/multirank/test_harness.py
+OTHERS   := $(filter-out $(RANKS:%=%/) %__pycache__/,$(wildcard tests/*/)) $(PROGRAMS)
 test: $(if $(strip $(ARGS)),,cpptest) $(BUILT) $(DEV_DONE)
 ifneq ($(strip $(ARGS)),)
 	@echo '==> pytest $(ARGS)'
 	@$(PY) -m pytest $(ARGS)
 else
-	@echo '==> pytest tests/multirank tests/gpu; beside it all other tests (output below, and in $(LOGS)/pytest.log)'
-	@mkdir -p $(LOGS); $(PY) -m pytest tests --ignore tests/multirank --ignore tests/gpu >$(LOGS)/pytest.log 2>&1 & \
+	@echo '==> pytest $(RANKS); beside it all other tests (output below, and in $(LOGS)/pytest.log)'
+	@mkdir -p $(LOGS); $(PY) -m pytest $(OTHERS) >$(LOGS)/pytest.log 2>&1 & \
 	  others=$$!; trap "kill $$others 2>/dev/null || true" EXIT; \
-	  code=0; $(PY) -m pytest tests/multirank tests/gpu || code=$$?; \
+	  code=0; $(PY) -m pytest $(RANKS) $(PROGRAMS:%=--ignore %) || code=$$?; \
 	  wait $$others || code=$$?; \
 	  echo '==> pytest, all other tests'; cat $(LOGS)/pytest.log; exit $$code
 endif
 
 # The C++ tests run plain, in the folder and with the libraries of the extension, and in builds of their own under ASAN
-# with UBSAN and under TSAN.
+# with UBSAN and under TSAN. -g1 is enough for the lines of stacks; under ASAN -O1 compiles in half the time of -O2.
 cpp_build = $(VENV)/bin/cmake -S . -B build/$(1) $(2) -DMOECOMM_TESTS=ON && \
   $(VENV)/bin/cmake --build build/$(1) --target cpp_tests
 sanitized = -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='$(2) -g1 -DNDEBUG' \
   $(CMAKE_ARGS) -DMOECOMM_PYTHON=OFF -DMOECOMM_CUDA=OFF -DMOECOMM_SANITIZE=$(1)
-ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1) --output-on-failure --timeout 300
+ctest = ctest="$(abspath $(VENV))/bin/ctest"; $(2) $$ctest --test-dir build/$(1) --output-on-failure --timeout 300 --parallel $(JOBS)
 
 cpptest: $(BUILT)
 	$(call quiet,"C++ tests: build",cpptest-build,$(call cpp_build,release))
@@ -189,7 +194,7 @@ cpptest: $(BUILT)
 sanitize: $(TOOLS_DONE) $(FLAGS)
 	$(system_check)
 	$(call quiet,"C++ tests under ASAN and UBSAN: build",asan-build,\
-	  $(call cpp_build,asan,$(call sanitized,address)))
+	  $(call cpp_build,asan,$(call sanitized,address,-O1)))
 	$(call quiet,"C++ tests under ASAN and UBSAN: run",asan,$(call ctest,asan))
 	@$(call ctest_summary,asan)
 	@mkdir -p build/tsan; echo 'int main() {}' | $(CXX) -fsanitize=thread -x c++ - -o build/tsan/probe || exit 0; \
@@ -203,7 +208,7 @@ sanitize: $(TOOLS_DONE) $(FLAGS)
 .PHONY: tsan
 tsan:
 	$(call quiet,"C++ tests under TSAN: build",tsan-build,\
-	  $(call cpp_build,tsan,$(call sanitized,thread)))
+	  $(call cpp_build,tsan,$(call sanitized,thread,-O2)))
 	$(call quiet,"C++ tests under TSAN: run",tsan,$(call ctest,tsan,$(shell cat build/tsan/wrapper 2>/dev/null)))
 	@$(call ctest_summary,tsan)
 

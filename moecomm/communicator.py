@@ -896,7 +896,8 @@ class Communicator:
 
     def close(self) -> None:
         """Waits for operations under way (on CUDA for all work on the GPU) and lets go of the window. Peers
-        that still wait for this rank get PeerLost.
+        that still wait for this rank get PeerLost. RuntimeWarning if, between nodes, the network's library
+        does not let its thread go within `timeout` and 3 s: that and the window are left to the process.
 
         Calling it again does nothing. Leaving a `with` block and garbage collection do the same; the
         backward of earlier calls needs the communicator open.

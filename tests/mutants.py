@@ -264,14 +264,14 @@ MUTANTS = [
         "rows from another node are not waited for",
         INTERNODE,
         "      wait_part(source, chunk, epoch, kRowsPhase);\n",
-        "",
+        "      static_cast<void>(epoch);\n",
         NODES,
     ),
     Mutant(
         "sums from another node are not waited for",
         INTERNODE,
         '        wait_part(rail(other), chunk, epoch, "sums from another node");\n',
-        "        continue;\n",
+        "        static_cast<void>(epoch);\n",
         NODES,
     ),
     Mutant(
@@ -279,7 +279,7 @@ MUTANTS = [
         "csrc/layout/window.cpp",
         "s.max_tokens * s.slots() * s.row_bytes());",
         "s.max_tokens * s.row_bytes());",
-        LAYOUTS,
+        f"{DISPATCH} -k several_combines",
     ),
     # -- autograd and checks -------------------------------------------------------------------------------
     Mutant(
@@ -365,9 +365,9 @@ MUTANTS = [
     ),
     Mutant(
         "shared experts give x no gradient",
-        "moecomm/nn/backward_pass.py",
-        "else grad_x_TH.add_(shared_x_TH)",
-        "else grad_x_TH",
+        "moecomm/nn/expert_pass.py",
+        "        grad_x_TH.add_(grad_shared_x_TH)",
+        "        pass",
         LAYER,
     ),
     Mutant(

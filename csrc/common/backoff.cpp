@@ -1,9 +1,14 @@
 #include "common/backoff.hpp"
 
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <ctime>
 #include <thread>
 
 namespace moecomm {
@@ -12,7 +17,8 @@ namespace {
 constexpr int kYields = 32;
 constexpr int kAwakeYields = 1 << 20;
 constexpr int kTurns = 4096;  // then the sleeps get long
-constexpr auto kShort = std::chrono::microseconds(20);
+constexpr std::chrono::microseconds kShort(20);
+constexpr int kPart = 16;  // of the time without work, as a sleep where cores are few
 constexpr unsigned long kTimerSlackNanoseconds = 1000;
 
 }  // namespace
@@ -20,22 +26,30 @@ constexpr unsigned long kTimerSlackNanoseconds = 1000;
 void Backoff::turn(bool busy, bool stay_awake) {
   idle_ = busy ? 0 : idle_ + 1;
   if (idle_ == 0) return;
+  if (idle_ == 1) since_ = Clock::now();
   if (idle_ <= kYields || (stay_awake && idle_ <= kAwakeYields)) {
     std::this_thread::yield();
-  } else if (idle_ <= kTurns) {
-    std::this_thread::sleep_for(kShort);
-  } else {
-    std::unique_lock lock(mutex_);
-    asleep_ = true;
-    awake_.wait_for(lock, longest_);
-    asleep_ = false;
+    return;
   }
+  std::chrono::microseconds span = idle_ <= kTurns ? kShort : longest_;
+  if (crowded_) {
+    const auto waited = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - since_);
+    span = std::clamp(waited / kPart, kShort, longest_);
+  }
+  if (span == kShort) {
+    std::this_thread::sleep_for(kShort);
+    return;
+  }
+  const timespec limit{0, std::chrono::nanoseconds(span).count()};
+  asleep_ = 1;
+  syscall(SYS_futex, &asleep_, FUTEX_WAIT_PRIVATE, 1, &limit, nullptr, 0);
+  asleep_ = 0;
 }
 
 void Backoff::wake() {
-  if (!asleep_.load(std::memory_order_relaxed)) return;
-  const std::lock_guard lock(mutex_);
-  awake_.notify_one();
+  if (asleep_.load(std::memory_order_relaxed) == 0) return;
+  asleep_ = 0;
+  syscall(SYS_futex, &asleep_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
 void begin_polling(const char* name, const std::vector<int>& cores) {

@@ -57,7 +57,12 @@ Communicator::Communicator(const CommunicatorConfig& config)
   own_window() = shm::Window::create(layout_.total_bytes, layout_.committed_bytes);
 }
 
-Communicator::~Communicator() { close(); }
+Communicator::~Communicator() {
+  if (close()) return;
+  static_cast<void>(internode_.release());
+  static_cast<void>(signals_.release());
+  for (shm::Window& window : windows_) window.keep_mapped();
+}
 
 void Communicator::connect(const std::vector<std::string>& names, const std::vector<int64_t>& pids) {
   for (size_t i = 0; i < windows_.size(); ++i) {
@@ -88,7 +93,10 @@ std::string Communicator::heuristics_text() const {
          (pool_.threads() == 1 ? " thread" : " threads");
 }
 
-void Communicator::close() noexcept { leave(!broken_); }
+bool Communicator::close() noexcept {
+  leave(!broken_);
+  return !left_behind_;
+}
 
 /// Closes; with `drain` after what others still need of this rank has left it and passed through it.
 void Communicator::leave(bool drain) noexcept {
@@ -104,7 +112,7 @@ void Communicator::leave(bool drain) noexcept {
     } catch (...) {
       drain = false;  // somebody else is gone, too
     }
-    internode_->proxy().close(drain);
+    left_behind_ = !internode_->proxy().close(drain);
   }
   signals_->close();
 }

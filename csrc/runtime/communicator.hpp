@@ -115,8 +115,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Offset of `pointer` in this rank's window if it lies in an input section, else -1.
   int64_t input_offset(const std::byte* pointer) const;
 
-  /// Tells the peers; later operations throw Error(closed). Memory goes with the object.
-  void close() noexcept;
+  /// Tells the peers; later operations throw Error(closed). Memory goes with the object. False: the proxy's
+  /// thread had to be left behind (Proxy::close), and what it uses stays until the process ends.
+  bool close() noexcept;
 
   Stats& stats() { return stats_; }
   /// The proxy, which sends to other nodes; null on one node.
@@ -168,7 +169,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // A forked child may drop its copy, but neither use it nor speak for its parent.
   const int owner_ = getpid();
   uint64_t epoch_;  // of the last operation that has begun
-  bool closed_ = false;
+  bool closed_ = false, left_behind_ = false;
   std::optional<Error> broken_;
   std::optional<Error> overflow_;
   uint64_t input_epoch_[2] = {0, 0};  // last epoch that published from an input section

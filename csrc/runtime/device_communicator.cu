@@ -138,7 +138,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
 }
 
 DeviceCommunicator::~DeviceCommunicator() {
-  close();
+  const bool all_ended = close();
   if (getpid() != owner_) {  // a forked child has no business with the driver
     (void)pinned_.release();
     return;
@@ -151,6 +151,10 @@ DeviceCommunicator::~DeviceCommunicator() {
   if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
   if (bases_ != nullptr) cudaFree(bases_);
   if (registered_) cudaHostUnregister(base());
+  if (all_ended) return;
+  static_cast<void>(proxy_.release());
+  static_cast<void>(signals_.release());
+  for (shm::Window& window : control_) window.keep_mapped();
 }
 
 std::string DeviceCommunicator::link_control() {
@@ -672,18 +676,19 @@ DeviceCounters DeviceCommunicator::counters() {
 
 std::string DeviceCommunicator::heuristics_text() const { return heuristics_.text(); }
 
-void DeviceCommunicator::close() noexcept {
-  if (closed_) return;
+bool DeviceCommunicator::close() noexcept {
+  if (closed_) return !left_behind_;
   closed_ = true;
   receive_held_ = nullptr;
   if (getpid() != owner_) {
     if (watcher_.joinable()) watcher_.detach();
-    return;
+    return true;
   }
   stop_.store(true, std::memory_order_release);
   if (watcher_.joinable()) watcher_.join();
-  if (proxy_) proxy_->close(!broken_ && load_acquire(pinned_->status->broken.set) == 0);
+  if (proxy_) left_behind_ = !proxy_->close(!broken_ && load_acquire(pinned_->status->broken.set) == 0);
   if (signals_) signals_->close();
+  return !left_behind_;
 }
 
 }  // namespace moecomm

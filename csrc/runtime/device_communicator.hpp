@@ -145,8 +145,9 @@ class DeviceCommunicator {
   /// capacity; and what broke the communicator, each time.
   void check();
 
-  /// Tells the peers. Kernels under way must have ended before the window goes.
-  void close() noexcept;
+  /// Tells the peers. Kernels under way must have ended before the window goes. False: the proxy's thread had
+  /// to be left behind (Proxy::close); the window, and what else it uses, stays until the process ends.
+  bool close() noexcept;
   DeviceStats& stats() { return stats_; }
   /// Returns the counters of kernels that have ended; waits for a small copy.
   DeviceCounters counters();
@@ -216,7 +217,7 @@ class DeviceCommunicator {
   std::atomic<bool> stop_{false};
 
   std::function<void()> interrupt_;
-  bool closed_ = false;
+  bool closed_ = false, left_behind_ = false;
   std::optional<Error> broken_;
   uint64_t ticket_ = 0;
   uint32_t texts_ = 0;

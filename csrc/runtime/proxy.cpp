@@ -14,6 +14,8 @@ constexpr auto kWordsInterval = std::chrono::milliseconds(2);
 constexpr double kGoodbyeSeconds = 10.0;
 // The longest time that the links may take to send what is left, at the end.
 constexpr double kLinksSeconds = 1.0;
+// What the thread has, beyond the timeout that bounds its goodbye, to close links and network.
+constexpr double kEndSeconds = 3.0;
 // A peer that ends, closes or gives up says so over its link; the network's failure, which may come first, is
 // told after this time if nothing explains it.
 constexpr auto kExplanationTime = std::chrono::milliseconds(100);
@@ -58,7 +60,7 @@ Proxy::Proxy(const WindowLayout& layout, int32_t rank, std::byte* base, shm::Sig
       inbound_(static_cast<size_t>(others_)),
       staged_rows_(static_cast<size_t>(layout.shape.staging_chunks()), 0),
       reasons_(static_cast<size_t>(nodes_.nodes())),
-      backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep) {
+      backoff_(layout.shape.for_device() ? kDeviceSleep : kLongSleep, signals.crowded()) {
   for (int32_t other = 0; other < others_; ++other)
     *progress().all_here(other) = inbound_[static_cast<size_t>(other)].delivered = first_epoch - 1;
   signals_.set_on_abort([this](int peer, Cause cause) { announce_loss(peer, cause); });
@@ -80,7 +82,7 @@ Proxy::~Proxy() {
     static_cast<void>(thread_.release());
     return;
   }
-  close(false);
+  static_cast<void>(close(false));
 }
 
 void Proxy::push(const Command& command) {
@@ -106,17 +108,33 @@ std::string Proxy::reason(int32_t peer) const {
   return reasons_[static_cast<size_t>(nodes_.node_of(peer))];
 }
 
-void Proxy::close(bool drain) noexcept {
-  if (!thread_ || getpid() != owner_) return;
+bool Proxy::close(bool drain) noexcept {
+  if (!thread_ || getpid() != owner_) return !left_behind_;
   stop_ = drain ? 1 : 2;
-  thread_->join();
+  const std::chrono::duration<double> bound(timeout_seconds_ + kEndSeconds);
+  if (ended_.get_future().wait_for(bound) == std::future_status::ready) {
+    thread_->join();
+  } else {
+    left_behind_ = true;
+    stop_ = 2;
+    links_->cut();
+    thread_->detach();
+  }
   thread_.reset();
-  links_->close(kLinksSeconds);
-  transport_.reset();
+  return !left_behind_;
 }
 
+/// The main function of the thread. It closes the network, too: its library may keep it there as well as in
+/// any other call.
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
+  talk();
+  links_->close(kLinksSeconds);
+  transport_.reset();
+  ended_.set_value();
+}
+
+void Proxy::talk() {
   while (true) {
     // `stop_` is read before the commands: what was pushed before close() is among them then, and the goodbye
     // counts it.

@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -64,7 +65,11 @@ class Proxy {
   /// Says goodbye: returns when the rail has received all that was put, or is gone, or the deadline has
   /// passed; without `drain` at once. The thread ends, and with it the ways to the rail: peers see the end
   /// also while handles and graphs keep this object alive.
-  void close(bool drain) noexcept;
+  ///
+  /// Returns false if the thread does not come back in time, as one that waits inside the network's library
+  /// for a peer that was killed. It is left behind then: this object, `signals` and the window have to stay
+  /// until the process ends.
+  [[nodiscard]] bool close(bool drain) noexcept;
 
  private:
   struct Put {
@@ -94,6 +99,7 @@ class Proxy {
   enum class Word : uint32_t { closing = 1, drained = 2, abort = 3 };
 
   void run();
+  void talk();
   bool moving() const;
   bool take_commands();
   bool issue();
@@ -133,6 +139,7 @@ class Proxy {
   std::vector<uint64_t> staging_done_;
   WireStats stats_;
   std::atomic<int> stop_{0};  // 1: goodbye, 2: at once
+  bool left_behind_ = false;  // the thread
 
   // Fields that only the proxy's thread uses.
   std::vector<Outbound> outbound_;
@@ -149,6 +156,7 @@ class Proxy {
   Backoff backoff_;
 
   const int owner_ = getpid();
+  std::promise<void> ended_;  // the last act of the thread
   std::unique_ptr<std::thread> thread_;
 };
 

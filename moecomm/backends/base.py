@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -206,4 +207,16 @@ class Backend(Protocol):
         """Sets the counters to zero."""
 
     def close(self) -> None:
-        """Waits for operations under way, tells the peers, and frees the window."""
+        """Waits for operations under way, tells the peers, and frees the window. RuntimeWarning if the thread
+        that talks to other nodes does not come back (`warn_of_thread`)."""
+
+
+def warn_of_thread() -> None:
+    """Says that close() has left the proxy's thread behind, and the memory that it may still use."""
+    warnings.warn(
+        "moecomm: the thread that talks to other nodes has not come back from the network's library, so "
+        "Communicator.close() has left it behind, with the window, until this process ends. A peer that "
+        "was killed while it held a lock of the library does this (docs/nodes.md)",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -13,7 +13,14 @@ import torch
 
 from moecomm import _C
 from moecomm.arguments import weight_dtype
-from moecomm.backends.base import DispatchCall, ExpertIndex, PlanFields, RawDispatch, TensorPlan
+from moecomm.backends.base import (
+    DispatchCall,
+    ExpertIndex,
+    PlanFields,
+    RawDispatch,
+    TensorPlan,
+    warn_of_thread,
+)
 from moecomm.backends.order import InOrder
 from moecomm.errors import InvalidArgument, MoecommError, Unsupported, kind_of
 from moecomm.setup.devices import default_threads
@@ -336,7 +343,8 @@ class CpuBackend:
     def close(self) -> None:
         """Waits for operations under way, tells the peers, and frees the window."""
         self._order.finish()
-        self._native.close()
+        if not self._native.close():
+            warn_of_thread()
 
     def __str__(self) -> str:
         return describe(self._native, self.nodes)

@@ -17,7 +17,14 @@ import torch
 
 from moecomm import _C
 from moecomm.arguments import SCALE_COLUMNS, WIRE_FP8, weight_dtype
-from moecomm.backends.base import DispatchCall, ExpertIndex, PlanFields, RawDispatch, TensorPlan
+from moecomm.backends.base import (
+    DispatchCall,
+    ExpertIndex,
+    PlanFields,
+    RawDispatch,
+    TensorPlan,
+    warn_of_thread,
+)
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
@@ -623,7 +630,8 @@ def _translated(look: Callable[[], Result]) -> Result:
 
 
 def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> None:
-    """Frees a communicator: first the native object, which uses the window, then the window."""
+    """Frees a communicator: first the native object, which uses the window, then the window, unless the
+    network may still use it."""
     try:
         with gpu.current():
             if not gpu.capturing():
@@ -631,7 +639,12 @@ def _release(gpu: CudaDevice, native: _C.DeviceCommunicator, window: Any) -> Non
     except RuntimeError:
         pass  # the context is of no use any more; memory and names go all the same
     finally:
-        try:
-            native.close()
-        finally:
+        if native.close():
             window.close()
+        else:
+            _left_behind.append(window)
+            warn_of_thread()
+
+
+_left_behind: list[Any] = []
+"""Windows that stay until the process ends."""

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,7 +24,8 @@ class Loopback : public Transport {
     std::byte* base = nullptr;
     std::mutex mutex;
     std::vector<uint32_t> immediates;
-    std::atomic<bool> gone = false;  ///< this rank's network has failed: nothing leaves or arrives any more
+    std::atomic<bool> gone = false;   ///< this rank's network has failed: nothing leaves or arrives any more
+    std::atomic<bool> stuck = false;  ///< poll() of this rank does not return
   };
 
   /// ports[n]: of the rail's rank on node n. At most `room` puts are under way.
@@ -46,6 +49,8 @@ class Loopback : public Transport {
   }
 
   void poll(std::vector<TransportEvent>& events) override {
+    while (ports_[static_cast<size_t>(self_)]->stuck)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (ports_[static_cast<size_t>(self_)]->gone) {
       if (!std::exchange(told_, true))
         events.push_back({TransportEvent::Kind::failed, -1, 0, 0, "loopback: the network has gone"});

@@ -21,7 +21,8 @@ namespace {
 
 constexpr double kTimeout = 60.0;
 
-/// Takes all puts; poll() waits while `gate` is closed.
+/// Takes all puts; poll() waits while `gate` is closed, as long as the library of a network does that waits
+/// for a killed peer.
 class GatedRemote final : public Transport {
  public:
   struct Gate {
@@ -53,8 +54,9 @@ class GatedRemote final : public Transport {
 
 /// Rank 0 of two nodes of one rank; of the other node there is the end of its link only.
 struct Pair {
-  Pair() {
-    signals.emplace(layout, std::vector{window.base()}, 0, std::vector<int64_t>{getpid()}, kTimeout, 1);
+  explicit Pair(double timeout_seconds = kTimeout) {
+    signals.emplace(layout, std::vector{window.base()}, 0, std::vector<int64_t>{getpid()}, timeout_seconds,
+                    1);
     std::vector<std::unique_ptr<tcp::Links>> links;
     std::vector<std::string> endpoints;
     for (int32_t node = 0; node < 2; ++node) {
@@ -66,18 +68,23 @@ struct Pair {
     other.join();
     peer = std::move(links[1]);
     proxy.emplace(layout, 0, window.base(), *signals, std::make_unique<GatedRemote>(gate),
-                  std::move(links[0]), kTimeout);
+                  std::move(links[0]), timeout_seconds);
   }
-  /// The next message of rank 0.
-  tcp::LinkMessage message() {
+  /// Closes the gate, and returns when the proxy's thread waits there.
+  void hold_up() {
+    gate->closed = true;
+    while (!gate->waiting) std::this_thread::sleep_for(1ms);
+  }
+  /// The next event of the link to rank 0.
+  tcp::LinkEvent event() {
     std::vector<tcp::LinkEvent> events;
     const Deadline deadline{std::chrono::duration<double>(kTimeout)};
     while (events.empty() && !deadline.passed()) {
       peer->poll(events);
       std::this_thread::sleep_for(1ms);
     }
-    CHECK(events.size() == 1 && events[0].kind == tcp::LinkEvent::Kind::message);
-    return events.empty() ? tcp::LinkMessage{} : events[0].message;
+    CHECK(events.size() == 1);
+    return events.empty() ? tcp::LinkEvent{} : events[0];
   }
 
   const WindowLayout layout = WindowLayout::make({2, 2, 16, 8, DType::float32, 1});
@@ -92,19 +99,18 @@ struct Pair {
 /// that were told a count without it would take this rank for gone while its rows are still to come.
 void test_goodbye_counts_what_was_pushed_before() {
   Pair pair;
-  pair.gate->closed = true;
-  while (!pair.gate->waiting) std::this_thread::sleep_for(1ms);
+  pair.hold_up();
   pair.proxy->push({Command::Kind::head, 1, 0, 0, 64, 0});
-  auto closing = std::async(std::launch::async, [&] { pair.proxy->close(true); });
+  auto closing = std::async(std::launch::async, [&] { return pair.proxy->close(true); });
   std::this_thread::sleep_for(50ms);  // until close() has told the thread
   pair.gate->closed = false;
-  const tcp::LinkMessage goodbye = pair.message();
-  CHECK(goodbye.kind == 1);  // closing
-  CHECK(goodbye.value == 1 && pair.gate->puts == 1);
+  const tcp::LinkEvent goodbye = pair.event();
+  CHECK(goodbye.kind == tcp::LinkEvent::Kind::message && goodbye.message.kind == 1);  // closing
+  CHECK(goodbye.message.value == 1 && pair.gate->puts == 1);
   // It stays until the peer says that it has received them.
   CHECK(closing.wait_for(100ms) == std::future_status::timeout);
   pair.peer->send(0, {2, 0, 0, 0});  // drained
-  closing.get();
+  CHECK(closing.get());
 }
 
 /// Without draining nothing is waited for.
@@ -112,8 +118,24 @@ void test_close_at_once() {
   Pair pair;
   pair.proxy->push({Command::Kind::head, 1, 0, 0, 64, 0});
   const auto begin = Clock::now();
-  pair.proxy->close(false);
+  CHECK(pair.proxy->close(false));
   CHECK(Clock::now() - begin < 5s);
+}
+
+/// A thread that does not come back from the network is left behind: the peer sees the end of the link all
+/// the same, and should the thread come back, it finds all that it uses, and ends the network.
+void test_thread_that_does_not_come_back(bool drain) {
+  static Pair* kept[2];  // what the thread has been left with stays until the process ends
+  Pair& pair = *(kept[drain] = new Pair(0.2));
+  pair.hold_up();
+  CHECK(!pair.proxy->close(drain));
+  CHECK(!pair.proxy->close(false));  // again, without waiting
+  CHECK(pair.event().kind == tcp::LinkEvent::Kind::lost);
+  CHECK(pair.gate.use_count() == 2);  // its transport is there
+  pair.gate->closed = false;
+  const Deadline deadline{std::chrono::duration<double>(kTimeout)};
+  while (pair.gate.use_count() > 1 && !deadline.passed()) std::this_thread::sleep_for(1ms);
+  CHECK(pair.gate.use_count() == 1);
 }
 
 }  // namespace
@@ -121,5 +143,7 @@ void test_close_at_once() {
 int main() {
   test_goodbye_counts_what_was_pushed_before();
   test_close_at_once();
+  test_thread_that_does_not_come_back(true);
+  test_thread_that_does_not_come_back(false);
   return test::finish();
 }

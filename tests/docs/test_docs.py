@@ -23,6 +23,7 @@ from moecomm.setup.devices import why_no_cuda
 from moecomm.setup.memory_plan import device_shape
 from tests import reference
 from tests.fabric import needs_fabric
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -70,13 +71,11 @@ def test_readme_example_runs_between_nodes(tmp_path: Path) -> None:
     assert found, "README.md has no marked command for several nodes"
     assert (found[1], int(found[3])) == ("MOECOMM_RANKS_PER_NODE", ranks)
     assert int(found[2]) < ranks
-    said = "print(f'{comm.nodes} nodes\\n', end='', flush=True)\n"  # in one piece: ranks share the pipe
-    text = run_example(
-        tmp_path / "example.py",
-        program.replace("comm.close()\n", said + "comm.close()\n"),
-        ranks,
-        {"CUDA_VISIBLE_DEVICES": "", found[1]: found[2]},
-    )
+    said = "print(f'{comm.nodes} nodes\\n', end='', flush=True)\n"
+    path = tmp_path / "example.py"
+    path.write_text(program.replace("comm.close()\n", said + "comm.close()\n"))
+    text = run_program(path, torchrun=ranks, environment={found[1]: found[2]}).out
+    check_said(text, ranks)
     assert text.count(f"{ranks // int(found[2])} nodes") == ranks
 
 
@@ -92,8 +91,8 @@ def test_readme_example_runs_on_gpus(tmp_path: Path) -> None:
     run_example(tmp_path / "example.py", readme_example_on_gpus(), 2, {})
 
 
-def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> str:
-    """Runs `program` from `path` on `ranks` ranks by torchrun and returns its output."""
+def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> None:
+    """Runs `program` from `path` on `ranks` ranks by torchrun, as its reader does, and checks its output."""
     path.write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
@@ -104,11 +103,14 @@ def run_example(path: Path, program: str, ranks: int, env: dict[str, str]) -> st
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    check_said(done.stdout, ranks)
+
+
+def check_said(text: str, ranks: int) -> None:
     # Ranks share one output; two lines may come as one, so the text is searched and not split.
-    said = re.findall(r"rank (\d+): 64 tokens, (\d+) rows", done.stdout)
-    assert sorted(int(rank) for rank, _ in said) == list(range(ranks)), done.stdout
+    said = re.findall(r"rank (\d+): 64 tokens, (\d+) rows", text)
+    assert sorted(int(rank) for rank, _ in said) == list(range(ranks)), text
     assert sum(int(rows) for _, rows in said) == ranks * 64 * 2
-    return done.stdout
 
 
 def test_memory_page_has_the_numbers_of_the_plan() -> None:

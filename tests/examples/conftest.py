@@ -38,12 +38,9 @@ TEXT = (
 )
 
 
-def run_example(
-    name: str, *arguments: str | Path, ranks_by_torchrun: int = 0, gpus: bool = False
-) -> Finished:
-    """Runs one example to its end, alone or under torchrun, and hands back what it said."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks_by_torchrun)]
-    command = [sys.executable, *(torchrun if ranks_by_torchrun else ()), EXAMPLES / name, *arguments]
+def run_example(name: str, *arguments: str | Path, gpus: bool = False) -> Finished:
+    """Runs one example to its end in an interpreter of its own, and hands back what it said."""
+    command = [sys.executable, EXAMPLES / name, *arguments]
     environment = clean_environment(gpus)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     return Finished(done.returncode, done.stdout, done.stderr)

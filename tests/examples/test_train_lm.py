@@ -221,16 +221,16 @@ def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
         seconds=20,
     )
 
-    process = start(folder, "--resume")
+    process = start(folder, "--resume", "--ranks", "1", "--ep", "1")
     process.kill()
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert f"resumed at step {last} of 1000000" in out
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
-def test_what_ranks_find_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
+def test_what_a_rank_finds_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
     too_short = ("--seq", "100000", "--batch", "2", "--data", text_folder)
-    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "2", *too_short)
+    done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "1", *too_short)
     assert done.code == 2 and done.out == "" and len(done.err.splitlines()) == 1, done
     assert done.err.startswith("train_lm.py: error: ") and "held-out text" in done.err
 
@@ -301,3 +301,4 @@ def test_resume_notices_changed_text(half_run: Path, tmp_path: Path, text_folder
     finally:
         name.write_text(before)
     assert "the text is not the one" in done.err
+    assert len(done.err.splitlines()) == 1, done.err  # of two ranks

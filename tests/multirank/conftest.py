@@ -39,12 +39,16 @@ def kept_pools(start: Callable[[int, dict[str, str]], RankPool], most: int) -> I
         each.close()
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pools]:
-    """pool(world_size, NAME="value", ...) is a set of ranks that are kept (`kept_pools`)."""
+def cpu_pools() -> Iterator[Pools]:
     yield from kept_pools(
         lambda size, environment: RankPool(size, timeout=120.0, environment=NO_GPUS | environment), MOST_RANKS
     )
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pools]:
+    """pool(world_size, NAME="value", ...) is a set of ranks that are kept (`kept_pools`)."""
+    yield from cpu_pools()
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,7 @@ PRELOAD = [
     "pytest",
     "moecomm",
     "moecomm.nn",
+    "tests.multirank.fabric_library",
 ]
 """Imported once by the fork server. What cannot be imported there fails in the rank, with its reason."""
 

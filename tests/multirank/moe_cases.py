@@ -3,6 +3,7 @@ layer on the rank's device, which has to give the same in whatever way it runs."
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,14 +162,21 @@ def reference_step(results: list[dict[str, Any]], case: Case, seed: int) -> dict
     return {"y": ys, "x.grad": x_grads, "losses": losses, "load": loads, "grads": mean}
 
 
+@functools.cache
+def group_of(*members: int) -> Any:
+    """The group of these ranks, made once a process; all ranks must call. The thread of a gloo group wakes up
+    a hundred times a second as long as the process lives: hundreds of them would cost more than the tests."""
+    return dist.new_group(members)
+
+
 def groups_of(rank: int, world_size: int, ep: int) -> tuple[Any, Any]:
     """(ranks that share out the experts, ranks that hold the same ones) of this rank; all ranks must call."""
     mine: list[Any] = [None, None]
-    blocks = [list(range(first, first + ep)) for first in range(0, world_size, ep)]
-    columns = [list(range(first, world_size, ep)) for first in range(ep)]
+    blocks = [range(first, first + ep) for first in range(0, world_size, ep)]
+    columns = [range(first, world_size, ep) for first in range(ep)]
     for kind, members in enumerate((blocks, columns)):
         for ranks in members:
-            group = dist.new_group(ranks)
+            group = group_of(*ranks)
             if rank in ranks:
                 mine[kind] = group
     return mine[0], mine[1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from moecomm.nn import (
 )
 from moecomm.nn.replicas import match_blocks
 from tests.multirank.catching import catch
+from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, groups_of
 
@@ -45,6 +46,13 @@ CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=t
 STEPS, MAX_NORM = 3, 0.5
 TOKENS = [5, 0, 7, 4]
 RECIPES = ["By hand", "DistributedDataParallel", "FSDP2"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    """Sets of ranks that end with this file: the meshes of the recipes leave process groups behind, and the
+    thread of a gloo group never sleeps for long."""
+    yield from cpu_pools()
 
 
 class Model(nn.Module):

@@ -224,6 +224,24 @@ def test_rows_are_not_overwritten_while_peers_read(
     pool(size)(_inputs_in_turn, case, 120, in_window)
 
 
+def _several_combines(rank: int, world_size: int, case: Case) -> list[str]:
+    """Rows that peers send back, to either of the sections that take turns, leave the input in the window."""
+    with ranks.communicator(**case.communicator) as comm:
+        known = Oracle(case, rank, comm.device)
+        x_TH = comm.empty_input(case.tokens[rank])
+        x_TH.copy_(known.own.x_TH)
+        out = known.dispatch(comm, replace(known.own, x_TH=x_TH))
+        for turn in range(3):
+            known.check_combine(f"combine {turn}", comm.combine(known.answer(out.tokens), out.handle))
+        dist.barrier()  # who is late has sent its rows, too
+        return known.problems + ([] if torch.equal(x_TH, known.own.x_TH) else [f"rank {rank}: x has changed"])
+
+
+def test_several_combines_leave_the_input_alone(pool: Pools, seed: int) -> None:
+    case = Case(tokens=(16,) * 3, num_experts=6, hidden=512, top_k=2, seed=seed)
+    oracle.assert_none(pool(3)(_several_combines, case))
+
+
 def _skewed_steps(rank: int, world_size: int, case: Case, steps: int) -> int:
     """Ranks take turns at being late; every rank checks its own rows of every step."""
     import time

@@ -78,14 +78,17 @@ def test_every_rank_gets_every_file(pool: Callable[[int], RankPool], world_size:
 
 
 def test_a_file_that_was_sent_outlives_its_sender(mailbox: Mailbox) -> None:
-    program = (
-        "import os; from moecomm.setup.fd_exchange import send; "
-        "m = os.memfd_create('x'); os.write(m, b'left');"
-        f"send(m, '{mailbox.name}', pid={os.getpid()}, rank=1, peer=0, phase='test', timeout=20)"
-    )
-    sender = subprocess.Popen([sys.executable, "-c", program])
-    assert sender.wait(60) == 0
-    taken = mailbox.take({1: sender.pid}, rank=0, phase=PHASE, timeout=5.0)
+    receiver, sender = os.getpid(), os.fork()
+    if sender == 0:
+        try:
+            memory = os.memfd_create("x")
+            os.write(memory, b"left")
+            send(memory, mailbox.name, pid=receiver, rank=1, peer=0, phase=PHASE, timeout=20)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(sender, 0)[1] == 0
+    taken = mailbox.take({1: sender}, rank=0, phase=PHASE, timeout=5.0)
     assert os.pread(taken[1], 10, 0) == b"left"
     os.close(taken[1])
 

@@ -47,14 +47,13 @@ def _on_nodes(some: list[Case], ranks_per_node: int) -> list[Case]:
     return [replace(case, ranks_per_node=ranks_per_node) for case in some]
 
 
-def _many_chunks(size: int, seed: int) -> Case:
-    """Rows of 512 KiB, each a chunk: more of them under way than there are places for."""
+def _chunks(size: int, seed: int, tokens: int = 20) -> Case:
+    """Rows of 512 KiB, each a chunk: 20 tokens are more of them under way than there are places for."""
     return Case(
-        tokens=(18, *(20,) * (size - 1)),
+        tokens=(tokens - 2, *(tokens,) * (size - 1)),
         num_experts=2 * size,
-        hidden=1 << 16,
+        hidden=1 << 17,
         top_k=2,
-        dtype="float64",
         weights=True,
         seed=seed,
     )
@@ -84,23 +83,27 @@ def test_any_order_of_delivery(fabric: Fabric, size: int, per_node: int, seed: i
     """Results are right if messages arrive late and in random order."""
     pool = fabric(size, shuffled=True)
     layout = "rank" if per_node == 1 else "expert"
-    large = replace(_many_chunks(size, seed), layout=layout)
+    large = replace(_chunks(size, seed), layout=layout)
     check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node), gradients=False)
 
 
 @pytest.mark.parametrize(
-    ("size", "per_node", "provider", "lanes", "shuffled"),
-    [(2, 1, "tcp", 3, False), (4, 2, "tcp", 2, True), (2, 1, "shm", 2, False)],
+    ("size", "per_node", "provider", "lanes", "shuffled", "tokens"),
+    [(2, 1, "tcp", 3, False, 24), (4, 2, "tcp", 2, True, 10), (2, 1, "shm", 2, False, 10)],
 )
 def test_several_lanes(
-    fabric: Fabric, size: int, per_node: int, provider: str, lanes: int, shuffled: bool, seed: int
+    fabric: Fabric,
+    size: int,
+    per_node: int,
+    provider: str,
+    lanes: int,
+    shuffled: bool,
+    tokens: int,
+    seed: int,
 ) -> None:
     pool = fabric(size, provider, shuffled, lanes)
-    check(
-        pool,
-        _on_nodes([*cases.many_steps(size, seed)[:12], _many_chunks(size, seed)], per_node),
-        gradients=False,
-    )
+    large = _chunks(size, seed, tokens)
+    check(pool, _on_nodes([*cases.many_steps(size, seed)[:12], large], per_node), gradients=False)
 
 
 def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple[int, list[str]]:
@@ -120,7 +123,7 @@ def _lanes_here(rank: int, world_size: int, case: Case, own: list[int]) -> tuple
 def test_ranks_use_the_lanes_that_all_have(
     fabric: Fabric, own: tuple[int, ...], used: int, seed: int
 ) -> None:
-    (case,) = _on_nodes([_many_chunks(len(own), seed)], 1)
+    (case,) = _on_nodes([_chunks(len(own), seed, tokens=8)], 1)
     found = fabric(len(own))(_lanes_here, case, list(own))
     assert [lanes for lanes, _ in found] == [used] * len(own)
     assert_none([results for _, results in found])

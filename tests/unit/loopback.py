@@ -67,6 +67,9 @@ def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
 class LoopbackNative:
     """A native communicator of a single rank: dispatch and combine, expert-major or rank-major, in torch."""
 
+    ends = True
+    """Do its threads end at close()?"""
+
     def __init__(
         self,
         *,
@@ -124,9 +127,10 @@ class LoopbackNative:
     def reset_stats(self) -> None:
         self.calls.clear()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self.calls.append("close")
         self.closed = True
+        return self.ends
 
     def _plan(self, address: int) -> dict[str, torch.Tensor]:
         blob = memory(address, (self.fields["total"][1],), torch.int32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from moecomm.setup import discovery
 from tests.programs import run_program
 
@@ -28,8 +30,13 @@ def _run(tmp_path: Path, *options: str) -> str:
     return run_program(*command, "--rootdir", tmp_path, tmp_path / "test_program.py", *options, code=1).out
 
 
-def test_seeds_are_shown_and_repeat(tmp_path: Path) -> None:
-    first = _run(tmp_path)
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one run says."""
+    return _run(tmp_path_factory.mktemp("first"))
+
+
+def test_seeds_are_shown_and_repeat(first: str, tmp_path: Path) -> None:
     (base,) = set(re.findall(r"--seed (\d+)", first))
     assert f"base seed {base}" in first.split("collected")[0], "the header names the base seed"
     (drawn,) = re.findall(r"drawn (\d+)", first)
@@ -39,11 +46,11 @@ def test_seeds_are_shown_and_repeat(tmp_path: Path) -> None:
     assert re.findall(r"drawn (\d+)", _run(tmp_path, "--seed", str(int(base) + 1))) != [drawn]
 
 
-def test_gpu_tests_say_why_they_are_skipped(tmp_path: Path) -> None:
-    assert re.search(r"SKIPPED \[1\].*needs a GPU: torch ", _run(tmp_path))
+def test_gpu_tests_say_why_they_are_skipped(first: str) -> None:
+    assert re.search(r"SKIPPED \[1\].*needs a GPU: torch ", first)
 
 
-def test_what_is_left_out_is_said_first_and_last(tmp_path: Path) -> None:
-    first, last = _run(tmp_path).split("collected")
+def test_what_is_left_out_is_said_first_and_last(first: str) -> None:
+    head, tail = first.split("collected")
     for line in discovery.left_out():
-        assert line in first and line in last
+        assert line in head and line in tail

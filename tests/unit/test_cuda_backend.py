@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,13 @@ class TestOperations:
         assert native.closed and FakeWindow.last.closed and gpu.log == ["synchronize"]
         with pytest.raises(moecomm.CommunicatorClosed):
             comm.dispatch(*_inputs())
+
+    def test_a_thread_that_is_left_behind_keeps_the_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        comm, native, _ = _comm()
+        monkeypatch.setattr(native, "ends", False)
+        with pytest.warns(RuntimeWarning, match="has left it behind"):
+            comm.close()
+        assert native.closed and not FakeWindow.last.closed
 
     def test_forgetting_it_closes_it(self) -> None:
         comm, native, _ = _comm()
@@ -412,6 +420,15 @@ def test_sms_of_a_cpu_communicator() -> None:
             pass
     with pytest.raises(moecomm.CommunicatorClosed), comm.limit_sms(2):
         pass
+
+
+def test_a_thread_that_is_left_behind_by_a_cpu_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = moecomm.Communicator(**SIZES, device="cpu")
+    native = comm._backend._native  # type: ignore[union-attr]
+    closes = SimpleNamespace(close=lambda: native.close() and False)
+    monkeypatch.setattr(comm._backend, "_native", closes)
+    with pytest.warns(RuntimeWarning, match="has left it behind"):
+        comm.close()
 
 
 @pytest.mark.usefixtures("loopback")

@@ -25,6 +25,8 @@ class Signals {
   Signals(const WindowLayout& layout, std::vector<std::byte*> bases, int rank,
           const std::vector<int64_t>& pids, double timeout_seconds, int host_ranks);
 
+  /// Do more threads of this host want a core than it has?
+  bool crowded() const { return spins_ == 0; }
   /// Makes `record`, and everything this rank wrote before, visible to every rank that waits for
   /// record.epoch.
   void signal(const SignalRecord& record);

@@ -32,6 +32,8 @@ class Window {
   void commit(int64_t offset, int64_t bytes);
   /// Removes the name; mappings stay. Owner only; harmless when called again.
   void unlink() noexcept;
+  /// Leaves the memory mapped until the process ends: a thread that does not end may still write there.
+  void keep_mapped() noexcept { base_ = nullptr; }
 
  private:
   std::byte* base_ = nullptr;

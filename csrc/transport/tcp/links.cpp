@@ -272,6 +272,14 @@ bool Links::settled(Link& link) noexcept {
          (ioctl(link.fd.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0);
 }
 
+void Links::cut() noexcept {
+  if (inherited()) return;
+  for (Link& link : links_) {
+    const std::lock_guard lock(link.mutex);
+    if (link.fd && !link.broken) stop_sending(link, ECANCELED);
+  }
+}
+
 void Links::close(double timeout_seconds) noexcept {
   if (inherited()) return;
   const Deadline deadline{std::chrono::duration<double>(timeout_seconds)};

@@ -72,6 +72,9 @@ class Links {
   /// after the given time. The peers see `lost` behind the last message.
   void close(double timeout_seconds) noexcept;
 
+  /// Lets the peers see the end of all links at once. Any thread: for when the one that polls is held up.
+  void cut() noexcept;
+
   /// Callers turned away: strays, and ranks of other jobs.
   int64_t refused() const { return refused_.load(); }
 
