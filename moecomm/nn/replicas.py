@@ -44,11 +44,12 @@ class Replicas:
         if self.ranks == ranks_of(None):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        if self.ranks not in _groups:
+        group = _groups.get(self.ranks)
+        if group is None or not _is_known(group):
             made = dist.new_group(list(self.ranks), use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup)
-            _groups[self.ranks] = made
-        return _groups[self.ranks]
+            group = _groups[self.ranks] = made
+        return group
 
     def mesh(self, comm: Communicator, device_type: str) -> DeviceMesh:
         """Returns a mesh (R, replicas): the experts in R parts, and within each part the replicas over which
@@ -85,6 +86,15 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
 def _has_all(module: nn.Module) -> bool:
     return isinstance(module, GroupedExperts) and module.num_local_experts == module.config.num_experts
+
+
+def _is_known(group: Group) -> bool:
+    """Returns False for a group that was destroyed, which on some ranks somebody may still hold."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def ranks_of(group: Group | None) -> Ranks:

@@ -35,7 +35,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
-from moecomm.nn.replicas import match_blocks
+from moecomm.nn.replicas import Replicas, match_blocks
 from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.harness import RankPool
@@ -494,3 +494,22 @@ def averaged(rank: int, world_size: int, folder: str, seed: int) -> None:
 
 def test_average_of_weights(pool: Callable[[int], RankPool], tmp_path: Path, seed: int) -> None:
     pool(4)(averaged, str(tmp_path / "average"), seed)
+
+
+def destroyed(rank: int, world_size: int) -> float:
+    """A group that was destroyed is made anew on all its ranks, also where somebody still holds it."""
+    if rank == 2:
+        return 0.0
+    replicas = Replicas(blocks=((0,), (1,)), ranks=(0, 1))
+    first = replicas.group
+    held = first if rank == 0 else None
+    dist.destroy_process_group(first)
+    del first
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total, group=replicas.group)
+    assert replicas.group is not held
+    return float(total)
+
+
+def test_a_group_that_was_destroyed_is_made_anew(pool: Callable[[int], RankPool]) -> None:
+    assert pool(3)(destroyed) == [3.0, 3.0, 0.0]
