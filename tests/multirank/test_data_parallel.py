@@ -38,7 +38,7 @@ from moecomm.nn import (
 from moecomm.nn.replicas import Replicas, match_blocks
 from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, cpu_pools
-from tests.multirank.harness import RankPool
+from tests.multirank.harness import RankPool, run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -496,20 +496,24 @@ def test_average_of_weights(pool: Callable[[int], RankPool], tmp_path: Path, see
     pool(4)(averaged, str(tmp_path / "average"), seed)
 
 
-def destroyed(rank: int, world_size: int) -> float:
-    """A group that was destroyed is made anew on all its ranks, also where somebody still holds it."""
-    if rank == 2:
-        return 0.0
+def destroyed(rank: int, world_size: int, folder: str) -> float:
+    """After destroy_process_group() the group is made anew on all its ranks, also where somebody holds it."""
     replicas = Replicas(blocks=((0,), (1,)), ranks=(0, 1))
-    first = replicas.group
-    held = first if rank == 0 else None
-    dist.destroy_process_group(first)
-    del first
+    held = replicas.group if rank == 0 else None
+    if rank == 1:
+        replicas.group  # noqa: B018  # made, and let go of
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/again", world_size), rank=rank, world_size=world_size
+    )
     total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total, group=replicas.group)
-    assert replicas.group is not held
+    if rank != 2:
+        dist.all_reduce(total, group=replicas.group)
+        assert replicas.group is not held
+    dist.barrier()
     return float(total)
 
 
-def test_a_group_that_was_destroyed_is_made_anew(pool: Callable[[int], RankPool]) -> None:
-    assert pool(3)(destroyed) == [3.0, 3.0, 0.0]
+def test_a_group_that_was_destroyed_is_made_anew(tmp_path: Path) -> None:
+    assert run_ranks(3, destroyed, str(tmp_path)) == [3.0, 3.0, 3.0]
