@@ -102,7 +102,7 @@ class Communicator:
             None: MOECOMM_THREADS, or the cores divided by the ranks.
         engine: what moves the rows between GPUs of a node. "sm": the kernels, on their SMs. "copy" (CUDA, one
             node): the copy engine, which leaves the SMs to products; a rank copies all rows of a call to
-            every other rank, and the window takes 2 * R * max_tokens rows more. "auto": the copy engine
+            every other rank, and the window takes 3 * R * max_tokens rows more. "auto": the copy engine
             within `overlap.Beside`, where a product runs meanwhile and the transfer is large enough, else
             the SMs, as on the CPU and on several nodes. Results have the same bits.
         timeout: seconds (or timedelta) that one wait for peers may take; None: MOECOMM_TIMEOUT, or 60.

@@ -23,11 +23,12 @@ CUDA_DTYPES = tuple(dtype for dtype in NATIVE_DTYPES if dtype != torch.float64)
 class MemoryPlan:
     """Sections of one rank's window. `str()` is a table.
 
-    A window for CUDA tensors is device memory, taken as a whole when the communicator is built; with several
-    nodes a rank takes `host_bytes` of host memory besides, some 3*(N-1)*M*H*b (docs/memory.md). One for CPU
-    tensors is shared memory: with R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes
-    a weight (4; 8 for float64), every section rounded up to 4096 bytes, the large ones are, twice each
-    because uses alternate between two copies:
+    With R ranks, M = max_tokens, K = top_k, H = hidden, b bytes an element, w bytes a weight (4; 8 for
+    float64), a window for CUDA tensors is device memory, taken as a whole when the communicator is built:
+    some 2*M*min(R,K)*H*b, and 3*R*M*H*b more where the copy engine may move rows (engine="copy" or "auto" on
+    one node); with several nodes a rank takes `host_bytes` of host memory besides, some 3*(N-1)*M*H*b
+    (docs/memory.md). One for CPU tensors is shared memory: every section rounded up to 4096 bytes, the large
+    ones are, twice each because uses alternate between two copies:
     rows M*H*b, combine slots M*min(R,K)*H*b, ids M*K*4, weights and their gradients M*K*w each, and input
     rows M*H*b, which take memory only when `empty_input` is first called. With N nodes, R in this formula is
     the ranks of a node, and for each of the N-1 other nodes there are, also twice each: relay rows M*H*b,

@@ -327,6 +327,7 @@ def letters_on_cuda(
     ("ranks", "per_node", "sizes", "dtype", "wire"),
     [
         (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, None),
+        (4, 4, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (72, 72, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (4, 2, {"hidden": 7168, "top_k": 8, "max_tokens": 4096}, torch.bfloat16, "fp8"),
         (6, 3, {"hidden": 40, "top_k": 2, "max_tokens": 70000}, torch.float32, None),
@@ -363,6 +364,11 @@ def test_memory_page_has_the_formulas_of_the_plan_on_cuda(
         host = sum(map(sum, sections("Pinned host memory").values()))
     assert sizes_of(plan) == expected
     assert plan.host_bytes == host
+    if ranks == per_node:
+        with_copies = moecomm.Communicator.memory_plan(
+            ranks=ranks, num_experts=experts, **sizes, dtype=dtype, wire=wire, device="cuda", engine="copy"
+        )
+        assert sizes_of(with_copies) == expected | sections("Room for the copy engine")
 
 
 @needs_cuda_part
