@@ -35,7 +35,8 @@ struct alignas(kLine) SignalRecord {
   uint64_t epoch;
   Operation operation;
   uint32_t error;       ///< ErrorKind, with the text in the sender's window
-  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: index of the id that is bad
+  int64_t rows_offset;  ///< where the sender's rows start in its window; GPU: section of landed rows that its
+                        ///< copies go to, or with an error the index of the id that is bad
   int64_t capacity;     ///< -1: dropless
   uint64_t plan;        ///< epoch of the kept plan (redispatch, combine); candidate for reuse or 0 (dispatch)
   int32_t tokens;

@@ -175,7 +175,8 @@ struct DeviceWindow {
   int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
                     ///< the last: its gradients of weights
   int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
-                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail
+                    ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail;
+                    ///< the last: not 0 once copies of this rank may have spoiled rows (spoiled)
   int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
 
   // Sections for transfers by the copy engine. Their addresses are the host's choice, which a graph holds, so

@@ -426,6 +426,8 @@ void DeviceCommunicator::abandon() {
   const Sent begun = *pending_;
   pending_.reset();
   const gpu::SendArguments& sent = begun.arguments;
+  // Copies take the epoch from a word that the next operation changes.
+  if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
   check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire), sent.operation,
                                  sent.tokens, sent.apart ? begun.blocks : 0),
              "launch of abandon");

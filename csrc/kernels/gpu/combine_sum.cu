@@ -94,7 +94,7 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
 }
 
 /// Fills `slots` with where the copy engine has brought the sums of a token's owners.
-__device__ void find_landed(const Comm& comm, const CombineArguments& args, int64_t token,
+__device__ void find_landed(const Comm& comm, const CombineArguments& args, uint64_t epoch, int64_t token,
                             const std::byte** slots) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
@@ -104,7 +104,7 @@ __device__ void find_landed(const Comm& comm, const CombineArguments& args, int6
   int slot = 0;
   for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
     slot += __shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1) < owner;
-  if (leads) slots[slot] = comm.landed_row(args.landing, owner, token, comm.window.shape.row_bytes());
+  if (leads) slots[slot] = comm.landed_row(comm.landing(epoch, owner), owner, token, comm.window.shape.row_bytes());
   __syncwarp();
 }
 
@@ -206,7 +206,7 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     const std::byte** const places = block.slots[warp_id()];
     if constexpr (kNodes)
       if (!find_slots(comm, args, epoch, t, places)) return;
-    if (!kNodes && args.copied) find_landed(comm, args, t, places);
+    if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
     if (!wait_sums(comm, epoch, args.copied ? kCopiesChunk : t / size, token)) return;
     const float* const factors = args.weights != nullptr ? weights : nullptr;
     const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
-  end_operation(comm, Operation::combine, epoch, args.senders, &comm.state().combine_ns);
+  end_operation(comm, Operation::combine, epoch, args.senders, &comm.state().combine_ns, args.copied);
 }
 
 template <Way way>

@@ -22,14 +22,15 @@ namespace {
 struct Item {
   int32_t source;
   int64_t chunk, begin, end;  ///< tokens
+  int32_t landing;            ///< where the copy engine moves the rows, the section that they come to
 };
 
 /// The row of a token as it lies here.
 __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                                        int32_t source, int64_t token) {
-  if (source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
-  if (args.copied) return comm.landed_row(args.landing, source, token, comm.window.wire_bytes);
-  return comm.staged_row(comm.own, epoch, source, token);
+                                        const Item& item, int64_t token) {
+  if (item.source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
+  if (args.copied) return comm.landed_row(item.landing, item.source, token, comm.window.wire_bytes);
+  return comm.staged_row(comm.own, epoch, item.source, token);
 }
 
 /// Rows of a chunk in the lanes of a warp: lane k holds k of each token.
@@ -180,7 +181,7 @@ class CopyOut {
       while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
         wait_stores_read<kCopyStages / 2>();
         ring_.load(
-            arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) + offset(load.piece),
+            arrived_row(comm_, args_, epoch_, item, item.begin + load.token()) + offset(load.piece),
             size(load.piece));
         load.advance(pieces_);
       }
@@ -211,7 +212,7 @@ class CopyOut {
   __device__ void hand_on_scales(const Item& item, int i, const int32_t* rows, int count) {
     const int64_t number = scale_bytes_ / 4;
     const float* const scales = reinterpret_cast<const float*>(
-        arrived_row(comm_, args_, epoch_, item.source, item.begin + i) + values_.total);
+        arrived_row(comm_, args_, epoch_, item, item.begin + i) + values_.total);
     for (int64_t s = lane_id(); s < number; s += 32) {
       const float scale = __ldcg(&scales[s]);
       for (int j = 0; j < count; ++j) args_.out_scales[rows[j] * number + s] = scale;
@@ -246,7 +247,7 @@ class DequantiseOut {
     PieceCursor load{tokens}, store{tokens};
     Fetched now, next;
     const auto fetch = [&](Fetched& piece) {
-      const std::byte* const row = arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token());
+      const std::byte* const row = arrived_row(comm_, args_, epoch_, item, item.begin + load.token());
       const float* const scales = reinterpret_cast<const float*>(row + comm_.window.shape.wire_data_bytes());
       const int vectors = static_cast<int>(pieces_.size(load.piece) / 16);
 #pragma unroll
@@ -340,7 +341,7 @@ class ScaleOut {
       while (!load.done() && ring_.in_flight() + each <= kSumStages) {
         const int64_t offset = pieces_.offset(load.piece);
         const uint32_t bytes = pieces_.size(load.piece);
-        ring_.load(arrived_row(comm_, args_, epoch_, item.source, item.begin + load.token()) + offset, bytes);
+        ring_.load(arrived_row(comm_, args_, epoch_, item, item.begin + load.token()) + offset, bytes);
         if (dots)
           ring_.load(
               args_.other + int64_t{meta[load.token() * comm_.top_k() + load.place]} * pieces_.total + offset,
@@ -464,6 +465,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     const int64_t tokens = tokens_of[item.source], size = chunk_tokens(tokens);
     item.begin = item.chunk * size;
     item.end = min(item.begin + size, tokens);
+    item.landing = args.copied ? comm.landing(epoch, item.source) : 0;
     if (item.begin >= item.end) continue;
     const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
     const bool travels = item.source != comm.rank || comm.own_rows_travel();
@@ -496,7 +498,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   if (start(comm, args, epoch))
     receive_items<Rows>(comm, args, epoch, *reinterpret_cast<BlockMemory*>(shared));
-  end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns);
+  end_operation(comm, args.operation, epoch, args.senders, &comm.state().dispatch_ns, args.copied);
 }
 
 enum class Arrival { as_it_is, dequantised, scaled };

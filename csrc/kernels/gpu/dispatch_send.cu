@@ -115,7 +115,7 @@ struct RowPaths {
     if constexpr (kNodes)
       if (target >= comm.ranks())
         return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
-    if (landing >= 0) return comm.landed_row(landing, source, begin + i, comm.window.wire_bytes);
+    if (landing >= 0) return comm.packed_row(landing, begin + i);
     return comm.staged_row(comm.bases[target], epoch, source, begin + i);
   }
 };
@@ -543,7 +543,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
   } else if (blockIdx.x == 0) {
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-                 kCarriesRows | (args.copied ? kCarriedByCopies : 0u));
+                 kCarriesRows | (args.copied ? kCarriedByCopies : 0u), args.landing);
   }
   if (args.copied && blockIdx.x == 0) await_landing(comm, args.operation, epoch, args.landing);
   if (args.copied && !(args.operation == Operation::dispatch && comm.own_rows_travel())) return;

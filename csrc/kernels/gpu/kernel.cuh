@@ -60,7 +60,7 @@ __device__ inline int32_t planned_row(const PlanView& plan, RowLayout layout, in
 
 /// Announces an operation along a plan that is known. Whole block.
 __device__ inline void signal_start(const Comm& comm, Operation operation, uint64_t epoch, int32_t* words,
-                                    RowLayout layout, int64_t tokens, uint32_t carries) {
+                                    RowLayout layout, int64_t tokens, uint32_t carries, int32_t landing) {
   const PlanView plan{words, comm.plan_fields};
   SignalRecord record{};
   record.epoch = epoch;
@@ -70,6 +70,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   record.tokens = static_cast<int32_t>(tokens);
   record.layout = layout;
   record.carries = carries;
+  record.rows_offset = landing;
   device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x),
                          static_cast<int>(blockDim.x));
   // Rows go to other nodes, in the backward of combine, as in the dispatch. In a combine they come from where
@@ -114,6 +115,12 @@ __device__ inline void start_clock(const Comm& comm) {
   if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
+/// The word in the window at `base` that says that copies of `writer` come there though it has not seen whether
+/// what was there had been read, because its wait for that failed: they cannot be called back.
+__device__ inline uint64_t* spoiled(const Comm& comm, std::byte* base, int32_t writer) {
+  return comm.flag(base, comm.window.credits, writer, comm.window.max_chunks);
+}
+
 /// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come to
 /// the peers' section `landing`, which these have read: they have begun the operation before this one, or, where
 /// that took the same section, this one. Whole block, after this rank's own record.
@@ -121,7 +128,11 @@ __device__ inline void await_landing(const Comm& comm, Operation operation, uint
   DeviceState& state = comm.state();
   const bool again = state.landing == landing;
   __syncthreads();
-  if (again) device::wait_records(comm, operation, epoch);
+  if (again && !device::wait_records(comm, operation, epoch))
+    for (auto peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks();
+         peer += static_cast<int32_t>(blockDim.x))
+      ptx::store_release_sys(spoiled(comm, comm.bases[peer], comm.rank), epoch);
+  __syncthreads();
   if (threadIdx.x != 0) return;
   state.landing = landing;
   ptx::store_release_gpu(&state.copied, epoch);
@@ -137,7 +148,7 @@ __device__ inline void end_sending(const Comm& comm) {
 /// adds the time that it took to `total`, if there is one. `senders`: blocks that call end_sending; 0: none,
 /// the kernel that sends is the one before in this stream.
 __device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, int32_t senders,
-                                     uint64_t* total) {
+                                     uint64_t* total, bool copied = false) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Blocks that send use the counters too.
@@ -148,6 +159,9 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   DeviceState& state = comm.state();
   __threadfence();
   if (ptx::add_acq_rel_gpu(&state.receive_done, 1) + 1 != gridDim.x) return;
+  for (int32_t peer = 0; copied && peer < comm.ranks(); ++peer)  // all that was copied here has been read
+    if (ptx::load_acquire_sys(spoiled(comm, comm.own, peer)) != 0)
+      device::report_failure(comm, {peer, WaitPhase::rows, operation, epoch}, peer, Cause::no_signal, peer);
   state.send_next = 0;
   state.stage_next = 0;
   state.later_next = 0;

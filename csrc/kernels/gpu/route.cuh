@@ -326,6 +326,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   record.carries =
       kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u) | (args.copied ? kCarriedByCopies : 0u);
   record.detail = args.positions;
+  record.rows_offset = args.landing;
   const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
   if (bad != ~uint64_t{0}) {
     record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);
