@@ -6,6 +6,7 @@ with "val_loss" validations. "load" holds the tokens of each expert, a list for 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def last_load(model: torch.nn.Module) -> Tensor:
 def measure_layers(model: torch.nn.Module, measure: bool) -> None:
     """Sets whether the layers record when their stages run, which costs some CUDA events for each."""
     for layer in moe_layers(model):
-        layer.record = measure
+        layer.overlap = dataclasses.replace(layer.overlap, record=measure)
 
 
 def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:

@@ -53,7 +53,7 @@ class MoEBlock(nn.Module, CutBlock):
         layer: the MoELayer.
         after: a module or function; by default the sum of residual and y.
         recompute: True keeps only x of `before` and the router, and computes them again in the backward
-            (torch.utils.checkpoint). What is kept of the experts' rows is `layer.keep`.
+            (torch.utils.checkpoint). What is kept of the experts' rows is `layer.overlap.keep`.
 
     Merged, neither hooks of the layer and its `experts` and `shared` run, nor hooks of their parameters:
     parameters that have any (DistributedDataParallel with prepare_ddp), or are sharded by fully_shard, and
@@ -172,11 +172,11 @@ class MoEBlock(nn.Module, CutBlock):
     def _check(self) -> None:
         """Raises InvalidArgument for a layer whose nodes cannot do what it does by itself."""
         layer = self.layer
-        if not layer.overlap or layer._own_experts:
+        if not layer.overlap.overlap or layer._own_experts:
             what = "experts of one's own" if layer._own_experts else "overlap=False"
             raise InvalidArgument(
                 f"layer has {what}, which autograd differentiates: give callables for its nodes "
-                "(moecomm.overlap.Block), or set overlap=True"
+                "(moecomm.overlap.Block), or set layer.overlap = OverlapConfig()"
             )
         weights = layer._weights()
         for name, parameter in zip(weights._fields, weights, strict=True):
