@@ -156,6 +156,9 @@ class MoEBlock(nn.Module, CutBlock):
         for weight, gradient in zip(kept.weights, of_weights, strict=True):
             if isinstance(weight, nn.Parameter):
                 add_gradient(weight, gradient)
+            elif weight is not None and gradient is not None:
+                # One computed from parameters (a cast, by torch.func.functional_call), for all microbatches.
+                weight.backward(gradient, retain_graph=True)
         return grad_rows_TH, None, grad_weights_TK
 
     def _operations(self, kept: _Kept | None) -> Sequence[Operations]:
@@ -213,9 +216,10 @@ class _Kept:
 
     def gradient_to_add_to(self, ctx: Any, number: int) -> Tensor | None:
         """Returns the `grad` of the experts' weight with this number to which a product adds, if it can."""
-        parameter = self.weights[number - W_IN]
-        assert isinstance(parameter, nn.Parameter)
-        return grad_in_place(parameter) if self.call.products.adds else None
+        weight = self.weights[number - W_IN]
+        if not self.call.products.adds or not isinstance(weight, nn.Parameter):
+            return None
+        return grad_in_place(weight)
 
 
 def _without_grad(work: Turned[Result], comm: Communicator) -> Turned[Result]:

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.testing import assert_close
 
-from moecomm import InvalidArgument
+from moecomm import Communicator, InvalidArgument
 from moecomm.nn import GraphedStep, MoEBlock, MoEConfig, MoELayer, OverlapConfig, TopKRouter, prepare_ddp
 from moecomm.overlap import Block, Stages, forward_backward, run_microbatches
 from tests.multirank.catching import Caught, catch
@@ -626,6 +627,48 @@ def test_pairs_that_do_not_go(pool: Pools, seed: int) -> None:
     for texts in pool(2)(bad_pairs, seed):
         assert len(texts) == len(says)
         assert all(part in text for part, text in zip(says, texts, strict=True)), texts
+
+
+def test_weights_computed_from_parameters_hand_gradients_on(seed: int) -> None:
+    """Experts in bfloat16 whose parameters are float32: one cast for all microbatches of a step."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, "dtype": torch.bfloat16, "num_shared_experts": 1})
+    sizes = {name: getattr(config, name) for name in ("num_experts", "hidden", "top_k", "dtype")}
+    layer = MoELayer(config, Communicator(**sizes, max_tokens=8, device="cpu")).float()
+    block = MoEBlock(lambda x: (x, x.tanh()), layer)
+    x = torch.randn(3, 6, config.hidden)
+
+    def in_order() -> None:
+        for each in x:
+            block(each).square().sum().backward()
+
+    def merged() -> None:
+        run_microbatches([block], list(x), lambda y, number: y.square().sum())
+
+    found = []
+    for step in (in_order, merged):
+        weights = {
+            f"layer.{name}": each.bfloat16() if name.endswith(("w_in", "w_out")) else each
+            for name, each in layer.named_parameters()
+        }
+        layer.zero_grad()
+        ran = _Runs(block, step)
+        functional_call(ran, {f"block.{name}": each for name, each in weights.items()}, ())
+        found.append({name: each.grad.clone() for name, each in layer.named_parameters()})
+    layer.comm.close()
+    assert found[0]["experts.w_in"].dtype == torch.float32 and found[0]["experts.w_in"].any()
+    assert unequal(*found, "merged") == []
+
+
+class _Runs(nn.Module):
+    """A block and what is done with it."""
+
+    def __init__(self, block: MoEBlock, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.block, self.run = block, run
+
+    def forward(self) -> None:
+        self.run()
 
 
 def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:

@@ -544,7 +544,7 @@ def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
     assert layer.comm.engine == "auto"
     with layer.comm:
         layer.overlap = replace(layer.overlap, record=True)
-        layer(torch.ones(2, 16))
+        layer(torch.ones(2, 16, device=layer.comm.device))
         assert "forward" in layer.timelines()
         for value in (True, {"keep": "rows"}):
             with pytest.raises(InvalidArgument, match=r"overlap is .* must be an OverlapConfig"):
