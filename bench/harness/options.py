@@ -37,7 +37,7 @@ FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW = "fp8 compute only", "fp8 overlapped", "f
 VARIANTS = (COMPUTE, COMM, SERIAL, OVERLAPPED, BASELINE)
 FP8_VARIANTS = (FP8_COMPUTE, FP8_OVERLAPPED, FP8_ANEW)  # on request: few GPUs have them
 GRAPH_VARIANTS = (COMPUTE, OVERLAPPED, FIXED, GRAPH, GRAPHED)  # those at --graph-tokens
-KEEPS = ("all", "rows", "nothing")
+KEEPS: tuple[Literal["all", "rows", "nothing"], ...] = ("all", "rows", "nothing")
 MOST_LAYERS = 4  # of a model, where --layers does not say
 # Variants of microbatches: products without communication, and the names of paths/training.py's schedules.
 TORCH_PRODUCTS, QUACK_PRODUCTS = "torch products", "quack products"

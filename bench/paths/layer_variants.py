@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import moecomm
-from moecomm.nn import ActivationPool, GraphedStep, GroupedExperts, MoEConfig, MoELayer, Routing
+from moecomm.nn import (
+    ActivationPool,
+    GraphedStep,
+    GroupedExperts,
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    Routing,
+)
 
 from ..harness import options as named
 from ..harness import verify
@@ -25,7 +34,7 @@ from ..harness.timing import Clock, mean_over_ranks, slowest
 from .moecomm_path import Captured
 from .plain_layer import PlainLayer
 
-Keep = Literal["all", "rows", "nothing"]
+IN_ORDER = OverlapConfig(overlap=False)
 Results = dict[str, Tensor]
 """The result and the gradients of a step, under the names that verify uses."""
 Comms = Mapping[str | None, moecomm.Communicator]
@@ -118,8 +127,7 @@ def make_layer(
     experts: Experts,
     choice: Choice,
     *,
-    overlap: bool = True,
-    keep: Keep = "all",
+    overlap: OverlapConfig | None = None,
     fp8: bool = False,
 ) -> MoELayer:
     """A layer with the cases' routings and experts whose weights all layers share."""
@@ -139,13 +147,8 @@ def make_layer(
             products=None if fp8 else choice.products,
             rows=choice.rows,
         )
-        layer = MoELayer(
-            config,
-            comms[choice.engine],
-            overlap=overlap,
-            keep=keep,
-            beside_sms=options.overlap_num_sms,
-        )
+        overlap = overlap or OverlapConfig(beside_sms=options.overlap_num_sms)
+        layer = MoELayer(config, comms[choice.engine], overlap=overlap)
     layer.experts.w_in, layer.experts.w_out = experts.w_in, experts.w_out
     layer.add_module("router", FixedRouting(cases))
     return layer.eval()
@@ -224,7 +227,7 @@ class Variants:
         """The experts alone, as moecomm.nn has them, on rows that are here already; `phases` says of which
         cases. With fp8 in e4m3."""
         case = self.case
-        experts = make_layer(self.comms, [case], case.experts, choice, overlap=False, fp8=fp8).experts
+        experts = make_layer(self.comms, [case], case.experts, choice, overlap=IN_ORDER, fp8=fp8).experts
 
         def forward(case: LayerCase) -> Tensor:
             rows_PH: Tensor = experts(case.rows_PH, case.offsets_L, case.weights_P, has_tail=False)
@@ -297,14 +300,14 @@ class Variants:
         """Recorded steps, under the clock that times them: of the one of median length the part in which
         something communicates and nothing computes, mean over ranks.
         """
-        layer.record = True
+        layer.overlap = replace(layer.overlap, record=True)
         steps = []
         for _ in range(self.case.options.recorded_steps):
             if before is not None:
                 before()
             self.clock.time(step)
             steps.append(layer.timelines())
-        layer.record = False
+        layer.overlap = replace(layer.overlap, record=False)
         steps.sort(key=lambda each: each["forward"].seconds + each["backward"].seconds)
         median = steps[len(steps) // 2]
         forward, backward = median["forward"], median["backward"]
@@ -340,11 +343,17 @@ class _Variants(Variants):
         """Returns the function that makes each variant, by name."""
         layer, case = self._layer_path, self.case
         phases, choice = {FORWARD: [case], STEP: [case]}, case.options.choices[0]
-        keeping = {keep_name(keep): partial(layer, keep_name(keep), keep=keep) for keep in KEEPS}
+        beside_sms = case.options.overlap_num_sms
+        keeping = {
+            keep_name(keep): partial(
+                layer, keep_name(keep), overlap=OverlapConfig(keep=keep, beside_sms=beside_sms)
+            )
+            for keep in KEEPS
+        }
         return {
             named.COMPUTE: partial(self.products, named.COMPUTE, phases, choice),
             named.COMM: self._communication,
-            named.SERIAL: partial(layer, named.SERIAL, overlap=False),
+            named.SERIAL: partial(layer, named.SERIAL, overlap=IN_ORDER),
             **keeping,
             named.FP8_COMPUTE: partial(self.products, named.FP8_COMPUTE, phases, choice, fp8=True),
             named.FP8_OVERLAPPED: partial(layer, named.FP8_OVERLAPPED, fp8=True),
@@ -413,7 +422,7 @@ class _Variants(Variants):
             forward,
             lambda: self._backward(forward()),
             before=before,
-            layer=layer if layer.overlap else None,
+            layer=layer if layer.overlap.overlap else None,
             fp8=how.get("fp8", False),
             blocks=capacity is None,
             waited=self.waited,

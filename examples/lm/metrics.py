@@ -6,8 +6,10 @@ with "val_loss" validations. "load" holds the tokens of each expert, a list for 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,14 +80,18 @@ def last_load(model: torch.nn.Module) -> Tensor:
 def measure_layers(model: torch.nn.Module, measure: bool) -> None:
     """Sets whether the layers record when their stages run, which costs some CUDA events for each."""
     for layer in moe_layers(model):
-        layer.record = measure
+        layer.overlap = dataclasses.replace(layer.overlap, record=measure)
 
 
 def travel_seconds(model: torch.nn.Module) -> tuple[float, float]:
     """Returns the time in which rows travelled, and the part of it in which nothing was computed, in the last
     forward and backward of all layers, which were measured. By one clock: the part is no more than the
     whole."""
-    timelines = [timeline for layer in moe_layers(model) for timeline in layer.timelines().values()]
+    return travel_of([timeline for layer in moe_layers(model) for timeline in layer.timelines().values()])
+
+
+def travel_of(timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """`travel_seconds` of timelines that were measured otherwise."""
     return (
         sum(_travelling(timeline).exposed_seconds for timeline in timelines),
         sum(timeline.exposed_seconds for timeline in timelines),

@@ -66,8 +66,13 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        x_BSH, h_BSH = self.before(x_BSH, cos_SD, sin_SD)
+        return x_BSH + self.ffn(h_BSH)
+
+    def before(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the residual after the attention, and the input of the feed-forward layer."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), cos_SD, sin_SD)
-        return x_BSH + self.ffn(self.ffn_norm(x_BSH))
+        return x_BSH, self.ffn_norm(x_BSH)
 
 
 class Transformer(nn.Module):
@@ -89,12 +94,23 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`."""
-        length = tokens_BS.shape[1]
-        cos_SD, sin_SD = self.cos_SD[:length], self.sin_SD[:length]
+        x_BSH = self.embed(tokens_BS)
+        positions = self.positions(tokens_BS.shape[1])
+        for block in self.blocks:
+            x_BSH = block(x_BSH, *positions)
+        return self.head(x_BSH)
+
+    def positions(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first positions, both (S, D/2)."""
+        return self.cos_SD[:length], self.sin_SD[:length]
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """The first block's input (B, S, H)."""
         # The embedding may serve as output matrix too and is small for that; here it is scaled back to unit
         # size.
-        x_BSH = self.embedding(tokens_BS) * math.sqrt(self.config.dim)
-        for block in self.blocks:
-            x_BSH = block(x_BSH, cos_SD, sin_SD)
+        return self.embedding(tokens_BS) * math.sqrt(self.config.dim)
+
+    def head(self, x_BSH: Tensor) -> Tensor:
+        """Logits (B, S, V) of the last block's result."""
         output = self.embedding if self.output is None else self.output
         return F.linear(self.norm(x_BSH), output.weight)

@@ -8,22 +8,26 @@ ones.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lm.model import Transformer
 from moecomm.nn import is_expert_parameter
 
 
-def logits(model: Transformer, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """The model's float32 logits (B, S, V), computed in `dtype`, that of its communicator."""
+def compute(module: nn.Module, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """`module(tokens_BS)`, computed in `dtype`, that of its communicator."""
     if dtype == torch.float32:
-        return model(tokens_BS)
+        return module(tokens_BS)
     with torch.autocast(tokens_BS.device.type, dtype):
         weights = {
             name: parameter.to(dtype)
-            for name, parameter in model.named_parameters()
+            for name, parameter in module.named_parameters()
             if is_expert_parameter(parameter)
         }
-        logits_BSV: Tensor = functional_call(model, weights, (tokens_BS,))
-    return logits_BSV.float()
+        return functional_call(module, weights, (tokens_BS,))
+
+
+def logits(model: Transformer, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """The model's float32 logits (B, S, V), computed in `dtype`."""
+    return compute(model, tokens_BS, dtype).float()

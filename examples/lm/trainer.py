@@ -21,6 +21,7 @@ from lm.build import (
 )
 from lm.corpus import Corpus
 from lm.errors import UsageError
+from lm.merged import MergedStep
 from lm.metrics import (
     MetricsFile,
     Record,
@@ -77,6 +78,7 @@ class Trainer:
             if options.graph
             else None
         )
+        self.merged = MergedStep(self.model, options.microbatches) if options.merged else None
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
@@ -129,7 +131,7 @@ class Trainer:
         began = time.perf_counter()
         # Stages cannot be measured in a graph.
         measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
-        measure_layers(self.model, measured)
+        measure_layers(self.model, measured and self.merged is None)
         self.comm.reset_stats()
         mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
         tokens_BS = data.training_batch(
@@ -176,6 +178,10 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
         """Accumulates the gradients of the step's microbatches. Returns loss, load and, if they are measured,
         `travel_seconds` of all of them."""
+        if (merged := self.merged) is not None:
+            merged.measured = measured
+            loss = precision.compute(merged, tokens_BS, self.dtype).detach()
+            return loss, merged.load_AE, merged.travelled if measured else (0.0, 0.0)
         losses, loads, times = [], [], []
         for part_BS in tokens_BS.chunk(self.options.microbatches):
             losses.append((self.graphed or self._forward_backward)(part_BS).detach())

@@ -22,6 +22,7 @@ from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
 from moecomm.nn.merged import MoEBlock
+from moecomm.nn.overlap_config import OverlapConfig
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.plans import keep_plans
 from moecomm.nn.pool import ActivationPool
@@ -34,6 +35,7 @@ __all__ = [
     "MoEBlock",
     "MoEConfig",
     "MoELayer",
+    "OverlapConfig",
     "Routing",
     "SharedExperts",
     "TopKRouter",

@@ -136,7 +136,7 @@ def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
 
 def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
     """Divides a gradient, as a hook of a parameter; the gradient is None if the layer leaves it for later
-    (`defer_weights`)."""
+    (`OverlapConfig.defer_weights`)."""
     return None if gradient is None else gradient / divisor
 
 

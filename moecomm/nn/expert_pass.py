@@ -32,7 +32,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
+from moecomm.nn.overlap_config import Keep
 from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_main_grad
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
@@ -51,11 +52,6 @@ from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import run_through
 from moecomm.overlap.stages import COMM
 from moecomm.types import DispatchOutput, Handle, Layout
-
-Keep = Literal["all", "rows", "nothing"]
-"""The tensors per row that a forward keeps for its backward. "all": the rows and the first product, P * (H +
-I) values. "rows": the rows; the first product is made again. "nothing": the rows are sent once more along the
-kept plan, together with the gradients, and the first product is made again."""
 
 
 class Weights(NamedTuple):

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moecomm.arguments import require_integer, require_tensor
+from moecomm.arguments import require_tensor
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.expert_pass import Call, Deferred, Keep, Plans, Runs, Weights, run_experts
+from moecomm.nn.expert_pass import Call, Deferred, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
+from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
 from moecomm.nn.own_experts import adopt_experts, combine_own_experts
 from moecomm.nn.parameters import main_grad_of
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.overlap import Timeline, sms_beside_wgrad
-from moecomm.types import AnyGroup
+from moecomm.types import AnyGroup, Engine
 
 
 class Routed(NamedTuple):
@@ -37,6 +38,32 @@ class Routed(NamedTuple):
     topk_weights_TK: Tensor
     unattached: Routing | None
     """The routing, if its losses are to be attached to the result; None: they are attached to the weights."""
+
+
+def _require_config(overlap: Any) -> OverlapConfig:
+    """Returns `overlap`; raises InvalidArgument if it is no OverlapConfig."""
+    if not isinstance(overlap, OverlapConfig):
+        raise InvalidArgument(
+            f"overlap is {overlap!r}, must be an OverlapConfig, such as OverlapConfig(overlap=False)"
+        )
+    return overlap
+
+
+class _InOverlap:
+    """A name that is a field of the layer's OverlapConfig. nn.Module would take a value for it, of which
+    nothing would come."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: object, owner: object = None) -> NoReturn:
+        raise AttributeError(f"{self._name} is in the layer's OverlapConfig: layer.overlap.{self._name}")
+
+    def __set__(self, layer: object, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{self._name} is in the layer's OverlapConfig: set layer.overlap = "
+            f"dataclasses.replace(layer.overlap, {self._name}={value!r})"
+        )
 
 
 class MoELayer(nn.Module):
@@ -67,14 +94,9 @@ class MoELayer(nn.Module):
 
     Forward and backward are in moecomm/nn/expert_pass.py: rows travel beside the shared experts, and
     gradients of tokens beside those of the experts' weights. The routing weights multiply the experts'
-    inner rows, so that what comes out of the second product is not kept. With overlap=False, and in a graph
-    of torch.compile, the same is done in order, with the same bits in the output and in the experts'
-    gradients. keep says what a forward keeps of the experts' rows: "all", "rows" (the first product is
-    computed again) or "nothing" (the rows are dispatched again, along the kept plan). beside_sms: SMs of the
-    way home of the gradients, beside those of the experts' first weights which leave it so many, from 2 to
-    half of the GPU; None: by the layer's sizes (`moecomm.overlap.sms_beside_wgrad`), for products in
-    bfloat16, or the communicator's SMs where these are at most half of the GPU; 0: it comes first. On one
-    node.
+    inner rows, so that what comes out of the second product is not kept. `overlap` says whether
+    they do so, and what a forward keeps of the experts' rows; None is OverlapConfig(). In a graph of
+    torch.compile the same is done in order, as with OverlapConfig(overlap=False).
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -93,9 +115,9 @@ class MoELayer(nn.Module):
     All parameters of such a module are marked as expert parameters: they are this rank's alone, and no other
     part of the model may use them. Its state may hold no buffers. `sharded_state` takes dimension 0 of its
     parameters for the experts; where it is something else, a checkpoint loads at the same number of ranks
-    only. Autograd does the backward, and overlap=True hides the dispatch under the shared experts, whose
-    ffn_hidden and activation the config has. Without effect then, and so refused, are expert_precision,
-    beside_sms, defer_weights, record, a pool, and another keep than "all" (instead, use
+    only. Autograd does the backward, and the dispatch is hidden under the shared experts, whose ffn_hidden
+    and activation the config has. Without effect then, and so refused, are expert_precision, a pool, and of
+    `overlap` beside_sms, defer_weights, record and another keep than "all" (instead, use
     torch.utils.checkpoint within the module).
 
     Attributes:
@@ -105,12 +127,8 @@ class MoELayer(nn.Module):
         experts: the GroupedExperts, or the module given.
         shared: the SharedExperts; None without any.
         capacity: rows that a dispatch returns, whatever the routing; None: as many as there are.
-        overlap: False: one stage after another, on one stream. This and the settings down to loss_scale may
-            be changed between forwards.
-        keep: what a forward keeps for its backward.
-        beside_sms: SMs of the gradients' way home beside those of the experts' first weights.
-        defer_weights: True: backwards leave the gradients of the experts' weights to `backward_weights`.
-        record: True: measure when stages run, for `timelines`.
+        overlap: the OverlapConfig. This, pool and loss_scale may be changed between forwards; a config is
+            frozen, and replaced by another one.
         pool: with a capacity: where the rows go that a forward keeps, by their real number. Without a
             capacity tensors have that size already, and the pool is not used. Layers may share one.
         loss_scale: multiplies the routing's losses before backward; 1.0 at first.
@@ -128,20 +146,24 @@ class MoELayer(nn.Module):
         ep_dim: str | None = None,
         max_tokens: int | None = None,
         nodes: int | None = None,
-        overlap: bool = True,
-        keep: Keep = "all",
-        beside_sms: int | None = None,
+        overlap: OverlapConfig | None = None,
         experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if experts is not None:
             adopt_experts(experts, config)
-        group = _expert_group(group, mesh, ep_dim)
+        overlap = OverlapConfig() if overlap is None else _require_config(overlap)
+        group, engine = _expert_group(group, mesh, ep_dim), overlap.engine
         if comm is None:
-            comm = _build_communicator(config, group, max_tokens)
+            comm = _build_communicator(config, group, max_tokens, engine)
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
+            )
+        elif engine is not None:
+            raise InvalidArgument(
+                f"OverlapConfig.engine is {engine!r}, must be None when comm is passed, which has its own: "
+                f"build it with Communicator(engine={engine!r})"
             )
         for name in ("num_experts", "hidden", "top_k", "dtype"):
             ours, theirs = getattr(config, name), getattr(comm, name)
@@ -149,8 +171,6 @@ class MoELayer(nn.Module):
                 raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
         if config.limit_nodes is None and nodes is not None:
             raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
-        if beside_sms is not None:
-            require_integer("beside_sms", beside_sms, 0)
         config = config.for_nodes(comm.nodes if nodes is None else nodes)
         self.config, self.comm = config, comm
         self.router = TopKRouter(config, device=comm.device)
@@ -165,16 +185,12 @@ class MoELayer(nn.Module):
             )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
         self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
+        self._sms = _sms_to_share(comm)
         self.overlap = overlap
-        self.keep: Keep = keep
-        self.beside_sms = beside_sms
-        self.defer_weights = False
-        self.record = False
         self.pool: ActivationPool | None = None
         if self._own_experts:
             self._refuse_without_effect()
         prepare_activation(comm.device, config.dtype)
-        self._sms = _sms_to_share(comm)
         self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: Tensor | None = None
@@ -182,6 +198,30 @@ class MoELayer(nn.Module):
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
+
+    @property
+    def overlap(self) -> OverlapConfig:
+        """What is computed beside transfers, and what is kept. It may be replaced between forwards; raises
+        InvalidArgument for what is no OverlapConfig, and for values that this layer cannot have."""
+        return self._overlap
+
+    @overlap.setter
+    def overlap(self, overlap: OverlapConfig) -> None:
+        sms, engine = _require_config(overlap).beside_sms, overlap.engine
+        if sms is not None and self._sms is not None and sms > self._sms // 2:
+            raise InvalidArgument(
+                f"OverlapConfig.beside_sms is {sms}, must be at most half of the GPU's SMs, {self._sms // 2}"
+            )
+        if engine not in (None, self.comm.engine):
+            raise InvalidArgument(
+                f"OverlapConfig.engine is {engine!r}, must be that of the layer's communicator, "
+                f"{self.comm.engine!r}, or None: it is chosen when the layer is built"
+            )
+        self._overlap = overlap
+
+    keep, beside_sms, defer_weights, record, engine = map(
+        _InOverlap, ("keep", "beside_sms", "defer_weights", "record", "engine")
+    )
 
     def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
         """Routes tokens to the experts and returns their weighted sum. x: (T, H), or (B, S, H) for B
@@ -191,7 +231,7 @@ class MoELayer(nn.Module):
         input. A bad x, a seq_len that does not divide T, weights of another dtype than the config's and
         settings that do not go together raise InvalidArgument on all ranks.
         """
-        in_order = not self.overlap or self._own_experts or torch.compiler.is_compiling()
+        in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
         try:
             routed = self._route(x, seq_len, in_order)
         except InvalidArgument as error:
@@ -226,21 +266,22 @@ class MoELayer(nn.Module):
         return y_TH.view(shape)
 
     def backward_weights(self) -> None:
-        """Computes the gradients of the experts' weights that backwards have put off (`defer_weights`), and
-        adds them to the parameters' `grad`; the oldest backward first. Hooks of the parameters do not run,
-        and they must not be sharded. Without any it does nothing."""
+        """Computes the gradients of the experts' weights that backwards have put off
+        (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad`; the oldest backward first.
+        Hooks of the parameters do not run, and they must not be sharded. Without any it does nothing."""
         if self._own_experts:
             return
         self._deferred.run(self.experts.w_in, self.experts.w_out)
 
     def timelines(self) -> dict[str, Timeline]:
-        """Returns when the stages of the last "forward" and "backward" ran, of those since `record` was set.
+        """Returns when the stages of the last "forward" and "backward" ran, of those that were recorded
+        (`OverlapConfig.record`).
         Waits for them."""
         return self._runs.timelines()
 
     def _call(self, topk_idx_TK: Tensor) -> Call:
         """Returns the arguments of a pass of the experts."""
-        with_capacity = self.capacity is not None
+        with_capacity, overlap = self.capacity is not None, self.overlap
         return Call(
             self.comm,
             topk_idx_TK,
@@ -248,11 +289,11 @@ class MoELayer(nn.Module):
             "rank" if self.config.rows == "rank" and not (with_capacity and self.pool) else "expert",
             self.config.activation,
             self.experts.products,
-            self.keep,
+            overlap.keep,
             self._choose_sms(),
             self._waits,
-            self._deferred if self.defer_weights else None,
-            self._runs if self.record else None,
+            self._deferred if overlap.defer_weights else None,
+            self._runs if overlap.record else None,
             self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
             self._plans,
@@ -281,16 +322,15 @@ class MoELayer(nn.Module):
     def _choose_sms(self) -> int | None:
         """Returns the SMs of the gradients' way home beside the gradients of the experts' first weights;
         None: it comes first."""
-        if self._sms is None or self.beside_sms == 0:
+        wanted = self.overlap.beside_sms
+        if self._sms is None or wanted == 0:
             return None
-        if self.beside_sms is not None:
-            return require_integer("beside_sms", self.beside_sms, 2, self._sms // 2)
-        return self._default_sms
+        return self._default_sms if wanted is None else wanted
 
     @functools.cached_property
     def _default_sms(self) -> int | None:
-        """The default of `beside_sms`. It is computed at first use, since weights may be put in after the
-        layer was made."""
+        """The SMs for beside_sms=None. They are computed at first use, since weights may be put in
+        after the layer was made."""
         config, comm = self.config, self.comm
         assert self._sms is not None
         if comm.copies_beside:
@@ -311,7 +351,7 @@ class MoELayer(nn.Module):
         """Runs dispatch, experts and combine one after another, differentiated by autograd. Own experts run
         in this way alone, with shared experts beside the dispatch."""
         shared_TH: Tensor | None = None
-        if self._own_experts and self.overlap and self.shared and not torch.compiler.is_compiling():
+        if self._own_experts and self.overlap.overlap and self.shared and not torch.compiler.is_compiling():
             work = self.comm.dispatch(
                 rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity, async_op=True
             )
@@ -335,12 +375,9 @@ class MoELayer(nn.Module):
         """Raises InvalidArgument for settings that have no effect on own experts."""
         has_pool = self.pool is not None and self.capacity is not None
         settings = {
-            "keep": (self.keep, "all"),
-            "beside_sms": (self.beside_sms, None),
-            "defer_weights": (self.defer_weights, False),
-            "record": (self.record, False),
-            "pool": (self.pool if has_pool else None, None),
+            f"OverlapConfig.{name}": (getattr(self.overlap, name), IN_ORDER[name]) for name in IN_ORDER
         }
+        settings["pool"] = (self.pool if has_pool else None, None)
         for name, (value, only) in settings.items():
             if value != only:
                 raise InvalidArgument(
@@ -369,7 +406,7 @@ class MoELayer(nn.Module):
         elif in_order and self.pool is not None and self.capacity is not None:
             raise InvalidArgument(
                 "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
-                "autograd keeps what it needs itself: set overlap=True or pool=None"
+                "autograd keeps what it needs itself: set overlap=OverlapConfig() or pool=None"
             )
         if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for parameter in self.experts.parameters():
@@ -445,7 +482,9 @@ def _expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str |
     return mesh[ep_dim]
 
 
-def _build_communicator(config: MoEConfig, group: AnyGroup | None, max_tokens: int | None) -> Communicator:
+def _build_communicator(
+    config: MoEConfig, group: AnyGroup | None, max_tokens: int | None, engine: Engine | None
+) -> Communicator:
     if max_tokens is None:
         raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
     return Communicator(
@@ -455,4 +494,5 @@ def _build_communicator(config: MoEConfig, group: AnyGroup | None, max_tokens: i
         top_k=config.top_k,
         max_tokens=max_tokens,
         dtype=config.dtype,
+        engine=engine or "sm",
     )

@@ -53,7 +53,7 @@ class MoEBlock(nn.Module, CutBlock):
         layer: the MoELayer.
         after: a module or function; by default the sum of residual and y.
         recompute: True keeps only x of `before` and the router, and computes them again in the backward
-            (torch.utils.checkpoint). What is kept of the experts' rows is `layer.keep`.
+            (torch.utils.checkpoint). What is kept of the experts' rows is `layer.overlap.keep`.
 
     Merged, neither hooks of the layer and its `experts` and `shared` run, nor hooks of their parameters:
     parameters that have any (DistributedDataParallel with prepare_ddp), or are sharded by fully_shard, and
@@ -156,6 +156,9 @@ class MoEBlock(nn.Module, CutBlock):
         for weight, gradient in zip(kept.weights, of_weights, strict=True):
             if isinstance(weight, nn.Parameter):
                 add_gradient(weight, gradient)
+            elif weight is not None and gradient is not None:
+                # One computed from parameters (a cast, by torch.func.functional_call), for all microbatches.
+                weight.backward(gradient, retain_graph=True)
         return grad_rows_TH, None, grad_weights_TK
 
     def _operations(self, kept: _Kept | None) -> Sequence[Operations]:
@@ -172,11 +175,11 @@ class MoEBlock(nn.Module, CutBlock):
     def _check(self) -> None:
         """Raises InvalidArgument for a layer whose nodes cannot do what it does by itself."""
         layer = self.layer
-        if not layer.overlap or layer._own_experts:
+        if not layer.overlap.overlap or layer._own_experts:
             what = "experts of one's own" if layer._own_experts else "overlap=False"
             raise InvalidArgument(
                 f"layer has {what}, which autograd differentiates: give callables for its nodes "
-                "(moecomm.overlap.Block), or set overlap=True"
+                "(moecomm.overlap.Block), or set layer.overlap = OverlapConfig()"
             )
         weights = layer._weights()
         for name, parameter in zip(weights._fields, weights, strict=True):
@@ -213,9 +216,10 @@ class _Kept:
 
     def gradient_to_add_to(self, ctx: Any, number: int) -> Tensor | None:
         """Returns the `grad` of the experts' weight with this number to which a product adds, if it can."""
-        parameter = self.weights[number - W_IN]
-        assert isinstance(parameter, nn.Parameter)
-        return grad_in_place(parameter) if self.call.products.adds else None
+        weight = self.weights[number - W_IN]
+        if not self.call.products.adds or not isinstance(weight, nn.Parameter):
+            return None
+        return grad_in_place(weight)
 
 
 def _without_grad(work: Turned[Result], comm: Communicator) -> Turned[Result]:

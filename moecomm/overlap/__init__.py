@@ -1,8 +1,8 @@
 """Communication under computation: what runs beside what, and how to look at it.
 
 `moecomm.nn.MoELayer` runs transfers beside products of its own (moecomm/nn/expert_pass.py, from top to
-bottom); with `layer.record = True` its `timelines()` say when each stage ran. `run_microbatches` runs the
-transfers of one microbatch beside the computation of another; `merge_stages` does so in a pipeline.
+bottom); with `OverlapConfig(record=True)` its `timelines()` say when each stage ran. `run_microbatches` runs
+the transfers of one microbatch beside the computation of another; `merge_stages` does so in a pipeline.
 """
 
 from __future__ import annotations

@@ -9,17 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import moecomm
-from moecomm.nn import MoELayer
+from moecomm.nn import MoELayer, set_loss_scale, update_expert_bias
 from moecomm.overlap import Span, Timeline
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import checkpoint, data, options, plots, presets, progress, ranks  # isort: skip
-from lm.build import build_graphed_step, learning_rate  # isort: skip
+from lm import checkpoint, data, options, plots, precision, presets, progress, ranks  # isort: skip
+from lm.build import build_graphed_step, build_model, build_optimizer, learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
-from lm.metrics import MetricsFile, StepTotals, Totals, read_metrics, travel_seconds  # isort: skip
+from lm.merged import MergedStep  # isort: skip
+from lm.metrics import MetricsFile, StepTotals, Totals, last_load, read_metrics, travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
 from lm.speed import measure_speed, peak_tflops  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
@@ -161,6 +163,50 @@ def test_graphs_are_of_gpus(tmp_path: Path) -> None:
 def small_model() -> Transformer:
     config = ModelConfig(vocab=11, dim=16, layers=2, heads=2, max_seq=12)
     return Transformer(config, lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_microbatches_have_the_same_bits(dtype: torch.dtype, tmp_path: Path, seed: int) -> None:
+    """Over steps: losses, loads and weights, which are float32 where experts compute in a cast of them. A
+    tied matrix is in two nodes, whose gradients add up in another order."""
+    flags = (
+        "--preset small --dim 32 --heads 2 --layers 2 --experts 4 --ffn 32 --no-tied --accumulate 3 --merged"
+    )
+    chosen = options.parse([*flags.split(), "--out", str(tmp_path)])
+    tokens_BS = torch.randint(11, (6, 13), generator=torch.Generator().manual_seed(seed))
+    sizes = {"num_experts": 4, "hidden": 32, "top_k": chosen.top_k, "max_tokens": 72}
+
+    def trained(merged: bool) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        model, found = build_model(chosen, 11, comm), []
+        set_loss_scale(model, 1 / 3)
+        optimizer, step = build_optimizer(model, chosen), MergedStep(model, 3)
+        step.measured = True
+        for _ in range(4):
+            if merged:
+                losses = [precision.compute(step, tokens_BS, dtype).detach()]
+                found.append(step.load_AE)
+                assert step.travelled[0] > 0
+            else:
+                losses, loads = [], []
+                for part_BS in tokens_BS.chunk(3):
+                    logits_BSV = precision.logits(model, part_BS[:, :-1], dtype)
+                    loss = F.cross_entropy(logits_BSV.flatten(0, 1), part_BS[:, 1:].flatten()) / 3
+                    loss.backward()
+                    losses.append(loss.detach())
+                    loads.append(last_load(model))
+                losses = [torch.stack(losses).sum()]
+                found.append(torch.stack(loads).sum(0))
+            found += losses
+            optimizer.step()
+            optimizer.zero_grad()
+            update_expert_bias(model)
+        return [*found, *(parameter.detach() for parameter in model.parameters())]
+
+    with moecomm.Communicator(**sizes, dtype=dtype, device="cpu") as comm:
+        plain, merged = trained(False), trained(True)
+    assert all(torch.equal(left, right) for left, right in zip(plain, merged, strict=True))
+    assert plain[1] > plain[7]
 
 
 def test_model_sees_only_the_past(seed: int) -> None:

@@ -201,7 +201,7 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
     """Microbatches whose gradients add up: with torch's products and quack's, overlapped and in order, and
     replayed from a graph."""
     from moecomm import Communicator
-    from moecomm.nn import MoEConfig, MoELayer
+    from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
 
     sizes: dict[str, Any] = {"hidden": 256, "ffn_hidden": 192, "num_experts": 8, "top_k": 2}
     sizes |= {"activation": activation, "bias": bias, "dtype": torch.bfloat16, "init_std": 0.05}
@@ -235,9 +235,9 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
     want = taken(step(plain))
     step(layer)
     found = {"overlapped": taken(step(layer))}  # into gradients that are there
-    layer.overlap = False
+    layer.overlap = OverlapConfig(overlap=False)
     found["in order"] = taken(step(layer))
-    layer.overlap = True
+    layer.overlap = OverlapConfig()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

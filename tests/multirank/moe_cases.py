@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, Work
-from moecomm.nn import MoEConfig, MoELayer, is_expert_parameter, sync_gradients
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig, is_expert_parameter, sync_gradients
 from tests.moe_reference import reference_moe
 from tests.ranks import communicator, device, on_cpu, synchronize
 
@@ -254,14 +254,12 @@ def run_layer(
     layer: Any, x: Tensor, grad: Tensor, way: dict[str, Any], reentrant: bool | None = None
 ) -> dict[str, Tensor]:
     """Runs one forward and backward; returns the output, all gradients, losses and the experts' load."""
-    settings = {"overlap": True, "keep": "all", "defer_weights": False, "beside_sms": None, **way}
-    for name, value in settings.items():
-        setattr(layer, name, value)
+    layer.overlap = OverlapConfig(**{"record": layer.overlap.record, **way})
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
     y = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
     y.backward(grad)
-    if layer.defer_weights:
+    if layer.overlap.defer_weights:
         assert layer.experts.w_in.grad is None and layer.experts.w_out.grad is None
     layer.backward_weights()
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}

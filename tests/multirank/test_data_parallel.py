@@ -28,6 +28,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
+    OverlapConfig,
     clip_grad_norm,
     fully_shard_experts,
     prepare_ddp,
@@ -264,7 +265,7 @@ def refused_ddp(rank: int, world_size: int, seed: int) -> None:
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
         late = catch(lambda: sync_gradients(model))
         assert late is not None and "under DistributedDataParallel" in late.text
-        model.moe.defer_weights = True
+        model.moe.overlap = OverlapConfig(defer_weights=True)
         ddp = DistributedDataParallel(model)
         loss_of(ddp(torch.ones(2, 16, dtype=torch.float64))).backward()
         deferred = catch(model.moe.backward_weights)
@@ -312,7 +313,7 @@ def refused_fsdp(rank: int, world_size: int, seed: int) -> None:
         assert found is not None and "must be so over all ranks (0, 1, 2, 3)" in found.text
         found = catch(lambda: prepare_ddp(model))
         assert found is not None and found.text.startswith("model is sharded by fully_shard")
-        model.moe.defer_weights = True
+        model.moe.overlap = OverlapConfig(defer_weights=True)
         loss_of(model(tokens(rank, 0, seed))).backward()
         found = catch(model.moe.backward_weights)
         assert found is not None and found.text.startswith("defer_weights is True")

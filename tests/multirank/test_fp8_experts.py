@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from moecomm import InvalidArgument
-from moecomm.nn import MoEConfig, MoELayer
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
 from moecomm.nn.fp8 import Fp8Products
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
@@ -78,11 +78,12 @@ def trained(rank: int, world_size: int, way: dict[str, Any], seed: int) -> None:
     weights, and weights are quantised once a step."""
     torch.manual_seed(seed)
     config = MoEConfig(**{**SIZES, **FP8, "dtype": torch.float32})
-    layer = MoELayer(config, max_tokens=8, **way)
+    overlap = OverlapConfig(**way)
+    layer = MoELayer(config, max_tokens=8, overlap=overlap)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
     sizes = []
     for step in range(3):
-        fresh = MoELayer(config, layer.comm, **way)
+        fresh = MoELayer(config, layer.comm, overlap=overlap)
         fresh.load_state_dict(layer.state_dict())
         x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed + 10 * step + rank))
         for each in (layer, fresh):

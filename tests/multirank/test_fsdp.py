@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from moecomm.nn import MoEConfig, MoELayer
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, groups_of
 
@@ -24,7 +24,7 @@ def _layers(group: Any, options: dict[str, Any], seed: int) -> tuple[MoELayer, M
     torch.manual_seed(seed)
     # In float64, as gradients of ranks and steps are added up in another order.
     config = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
-    layer = MoELayer(config, group=group, max_tokens=8, **options).double()
+    layer = MoELayer(config, group=group, max_tokens=8, overlap=OverlapConfig(**options)).double()
     return layer, copy.deepcopy(layer)
 
 

@@ -25,6 +25,7 @@ from moecomm.nn import (
     GraphedStep,
     MoEConfig,
     MoELayer,
+    OverlapConfig,
     keep_plans,
     sync_gradients,
     update_expert_bias,
@@ -142,7 +143,9 @@ class Model(nn.Module):
 
     def __init__(self, config: MoEConfig, comm: Any, case: Case) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MoELayer(config, comm, keep=case.keep) for _ in range(case.layers))
+        self.layers = nn.ModuleList(
+            MoELayer(config, comm, overlap=OverlapConfig(keep=case.keep)) for _ in range(case.layers)
+        )
         self.checkpointed = case.checkpointed
         self.register_buffer("forwards", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("never", torch.ones(3))

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 from torch.testing import assert_close
 
-from moecomm import InvalidArgument
-from moecomm.nn import GraphedStep, MoEBlock, MoEConfig, MoELayer, TopKRouter, prepare_ddp
+from moecomm import Communicator, InvalidArgument
+from moecomm.nn import GraphedStep, MoEBlock, MoEConfig, MoELayer, OverlapConfig, TopKRouter, prepare_ddp
 from moecomm.overlap import Block, Stages, forward_backward, run_microbatches
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools
@@ -88,14 +89,13 @@ class Case:
     blocks: str = "E"
     microbatches: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    layer: dict[str, Any] = field(default_factory=dict)
+    overlap: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
     dropout: float = 0.0
     sequences: bool = False
     """Give the tokens as (B, S, H)."""
     frozen: tuple[str, ...] = ()
     """Ends of the names of parameters that are not trained; "x": inputs need no gradient."""
-    settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     empty: tuple[int, ...] = ()
@@ -175,9 +175,7 @@ def build(rank: int, world_size: int, case: Case, seed: int) -> Step:
             owner = Nodes(config, comm)
             block = owner.block
         else:
-            layer = MoELayer(config, comm, **case.layer)
-            for name, value in case.settings.items():
-                setattr(layer, name, value)
+            layer = MoELayer(config, comm, overlap=OverlapConfig(**case.overlap))
             before = Attention(config.hidden, case.dropout)
             owner = block = MoEBlock(before, layer, recompute=case.recompute)
         blocks.append(block.forward if kind == "P" else block)
@@ -238,14 +236,14 @@ CASES = {
     "autocast": Case("EDE", 3, SHARED, autocast=True),
     "autocast, recomputed": Case("EDE", 3, SHARED, autocast=True, recompute=True),
     "sequences": Case("EE", 3, {**SHARED, "aux_loss": "sequence", "aux_loss_coef": 0.1}, sequences=True),
-    "rows kept": Case("EE", 3, SHARED, layer={"keep": "rows"}),
-    "nothing kept": Case("EE", 3, SHARED, layer={"keep": "nothing"}),
+    "rows kept": Case("EE", 3, SHARED, overlap={"keep": "rows"}),
+    "nothing kept": Case("EE", 3, SHARED, overlap={"keep": "nothing"}),
     "recomputed": Case("EDE", 3, {**SHARED, **LOSSES, "jitter": 0.1}, recompute=True, dropout=0.2),
-    "recomputed, nothing kept": Case("EE", 4, layer={"keep": "nothing"}, recompute=True),
+    "recomputed, nothing kept": Case("EE", 4, overlap={"keep": "nothing"}, recompute=True),
     "capacity": Case("EE", 3, {**SHARED, **FIXED}),
-    "capacity, rows kept, recomputed": Case("EE", 3, FIXED, layer={"keep": "rows"}, recompute=True),
-    "weights later": Case("EE", 3, SHARED, settings={"defer_weights": True}),
-    "recorded": Case("E", 3, SHARED, settings={"record": True}),
+    "capacity, rows kept, recomputed": Case("EE", 3, FIXED, overlap={"keep": "rows"}, recompute=True),
+    "weights later": Case("EE", 3, SHARED, overlap={"defer_weights": True}),
+    "recorded": Case("E", 3, SHARED, overlap={"record": True}),
     "gelu": Case("E", 3, {"activation": "gelu"}),
     "callables": Case("NN", 4),
     "not cut": Case("PEPE", 3, SHARED),
@@ -631,6 +629,48 @@ def test_pairs_that_do_not_go(pool: Pools, seed: int) -> None:
         assert all(part in text for part, text in zip(says, texts, strict=True)), texts
 
 
+def test_weights_computed_from_parameters_hand_gradients_on(seed: int) -> None:
+    """Experts in bfloat16 whose parameters are float32: one cast for all microbatches of a step."""
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, "dtype": torch.bfloat16, "num_shared_experts": 1})
+    sizes = {name: getattr(config, name) for name in ("num_experts", "hidden", "top_k", "dtype")}
+    layer = MoELayer(config, Communicator(**sizes, max_tokens=8, device="cpu")).float()
+    block = MoEBlock(lambda x: (x, x.tanh()), layer)
+    x = torch.randn(3, 6, config.hidden)
+
+    def in_order() -> None:
+        for each in x:
+            block(each).square().sum().backward()
+
+    def merged() -> None:
+        run_microbatches([block], list(x), lambda y, number: y.square().sum())
+
+    found = []
+    for step in (in_order, merged):
+        weights = {
+            f"layer.{name}": each.bfloat16() if name.endswith(("w_in", "w_out")) else each
+            for name, each in layer.named_parameters()
+        }
+        layer.zero_grad()
+        ran = _Runs(block, step)
+        functional_call(ran, {f"block.{name}": each for name, each in weights.items()}, ())
+        found.append({name: each.grad.clone() for name, each in layer.named_parameters()})
+    layer.comm.close()
+    assert found[0]["experts.w_in"].dtype == torch.float32 and found[0]["experts.w_in"].any()
+    assert unequal(*found, "merged") == []
+
+
+class _Runs(nn.Module):
+    """A block and what is done with it."""
+
+    def __init__(self, block: MoEBlock, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.block, self.run = block, run
+
+    def forward(self) -> None:
+        self.run()
+
+
 def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:
     step = build(rank, world_size, Case("E", 2, SHARED), seed)
     layer = step.blocks[0].layer
@@ -641,7 +681,7 @@ def refused(rank: int, world_size: int, why: str, seed: int) -> Caught | None:
     elif why == "fsdp":
         fully_shard(layer.shared)
     elif why == "in order":
-        layer.overlap = False
+        layer.overlap = OverlapConfig(overlap=False)
     elif why == "own experts":
         own = MoELayer(layer.config, step.comm, experts=nn.Linear(4, 4))
         step.blocks[0] = MoEBlock(step.blocks[0].before, own)

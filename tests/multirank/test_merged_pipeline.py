@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleGPipe
 
 from moecomm import InvalidArgument
-from moecomm.nn import MoEBlock, MoEConfig, MoELayer
+from moecomm.nn import MoEBlock, MoEConfig, MoELayer, OverlapConfig
 from moecomm.overlap import MergedStage, merge_stages
 from tests.multirank.conftest import Pools
 from tests.multirank.moe_cases import SIZES, groups_of
@@ -32,7 +32,7 @@ def stages_of(comm: Any, config: MoEConfig, seed: int, recompute: bool) -> list[
     torch.manual_seed(seed)
     stages = []
     for number in range(STAGES):
-        layer = MoELayer(config, comm, keep="rows" if recompute else "all")
+        layer = MoELayer(config, comm, overlap=OverlapConfig(keep="rows" if recompute else "all"))
         blocks = [MoEBlock(Attention(config.hidden), layer, recompute=recompute)]
         stages.append(nn.ModuleList([*blocks, Dense(config.hidden)] if number % 2 else blocks).to(device()))
     return stages

@@ -16,6 +16,7 @@ from moecomm import Communicator, InvalidArgument
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
+    OverlapConfig,
     clip_grad_norm,
     is_expert_parameter,
     keep_plans,
@@ -177,7 +178,7 @@ def kept_bytes(rank: int, world_size: int, rows: str, seed: int) -> tuple[int, i
     x, bytes_kept = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True), {}
     out = layer.comm.dispatch(x.detach(), layer.router(x).topk_idx_TK, layout=rows)
     for keep in ("all", "rows", "nothing"):
-        layer.keep = keep
+        layer.overlap = OverlapConfig(keep=keep)
         kept: list[torch.Tensor] = []  # alive, so that no two share an address
 
         def pack(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
@@ -209,8 +210,8 @@ def checkpointed(
     without a checkpoint, one plan a layer, and no combine of the last one a second time."""
     torch.manual_seed(seed)
     config = MoEConfig(**{**SIZES, "aux_loss": "batch", "aux_loss_coef": 0.3, "jitter": 0.1, **options})
-    first = MoELayer(config, max_tokens=8, **layer)
-    second = MoELayer(config, first.comm, **layer)
+    first = MoELayer(config, max_tokens=8, overlap=OverlapConfig(**layer))
+    second = MoELayer(config, first.comm, overlap=first.overlap)
     norm = torch.nn.RMSNorm(16)
     model = torch.nn.ModuleList([first, second, norm])
 
@@ -273,10 +274,10 @@ def deferred(rank: int, world_size: int, seed: int) -> None:
         layer(each).square().sum().backward()
     want = [parameter.grad for parameter in layer.experts.parameters()]
     layer.zero_grad()
-    layer.defer_weights = True
+    layer.overlap = OverlapConfig(defer_weights=True)
     for each in x:
         layer(each).square().sum().backward()
-    layer.defer_weights = False
+    layer.overlap = OverlapConfig()
     assert all(parameter.grad is None for parameter in layer.experts.parameters())
     for _ in range(2):  # the second has nothing to do
         layer.backward_weights()
@@ -304,7 +305,7 @@ def frozen(rank: int, world_size: int, seed: int) -> None:
     ):
         found = []
         for overlap in (False, True):
-            layer.overlap = overlap
+            layer.overlap = OverlapConfig(overlap=overlap)
             layer.zero_grad()
             for name, parameter in parameters.items():
                 parameter.requires_grad_(name not in fixed)
@@ -329,7 +330,7 @@ def recorded(rank: int, world_size: int, case: LayerCase) -> dict[str, dict[str,
     x, grad = case.input_here(rank)
     run_layer(layer, x, grad, {})
     assert layer.timelines() == {}
-    layer.record = True
+    layer.overlap = replace(layer.overlap, record=True)
     run_layer(layer, x, grad, {"keep": "nothing"})
     found = layer.timelines()
     for timeline in found.values():
@@ -535,10 +536,65 @@ def test_layer_and_communicator_must_agree() -> None:
         MoELayer(config)
 
 
-@pytest.mark.parametrize("sms", [-1, 2.5, "all"])
-def test_beside_sms_is_a_number(sms: Any) -> None:
-    with pytest.raises(InvalidArgument, match="beside_sms is"):
-        MoELayer(MoEConfig(**SIZES), max_tokens=4, beside_sms=sms)
+def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
+    """Other values are refused, and so are the names of its fields, which nn.Module would take."""
+    with pytest.raises(InvalidArgument, match="overlap is False, must be an OverlapConfig"):
+        MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=False)  # type: ignore[arg-type]
+    layer = MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=OverlapConfig(keep="rows", engine="auto"))
+    assert layer.comm.engine == "auto"
+    with layer.comm:
+        layer.overlap = replace(layer.overlap, record=True)
+        layer(torch.ones(2, 16, device=layer.comm.device))
+        assert "forward" in layer.timelines()
+        for value in (True, {"keep": "rows"}):
+            with pytest.raises(InvalidArgument, match=r"overlap is .* must be an OverlapConfig"):
+                layer.overlap = value  # type: ignore[assignment]
+        with pytest.raises(InvalidArgument, match="engine is 'sm', must be that of the layer's communicator"):
+            layer.overlap = OverlapConfig(engine="sm")
+        for name in ("keep", "beside_sms", "defer_weights", "record", "engine"):
+            with pytest.raises(
+                AttributeError, match=rf"{name} is in the layer's OverlapConfig: set layer\.overlap = "
+            ):
+                setattr(layer, name, None)
+            assert not hasattr(layer, name)
+        assert layer.overlap == OverlapConfig(keep="rows", record=True, engine="auto")
+        with pytest.raises(InvalidArgument, match="engine is 'auto', must be None when comm is passed"):
+            MoELayer(layer.config, layer.comm, overlap=layer.overlap)
+
+
+def test_an_overlap_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moecomm.nn.layer._sms_to_share", lambda comm: 132)
+    layer = MoELayer(MoEConfig(**SIZES), max_tokens=4, overlap=OverlapConfig(beside_sms=66))
+    with layer.comm, pytest.raises(InvalidArgument, match=r"beside_sms is 67, must be at most .* 66"):
+        layer.overlap = OverlapConfig(beside_sms=67)
+
+
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ({"overlap": 1}, "True or False"),
+        ({"keep": "row"}, "'all', 'rows' or 'nothing'"),
+        ({"keep": None}, "'all', 'rows' or 'nothing'"),
+        ({"beside_sms": -1}, "None, 0 or an integer from 2"),
+        ({"beside_sms": 1}, "None, 0 or an integer from 2"),
+        ({"beside_sms": True}, "None, 0 or an integer from 2"),
+        ({"beside_sms": 2.5}, "None, 0 or an integer from 2"),
+        ({"beside_sms": "all"}, "None, 0 or an integer from 2"),
+        ({"defer_weights": None}, "True or False"),
+        ({"record": "yes"}, "True or False"),
+        ({"engine": "dma"}, "None, 'sm', 'copy' or 'auto'"),
+        ({"keep": "rows", "overlap": False}, "'all' with overlap=False"),
+        ({"beside_sms": 0, "overlap": False}, "None with overlap=False"),
+        ({"defer_weights": True, "overlap": False}, "False with overlap=False"),
+        ({"record": True, "overlap": False}, "False with overlap=False"),
+    ],
+    ids=str,
+)
+def test_an_overlap_config_checks_itself(fields: dict[str, Any], bound: str) -> None:
+    name = next(iter(fields))
+    with pytest.raises(InvalidArgument) as caught:
+        OverlapConfig(**fields)
+    assert str(caught.value).startswith(f"OverlapConfig.{name} is {fields[name]!r}, must be {bound}")
 
 
 def test_a_copy_shares_the_communicator_and_nothing_else(seed: int) -> None:
@@ -558,9 +614,7 @@ def _outlives(rank: int, world_size: int, way: dict[str, Any], seed: int) -> boo
     """Is a step's graph still there when its result is gone?"""
     torch.manual_seed(seed)
     config = MoEConfig(hidden=32, ffn_hidden=16, num_experts=4, top_k=2, num_shared_experts=1)
-    layer = MoELayer(config, max_tokens=16)
-    for name, value in way.items():
-        setattr(layer, name, value)
+    layer = MoELayer(config, max_tokens=16, overlap=OverlapConfig(**way))
 
     def node() -> Any:
         """The one that accumulates a weight's gradient: there is one as long as a graph holds it."""

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from moecomm import InvalidArgument
-from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter, sync_gradients
+from moecomm.nn import (
+    ActivationPool,
+    GraphedStep,
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    is_expert_parameter,
+    sync_gradients,
+)
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import poison_tail
 from tests.played import Played
@@ -66,7 +74,7 @@ def tokens_of(rank: int, seed: int) -> Tensor:
 
 
 def compare(rank: int, world_size: int, options: dict[str, Any], way: dict[str, Any], seed: int) -> None:
-    layer = build(rank, world_size, options, seed, **way)
+    layer = build(rank, world_size, options, seed, overlap=OverlapConfig(**way))
     if layer.capacity is not None:
         poison_tail(layer.comm)
     experts = layer.config.num_experts
@@ -166,7 +174,7 @@ def test_a_wrong_result_on_one_rank_is_refused_on_all(
 
 def wrong_setting(rank: int, world_size: int) -> str:
     layer = build(rank, world_size, {}, 0)
-    layer.record = rank == 1
+    layer.overlap = OverlapConfig(record=rank == 1)
     with pytest.raises(InvalidArgument) as raised:
         layer(tokens_of(rank, 0))
     layer.comm.close()
@@ -175,26 +183,24 @@ def wrong_setting(rank: int, world_size: int) -> str:
 
 def test_a_wrong_setting_on_one_rank_is_refused_on_all(pool: Pools) -> None:
     texts = pool(2)(wrong_setting)
-    assert texts[1].startswith("record is True, must be False with experts of one's own")
+    assert texts[1].startswith("OverlapConfig.record is True, must be False with experts of one's own")
     assert texts[0] == f"rank 1: {texts[1]}"
 
 
 def test_settings_without_effect_are_refused() -> None:
     for way in ({"keep": "nothing"}, {"beside_sms": 4}):
         with pytest.raises(InvalidArgument, match=f"{next(iter(way))} is .* with experts of one's own"):
-            build(0, 1, {}, 0, **way)
+            build(0, 1, {}, 0, overlap=OverlapConfig(**way))
     layer = build(0, 1, FIXED, 0)
     x_TH = tokens_of(0, 0)
-    for name, value in {
-        "defer_weights": True,
-        "record": True,
-        "pool": ActivationPool("cpu", 1 << 16),
-    }.items():
-        before = getattr(layer, name)
-        setattr(layer, name, value)
-        with pytest.raises(InvalidArgument, match=f"{name} is .* with experts of one's own"):
+    for name in ("defer_weights", "record"):
+        layer.overlap = OverlapConfig(**{name: True})
+        with pytest.raises(InvalidArgument, match=f"{name} is True, must be False with experts of one's own"):
             layer(x_TH)
-        setattr(layer, name, before)
+    layer.overlap, layer.pool = OverlapConfig(), ActivationPool("cpu", 1 << 16)
+    with pytest.raises(InvalidArgument, match=r"pool is .* with experts of one's own"):
+        layer(x_TH)
+    layer.pool = None
     assert layer(x_TH).isfinite().all()
     layer.backward_weights()  # of which there are none
     layer.comm.close()

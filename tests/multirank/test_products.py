@@ -17,6 +17,7 @@ from moecomm.nn import (
     GraphedStep,
     MoEConfig,
     MoELayer,
+    OverlapConfig,
     clip_grad_norm,
     fully_shard_experts,
     is_expert_parameter,
@@ -102,7 +103,7 @@ def into_main_grad(rank: int, world_size: int, seed: int) -> None:
     for layer in (plain, *twins):
         layer.load_state_dict(plain.state_dict())
         for x, overlap, deferred in zip(inputs, (True, False, True), (False, False, True), strict=True):
-            layer.overlap, layer.defer_weights = overlap, deferred
+            layer.overlap = OverlapConfig(overlap=overlap, defer_weights=deferred)
             layer(x).square().sum().backward()
         layer.backward_weights()
     assert products.added == 2
@@ -113,7 +114,7 @@ def into_main_grad(rank: int, world_size: int, seed: int) -> None:
                 assert weight.grad is None and weight.main_grad.dtype == torch.float32
                 assert_close(weight.main_grad, other.grad)
         else:  # a copy begins anew
-            twin.defer_weights = False
+            twin.overlap = OverlapConfig()
             twin(inputs[0]).sum().backward()
             assert all(weight.grad is None and weight.main_grad.any() for weight in weights)
     held = twins[0].experts.w_in.main_grad
@@ -196,7 +197,7 @@ def columns(rank: int, world_size: int, seed: int) -> None:
         found = []
         for layer in layers:
             layer.zero_grad()
-            layer.overlap = overlap
+            layer.overlap = OverlapConfig(overlap=overlap)
             leaf = x.clone().requires_grad_()
             y = layer(leaf)
             y.square().sum().backward()

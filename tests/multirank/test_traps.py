@@ -21,6 +21,7 @@ from moecomm.nn import (
     GroupedExperts,
     MoEConfig,
     MoELayer,
+    OverlapConfig,
     clip_grad_norm,
     sharded_state,
     sync_gradients,
@@ -34,7 +35,7 @@ CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
 
 def build(seed: int, group: Any = None, **options: Any) -> MoELayer:
     torch.manual_seed(seed)
-    return MoELayer(CONFIG, group=group, max_tokens=8, **options)
+    return MoELayer(CONFIG, group=group, max_tokens=8, overlap=OverlapConfig(**options))
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moecomm.errors import InvalidArgument, PoolExceeded
-from moecomm.nn import ActivationPool, MoEConfig, MoELayer, keep_plans
+from moecomm.nn import ActivationPool, MoEConfig, MoELayer, OverlapConfig, keep_plans
 from moecomm.nn.pages import TABLE_WORDS
 from moecomm.nn.token_dropping import rows_for_headroom
 from tests import ranks
@@ -351,7 +351,7 @@ class Layer:
         config = MoEConfig(
             hidden=16, ffn_hidden=8, num_experts=4, top_k=2, dtype=torch.float64, num_shared_experts=1
         )
-        self.layer = MoELayer(config, max_tokens=20, **options)
+        self.layer = MoELayer(config, max_tokens=20, overlap=OverlapConfig(**options))
         self.x = torch.randn(20, 16, dtype=torch.float64, requires_grad=True)
 
     def gradients(self, wrap: Any = None) -> list[Tensor]:

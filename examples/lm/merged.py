@@ -1,0 +1,52 @@
+"""The microbatches of a step, each computed beside the transfers of another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.metrics import last_load, travel_of
+from lm.model import Transformer
+from moecomm.nn import MoEBlock
+from moecomm.overlap import Stages, run_microbatches
+
+
+class MergedStep(nn.Module):
+    """Forward and backward of a step. Its parameters are the model's, and get the gradient of the mean loss.
+
+    Attributes:
+        load_AE: after a step: tokens of each layer's experts.
+        travelled: after a measured step: `travel_of` it.
+    """
+
+    load_AE: Tensor
+    travelled: tuple[float, float]
+
+    def __init__(self, model: Transformer, microbatches: int) -> None:
+        super().__init__()
+        self.model, self.microbatches, self.measured = model, microbatches, False
+        self._blocks: list[Any] = [model.embed, *map(self._cut, model.blocks), model.head]
+
+    def _cut(self, block: Any) -> MoEBlock:
+        positions = self.model.positions
+        return MoEBlock(lambda x_BSH: block.before(x_BSH, *positions(x_BSH.shape[1])), block.ffn)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Returns the mean loss of the windows (B, S + 1), and adds to the parameters' gradients."""
+        parts = tokens_BS.chunk(self.microbatches)
+        loads: list[Tensor] = []
+
+        def loss(logits_BSV: Tensor, number: int) -> Tensor:
+            loads.append(last_load(self.model))  # forwards end one after another
+            targets_BS = parts[number][:, 1:]
+            return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten()) / len(parts)
+
+        stages = Stages(tokens_BS.device, record=True) if self.measured else None
+        losses = run_microbatches(self._blocks, [part[:, :-1] for part in parts], loss, stages=stages)
+        self.load_AE = torch.stack(loads).sum(0)
+        if stages is not None:
+            self.travelled = travel_of([stages.timeline()])
+        return torch.stack(losses).sum()
