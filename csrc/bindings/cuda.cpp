@@ -132,8 +132,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("use_copies", &DeviceCommunicator::use_copies)
-      .def("complete",
-           [](DeviceCommunicator& self, uintptr_t stream) { self.complete(stream_of(stream)); })
+      .def("complete", [](DeviceCommunicator& self, uintptr_t stream) { self.complete(stream_of(stream)); })
       .def("copies_pay", &DeviceCommunicator::copies_pay)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,

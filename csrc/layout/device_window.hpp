@@ -183,7 +183,7 @@ struct DeviceWindow {
   // epochs do not tell which of two an operation uses: operations take them in turns, and one that takes the
   // same as the last one waits for all ranks to begin first (await_landing).
   int64_t landed[2];  ///< wire rows or rows [ranks][max_tokens], by who has sent them
-  int64_t outgoing;  ///< rows [ranks][max_tokens], this rank's own: sums on their way to each home
+  int64_t outgoing;   ///< rows [ranks][max_tokens], this rank's own: sums on their way to each home
 
   // Sections with several nodes; [other] is the number of another node (NodeMap::other). What goes to and
   // comes from other nodes lies in host memory (host_window_shape); here is what ranks of the node have to do

@@ -463,9 +463,9 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
                 arguments.landing, stream);
 }
 
-/// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and after
-/// them the operation's epoch into its arrival flag: from + peer * step goes to rank `peer`. No SM has a part in
-/// it, so that nothing waits for a product that fills the GPU.
+/// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and
+/// after them the operation's epoch into its arrival flag: from + peer * step goes to rank `peer`. No SM has
+/// a part in it, so that nothing waits for a product that fills the GPU.
 void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes,
                                        int32_t landing, cudaStream_t stream) {
   if (held_) {
@@ -629,8 +629,9 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStr
              "launch of combine (owners)");
   const int sum_blocks = all.copied ? blocks : heuristics_.sum_blocks;
   const auto sum = [this, all, sum_blocks](cudaStream_t on) {
-    check_cuda(gpu::launch_combine_sum(launch(on, sum_blocks, !all.copied), *this->comm(WireFormat::same), all),
-               "launch of combine (home)");
+    check_cuda(
+        gpu::launch_combine_sum(launch(on, sum_blocks, !all.copied), *this->comm(WireFormat::same), all),
+        "launch of combine (home)");
   };
   if (all.copied) {
     // How many tokens a home has is not known here.

@@ -128,8 +128,8 @@ class DeviceCommunicator {
   /// Starts to receive into `output` of `rows` rows; in the rank layout with an index of `positions`.
   void finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output, cudaStream_t stream);
 
-  /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to do
-  /// the same. `held`: copies run beside the stream, and what receives the rows is left to complete().
+  /// Lets the copy engine move the rows of operations that begin from now on, or the SMs. All ranks have to
+  /// do the same. `held`: copies run beside the stream, and what receives the rows is left to complete().
   void use_copies(bool copies, bool held);
   /// Starts to receive the rows of an operation that was held, if there is one: its output is there when
   /// `stream` gets here. The next operation does so, too.
@@ -163,7 +163,7 @@ class DeviceCommunicator {
     WireFormat wire;
     int blocks;
     bool later;  ///< chunks that wait for room may be left to be sent
-  bool held;   ///< what receives is left to complete()
+    bool held;   ///< what receives is left to complete()
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
@@ -188,8 +188,8 @@ class DeviceCommunicator {
   DeviceWindow window_;
   int sms_ = 0;  // of the device
   gpu::Heuristics heuristics_;
-  bool copies_ = false;    ///< the copy engine moves rows,
-  bool held_ = false;      ///< beside the caller's stream
+  bool copies_ = false;  ///< the copy engine moves rows,
+  bool held_ = false;    ///< beside the caller's stream
   uint64_t copied_operations_ = 0;
   std::function<void(cudaStream_t)> receive_held_;
   bool overlaps_ = false;  ///< sm_90: kernels of one stream can overlap, and rows move by bulk copies

@@ -89,26 +89,6 @@ def test_wide_presets_have_four_experts_a_rank_with_8192_rows_each() -> None:
     assert command_line.parse("moe_layer", ["--presets", "qwen3-30b,qwen3-235b-wide"]).sizes == (4096,)
 
 
-def test_an_option_reaches_the_argument_of_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Options for which this moecomm has no argument are refused; those that it has are not."""
-
-    def some(*, engine: str) -> None: ...
-
-    def none(**others: object) -> None: ...
-
-    flags = ["--presets", "qwen3-30b", "--ways", "microbatches", "--engine", "sm,copy"]
-    monkeypatch.setattr("moecomm.Communicator", some)
-    assert command_line.parse("moe_layer", flags).engines == ("sm", "copy")
-    monkeypatch.setattr("moecomm.Communicator", none)
-    with pytest.raises(SystemExit) as ended:
-        command_line.parse("moe_layer", flags)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert "--engine: none of this moecomm have no argument 'engine'" in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

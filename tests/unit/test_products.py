@@ -99,6 +99,7 @@ def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> N
             "device": GPU,
             "activation": "swiglu",
             "bias": False,
+            "gathers": False,
         }
     ]
 

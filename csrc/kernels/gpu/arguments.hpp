@@ -36,7 +36,7 @@ struct SendArguments {
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
   bool apart;            ///< the kernel that receives is on another stream, and may end before
   bool later;            ///< only what waits for room, and nothing else: the chunks that take another's place
-  bool copied;  ///< the copy engine moves the rows; the kernel brings them into the wire format at most
+  bool copied;      ///< the copy engine moves the rows; the kernel brings them into the wire format at most
   int32_t landing;  ///< then the section of landed rows
 };
 

@@ -146,7 +146,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
                  (args.rows != nullptr ? kCarriesRows : 0u) |
                      (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
                      (args.copied ? kCarriedByCopies : 0u),
-        args.landing);
+                 args.landing);
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;

@@ -28,7 +28,8 @@ struct Item {
 /// The row of a token as it lies here.
 __device__ const std::byte* arrived_row(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                         const Item& item, int64_t token) {
-  if (item.source == comm.rank && !comm.own_rows_travel()) return args.x + token * comm.window.shape.row_bytes();
+  if (item.source == comm.rank && !comm.own_rows_travel())
+    return args.x + token * comm.window.shape.row_bytes();
   if (args.copied) return comm.landed_row(item.landing, item.source, token, comm.window.wire_bytes);
   return comm.staged_row(comm.own, epoch, item.source, token);
 }
@@ -180,9 +181,8 @@ class CopyOut {
     while (!store.done()) {
       while (!load.done() && ring_.in_flight() < kCopyStages / 2) {
         wait_stores_read<kCopyStages / 2>();
-        ring_.load(
-            arrived_row(comm_, args_, epoch_, item, item.begin + load.token()) + offset(load.piece),
-            size(load.piece));
+        ring_.load(arrived_row(comm_, args_, epoch_, item, item.begin + load.token()) + offset(load.piece),
+                   size(load.piece));
         load.advance(pieces_);
       }
       const std::byte* const piece = ring_.wait();

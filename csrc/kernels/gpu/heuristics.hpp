@@ -31,9 +31,7 @@ struct Heuristics {
   }
 
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
-  int each_blocks() const {
-    return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks);
-  }
+  int each_blocks() const { return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks); }
 
   std::string text() const {
     const std::string relaying =

@@ -115,15 +115,15 @@ __device__ inline void start_clock(const Comm& comm) {
   if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
-/// The word in the window at `base` that says that copies of `writer` come there though it has not seen whether
-/// what was there had been read, because its wait for that failed: they cannot be called back.
+/// The word in the window at `base` that says that copies of `writer` come there though it has not seen
+/// whether what was there had been read, because its wait for that failed: they cannot be called back.
 __device__ inline uint64_t* spoiled(const Comm& comm, std::byte* base, int32_t writer) {
   return comm.flag(base, comm.window.credits, writer, comm.window.max_chunks);
 }
 
-/// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come to
-/// the peers' section `landing`, which these have read: they have begun the operation before this one, or, where
-/// that took the same section, this one. Whole block, after this rank's own record.
+/// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come
+/// to the peers' section `landing`, which these have read: they have begun the operation before this one, or,
+/// where that took the same section, this one. Whole block, after this rank's own record.
 __device__ inline void await_landing(const Comm& comm, Operation operation, uint64_t epoch, int32_t landing) {
   DeviceState& state = comm.state();
   const bool again = state.landing == landing;
