@@ -4,9 +4,11 @@
 //   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 // Where the copy engine moves the sums (`copied`), they stay here, in order of the home and its token, and
-// the kernel ends when all ranks have begun the operation. Gradients of routing weights go first, each to its
-// (token, k) at the home, with one flag for all of them. Sums and gradients for homes on other nodes go to
-// the rank of the home's rail on this node; the last blocks relay them (relay_sums.cuh).
+// the kernel ends when the windows of others may be written.
+//
+// Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
+// Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
+// relay them (relay_sums.cuh).
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/relay_sums.cuh"
 #include "kernels/gpu/strip.cuh"
