@@ -107,12 +107,6 @@ struct Comm {
     return base + window.rows[epoch & 1] +
            (source * window.stage_tokens + token % window.stage_tokens) * window.wire_bytes;
   }
-  /// The section of landed rows that `sender` copies to, once its record of `epoch` is here: ranks count
-  /// their copies by themselves.
-  __device__ int32_t landing(uint64_t epoch, int32_t sender) const {
-    return static_cast<int32_t>(
-        __ldcg(reinterpret_cast<const long long*>(&record(own, sender, epoch).rows_offset)) & 1);
-  }
   /// Where the copy engine brings the row of `sender` for a token.
   __device__ std::byte* landed_row(int32_t landing, int32_t sender, int64_t token, int64_t row_bytes) const {
     return own + window.landed[landing] + (sender * window.shape.max_tokens + token) * row_bytes;

@@ -105,7 +105,8 @@ __device__ void find_landed(const Comm& comm, const CombineArguments& args, uint
   for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
     slot += __shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1) < owner;
   if (leads)
-    slots[slot] = comm.landed_row(comm.landing(epoch, owner), owner, token, comm.window.shape.row_bytes());
+    slots[slot] =
+        comm.landed_row(landing_of(comm, epoch, owner), owner, token, comm.window.shape.row_bytes());
   __syncwarp();
 }
 

@@ -465,7 +465,7 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
     const int64_t tokens = tokens_of[item.source], size = chunk_tokens(tokens);
     item.begin = item.chunk * size;
     item.end = min(item.begin + size, tokens);
-    item.landing = args.copied ? comm.landing(epoch, item.source) : 0;
+    item.landing = args.copied ? landing_of(comm, epoch, item.source) : 0;
     if (item.begin >= item.end) continue;
     const Wanted wanted = list_rows(comm, args, epoch, item, meta, counts);
     const bool travels = item.source != comm.rank || comm.own_rows_travel();

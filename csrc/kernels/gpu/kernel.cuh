@@ -115,6 +115,13 @@ __device__ inline void start_clock(const Comm& comm) {
   if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
+/// The section of landed rows that `sender` copies to, once its record of `epoch` is here: ranks count their
+/// copies by themselves.
+__device__ inline int32_t landing_of(const Comm& comm, uint64_t epoch, int32_t sender) {
+  const int64_t* const landing = &comm.record(comm.own, sender, epoch).rows_offset;
+  return static_cast<int32_t>(__ldcg(reinterpret_cast<const long long*>(landing)) & 1);
+}
+
 /// The word in the window at `base` that says that copies of `writer` come there though it has not seen
 /// whether what was there had been read, because its wait for that failed: they cannot be called back.
 __device__ inline uint64_t* spoiled(const Comm& comm, std::byte* base, int32_t writer) {
