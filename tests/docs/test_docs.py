@@ -396,10 +396,10 @@ def test_memory_page_has_the_words_of_a_plan(ranks: int, per_node: int) -> None:
     sizes: dict[str, Any] = {"ranks": ranks, "num_experts": 256, **EXAMPLE}
     shape = device_shape(**sizes, dtype=torch.bfloat16, wire=None, ranks_per_node=per_node)
     tokens, top_k, others = EXAMPLE["max_tokens"], EXAMPLE["top_k"], ranks // per_node - 1
-    said = 4 * (ranks + 1) * tokens * (top_k + 1) + 4 * others * tokens * (top_k + 2)
+    said = 4 * tokens * ((ranks + 1) * (top_k + 1) + ranks) + 4 * others * tokens * (top_k + 2)
     assert _C.device_plan_fields(shape)["total"][1] * 4 == pytest.approx(said, rel=0.01)
     text = page_text("memory.md")
-    assert "4 (R + 1) M (K + 1) bytes" in text and "4 (N - 1) M (K + 2) bytes more" in text
+    assert "4 M ((R + 1) (K + 1) + R) bytes" in text and "4 (N - 1) M (K + 2) bytes more" in text
 
 
 @needs_cuda_part
