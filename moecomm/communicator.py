@@ -406,18 +406,6 @@ class Communicator:
             OutOfMemory: no memory for the output; on the caller.
             CommunicatorClosed: after `close()`.
         """
-        if not torch.compiler.is_compiling():
-            return self._dispatch(
-                x_TH,
-                topk_idx_TK,
-                topk_weights_TK,
-                layout,
-                alignment,
-                capacity,
-                expert_capacity,
-                dequantize,
-                async_op,
-            )
         arguments = (
             x_TH,
             topk_idx_TK,
@@ -428,6 +416,8 @@ class Communicator:
             expert_capacity,
             dequantize,
         )
+        if not torch.compiler.is_compiling():
+            return self._dispatch(*arguments, async_op)
         if capacity is None or async_op:
             _break_graph(
                 "a dispatch is in a graph with async_op=False and a capacity alone (of a MoELayer: "
@@ -784,8 +774,8 @@ class Communicator:
         layout: Layout = "expert",
     ) -> Callable[[], DispatchOutput]:
         """Sends the rows of a dropless dispatch on the current stream, and returns the function that receives
-        them: it waits on the host for their number, puts the rest on the stream that
-        is current then, and returns the result. For work that the host issues between the two.
+        them: it waits on the host for their number, puts the rest on the stream that is current then, and
+        returns the result. For work that the host issues between the two.
 
         Not differentiable. The arguments are those of `dispatch`, and must not change before the rows have
         been received. No other operation of this communicator may come between: it ends the dispatch.

@@ -500,7 +500,6 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   arguments.layout = sent.layout;
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
-  arguments.landing = sent.landing;
   const int blocks = sent.copied ? heuristics_.each_blocks() : heuristics_.receive_blocks;
   const auto start = [this, arguments, begun, blocks](cudaStream_t on) {
     const bool overlapped = !begun.arguments.apart && !arguments.copied;

@@ -59,8 +59,7 @@ struct ReceiveArguments {
   RowLayout layout;
   bool dequantise;
   int32_t senders;  ///< blocks of the kernel that sends, where that may run longer than this one, else 0
-  bool copied;      ///< the copy engine moves the rows,
-  int32_t landing;  ///< to this section of landed rows
+  bool copied;      ///< the copy engine moves the rows
 };
 
 /// Arguments of both sides of a combine.

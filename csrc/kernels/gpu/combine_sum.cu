@@ -64,6 +64,15 @@ __device__ bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const
   return __all_sync(0xffffffffu, here);
 }
 
+/// Returns the slot of this lane's sender among a token's: the number of senders below it, each of which one
+/// lane leads. All lanes.
+__device__ int slot_of(int32_t sender, bool leads) {
+  int slot = 0;
+  for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
+    slot += __shfl_sync(0xffffffffu, sender, __ffs(static_cast<int>(left)) - 1) < sender;
+  return slot;
+}
+
 /// Fills `slots` with where the sums of a token lie, and waits for those that come from other nodes. All
 /// lanes; false if it waits in vain.
 __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch, int64_t token,
@@ -74,9 +83,7 @@ __device__ bool find_slots(const Comm& comm, const CombineArguments& args, uint6
   const int32_t owner = expert_owner(id, comm.local_experts);
   const int32_t sender = comm.sender(owner);
   const bool leads = first_with(sender);
-  int slot = 0;
-  for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
-    slot += __shfl_sync(0xffffffffu, sender, __ffs(static_cast<int>(left)) - 1) < sender;
+  const int slot = slot_of(sender, leads);
   bool here = true;
   if (leads) {
     const std::byte* at = comm.slot_row(comm.own, epoch, token, slot);
@@ -101,9 +108,7 @@ __device__ void find_landed(const Comm& comm, const CombineArguments& args, uint
   const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
   const int32_t owner = expert_owner(id, comm.local_experts);
   const bool leads = first_with(owner);
-  int slot = 0;
-  for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
-    slot += __shfl_sync(0xffffffffu, owner, __ffs(static_cast<int>(left)) - 1) < owner;
+  const int slot = slot_of(owner, leads);
   if (leads)
     slots[slot] =
         comm.landed_row(landing_of(comm, epoch, owner), owner, token, comm.window.shape.row_bytes());
