@@ -49,6 +49,7 @@ from moecomm.setup.memory_plan import MemoryPlan, device_shape, plan_device_memo
 from moecomm.setup.rendezvous import Rendezvous
 from moecomm.setup.version import __version__
 from moecomm.types import (
+    PLAN_VIEWS,
     AnyGroup,
     DispatchOutput,
     Engine,
@@ -445,7 +446,7 @@ class Communicator:
             x, weights = x.detach(), None if weights is None else weights.detach()
         found = torch.ops.moecomm.dispatch(self._id, x, x_scales, ids, weights, *options, dequantize)
         tokens_PH, weights_out, topk_idx_PK, scales, expert_rows_Q, expert_weights_Q, blob = found
-        tokens_per_expert_L, offsets, overflow, expert_offsets_L = self._plan_fields.views(blob, layout)
+        views = {name: self._plan_fields.view(blob, layout, name) for name in PLAN_VIEWS}
         tokens, by_rank = x.shape[0], layout == "rank"
 
         def handle(layout: Layout, rows: int) -> Handle:
@@ -461,15 +462,12 @@ class Communicator:
             tokens=tokens_PH,
             weights=None if weights is None else weights_out,
             topk_idx=topk_idx_PK if by_rank else None,
-            tokens_per_expert=tokens_per_expert_L,
-            offsets=offsets,
-            overflow=overflow,
-            expert_offsets=expert_offsets_L,
             handle=handle(layout, rows),
             expert_handle=handle("expert", positions if by_rank else rows),
             expert_rows=expert_rows_Q if by_rank else None,
             expert_weights=expert_weights_Q if by_rank and weights is not None else None,
             scales=None if dequantize else scales,
+            **views,
         )
 
     def _options(
@@ -654,7 +652,6 @@ class Communicator:
     @overload
     def redispatch(self, x_TH: Array, handle: Handle, *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
 
-    @_disable_dynamo
     def redispatch(
         self, x_TH: Array, handle: Handle, *, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
@@ -676,6 +673,12 @@ class Communicator:
         Raises:
             As combine.
         """
+        run = self._redispatch_outside_graph if torch.compiler.is_compiling() else self._redispatch
+        return run(x_TH, handle, async_op)
+
+    def _redispatch(
+        self, x_TH: Array, handle: Handle, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
         x = shared_tensor(x_TH, self.device)
 
@@ -694,6 +697,8 @@ class Communicator:
         if async_op:
             return backend.launch("moecomm redispatch", execute, None, finish, (x,))
         return finish(backend.run("moecomm redispatch", execute))
+
+    _redispatch_outside_graph = _disable_dynamo(_redispatch)
 
     @overload
     def dispatch_backward(
@@ -715,7 +720,6 @@ class Communicator:
         async_op: Literal[True],
     ) -> Work[tuple[torch.Tensor, torch.Tensor | None]]: ...
 
-    @_disable_dynamo
     def dispatch_backward(
         self,
         grad_rows_PH: Array,
@@ -741,6 +745,13 @@ class Communicator:
         Raises:
             As combine.
         """
+        compiling = torch.compiler.is_compiling()
+        run = self._dispatch_backward_outside_graph if compiling else self._dispatch_backward
+        return run(grad_rows_PH, handle, grad_weights, async_op)
+
+    def _dispatch_backward(
+        self, grad_rows_PH: Array, handle: Handle, grad_weights: Array | None, async_op: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | Work[tuple[torch.Tensor, torch.Tensor | None]]:
         backend = self._open()
         rows = shared_tensor(grad_rows_PH, self.device)
         weights = None if grad_weights is None else shared_tensor(grad_weights, self.device)
@@ -764,6 +775,8 @@ class Communicator:
         if async_op:
             return backend.launch(name, execute, None, lambda result: result, (rows, weights))
         return backend.run(name, execute)
+
+    _dispatch_backward_outside_graph = _disable_dynamo(_dispatch_backward)
 
     def begin_dispatch(
         self,

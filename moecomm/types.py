@@ -25,9 +25,10 @@ Layout = Literal["expert", "rank"]
 Engine = Literal["sm", "copy", "auto"]
 Result = TypeVar("Result")
 Built = TypeVar("Built")
-PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow", "expert_offsets")
-"""The fields of a DispatchOutput that are views of its plan. A PlanViews holds their values."""
-PlanViews = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+PLAN_VIEWS = ("tokens_per_expert", "offsets", "overflow", "expert_offsets", "expert_starts")
+"""The fields of a DispatchOutput that are views of its plan."""
+PlanViews = Callable[[str], torch.Tensor]
+"""Makes the view of that name, one of PLAN_VIEWS."""
 
 
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
@@ -104,8 +105,8 @@ class DispatchOutput:
     not be written once for each expert.
     With a fixed capacity there are exactly `capacity` rows; those past `offsets[-1]` are unspecified.
 
-    What tells of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`) is made when it is
-    first asked for.
+    What tells of the plan (`tokens_per_expert`, `offsets`, `overflow`, `expert_offsets`, `expert_starts`) is
+    made when it is first asked for.
 
     Attributes:
         tokens: (P, H) in the communicator's dtype.
@@ -119,6 +120,8 @@ class DispatchOutput:
             more than the capacity.
         expert_offsets: (L,) int32 inclusive ends of the experts' groups in expert-major order; in the expert
             layout they are `offsets`.
+        expert_starts: (L + 1,) int32: 0 and then `expert_offsets`, for kernels that take the groups as
+            `cu_seqlens`.
         handle: for `combine` of rows like `tokens`.
         expert_handle: for `combine` of rows in expert-major order; in the expert layout it is `handle`.
         expert_rows: rank layout: (Q,) int32: the row of `tokens` that each position reads. Q is
@@ -138,6 +141,7 @@ class DispatchOutput:
     offsets: torch.Tensor
     overflow: torch.Tensor
     expert_offsets: torch.Tensor
+    expert_starts: torch.Tensor
     handle: Handle
     expert_handle: Handle
     expert_rows: torch.Tensor | None = None
@@ -151,8 +155,8 @@ class DispatchOutput:
             views = self.__dict__.get("_plan_views")  # from who used `build`
             if views is None or name not in PLAN_VIEWS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            self.__dict__.update(zip(PLAN_VIEWS, views(), strict=True))
-            return self.__dict__[name]
+            made = self.__dict__[name] = views(name)
+            return made
 
 
 class Work(Generic[Result]):

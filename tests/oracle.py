@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from moecomm.env import read_env
 from tests import cases, ranks
@@ -135,7 +136,11 @@ class Oracle:
             self._say(f"tokens are {out.tokens.dtype} {tuple(out.tokens.shape)}, expected {count} rows")
             return
         self._same("tokens_per_expert", out.tokens_per_expert, mine.tokens_per_expert.int())
-        self._same("offsets", out.offsets, mine.ends.clamp_max(count).int())
+        ends = mine.ends.clamp_max(count).int()
+        self._same("offsets", out.offsets, ends)
+        if job.layout == "expert":
+            self._same("expert_offsets", out.expert_offsets, ends)
+            self._same("expert_starts", out.expert_starts, functional.pad(ends, (1, 0)))
         overflow = mine.needed if mine.needed > count else 0
         self._same("overflow", out.overflow, torch.tensor(overflow, dtype=torch.int32, device=self.device))
         for start in range(0, kept, CHUNK):
@@ -378,7 +383,9 @@ def _play_index(comm: Any, oracle: Oracle, out: Any, gradients: bool) -> None:
     row_Q = torch.full((count,), -1, dtype=torch.int64, device=oracle.device)
     row_Q[: mine.needed] = row_N[mine.token_P][:count]
     oracle._same("expert_rows", out.expert_rows, row_Q.clamp_min(0).int())
-    oracle._same("expert_offsets", out.expert_offsets, mine.ends.clamp_max(count).int())
+    ends = mine.ends.clamp_max(count).int()
+    oracle._same("expert_offsets", out.expert_offsets, ends)
+    oracle._same("expert_starts", out.expert_starts, functional.pad(ends, (1, 0)))
     if job.weights:
         weights_Q = torch.zeros(count, dtype=job.accumulate, device=oracle.device)
         weights_Q[: mine.needed] = by_expert.weights_P()[:count]

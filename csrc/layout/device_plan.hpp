@@ -33,6 +33,7 @@ static_assert(sizeof(PlanHeader) == 64);
 struct DevicePlan {
   int64_t header;          ///< PlanHeader
   int64_t expert_rows;     ///< [local experts] rows without alignment
+  int64_t expert_starts;   ///< [1 + local experts] 0, and then `offsets`
   int64_t offsets;         ///< [local experts] inclusive ends of aligned groups, at most positions
   int64_t source_ends;     ///< [ranks] rank layout: inclusive ends of the sources, at most rows
   int64_t ends;            ///< [local experts] ends of the real positions of each group, at most positions
@@ -65,7 +66,8 @@ struct DevicePlan {
     const int64_t local = shape.local_experts(), tokens = shape.max_tokens;
     place(p.header, sizeof(PlanHeader) / 4);
     place(p.expert_rows, local);
-    place(p.offsets, local);
+    place(p.expert_starts, 1 + local);
+    p.offsets = p.expert_starts + 1;
     place(p.source_ends, shape.ranks);
     place(p.ends, local);
     place(p.tokens, shape.ranks);

@@ -32,7 +32,7 @@ class RawDispatch(NamedTuple):
     tokens_PH: torch.Tensor
     weights: torch.Tensor | None
     topk_idx_PK: torch.Tensor | None
-    plan_views: Callable[[], PlanViews]
+    plan_views: PlanViews
     """Makes the views of the plan; it is called when one is first asked for, if ever."""
     plan: Any
     """The plan, of a type that only the backend knows; it has `tokens` and `rows`. Redispatch and combine
@@ -62,15 +62,25 @@ class PlanFields(NamedTuple):
     words: int
     overflow: int
     expert_rows: slice
-    offsets: slice
-    """Ends of the groups of experts in expert-major order."""
+    expert_starts: slice
+    """0, and then the ends of the groups of experts in expert-major order."""
     source_ends: slice
     """Ends of the rows of each source rank, in the rank layout."""
 
-    def views(self, blob: torch.Tensor, layout: Layout) -> PlanViews:
-        """Returns the views of the plan in `blob`."""
-        ends = self.source_ends if layout == "rank" else self.offsets
-        return blob[self.expert_rows], blob[ends], blob[self.overflow], blob[self.offsets]
+    @property
+    def expert_offsets(self) -> slice:
+        """Ends of the groups of experts in expert-major order."""
+        return slice(self.expert_starts.start + 1, self.expert_starts.stop)
+
+    def view(self, blob: torch.Tensor, layout: Layout, name: str) -> torch.Tensor:
+        """Returns the view of that name, one of PLAN_VIEWS, of the plan in `blob`."""
+        if name == "tokens_per_expert":
+            return blob[self.expert_rows]
+        if name == "overflow":
+            return blob[self.overflow]
+        if name == "expert_starts":
+            return blob[self.expert_starts]
+        return blob[self.source_ends if (name, layout) == ("offsets", "rank") else self.expert_offsets]
 
 
 class DispatchCall(NamedTuple):

@@ -27,7 +27,7 @@ from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Layout, PlanViews, Work
+from moecomm.types import Layout, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -52,13 +52,13 @@ class _PlanWords(np.ndarray):
 
 
 def _plan_fields(local_experts: int, ranks: int) -> PlanFields:
-    offsets = 2 + local_experts
-    sources = offsets + local_experts
+    starts = 2 + local_experts
+    sources = starts + 1 + local_experts
     return PlanFields(
         words=sources + ranks,
         overflow=1,
-        expert_rows=slice(2, offsets),
-        offsets=slice(offsets, sources),
+        expert_rows=slice(2, starts),
+        expert_starts=slice(starts, sources),
         source_ends=slice(sources, sources + ranks),
     )
 
@@ -70,13 +70,18 @@ def _overflow(plan: _C.Plan) -> int:
     return 0
 
 
-def _plan_views(plan: _C.Plan) -> PlanViews:
-    def tensor(values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    offsets = tensor(plan.offsets)
-    by_expert = offsets if plan.by_expert is None else tensor(plan.by_expert.offsets)
-    return tensor(plan.expert_rows), offsets, tensor(_overflow(plan)), by_expert
+def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
+    by_expert = plan if plan.by_expert is None else plan.by_expert
+    values: Any
+    if name == "tokens_per_expert":
+        values = plan.expert_rows
+    elif name == "offsets":
+        values = plan.offsets
+    elif name == "overflow":
+        values = _overflow(plan)
+    else:
+        values = by_expert.offsets if name == "expert_offsets" else [0, *by_expert.offsets]
+    return torch.tensor(values, dtype=torch.int32)
 
 
 class CpuBackend:
@@ -234,7 +239,7 @@ class CpuBackend:
             tokens_PH=tokens_PH,
             weights=weights,
             topk_idx_PK=topk_idx_PK,
-            plan_views=partial(_plan_views, plan),
+            plan_views=partial(_plan_view, plan),
             plan=plan,
             expert_index=index,
         )
@@ -248,10 +253,11 @@ class CpuBackend:
         words[0] = next(self._plan_keys)
         words[fields.overflow] = _overflow(plan)
         words[fields.expert_rows] = plan.expert_rows
-        words[fields.source_ends if layout == "rank" else fields.offsets] = plan.offsets
+        by_expert = plan
         if layout == "rank":
             assert plan.by_expert is not None
-            words[fields.offsets] = plan.by_expert.offsets
+            words[fields.source_ends], by_expert = plan.offsets, plan.by_expert
+        words[fields.expert_offsets] = by_expert.offsets
         self._plans[int(words[0])] = words
         return TensorPlan(torch.from_numpy(words), layout, plan.tokens, plan.rows)
 

@@ -110,7 +110,7 @@ class CudaBackend:
                 words=fields["total"][1],
                 overflow=fields["overflow"][0],
                 expert_rows=_slice(fields["expert_rows"]),
-                offsets=_slice(fields["offsets"]),
+                expert_starts=_slice(fields["expert_starts"]),
                 source_ends=_slice(fields["source_ends"]),
             )
             self._check_room(rendezvous, group_info)
@@ -438,7 +438,7 @@ class CudaBackend:
         )
         by_index = () if index is None else index[:2]
         self._keep(tokens_PH, scales, weights, topk_idx_PK, *by_index, blob, call.x_TH)
-        views = partial(self.plan_fields.views, blob, call.layout)
+        views = partial(self.plan_fields.view, blob, call.layout)
         plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
         return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales, index)
 

@@ -22,6 +22,7 @@ from moecomm.kernels.activation import (
     weighted_activation_into,
 )
 from moecomm.kernels.grouped_mm import grouped_mm, grouped_mm_wgrad
+from moecomm.types import DispatchOutput
 
 
 class Products:
@@ -50,6 +51,10 @@ class Products:
     def groups(self, offsets_L: Tensor) -> Tensor:
         """Returns the groups of rows as the products take them; its last element is offsets[-1]."""
         return offsets_L
+
+    def groups_of(self, out: DispatchOutput) -> Tensor:
+        """Returns the groups of a dispatch's rows in expert-major order, without work on the device."""
+        return out.expert_offsets
 
     def grouped_mm(
         self,

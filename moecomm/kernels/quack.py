@@ -31,6 +31,7 @@ from moecomm.errors import Unsupported
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
 from moecomm.kernels.products import Products, gathered
 from moecomm.setup.version import version_of
+from moecomm.types import DispatchOutput
 
 VERSION = "0.6.5"
 """The version of quack-kernels that this module was tested with."""
@@ -67,14 +68,13 @@ DEFAULT = Tile(128, 192, True)
 PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
 GATHERED = ("fc1_gathered", "fc2_dgrad_gathered", "fc2_wgrad_gathered", "fc1_wgrad_gathered")
 """The products whose kernels gather rows by an index, which takes a tile with cluster_n=1."""
-_LAYERS = ((2048, 768), (2880, 2880), (4096, 1536), (6144, 16384), (7168, 2048))
 TILES: dict[str, dict[tuple[int, int], Tile]] = {
     "fc1": {
-        (2048, 768): Tile(256, 192, False, 1, 2),
-        (2880, 2880): Tile(256, 128, False, 1, 2),
-        (4096, 1536): Tile(256, 128, False, 1, 2),
-        (6144, 16384): Tile(256, 128, False, 1, 2),
-        (7168, 2048): Tile(256, 128, False, 1, 2),
+        (2048, 768): Tile(128, 192, True, 1, 2),
+        (2880, 2880): Tile(128, 192, True, 1, 2),
+        (4096, 1536): Tile(128, 192, True, 1, 2),
+        (6144, 16384): Tile(256, 192, False, 1, 2),
+        (7168, 2048): Tile(128, 128, True, 1, 2),
     },
     "fc2": {
         (2048, 768): Tile(128, 256, False, 1, 2),
@@ -84,11 +84,11 @@ TILES: dict[str, dict[tuple[int, int], Tile]] = {
         (7168, 2048): Tile(128, 192, True, 1, 2),
     },
     "fc2_dgrad": {
-        (2048, 768): Tile(128, 128, True),
-        (2880, 2880): Tile(128, 128, True),
-        (4096, 1536): Tile(128, 128, True),
-        (6144, 16384): Tile(128, 128, True),
-        (7168, 2048): Tile(128, 128, True),
+        (2048, 768): Tile(128, 128, True, 1, 2),
+        (2880, 2880): Tile(128, 128, True, 1, 2),
+        (4096, 1536): Tile(128, 128, True, 1, 2),
+        (6144, 16384): Tile(128, 128, True, 1, 2),
+        (7168, 2048): Tile(128, 128, True, 1, 2),
     },
     "fc1_dgrad": {
         (2048, 768): Tile(128, 256, False, 1, 2),
@@ -111,13 +111,36 @@ TILES: dict[str, dict[tuple[int, int], Tile]] = {
         (6144, 16384): Tile(192, 128, True, 1, 2),
         (7168, 2048): Tile(128, 128, True, 2, 1),
     },
-    "fc1_gathered": dict.fromkeys(_LAYERS, Tile(128, 192, True)),
-    "fc2_dgrad_gathered": dict.fromkeys(_LAYERS, Tile(128, 128, True)),
-    "fc2_wgrad_gathered": dict.fromkeys(_LAYERS, Tile(128, 192, True)),
-    "fc1_wgrad_gathered": dict.fromkeys(_LAYERS, Tile(128, 192, True)),
+    "fc1_gathered": {
+        (2048, 768): Tile(128, 256, False),
+        (2880, 2880): Tile(128, 256, False),
+        (4096, 1536): Tile(128, 256, False),
+        (6144, 16384): Tile(128, 192, True),
+        (7168, 2048): Tile(128, 192, True),
+    },
+    "fc2_dgrad_gathered": {
+        (2048, 768): Tile(128, 128, True, 1, 1),
+        (2880, 2880): Tile(128, 160, True),
+        (4096, 1536): Tile(128, 160, True),
+        (6144, 16384): Tile(128, 160, True),
+        (7168, 2048): Tile(128, 192, True),
+    },
+    "fc2_wgrad_gathered": {
+        (2048, 768): Tile(128, 256, False),
+        (2880, 2880): Tile(128, 192, True, 1, 1),
+        (4096, 1536): Tile(128, 192, True),
+        (6144, 16384): Tile(256, 160, False),
+        (7168, 2048): Tile(256, 160, False),
+    },
+    "fc1_wgrad_gathered": {
+        (2048, 768): Tile(256, 192, False),
+        (2880, 2880): Tile(128, 192, True, 1, 1),
+        (4096, 1536): Tile(128, 192, True),
+        (6144, 16384): Tile(256, 192, False, 1, 1),
+        (7168, 2048): Tile(256, 192, False, 1, 1),
+    },
 }
-"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden). Those of fc1,
-of fc2_dgrad and of products that gather are not from a full search: docs/performance.md."""
+"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden)."""
 
 
 def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
@@ -205,6 +228,9 @@ class QuackProducts(Products):
         starts[1:].copy_(offsets_L)
         return starts
 
+    def groups_of(self, out: DispatchOutput) -> Tensor:
+        return out.expert_starts
+
     def grouped_mm(
         self,
         rows_RA: Tensor,
@@ -218,7 +244,7 @@ class QuackProducts(Products):
         product = "fc2" if index_P is None else "fc1_gathered"
         rows = (rows_RA if index_P is None else index_P).shape[0]
         if bias_LB is None or rows == 0:
-            return self._rows(rows_RA, weight_LAB, groups, index_P, product)
+            return self._rows(rows_RA, weight_LAB.mT, groups, index_P, product)
         product_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
         self._launch_fused(
             "weighted_bias",
@@ -237,7 +263,7 @@ class QuackProducts(Products):
         self, rows_RB: Tensor, weight_LAB: Tensor, groups: Tensor, *, index_P: Tensor | None = None
     ) -> Tensor:
         product = "fc1_dgrad" if index_P is None else "fc2_dgrad_gathered"
-        return self._rows(rows_RB, weight_LAB.mT, groups, index_P, product)
+        return self._rows(rows_RB, weight_LAB, groups, index_P, product)
 
     def grouped_mm_wgrad(
         self,
@@ -261,52 +287,54 @@ class QuackProducts(Products):
         if right.shape[0] == 0:
             return out_LAB.zero_() if into is None else None
         product = product if index_P is None else f"{product}_gathered"
-        left, right, adds = left.contiguous().t(), right.contiguous(), into is not None
-        self._launch(product, left, right, out, index_P, out, adds=adds, cu_seqlens_k=groups)
+        left, right, adds = left.contiguous().t(), right.contiguous().t(), into is not None
+        self._launch(product, left, right, out, index_P, out, adds, leave_sms, cu_seqlens_k=groups)
         return out_LAB if into is None else None
 
     def _rows(
-        self, rows_RA: Tensor, weight_LAB: Tensor, groups: Tensor, index_P: Tensor | None, product: str
+        self, rows_RA: Tensor, weight_LBA: Tensor, groups: Tensor, index_P: Tensor | None, product: str
     ) -> Tensor:
         rows = (rows_RA if index_P is None else index_P).shape[0]
-        out_PB = rows_RA.new_empty(rows, weight_LAB.shape[2])
+        out_PB = rows_RA.new_empty(rows, weight_LBA.shape[1])
         if rows > 0:
             rows_RA = rows_RA.contiguous()
-            self._launch(product, rows_RA, weight_LAB, out_PB, index_P, weight_LAB, cu_seqlens_m=groups)
+            self._launch(product, rows_RA, weight_LBA, out_PB, index_P, weight_LBA, cu_seqlens_m=groups)
         return out_PB
 
     def _launch(
         self,
         product: str,
         left: Tensor,
-        right: Tensor,
+        right_T: Tensor,
         out: Tensor,
         index_P: Tensor | None,
         weight: Tensor,
-        *,
         adds: bool = False,
+        leave_sms: int = 0,
         **groups: Tensor,
     ) -> None:
-        """Computes left @ right into `out`, or adds it there. `weight` is the one of them that has a part for
-        each group: the plan depends on its sizes, and on none of the rows."""
-        index_P = _aligned(index_P)
-        strides = left.stride(), right.stride(), out.stride()
+        """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight`
+        is the one of them that has a part for each group: the plan depends on its sizes, and on none of the
+        rows."""
+        index_P, tile = _aligned(index_P), self._tiles[product]
+        strides = left.stride(), right_T.stride(), out.stride()
         dtypes = left.dtype, out.dtype
-        key = (self._tiles[product], weight.shape, strides, dtypes, index_P is None, adds, *groups)
+        key = (tile, weight.shape, strides, dtypes, index_P is None, adds, leave_sms, *groups)
         plan = _plans.get(key)
-        if plan is not None:
-            _gemm().run_gemm_plan(plan, left, right.mT, out, None, A_idx=index_P, **groups)
+        if plan is None:  # the first launch has all SMs
+            *_, made = _quack().gemm_tuned.fn(
+                left,
+                right_T.mT,
+                out,
+                None,
+                A_idx=index_P,
+                add_to_output=adds,
+                config=self._configs[product],
+                **groups,
+            )
+            _plans[key] = _on_fewer_sms(made, tile, leave_sms) if leave_sms else made
             return
-        *_, _plans[key] = _quack().gemm_tuned.fn(
-            left,
-            right,
-            out,
-            None,
-            A_idx=index_P,
-            add_to_output=adds,
-            config=self._configs[product],
-            **groups,
-        )
+        _gemm().run_gemm_plan(plan, left, right_T, out, None, A_idx=index_P, **groups)
 
     def _launch_fused(
         self,
@@ -482,6 +510,14 @@ def _gemm() -> Any:
 def _epilogues() -> Any:
     _quack()
     return importlib.import_module("moecomm.kernels.quack_epilogue")
+
+
+def _on_fewer_sms(plan: Any, tile: Tile, leave_sms: int) -> Any:
+    """Returns the plan with so few clusters of blocks that `leave_sms` SMs have none."""
+    clusters = plan.max_active_clusters - -(-leave_sms // (tile.cluster_m * tile.cluster_n))
+    make = importlib.import_module("quack.gemm_tvm_ffi_utils").make_scheduler_args
+    scheduler = None if plan.scheduler_static is None else make(clusters, plan.max_swizzle_size, None, None)
+    return plan._replace(max_active_clusters=clusters, scheduler_static=scheduler)
 
 
 def _weights(weights_P: Tensor | None, like: Tensor, rows: int) -> Tensor:

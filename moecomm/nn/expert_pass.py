@@ -261,10 +261,10 @@ class Forward:
         assert out is not None
         weights_P = out.weights if out.expert_rows is None else out.expert_weights
         assert weights_P is not None
-        side.join(out.tokens, weights_P, out.expert_offsets, out.expert_rows)
+        groups = call.products.groups_of(out)
+        side.join(out.tokens, weights_P, groups, out.expert_rows)
         if call.overflow is not None:
             torch.maximum(call.overflow, out.overflow, out=call.overflow)
-        groups = call.products.groups(out.expert_offsets)
         self._known = Known(out.handle, out.expert_handle, weights_P, groups, out.expert_rows)
         self._rows_PH = out.tokens
 

@@ -427,10 +427,13 @@ class MoELayer(nn.Module):
     def _attach(self, to: Tensor, routing: Routing) -> Tensor:
         if not (torch.is_grad_enabled() and to.requires_grad):
             return to
-        total = sum(routing.losses.values(), start=to.new_zeros((), dtype=torch.float32))
-        router, load_E, training = self.router, routing.tokens_per_expert_E, self.training
+        losses, router, load_E = list(routing.losses.values()), self.router, routing.tokens_per_expert_E
+        records = self.training and self.config.bias_update_rate > 0
+        if not (losses or records):
+            return to
+        total = sum(losses[1:], start=losses[0]) if losses else to.new_zeros((), dtype=torch.float32)
         return attach_loss(
-            to, total, self.loss_scale, (lambda: router.record_load(load_E)) if training else None
+            to, total, self.loss_scale, (lambda: router.record_load(load_E)) if records else None
         )
 
 

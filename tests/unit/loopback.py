@@ -39,7 +39,7 @@ def device_plan_fields(shape: Any) -> dict[str, tuple[int, int]]:
         "overflow": 1,
         "needed_rows": 1,
         "expert_rows": experts,
-        "offsets": experts,
+        "expert_starts": 1 + experts,
         "source_ends": shape.ranks,
         "places": shape.max_tokens * shape.top_k,
         "positions": shape.max_tokens * shape.top_k,
@@ -177,13 +177,13 @@ class LoopbackNative:
         )
         by_rank = layout == _C.RowLayout.rank
         most = expert_capacity if by_rank else capacity
-        needed_positions = 0
+        needed_positions = fields["expert_starts"][0] = 0
         for expert in range(experts):
             hits = (chosen == expert).nonzero()
             for row, (t, k) in enumerate(hits.tolist()):
                 positions[t, k] = needed_positions + row
             needed_positions += -(-len(hits) // alignment) * alignment
-            fields["offsets"][expert] = needed_positions if most < 0 else min(needed_positions, most)
+            fields["expert_starts"][1 + expert] = needed_positions if most < 0 else min(needed_positions, most)
             fields["expert_rows"][expert] = len(hits)
         positions[positions >= (needed_positions if most < 0 else most)] = -1
         needed = needed_positions

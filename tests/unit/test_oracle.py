@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from tests import cases, reference
 from tests.gpu.harness import Job
@@ -75,6 +76,7 @@ class _Reference:
             value = getattr(sent, name)
             setattr(out, name, None if value is None else torch.from_numpy(value))
         out.overflow = torch.tensor(sent.overflow, dtype=torch.int32)
+        out.expert_offsets, out.expert_starts = out.offsets, functional.pad(out.offsets, (1, 0))
         return out
 
     def combine(self, weighted: bool) -> torch.Tensor:

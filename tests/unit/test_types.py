@@ -44,6 +44,7 @@ def test_the_output_names_the_fields_of_the_design() -> None:
         "offsets",
         "overflow",
         "expert_offsets",
+        "expert_starts",
         "handle",
         "expert_handle",
         "expert_rows",
@@ -56,19 +57,15 @@ def test_the_output_names_the_fields_of_the_design() -> None:
         offsets=torch.zeros(1, dtype=torch.int32),
         overflow=torch.zeros((), dtype=torch.int32),
         expert_offsets=torch.zeros(1, dtype=torch.int32),
+        expert_starts=torch.zeros(2, dtype=torch.int32),
         handle=_handle(),
         expert_handle=_handle(),
     )
     assert out.topk_idx is None and out.expert_rows is None
 
 
-def _views(first: int) -> types.PlanViews:
-    return (
-        torch.tensor([first]),
-        torch.tensor([first + 1]),
-        torch.tensor(first + 2),
-        torch.tensor([first + 3]),
-    )
+def _view(first: int, name: str) -> torch.Tensor:
+    return torch.tensor([first + types.PLAN_VIEWS.index(name)])
 
 
 def test_views_of_the_plan_are_made_when_asked_for() -> None:
@@ -79,11 +76,11 @@ def test_views_of_the_plan_are_made_when_asked_for() -> None:
             weights=None,
             handle=_handle(),
             expert_handle=_handle(),
-            _plan_views=functools.partial(_views, 7),
+            _plan_views=functools.partial(_view, 7),
         )
 
     for each in (out(), copy.copy(out()), pickle.loads(pickle.dumps(out())), dataclasses.replace(out())):
-        assert [int(getattr(each, name)) for name in types.PLAN_VIEWS] == [7, 8, 9, 10]
+        assert [int(getattr(each, name)) for name in types.PLAN_VIEWS] == [7, 8, 9, 10, 11]
         assert each.offsets is each.offsets and each.topk_idx is None
     assert "offsets=tensor([8])" in repr(out())
     with pytest.raises(dataclasses.FrozenInstanceError):

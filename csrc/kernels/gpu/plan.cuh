@@ -99,7 +99,9 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
     plan.at(f.expert_rows)[i] = plan.at(f.offsets)[i] = plan.at(f.ends)[i] = 0;
   for (int64_t i = threadIdx.x; i < comm.ranks(); i += kThreads)
     plan.at(f.source_ends)[i] = plan.at(f.tokens)[i] = 0;
-  if (threadIdx.x == 0) plan.header() = PlanHeader{};
+  if (threadIdx.x != 0) return;
+  plan.at(f.expert_starts)[0] = 0;
+  plan.header() = PlanHeader{};
 }
 
 __device__ inline void write_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
@@ -144,6 +146,7 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
     if (by_expert) plan.at(f.source_ends)[source] = 0;
   }
   if (threadIdx.x != 0) return;
+  plan.at(f.expert_starts)[0] = 0;
   PlanHeader header{};
   header.id = epoch;
   header.needed_rows = static_cast<int32_t>(needed);
