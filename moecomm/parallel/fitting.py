@@ -92,21 +92,19 @@ def _misfit(arguments: Arguments) -> tuple[str, str] | None:
 
 
 def _nearest(arguments: Arguments, argument: str) -> list[str]:
-    """Returns changes after which the arguments fit: of `argument` alone, and of the world alone; where no
-    such change helps, the stages are made outermost as well."""
+    """Returns changes after which the arguments fit: of `argument`, and of the world. Where no value fits in
+    the order as it is, the change makes the stages outermost as well."""
     order = "-".join([name for name in arguments["order"].split("-") if name != "pp"] + ["pp"])
     if argument == "order":
         return [f"order={order}"]
-    for extra in ({}, {"order": order}):
-        changed = {**arguments, **extra}
-        changes = [
-            {**extra, name: value}
-            for name in (argument, "world_size")
-            for value in _neighbours(changed, name)
-        ]
-        if changes:
-            break
-    return [", ".join(f"{name}={value}" for name, value in change.items()) for change in changes]
+    found = []
+    for name in (argument, "world_size"):
+        values = list(_neighbours(arguments, name))
+        found += [f"{name}={value}" for value in values]
+        if not values:
+            values = list(_neighbours({**arguments, "order": order}, name))
+            found += [f"order={order}, {name}={value}" for value in values]
+    return found
 
 
 def _neighbours(arguments: Arguments, name: str) -> Iterator[int]:

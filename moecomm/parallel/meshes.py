@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Hashable
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost, PeerTimeout
 from moecomm.parallel.grid import Grid, Ranks
@@ -81,22 +82,22 @@ def _agree(what: str, world_size: int) -> None:
         store.set(f"came/{rank}", "")
         if store.add("count", 1) == size:
             store.set("all came", "")
-        try:
-            store.wait(["all came"], timedelta(seconds=seconds))
-        except dist.DistStoreError as error:
+        late = []
+        if not _comes(store, "all came", seconds):
             late = [each for each in range(size) if not store.check([f"came/{each}"])]
-            raise PeerTimeout(
-                f"rank {rank}, {phase}: {len(late)} ranks, the first {late[:1]}, did not come within "
-                f"{seconds:g} s; all ranks have to make it, at the same place in the program",
-                rank=rank,
-                peer=late[0] if late else -1,
-                phase=phase,
-            ) from error
         other = store.get("other").decode() if store.check(["other"]) else None
-    except dist.DistNetworkError as error:
+    except RuntimeError as error:
         raise PeerLost(
             f"rank {rank}, {phase}: the store of torch.distributed is gone ({error})", rank=rank, phase=phase
         ) from error
+    if late:
+        raise PeerTimeout(
+            f"rank {rank}, {phase}: {len(late)} ranks, the first {late[0]}, did not come within "
+            f"{seconds:g} s; all ranks have to make it, at the same place in the program",
+            rank=rank,
+            peer=late[0],
+            phase=phase,
+        )
     if other is not None:
         raise MismatchedArguments(
             f"{other}, and another rank makes {first}: all ranks have to make the same groups and meshes of "
@@ -107,3 +108,15 @@ def _agree(what: str, world_size: int) -> None:
             f"world_size is {world_size}, but torch.distributed has {size} ranks: start {world_size}, or "
             f"make a folding with world_size={size}"
         )
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    """Returns whether a key is set within some seconds; other errors of the store are raised."""
+    deadline = time.monotonic() + seconds
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:
+        if time.monotonic() < deadline:
+            raise
+        return False
+    return True
