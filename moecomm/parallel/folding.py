@@ -143,7 +143,7 @@ class ParallelFolding:
         """
         grid, names = self._parse(dims)
         name = "-".join(each for each in grid.names if each in names)
-        return meshes.group(self, self.world_size, name, lambda rank: grid.group_of(names, rank))
+        return meshes.group(self, self.world_size, name, lambda: grid.groups(names))
 
     def dense_mesh(self, device_type: str) -> DeviceMesh:
         """Returns the dense grid as a DeviceMesh with dimensions pp, dp, cp and tp, the outermost first; in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,15 +25,15 @@ _kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDi
 _calls = itertools.count(1)
 
 
-def group(folding: Hashable, world_size: int, dims: str, ranks_of: Callable[[int], Ranks]) -> Group:
-    """Returns this rank's process group over `dims`; ranks_of(rank) are the ranks of a rank's group."""
+def group(folding: Hashable, world_size: int, dims: str, groups: Callable[[], Sequence[Ranks]]) -> Group:
+    """Returns this rank's process group over `dims`, of all groups over them."""
     kept, key = _kept_in(world_size), (folding, dims)
     if key not in kept:
         _agree(f"group {dims!r} of {folding}", world_size)
-        # The groups over `dims` part the world, so that all ranks make one now, and none needs to know of
-        # the others.
-        ranks = list(ranks_of(dist.get_rank()))
-        kept[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=dims)
+        # All ranks make all groups. If each made its own alone (use_local_synchronization), torch would name
+        # it by how many groups that rank is in, and ranks in unequally many would wait for each other.
+        ranks = [list(each) for each in groups()]
+        kept[key], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=dims)
     return kept[key]
 
 

@@ -73,6 +73,17 @@ def test_groups_sum_over_their_ranks(pool: Pools, name: str) -> None:
         assert told[rank] == [sum(10**other for other in group) for group in mine], (rank, list(groups))
 
 
+def summed_beside_other_groups(rank: int, world_size: int) -> float:
+    dist.new_group([0, 1])
+    x = torch.ones(1)
+    dist.all_reduce(x, group=ParallelFolding(world_size=world_size, tp=2, ep=2, etp=2).group("dp"))
+    return x.item()
+
+
+def test_ranks_may_be_in_unequally_many_groups_before(pool: Pools) -> None:
+    assert pool(4)(summed_beside_other_groups) == [2.0] * 4
+
+
 def meshes(rank: int, world_size: int, arguments: dict[str, Any]) -> tuple[Any, ...]:
     folding = ParallelFolding(world_size=world_size, **arguments)
     found = []
@@ -159,7 +170,7 @@ def test_a_layer_and_its_replicas_take_an_expert_mesh(pool: Pools) -> None:
 def recipe(rank: int, world_size: int, code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"rank": rank, "device_type": "cpu", "torch": torch, "dist": dist}
     exec(code, names)
-    return {name: names[name] for name in ("ranks", "total")}
+    return {"ranks": names["ranks"], "total": int(names["total"])}
 
 
 def test_the_page_shows_how_groups_are_used(pool: Pools) -> None:
