@@ -25,6 +25,7 @@ from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES
+from tests.programs import run_program
 from tests.ranks import COMM_TIMEOUT_S
 
 PAGE = Path(__file__).parents[2] / "docs" / "folding.md"
@@ -184,6 +185,14 @@ def test_the_page_shows_how_groups_are_used(pool: Pools) -> None:
     told = pool(4)(recipe, code)
     assert [each["ranks"] for each in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [each["total"] for each in told] == [1, 1, 5, 5]
+
+
+def test_the_program_prints_a_mapping_or_why_there_is_none() -> None:
+    program = ("-m", "moecomm.parallel", "--world", "16", "--tp", "2")
+    assert "EP 8: inside a node" in run_program(*program, "--ep", "8").out.splitlines()
+    done = run_program(*program, "--ep", "5", code=2)
+    assert "ep is 5, expected a divisor of" in done.err and "Nearest that fit: ep=4 or ep=8 or" in done.err
+    assert "Traceback" not in done.err and done.out == ""
 
 
 # -- ranks that do not make the same -------------------------------------------------------------------------

@@ -232,8 +232,8 @@ GUIDE = "Megatron-LM, docs/user-guide/parallelism-guide.md"
 BRIDGE = "Megatron-Bridge, src/megatron/bridge/recipes"
 PUBLISHED = {
     "MoE Parallel Folding": Published(
-        source="Megatron-LM, megatron/core/transformer/moe/README.md, for the method of arXiv 2504.14960: TP4 CP2 "
-        "DP8 PP4, ETP1 EP64 EDP1",
+        source="Megatron-LM, megatron/core/transformer/moe/README.md, for the method of arXiv 2504.14960: "
+        "TP4 CP2 DP8 PP4, ETP1 EP64 EDP1",
         arguments={"world_size": 256, "tp": 4, "cp": 2, "pp": 4, "ep": 64, "etp": 1},
         dp=8,
         edp=1,
