@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ForwardRef
 
 PAGE = Path(__file__).with_name("api.md")
-PACKAGES = ("moecomm", "moecomm.nn", "moecomm.overlap")
+PACKAGES = ("moecomm", "moecomm.nn", "moecomm.overlap", "moecomm.parallel")
 WIDTH = 100
 SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:")
 HEAD = """\

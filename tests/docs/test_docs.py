@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,14 @@ import moecomm
 from bench.harness.options import PRESETS
 from moecomm import _C
 from moecomm.overlap import sms_beside_wgrad
+from moecomm.parallel import ParallelFolding
+from moecomm.parallel.__main__ import main as folding_program
 from moecomm.setup.devices import why_no_cuda
 from moecomm.setup.memory_plan import device_shape
 from tests import reference
 from tests.fabric import needs_fabric
 from tests.programs import run_program
+from tests.unit.test_folding import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -536,3 +542,39 @@ def test_every_environment_variable_is_documented() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     documented = set(re.findall(r"^\| `(MOECOMM_[A-Z_]+)`", page, re.MULTILINE))
     assert named and named == documented
+
+
+def shown_commands() -> list[tuple[str, str]]:
+    """(arguments, output) of each command that the page on folding shows."""
+    page = (ROOT / "docs" / "folding.md").read_text()
+    found = re.findall(
+        r"^    \$ python -m moecomm\.parallel (.*)\n((?:    .*\n|\n(?=    ))*)", page, re.MULTILINE
+    )
+    return [(arguments, textwrap.dedent(output)) for arguments, output in found]
+
+
+@pytest.mark.parametrize(("arguments", "output"), shown_commands())
+def test_folding_page_shows_what_its_commands_print(
+    capsys: pytest.CaptureFixture[str], arguments: str, output: str
+) -> None:
+    assert folding_program(shlex.split(arguments)) == 0
+    assert capsys.readouterr().out == output
+
+
+def test_folding_page_says_what_python_answers() -> None:
+    assert len(shown_commands()) == 2
+    page = ROOT / "docs" / "folding.md"
+    failed, tried = doctest.testfile(
+        str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert (failed, tried) == (0, 9)
+
+
+def test_folding_page_has_the_published_mappings() -> None:
+    rows = table_rows(part("folding.md", "Published mappings"))[1:]
+    told = {row[0]: tuple(int(cell) for cell in row[1:9]) for row in rows}
+    folded = {name: (ParallelFolding(**each.arguments), each) for name, each in PUBLISHED.items()}
+    assert told == {
+        name: (each.world_size, each.tp, each.cp, by_hand.dp, each.pp, each.etp, each.ep, by_hand.edp)
+        for name, (each, by_hand) in folded.items()
+    }

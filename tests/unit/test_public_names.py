@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("moecomm", "moecomm.nn", "moecomm.overlap")
+PACKAGES = ("moecomm", "moecomm.nn", "moecomm.overlap", "moecomm.parallel")
 NAMES = [(package, name) for package in PACKAGES for name in importlib.import_module(package).__all__]
 
 

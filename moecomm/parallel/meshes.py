@@ -1,0 +1,122 @@
+"""The process groups and meshes of a folding: made on first use by all ranks together, and kept."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from moecomm.errors import InvalidArgument, MismatchedArguments, PeerLost, PeerTimeout
+from moecomm.parallel.grid import Grid, Ranks
+from moecomm.setup.checks import timeout_seconds
+from moecomm.types import Group
+
+# What was made in the world of a default group. It goes when that group is destroyed, as groups may not be
+# held longer (moecomm/types.py, GroupReference).
+_kept: weakref.WeakKeyDictionary[Group, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_calls = itertools.count(1)
+
+
+def group(folding: Hashable, world_size: int, dims: str, groups: Callable[[], Sequence[Ranks]]) -> Group:
+    """Returns this rank's process group over `dims`, of all groups over them."""
+    kept, key = _kept_in(world_size), (folding, dims)
+    if key not in kept:
+        _agree(f"group {dims!r} of {folding}", world_size)
+        # All ranks make all groups. If each made its own alone (use_local_synchronization), torch would name
+        # it by how many groups that rank is in, and ranks in unequally many would wait for each other.
+        ranks = [list(each) for each in groups()]
+        kept[key], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=dims)
+    return kept[key]
+
+
+def mesh(
+    folding: Hashable, world_size: int, grid: Grid, device_type: str, group_over: Callable[[str], Group]
+) -> DeviceMesh:
+    """Returns a grid as a DeviceMesh; group_over(name) is this rank's process group over a dimension."""
+    kept, key = _kept_in(world_size), (folding, grid, device_type)
+    if key not in kept:
+        _agree(f"mesh {device_type!r} over {', '.join(grid.names)} of {folding}", world_size)
+        if device_type not in ("cpu", "cuda"):
+            raise InvalidArgument(f"device_type is {device_type!r}, expected 'cpu' or 'cuda'")
+        names, sizes = grid.names[::-1], grid.sizes[::-1]
+        kept[key] = DeviceMesh.from_group(
+            [group_over(name) for name in names],
+            device_type,
+            torch.arange(world_size, dtype=torch.int).view(sizes),
+            mesh_dim_names=names,
+        )
+    return kept[key]
+
+
+def _kept_in(world_size: int) -> dict[Hashable, Any]:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        raise InvalidArgument(
+            f"world_size is {world_size}, and torch.distributed is not initialized: call "
+            "torch.distributed.init_process_group on that many ranks first"
+        )
+    return _kept.setdefault(world, {})
+
+
+def _agree(what: str, world_size: int) -> None:
+    """Raises on all ranks unless all of them now make the same, in a world of that size.
+
+    Each rank sends a few messages to the store, however many ranks there are; a new group over ranks that do
+    not agree would wait for those that do not come, and not say why.
+    """
+    rank, size, seconds = dist.get_rank(), dist.get_world_size(), timeout_seconds(None)
+    phase = f"making {what}"
+    store = PrefixStore(f"moecomm.parallel/{next(_calls)}", _get_default_store())
+    try:
+        first = store.compare_set("first", "", what).decode()
+        if first != what:
+            store.set("other", f"rank {rank} makes {what}")
+        store.set(f"came/{rank}", "")
+        if store.add("count", 1) == size:
+            store.set("all came", "")
+        late = []
+        if not _comes(store, "all came", seconds):
+            late = [each for each in range(size) if not store.check([f"came/{each}"])]
+        other = store.get("other").decode() if store.check(["other"]) else None
+    except RuntimeError as error:
+        raise PeerLost(
+            f"rank {rank}, {phase}: the store of torch.distributed is gone ({error})", rank=rank, phase=phase
+        ) from error
+    if late:
+        raise PeerTimeout(
+            f"rank {rank}, {phase}: {len(late)} ranks, the first {late[0]}, did not come within "
+            f"{seconds:g} s; all ranks have to make it, at the same place in the program",
+            rank=rank,
+            peer=late[0],
+            phase=phase,
+        )
+    if other is not None:
+        raise MismatchedArguments(
+            f"{other}, and another rank makes {first}: all ranks have to make the same groups and meshes of "
+            "equal foldings, in the same order"
+        )
+    if world_size != size:
+        raise InvalidArgument(
+            f"world_size is {world_size}, but torch.distributed has {size} ranks: start {world_size}, or "
+            f"make a folding with world_size={size}"
+        )
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    """Returns whether a key is set within some seconds; other errors of the store are raised."""
+    deadline = time.monotonic() + seconds
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:
+        if time.monotonic() < deadline:
+            raise
+        return False
+    return True

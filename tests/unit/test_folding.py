@@ -1,0 +1,671 @@
+"""Parallel folding: its arithmetic against plain numpy and against published mappings worked out by hand,
+what it refuses, and its drawing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import seed as hypothesis_seed
+from hypothesis import strategies as st
+
+from moecomm.errors import InvalidArgument
+from moecomm.parallel import ParallelFolding, describe_rank, draw
+from moecomm.parallel.__main__ import main
+from tests import seeds
+
+Arguments = dict[str, Any]
+SIZES = ("tp", "cp", "pp", "ep", "etp")
+GRIDS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
+ORDERS = st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join)
+SMALL = st.sampled_from([1, 1, 2, 3, 4, 5])
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+def groups_in_numpy(arguments: Arguments, grid: str, chosen: Collection[str]) -> list[list[int]]:
+    """The groups over `chosen` dimensions of a grid, by reshaping and transposing the row of all ranks."""
+    size = {name: arguments[name] for name in SIZES}
+    size["dp"] = arguments["world_size"] // (size["tp"] * size["cp"] * size["pp"])
+    size["edp"] = arguments["world_size"] // (size["etp"] * size["ep"] * size["pp"])
+    in_expert = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+    inner_first = arguments["order"].split("-")
+    if grid == "dense":
+        axes = [name for name in inner_first if name != "ep"]
+    else:
+        axes = [in_expert[name] for name in inner_first if name != "cp"]
+    axes.reverse()
+    ranks = np.arange(arguments["world_size"]).reshape([size[name] for name in axes])
+    left = [axis for axis, name in enumerate(axes) if name not in chosen]
+    taken = [axis for axis, name in enumerate(axes) if name in chosen]
+    found: list[list[int]] = (
+        ranks.transpose(left + taken).reshape(math.prod(ranks.shape[i] for i in left), -1).tolist()
+    )
+    return found
+
+
+def fits_in_numpy(arguments: Arguments) -> bool:
+    """Are DP and EDP whole, and the pipeline groups of both grids the same?"""
+    world, pp = arguments["world_size"], arguments["pp"]
+    if world % (pp * arguments["tp"] * arguments["cp"]) or world % (pp * arguments["etp"] * arguments["ep"]):
+        return False
+    dense, expert = (groups_in_numpy(arguments, grid, ["pp"]) for grid in GRIDS)
+    return dense == expert
+
+
+@st.composite
+def fitting(draw: st.DrawFn) -> Arguments:
+    """Arguments of foldings in any order. Where an order parts the pipeline groups, the stages are moved to
+    one of its ends."""
+    found: Arguments = {name: draw(SMALL, name) for name in SIZES}
+    experts = found["etp"] * found["ep"]
+    least = found["pp"] * math.lcm(found["tp"] * found["cp"], experts)
+    found["world_size"] = least * draw(st.integers(1, 3), "times the smallest world")
+    found["order"] = draw(ORDERS, "order")
+    if not fits_in_numpy(found):
+        others = [name for name in found["order"].split("-") if name != "pp"]
+        found["order"] = "-".join([*others, "pp"] if draw(st.booleans(), "stages last") else ["pp", *others])
+    return found
+
+
+def subsets(names: Sequence[str]) -> list[list[str]]:
+    return [
+        [name for bit, name in enumerate(names) if chosen >> bit & 1] for chosen in range(1, 2 ** len(names))
+    ]
+
+
+# -- properties ----------------------------------------------------------------------------------------------
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=80, deadline=None)
+@given(arguments=fitting(), backwards=st.booleans())
+def test_groups_are_those_of_numpy_and_part_the_world(arguments: Arguments, backwards: bool) -> None:
+    folding = ParallelFolding(**arguments)
+    world = arguments["world_size"]
+    for grid, names in GRIDS.items():
+        for chosen in subsets(names):
+            dims = "-".join(reversed(chosen) if backwards else chosen)
+            groups = folding.groups(dims)
+            assert [list(group) for group in groups] == groups_in_numpy(arguments, grid, chosen)
+            assert sorted(rank for group in groups for rank in group) == list(range(world))
+            assert {len(group) for group in groups} == {folding.size(dims)}
+            for group in groups[:3]:
+                assert all(folding.group_of(dims, rank) == group for rank in group[:3])
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=80, deadline=None)
+@given(arguments=fitting())
+def test_sizes_fill_the_world_and_coordinates_invert_ranks(arguments: Arguments) -> None:
+    folding = ParallelFolding(**arguments)
+    world = arguments["world_size"]
+    assert folding.tp * folding.cp * folding.dp * folding.pp == world
+    assert folding.etp * folding.ep * folding.edp * folding.pp == world
+    assert (folding.size("dp"), folding.size("edp")) == (folding.dp, folding.edp)
+    for rank in range(world):
+        place = dataclasses.asdict(folding.coordinates(rank))
+        for names in GRIDS.values():
+            assert folding.rank_of(**{name: place[name] for name in names}) == rank
+            for name in names:
+                assert folding.group_of(name, rank)[place[name]] == rank
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=80, deadline=None)
+@given(arguments=fitting(), data=st.data())
+def test_groups_over_other_dimensions_meet_in_one_rank(arguments: Arguments, data: st.DataObject) -> None:
+    """Groups of one rank over a set of dimensions and over the rest of its grid."""
+    folding = ParallelFolding(**arguments)
+    rank = data.draw(st.integers(0, arguments["world_size"] - 1), "rank")
+    for names in GRIDS.values():
+        for chosen in subsets(names)[:-1]:
+            rest = [name for name in names if name not in chosen]
+            one, other = folding.group_of("-".join(chosen), rank), folding.group_of("-".join(rest), rank)
+            assert set(one) & set(other) == {rank}
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=150, deadline=None)
+@given(
+    order=ORDERS,
+    sizes=st.fixed_dictionaries(dict.fromkeys(SIZES, SMALL)),
+    times=st.integers(1, 3),
+)
+def test_an_order_is_accepted_where_pipeline_groups_are_the_same(
+    order: str, sizes: dict[str, int], times: int
+) -> None:
+    world = times * sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
+    arguments = {"world_size": world, "order": order, **sizes}
+    if fits_in_numpy(arguments):
+        folding = ParallelFolding(**arguments)
+        assert all(
+            folding.coordinates(rank).pp == at
+            for group in folding.groups("pp")
+            for at, rank in enumerate(group)
+        )
+    else:
+        with pytest.raises(InvalidArgument, match="order is"):
+            ParallelFolding(**arguments)
+
+
+def alternatives(text: str) -> list[Arguments]:
+    """The changes that a refusal proposes."""
+    _, found, proposed = text.partition("Nearest that fit: ")
+    assert found, text
+    return [
+        {
+            name: value if name == "order" else int(value)
+            for name, value in re.findall(r"(\w+)=([\w-]+)", each)
+        }
+        for each in proposed.split(" or ")
+    ]
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=300, deadline=None)
+@given(
+    order=st.just(DEFAULT_ORDER) | ORDERS,
+    sizes=st.fixed_dictionaries(dict.fromkeys(SIZES, st.integers(1, 12))),
+    world=st.integers(1, 200),
+)
+def test_a_refusal_names_the_nearest_mappings_that_fit(order: str, sizes: dict[str, int], world: int) -> None:
+    arguments = {"world_size": world, "order": order, **sizes}
+    if fits_in_numpy(arguments):
+        ParallelFolding(**arguments)
+        return
+    with pytest.raises(InvalidArgument) as refused:
+        ParallelFolding(**arguments)
+    text = str(refused.value)
+    argument = text.split(" is ")[0]
+    assert text.startswith(f"{argument} is {arguments[argument]!r}, ")
+    proposed = alternatives(text)
+    for change in proposed:
+        changed = {**arguments, **change}
+        assert ParallelFolding(**changed).world_size == changed["world_size"]
+        assert fits_in_numpy(changed)
+        assert set(change) - {"order"} <= {argument, "world_size"}
+        for name in set(change) - {"order"}:  # nothing lies between the refused value and the proposed one
+            low, high = sorted((arguments[name], change[name]))
+            assert not any(fits_in_numpy({**changed, name: value}) for value in range(low + 1, high))
+    # A larger world always fits, with the stages outermost if nothing else does.
+    assert argument == "order" or any(change.get("world_size", 0) > world for change in proposed)
+
+
+@hypothesis_seed(seeds.base())
+@settings(max_examples=60, deadline=None)
+@given(arguments=fitting())
+def test_the_smallest_world_is_the_smallest(arguments: Arguments) -> None:
+    least = ParallelFolding(**arguments).smallest_world
+    assert [world for world in range(1, least + 1) if fits_in_numpy({**arguments, "world_size": world})] == [
+        least
+    ]
+    dense, expert = arguments["tp"] * arguments["cp"], arguments["etp"] * arguments["ep"]
+    if max(dense, expert) % min(dense, expert) == 0:
+        assert least == arguments["pp"] * max(dense, expert)
+
+
+# -- published mappings --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """A mapping as its source gives it, and what follows from it, worked out by hand: no number below was
+    computed by the product. Where a source says nothing of the order, ranks are laid out in the default one,
+    which is Megatron-Core's, and an ETP that is not given there is TP."""
+
+    source: str
+    arguments: Arguments
+    dp: int
+    edp: int
+    groups: dict[tuple[str, int], Sequence[int]]
+    """(dimensions, a rank): the ranks of its group."""
+
+
+GUIDE = "Megatron-LM, docs/user-guide/parallelism-guide.md"
+BRIDGE = "Megatron-Bridge, src/megatron/bridge/recipes"
+PUBLISHED = {
+    "MoE Parallel Folding": Published(
+        source="Megatron-LM, megatron/core/transformer/moe/README.md, for the method of arXiv 2504.14960: "
+        "TP4 CP2 DP8 PP4, ETP1 EP64 EDP1",
+        arguments={"world_size": 256, "tp": 4, "cp": 2, "pp": 4, "ep": 64, "etp": 1},
+        dp=8,
+        edp=1,
+        groups={
+            # Stage 1 has the ranks 64..127; 70 = 64 + 2 + 4 * 1 + 8 * 0.
+            ("tp", 70): (68, 69, 70, 71),
+            ("cp", 70): (66, 70),
+            ("tp-cp", 70): (64, 65, 66, 67, 68, 69, 70, 71),
+            ("dp", 70): (70, 78, 86, 94, 102, 110, 118, 126),
+            ("pp", 70): (6, 70, 134, 198),
+            ("ep", 70): range(64, 128),
+            ("ep", 255): range(192, 256),
+            ("etp", 70): (70,),
+            ("edp", 70): (70,),
+        },
+    ),
+    "CP and EP folded": Published(
+        source="Megatron-LM, megatron/core/transformer/moe/README.md: CP=8 and EP=8 on 8 GPUs",
+        arguments={"world_size": 8, "cp": 8, "ep": 8},
+        dp=1,
+        edp=1,
+        groups={("cp", 3): range(8), ("ep", 3): range(8), ("dp", 3): (3,), ("edp", 3): (3,)},
+    ),
+    "Mixtral 8x7B": Published(
+        source=f"{GUIDE}: 64 GPUs, TP1 PP4 CP1 EP8",
+        arguments={"world_size": 64, "pp": 4, "ep": 8},
+        dp=16,
+        edp=2,
+        groups={
+            ("dp", 20): range(16, 32),
+            ("ep", 0): range(8),
+            ("ep", 13): range(8, 16),
+            ("edp", 3): (3, 11),
+            ("edp", 29): (21, 29),
+            ("pp", 5): (5, 21, 37, 53),
+        },
+    ),
+    "Mixtral 8x22B": Published(
+        source=f"{GUIDE}: 256 GPUs, TP4 PP4 CP1 EP8; ETP is TP",
+        arguments={"world_size": 256, "tp": 4, "pp": 4, "ep": 8, "etp": 4},
+        dp=16,
+        edp=2,
+        groups={
+            ("tp", 6): (4, 5, 6, 7),
+            ("dp", 2): (2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62),
+            ("etp", 6): (4, 5, 6, 7),
+            ("ep", 5): (1, 5, 9, 13, 17, 21, 25, 29),
+            ("ep", 66): (66, 70, 74, 78, 82, 86, 90, 94),
+            ("etp-ep", 40): range(32, 64),
+            ("edp", 5): (5, 37),
+            ("pp", 0): (0, 64, 128, 192),
+        },
+    ),
+    "DeepSeek-V3 on 1024 GPUs": Published(
+        source=f"{GUIDE} and {BRIDGE}/deepseek/h100/deepseek_v3.py: TP2 PP16 CP1 EP64 ETP1",
+        arguments={"world_size": 1024, "tp": 2, "pp": 16, "ep": 64, "etp": 1},
+        dp=32,
+        edp=1,
+        groups={
+            ("tp", 101): (100, 101),
+            ("dp", 101): range(65, 128, 2),
+            ("ep", 101): range(64, 128),
+            ("edp", 101): (101,),
+            ("pp", 3): (3, 67, 131, 195, 259, 323, 387, 451, 515, 579, 643, 707, 771, 835, 899, 963),
+        },
+    ),
+    "DeepSeek-V3 on 256 GPUs": Published(
+        source=f"{BRIDGE}/deepseek/h100/deepseek_v3.py: TP2 PP8 CP1 EP32 ETP1",
+        arguments={"world_size": 256, "tp": 2, "pp": 8, "ep": 32, "etp": 1},
+        dp=16,
+        edp=1,
+        groups={
+            ("tp", 34): (34, 35),
+            ("dp", 34): (32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62),
+            ("ep", 34): range(32, 64),
+            ("pp", 34): (2, 34, 66, 98, 130, 162, 194, 226),
+        },
+    ),
+    "DeepSeek-V3 as trained": Published(
+        source="DeepSeek-V3 technical report, arXiv 2412.19437, 3.1 and 3.2: 2048 GPUs, PP16, EP64 over 8 "
+        "nodes, no TP",
+        arguments={"world_size": 2048, "pp": 16, "ep": 64},
+        dp=128,
+        edp=2,
+        groups={
+            # Stage 1 has the ranks 128..255, two EP groups.
+            ("dp", 200): range(128, 256),
+            ("ep", 130): range(128, 192),
+            ("ep", 200): range(192, 256),
+            ("edp", 200): (136, 200),
+            ("pp", 1): range(1, 2048, 128),
+        },
+    ),
+    "Qwen3-235B-A22B": Published(
+        source=f"{BRIDGE}/qwen/h100/qwen3_moe.py: 256 GPUs, TP4 PP16 CP2 EP8 ETP1",
+        arguments={"world_size": 256, "tp": 4, "cp": 2, "pp": 16, "ep": 8, "etp": 1},
+        dp=2,
+        edp=2,
+        groups={
+            ("tp", 1): (0, 1, 2, 3),
+            ("cp", 1): (1, 5),
+            ("dp", 1): (1, 9),
+            ("dp-cp", 1): (1, 5, 9, 13),
+            ("ep", 9): (8, 9, 10, 11, 12, 13, 14, 15),
+            ("edp", 1): (1, 9),
+            ("pp", 0): (0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240),
+        },
+    ),
+    "Qwen3-30B-A3B": Published(
+        source=f"{BRIDGE}/qwen/h100/qwen3_moe.py: 8 GPUs, TP4 PP2 CP1 EP4 ETP1",
+        arguments={"world_size": 8, "tp": 4, "pp": 2, "ep": 4, "etp": 1},
+        dp=1,
+        edp=1,
+        groups={("tp", 5): (4, 5, 6, 7), ("ep", 5): (4, 5, 6, 7), ("etp", 5): (5,), ("pp", 1): (1, 5)},
+    ),
+    "Kimi-K2": Published(
+        source=f"{BRIDGE}/kimi/h100/kimi_k2.py: 512 GPUs, TP2 PP16 CP1 EP32 ETP1",
+        arguments={"world_size": 512, "tp": 2, "pp": 16, "ep": 32, "etp": 1},
+        dp=16,
+        edp=1,
+        groups={
+            ("tp", 33): (32, 33),
+            ("ep", 33): range(32, 64),
+            ("dp", 33): range(33, 64, 2),
+            ("pp", 31): range(31, 512, 32),
+        },
+    ),
+    "torchtitan's DeepSeek-V3 16B": Published(
+        source="torchtitan, torchtitan/experiments/graph_trainer/README.md: 8 GPUs, dp_shard 4, TP2 EP2; the "
+        'meshes ("dp", "cp", "tp") and ("efsdp", "ep") of distributed/parallel_dims.py, outermost first',
+        arguments={"world_size": 8, "tp": 2, "ep": 2},
+        dp=4,
+        edp=4,
+        groups={("tp", 5): (4, 5), ("dp", 5): (1, 3, 5, 7), ("ep", 5): (4, 5), ("edp", 2): (0, 2, 4, 6)},
+    ),
+    "stages inside data parallel": Published(
+        source="Megatron-LM, tests/functional_tests/test_cases/moe/"
+        "gpt3_mcore_tp2_cp2_pp2_ep2_te_4experts2parallel_dp_last (--use-tp-pp-dp-mapping): TP2 CP2 PP2 EP2, "
+        "ETP is TP; here on 16 ranks",
+        arguments={"world_size": 16, "order": "tp-cp-ep-pp-dp"} | dict.fromkeys(SIZES, 2),
+        dp=2,
+        edp=2,
+        groups={
+            # rank = tp + 2 cp + 4 pp + 8 dp = etp + 2 ep + 4 pp + 8 edp
+            ("tp", 7): (6, 7),
+            ("cp", 7): (5, 7),
+            ("pp", 7): (3, 7),
+            ("dp", 7): (7, 15),
+            ("etp", 7): (6, 7),
+            ("ep", 7): (5, 7),
+            ("edp", 7): (7, 15),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_mappings(published: Published) -> None:
+    folding = ParallelFolding(**published.arguments)
+    assert (folding.dp, folding.edp) == (published.dp, published.edp)
+    for (dims, rank), ranks in published.groups.items():
+        assert folding.group_of(dims, rank) == tuple(ranks), (dims, rank)
+        assert tuple(ranks) in folding.groups(dims)
+
+
+def test_groups_that_megatron_core_spells_out() -> None:
+    """The examples in the docstrings of Megatron-LM, megatron/core/parallel_state.py, as they stand there:
+    initialize_model_parallel (16 GPUs, TP2 PP4, and its 8 GPUs with TP4 CP2), and
+    generate_masked_orthogonal_rank_groups (8 GPUs, tp-pp-dp of 2-2-2, and tp-dp-pp of 2-3-4)."""
+    folding = ParallelFolding(world_size=16, tp=2, pp=4)
+    pairs = ((0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15))
+    assert folding.groups("dp") == pairs
+    assert folding.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15))
+    assert folding.groups("pp") == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
+    folding = ParallelFolding(world_size=8, tp=4, cp=2)
+    assert folding.groups("cp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    folding = ParallelFolding(world_size=8, tp=2, pp=2, etp=2, order="tp-pp-dp-cp-ep")
+    assert folding.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    groups = ParallelFolding(world_size=24, tp=2, pp=4, etp=2).groups("dp")
+    assert groups[:2] == ((0, 2, 4), (1, 3, 5)) and groups[7] == (19, 21, 23) and len(groups) == 8
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["world_size", *SIZES])
+@pytest.mark.parametrize("value", [0, -1, True, "2", 2.0, None, 2**31], ids=repr)
+def test_sizes_that_are_no_positive_integers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=rf"^{name} is {re.escape(repr(value))}, expected an integer from 1"
+    ):
+        ParallelFolding(**{"world_size": 8, name: value})
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        *("", "tp", "tp-cp-ep-dp", "tp-cp-ep-dp-dp", "tp-cp-ep-dp-pp-tp", "tp-cp-ep-dp-xp", "TP-CP-EP-DP-PP"),
+        *("tp_cp_ep_dp_pp", "tp-cp-etp-dp-pp", "tp--cp-ep-dp-pp", None, 5, ("tp", "cp", "ep", "dp", "pp")),
+    ],
+    ids=repr,
+)
+def test_orders_with_other_names_are_refused(order: Any) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        ParallelFolding(world_size=8, order=order)
+    assert str(refused.value).startswith(f"order is {order!r}, expected each of tp, cp, ep, dp, pp once")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            {"world_size": 256, "tp": 4, "cp": 2, "pp": 4, "ep": 48},
+            "ep is 48, expected a divisor of world_size / (pp * etp) = 64, for EDP = world_size / (pp * etp "
+            "* ep) to be a whole number. Nearest that fit: ep=32 or ep=64 or world_size=192 or "
+            "world_size=384",
+        ),
+        (
+            {"world_size": 24, "tp": 8, "cp": 2},
+            "cp is 2, expected a divisor of world_size / (pp * tp) = 3, for DP = world_size / (pp * tp * cp) "
+            "to be a whole number. Nearest that fit: cp=1 or cp=3 or world_size=16 or world_size=32",
+        ),
+        (
+            {"world_size": 64, "tp": 4, "cp": 2, "pp": 4, "ep": 64},
+            "ep is 64, expected a divisor of world_size / (pp * etp) = 16, for EDP = world_size / (pp * etp "
+            "* ep) to be a whole number. Nearest that fit: ep=16 or world_size=256",
+        ),
+        (
+            {"world_size": 10, "pp": 4},
+            "pp is 4, expected a divisor of world_size = 10, for DP = world_size / (pp * tp * cp) to be a "
+            "whole number. Nearest that fit: pp=2 or pp=5 or world_size=8 or world_size=12",
+        ),
+        (
+            {"world_size": 8, "tp": 2, "pp": 2, "ep": 4, "order": "tp-cp-ep-pp-dp"},
+            "order is 'tp-cp-ep-pp-dp', which gives attention and experts different pipeline groups: "
+            "neighbouring stages are 2 ranks apart in the dense grid and 4 in the expert grid, expected "
+            "equally many. Nearest that fit: order=tp-cp-ep-dp-pp",
+        ),
+        (
+            {"world_size": 7, "tp": 2, "cp": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"},
+            "pp is 2, expected a divisor of world_size = 7, for DP = world_size / (pp * tp * cp) to be a "
+            "whole number. Nearest that fit: order=tp-cp-ep-dp-pp, world_size=8",
+        ),
+    ],
+    ids=["experts", "context", "small world", "stages", "order", "world and order"],
+)
+def test_a_refusal_says_why_and_what_would_fit(arguments: Arguments, says: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        ParallelFolding(**arguments)
+    assert str(refused.value) == says
+
+
+def test_a_world_that_does_not_fit_is_refused_at_any_size() -> None:
+    with pytest.raises(InvalidArgument, match=r"world_size=2147483646$"):
+        ParallelFolding(world_size=2**31 - 1, tp=2)
+
+
+FOLDING = ParallelFolding(world_size=16, tp=2, cp=2, pp=2, ep=4)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    ["", "xp", "tp-ep", "tp-tp", "tp cp", "tp,cp", "TP", "cp-edp", "-tp", None, 3, ("tp", "cp")],
+    ids=repr,
+)
+def test_dimensions_of_no_grid_are_refused(dims: Any) -> None:
+    calls = (FOLDING.groups, FOLDING.size, FOLDING.group, lambda dims: FOLDING.group_of(dims, 0))
+    for call in calls:
+        with pytest.raises(InvalidArgument) as refused:
+            call(dims)
+        assert str(refused.value).startswith(
+            f"dims is {dims!r}, expected dimensions of one grid, each once: some of "
+        )
+
+
+@pytest.mark.parametrize("rank", [-1, 16, True, 1.0, "1"], ids=repr)
+def test_ranks_out_of_the_world_are_refused(rank: Any) -> None:
+    for call in (FOLDING.coordinates, lambda rank: FOLDING.group_of("tp", rank)):
+        with pytest.raises(InvalidArgument, match=rf"^rank is {rank!r}, expected an integer from 0 to 15"):
+            call(rank)
+
+
+@pytest.mark.parametrize(
+    "place", [{"ep": 4}, {"dp": -1}, {"tp": True}, {"tp": 0, "ep": 0}, {"xp": 0}, {}], ids=str
+)
+def test_places_out_of_a_grid_are_refused(place: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"^(place|ep|dp|tp) is .*, expected"):
+        FOLDING.rank_of(**place)
+
+
+def test_dimensions_that_are_left_out_of_a_place_count_as_0() -> None:
+    assert FOLDING.rank_of(dp=1) == FOLDING.rank_of(tp=0, cp=0, dp=1, pp=0) == 4
+    assert FOLDING.rank_of(ep=3, pp=1) == 11
+
+
+def test_process_groups_need_an_initialized_torch_distributed() -> None:
+    for call in (
+        lambda: FOLDING.group("ep"),
+        lambda: FOLDING.dense_mesh("cpu"),
+        lambda: FOLDING.expert_mesh("cpu"),
+    ):
+        with pytest.raises(InvalidArgument, match="world_size is 16, and torch"):
+            call()
+
+
+def test_a_folding_is_a_frozen_value() -> None:
+    FOLDING.groups("ep")  # what it remembers of itself is no part of the value
+    assert ParallelFolding(world_size=16, tp=2, cp=2, pp=2, ep=4) == FOLDING
+    assert len({FOLDING, dataclasses.replace(FOLDING), dataclasses.replace(FOLDING, ep=2)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FOLDING.tp = 4  # type: ignore[misc]
+
+
+# -- drawing -------------------------------------------------------------------------------------------------
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def ranks_drawn(lines: Sequence[str], title: str) -> list[list[int]]:
+    """The ranks in the table below a title, row by row."""
+    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line:
+            break
+        rows.append([int(each) for each in line.split("|")[1].split()])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("per_node", "said"),
+    [
+        (
+            "8",
+            ["TP 4: inside a node", "CP 2: inside a node", "DP 8: crosses 8 nodes", "EP 64: crosses 8 nodes"],
+        ),
+        ("64", ["EP 64: inside a node", "DP-CP 16: inside a node", "PP 4: crosses 4 nodes"]),
+        (
+            "6",
+            ["TP 4: crosses up to 2 nodes (43 of 64 groups inside a node)", "EP 64: crosses up to 12 nodes"],
+        ),
+        ("256", ["EP 64: inside a node", "PP 4: inside a node", "EDP 1: inside a node"]),
+    ],
+)
+def test_the_drawing_says_what_stays_in_a_node(
+    capsys: pytest.CaptureFixture[str], per_node: str, said: list[str]
+) -> None:
+    mapping = ("--world", "256", "--tp", "4", "--cp", "2", "--pp", "4", "--ep", "64")
+    lines = shown(capsys, *mapping, "--gpus-per-node", per_node)
+    assert set(said) <= set(lines)
+    assert "dense:  TP 4 x CP 2 x DP 8 x PP 4" in lines
+    assert "expert: ETP 1 x EP 64 x EDP 1 x PP 4" in lines
+
+
+def test_the_drawing_of_a_report_says_what_the_report_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3's 64-way expert parallelism spans 8 nodes (arXiv 2412.19437, 3.2)."""
+    assert "EP 64: crosses 8 nodes" in shown(capsys, "--world", "2048", "--pp", "16", "--ep", "64")
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-tp-cp-ep-dp", "ep-dp-cp-tp-pp", "dp-ep-tp-cp-pp"])
+def test_a_stage_is_drawn_whole_and_once(order: str) -> None:
+    folding = ParallelFolding(world_size=240, tp=2, cp=3, pp=2, ep=20, etp=2, order=order)
+    stage = [rank for rank in range(240) if folding.coordinates(rank).pp == 1]
+    lines = draw(folding, stage=1, whole=True).splitlines()
+    for title, innermost in (("dense", ("tp", "cp", "dp")), ("expert", ("etp", "ep", "edp"))):
+        rows = ranks_drawn(lines, f"{title} grid, pipeline stage 1 of 2")
+        assert sorted(rank for row in rows for rank in row) == stage
+        for row in rows:  # a row is a part of one group over the innermost dimension
+            assert any(set(row) <= set(folding.group_of(name, row[0])) for name in innermost)
+
+
+def test_a_large_stage_is_shortened_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    mapping = ("--world", "1024", "--tp", "2", "--ep", "64")
+    short, long = shown(capsys, *mapping), shown(capsys, *mapping, "--whole")
+    assert len(long) > 500 > 60 > len(short)
+    assert "  ..." in short and "  ..." not in long
+    rank = (*mapping, "--rank", "17")
+    assert "  EP 64:     0 1 2 3 4 5 6 7 ... 63" in shown(capsys, *rank)
+    assert f"  EP 64:     {' '.join(map(str, range(64)))}" in shown(capsys, *rank, "--whole")
+
+
+def test_a_rank_is_described_by_its_places_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    mapping = ("--world", "256", "--tp", "4", "--cp", "2", "--pp", "4", "--ep", "64")
+    lines = shown(capsys, *mapping, "--rank", "70")
+    assert lines[6:] == [
+        "rank 70: node 8, GPU 6 there",
+        "  dense:     tp 2  cp 1  dp 0  pp 1",
+        "  expert:    etp 0  ep 6  edp 0  pp 1",
+        "  TP 4:      68 69 70 71",
+        "  CP 2:      66 70",
+        "  TP-CP 8:   64 65 66 67 68 69 70 71",
+        "  DP 8:      70 78 86 94 102 110 118 126",
+        "  DP-CP 16:  66 70 74 78 82 86 90 94 98 102 106 110 114 118 122 126",
+        "  ETP 1:     70",
+        "  EP 64:     64 65 66 67 68 69 70 71 ... 127",
+        "  ETP-EP 64: 64 65 66 67 68 69 70 71 ... 127",
+        "  EDP 1:     70",
+        "  PP 4:      6 70 134 198",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--world", "256", "--ep", "48"], "ep is 48, expected a divisor of world_size / (pp * etp) = 256"),
+        (["--world", "0"], "world_size is 0, expected an integer from 1"),
+        (["--world", "8", "--order", "tp-dp-pp"], "order is 'tp-dp-pp'"),
+        (["--world", "8", "--rank", "8"], "rank is 8, expected an integer from 0 to 7"),
+        (["--world", "8", "--pp", "2", "--stage", "2"], "stage is 2, expected an integer from 0 to 1"),
+        (["--world", "8", "--gpus-per-node", "0"], "gpus_per_node is 0, expected an integer from 1"),
+        (["--world", "8.5"], "argument --world: invalid int value: '8.5'"),
+        ([], "the following arguments are required: --world"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_bad_command_ends_with_status_2_and_the_reason(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert f"python -m moecomm.parallel: error: {says}" in err and "Traceback" not in err and out == ""
+
+
+def test_drawings_refuse_what_is_out_of_bounds() -> None:
+    with pytest.raises(InvalidArgument, match="gpus_per_node is True"):
+        draw(FOLDING, gpus_per_node=True)
+    with pytest.raises(InvalidArgument, match="gpus_per_node is 0"):
+        describe_rank(FOLDING, 0, gpus_per_node=0)
+    with pytest.raises(InvalidArgument, match="rank is 16"):
+        describe_rank(FOLDING, 16)
