@@ -34,7 +34,8 @@ class GroupedExperts(nn.Module):
     to the second, before the routing weight. All are marked as expert parameters. Expert e
     starts from a seed made of its global id and one number drawn from torch's default generator: ranks that
     call torch.manual_seed alike make the same model at any EP size. first_expert is the global id of the
-    first local expert.
+    first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
+    kernels' tiles are chosen by it.
 
     With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
     keep their dtype. Raises Unsupported for a GPU that has none of them.
@@ -72,6 +73,7 @@ class GroupedExperts(nn.Module):
         *,
         num_local_experts: int | None = None,
         first_expert: int = 0,
+        rows_per_expert: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class GroupedExperts(nn.Module):
             )
         self.config, self.num_local_experts, self.first_expert = config, local, first_expert
         where = torch.get_default_device() if device is None else torch.device(device)
-        self.products = make_products(config, where)
+        self.products = make_products(config, where, rows_per_expert)
         inner = config.ffn_hidden * INPUTS[config.activation]
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]

@@ -181,6 +181,7 @@ class MoELayer(nn.Module):
                 config,
                 num_local_experts=comm.num_local_experts,
                 first_expert=comm.rank * comm.num_local_experts,
+                rows_per_expert=comm.size * comm.max_tokens * config.top_k // config.num_experts,
                 device=comm.device,
             )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
