@@ -74,6 +74,12 @@ _TABLE: dict[Sizes, str] = {
         fc1_gathered=128x256c21 fc2_dgrad_gathered=128x160p21
         fc2_wgrad_gathered=128x192p21 fc1_wgrad_gathered=128x192p21
     """,
+    (4096, 1536, 8192): """
+        fc1=256x192c12 fc2=192x128p12 fc2_dgrad=128x128p12 fc1_dgrad=192x128p12
+        fc2_wgrad=128x192p21 fc1_wgrad=256x128c12 fc2_wgrad_added=256x192c12 fc1_wgrad_added=256x128c12
+        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x128p21
+        fc2_wgrad_gathered=256x192c11 fc1_wgrad_gathered=256x192c21
+    """,
     (6144, 16384, 2048): """
         fc1=256x192c12 fc2=256x128c12 fc2_dgrad=128x128p12 fc1_dgrad=256x192c12
         fc2_wgrad=256x192c12 fc1_wgrad=192x128p12 fc2_wgrad_added=128x128p12+ fc1_wgrad_added=128x128p21+
@@ -85,6 +91,12 @@ _TABLE: dict[Sizes, str] = {
         fc2_wgrad=128x128p12 fc1_wgrad=128x128p21 fc2_wgrad_added=192x128p12+ fc1_wgrad_added=128x128p21+
         fc1_gathered=128x192p21 fc2_dgrad_gathered=128x192p21
         fc2_wgrad_gathered=256x160c21 fc1_wgrad_gathered=256x192c11
+    """,
+    (7168, 2048, 8192): """
+        fc1=256x128c12 fc2=192x128p12 fc2_dgrad=192x128p12 fc1_dgrad=128x224c12
+        fc2_wgrad=128x224c21 fc1_wgrad=256x128c21 fc2_wgrad_added=128x224c21 fc1_wgrad_added=256x128c21
+        fc1_gathered=128x256c11 fc2_dgrad_gathered=128x192p21
+        fc2_wgrad_gathered=128x256c21 fc1_wgrad_gathered=256x192c11
     """,
 }
 TILES: dict[Sizes, dict[str, Tile]] = {
