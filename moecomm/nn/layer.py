@@ -337,7 +337,7 @@ class MoELayer(nn.Module):
         if comm.copies_beside:
             return 0
         if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
-            return None  # the kernels of other products leave no SMs
+            return None  # fp8 leaves no SMs, and with quack it was slower than one after the other
         if 2 * comm.num_sms <= self._sms:
             return comm.num_sms
         return sms_beside_wgrad(
