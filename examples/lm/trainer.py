@@ -61,8 +61,9 @@ class Trainer:
         self.model = build_model(options, self.corpus.tokenizer.vocab, self.comm).to(ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
+        self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
         if options.resume:
-            checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state)
+            checkpoint.load(self.saver.folder, self.model, self.optimizer, self.run_state, ranks)
             if self.run_state.step > options.steps:
                 raise UsageError(
                     f"--resume: the run in {self.out} is at step {self.run_state.step} already, beyond "
@@ -92,13 +93,14 @@ class Trainer:
             for step in range(start + 1, options.steps + 1):
                 stopped = self._step(step, progress)
                 if stopped or step % options.save_every == 0 or step == last:
-                    self._save()
+                    self.saver.begin(self.model, self.optimizer, self.run_state)
                 if stopped:
                     break
                 if step % options.eval_every == 0 or step == last:
                     val_loss = self._validate(progress)
         finally:
             progress.close()
+        self.saver.finish()
         if stopped:
             self._say(
                 f"stopped at step {self.run_state.step}; the checkpoint is in {self.out}; go on with --resume"
@@ -157,7 +159,7 @@ class Trainer:
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
             travelled=travelled if measured else None,
-            stop=bool(self.stop),
+            stop=bool(self.stop) or self.saver.failed,
         )
         self.run_state.step = step
         seconds = time.perf_counter() - began
@@ -230,9 +232,6 @@ class Trainer:
             self.metrics.write({"step": step, "val_loss": value})
         progress.note(f"validation at step {step}: {value:.4f} nats (unigram {self.corpus.unigram:.4f})")
         return value
-
-    def _save(self) -> None:
-        checkpoint.save(self.out / "checkpoints", self.model, self.optimizer, self.run_state, self.ranks)
 
     def _sample(self) -> None:
         tokenizer = self.corpus.tokenizer
