@@ -8,12 +8,15 @@ last: a folder without it is a save that did not finish, and is not looked at.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
@@ -61,7 +64,10 @@ def save(
 def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> Path:
     """Fills model, optimizer and run from the newest checkpoint; all ranks call it, any number of them."""
     path = newest(folder)
-    load_state(_state(model, optimizer, run), checkpoint_id=path)
+    state = _state(model, optimizer, run)
+    split = _read_as_one(state, path)
+    load_state(state, checkpoint_id=path)
+    split()
     return path
 
 
@@ -83,6 +89,38 @@ def newest(folder: Path) -> Path:
 
 def _finished(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("step-*/.metadata"))
+
+
+def _read_as_one(state: dict[str, Any], path: Path) -> Callable[[], None]:
+    """Lets queries, keys and values be read from checkpoints that have them in one tensor `qkv`, as older
+    ones do. Changes `state`; the function that it returns puts what was read into place."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    parts: list[tuple[Tensor, list[Tensor]]] = []
+
+    def take(tensors: list[Tensor]) -> Tensor:
+        first = tensors[0]
+        whole = first.clone() if first.dim() == 0 else torch.cat(tensors)  # scalars: the optimizer's steps
+        parts.append((whole, tensors))
+        return whole
+
+    for name in [name for name in state["model"] if name.endswith(".q.weight")]:
+        one = name.removesuffix("q.weight") + "qkv.weight"
+        if f"model.{one}" not in saved:
+            continue
+        three = [name.removesuffix("q.weight") + f"{each}.weight" for each in "qkv"]
+        weights, moments = state["model"], state["optimizer"]
+        weights[one] = take([weights.pop(each) for each in three])
+        taken = [moments.pop(each) for each in three]
+        moments[one] = {key: take([each[key] for each in taken]) for key in taken[0]}
+
+    @torch.no_grad()
+    def split() -> None:
+        for whole, tensors in parts:
+            found = [whole] * 3 if whole.dim() == 0 else whole.chunk(3)
+            for tensor, value in zip(tensors, found, strict=True):
+                tensor.copy_(value)
+
+    return split
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> dict[str, Any]:
