@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
     (docs/performance.md).
     """
     std = options.dim**-0.5
-    moe = moe_config(options)
+    moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
     model = assemble(options, vocab, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
     with torch.no_grad():
         torch.nn.init.normal_(model.embedding.weight, std=std)

@@ -341,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
         help="defaults of all flags that say no other; auto: large on GPUs, else small, which is shown here",
     )
     switch = argparse.BooleanOptionalAction
-    add("--vocab", type=_whole, help="entries of the vocabulary, at least the tokenizer's (0: as many)")
+    add("--vocab", type=_whole, help="entries of the vocabulary, at least the tokenizer's; 0: as many")
     add("--dim", type=_count, help="width of a token")
     add("--layers", type=_count, help="transformer blocks")
     add("--tied", action=switch, help="one matrix for the embedding and the output")
@@ -374,12 +374,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("attention").add_argument
     add("--attention", choices=("grouped", "latent"), help="grouped-query or multi-head latent attention")
     add("--heads", type=_count, help="attention heads")
-    add("--kv-heads", type=_whole, help="heads of keys and values, which others share (0: as many as heads)")
-    add("--head-dim", type=_whole, help="width of a head; latent: without its position (0: dim / heads)")
+    add("--kv-heads", type=_whole, help="heads of keys and values, which others share; 0: as many as heads")
+    add("--head-dim", type=_whole, help="width of a head; latent: without its position; 0: dim / heads")
     add("--qk-norm", action=switch, help="a norm of each head's queries and keys")
     add("--qkv-bias", action=switch, help="biases of queries, keys and values")
     add("--out-bias", action=switch, help="a bias of the attention's output")
-    add("--window", type=_whole, help="positions that every second layer sees, from the first on (0: all)")
+    add("--window", type=_whole, help="positions that every second layer sees, from the first on; 0: all")
     add("--sinks", action=switch, help="a trained logit of each head that has no value")
     add("--rope-base", type=_above_zero, help="base of the rotary frequencies")
     add("--q-rank", type=_whole, help="latent: width of the queries' latent")
@@ -393,11 +393,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--normalize-topk", action=switch, help="a token's weights sum to one, if it has several")
     add("--scaling-factor", type=_above_zero, help="what the weights are multiplied by")
     add("--router-bias", action=switch, help="a trained bias of each expert's logit")
-    add("--num-groups", type=_whole, help="groups of experts, of which a token may use some (0: none)")
+    add("--num-groups", type=_whole, help="groups of experts, of which a token may use some; 0: none")
     add("--topk-groups", type=_whole, help="groups that a token may use")
     add("--bias-rate", type=_amount, help="step of the balancing biases of the router")
     add("--aux-loss", choices=("batch", "sequence"), help="tokens over which the balancing loss is taken")
-    add("--aux-coef", type=_amount, help="weight of the balancing loss (0: none)")
+    add("--aux-coef", type=_amount, help="weight of the balancing loss; 0: none")
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=_count, help="optimizer steps, from the first one on")
