@@ -110,6 +110,14 @@ def split_heads(x_BSH: Tensor, width: int) -> Tensor:
     return x_BSH.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
+class InnerNorm(nn.RMSNorm):
+    """RMSNorm of a product's result, computed in the type of the norm's weight: within autocast the result
+    has fewer bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class GroupedAttention(nn.Module):
     """Causal attention in which N / M heads share keys and values; with M = N that of arXiv 1706.03762."""
 
@@ -121,8 +129,8 @@ class GroupedAttention(nn.Module):
         self.k = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.v = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.out = nn.Linear(width, config.dim, bias=config.out_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = InnerNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = InnerNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.register_parameter("sinks_N", nn.Parameter(torch.zeros(config.heads)) if config.sinks else None)
         self.core: nn.Module = AttentionCore(config.window_of(layer))
 
@@ -146,10 +154,10 @@ class LatentAttention(nn.Module):
         self.config = config
         nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
         self.q_down = nn.Linear(config.dim, config.q_rank, bias=False)
-        self.q_norm = nn.RMSNorm(config.q_rank, eps=config.norm_eps)
+        self.q_norm = InnerNorm(config.q_rank, eps=config.norm_eps)
         self.q_up = nn.Linear(config.q_rank, config.heads * (nope + rope), bias=False)
         self.kv_down = nn.Linear(config.dim, config.kv_rank + rope, bias=False)
-        self.kv_norm = nn.RMSNorm(config.kv_rank, eps=config.norm_eps)
+        self.kv_norm = InnerNorm(config.kv_rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(config.kv_rank, config.heads * (nope + value), bias=False)
         self.out = nn.Linear(config.heads * value, config.dim, bias=False)
         self.core: nn.Module = AttentionCore(config.window_of(layer))

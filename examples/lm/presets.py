@@ -127,7 +127,6 @@ MIXTRAL_8X7B: dict[str, Any] = {  # mistralai/Mixtral-8x7B-v0.1
 
 MIXTRAL_8X22B: dict[str, Any] = {  # mistralai/Mixtral-8x22B-v0.1
     **MIXTRAL_8X7B,
-    "vocab": 32_768,
     "dim": 6144,
     "layers": 56,
     "heads": 48,

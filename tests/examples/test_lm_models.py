@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter
-from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
+from tests.examples.conftest import EXAMPLES  # and puts examples/ on the path
 from tests.multirank.harness import run_ranks
 
 from lm import checkpoint, options, presets  # isort: skip
@@ -68,6 +68,18 @@ def test_as_many_parameters_as_published(preset: str, tmp_path: Path) -> None:
     found_active -= 0 if with_embedding else chosen.vocab * chosen.dim
     assert found_total / 1e9 == pytest.approx(total, rel=0.01)
     assert found_active / 1e9 == pytest.approx(active, rel=WITHIN.get(preset, 0.01))
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_numbers_of_the_page(preset: str, tmp_path: Path) -> None:
+    """docs/models.md has the parameters of each preset and the operations of a token."""
+    chosen = parse(tmp_path, preset)
+    total, active = counted(chosen)
+    page = (EXAMPLES.parent / "docs" / "models.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {preset} |") and " B |" in line]
+    assert row.split(" | ")[2:5] == [str(chosen.layers), f"{total / 1e9:.2f} B", f"{active / 1e9:.2f} B"]
+    operations = dict(zip(*(line.strip("| ").split(" | ") for line in page.splitlines()[-3::2]), strict=True))
+    assert operations[preset] == f"{flops_per_token(chosen, active, chosen.vocab) / 1e9:.1f}"
 
 
 def test_layers_are_the_adjustable_depth(tmp_path: Path) -> None:
