@@ -214,7 +214,8 @@ class AttentionCore(nn.Module):
             grouped = q_BNSD.shape[1] != k_BMSD.shape[1]
             return F.scaled_dot_product_attention(q_BNSD, k_BMSD, v_BMSV, is_causal=True, enable_gqa=grouped)
         if q_BNSD.is_cuda:
-            return attend_by_blocks(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, _compiled_flex_attention())
+            with torch.autocast("cuda", enabled=False):  # all are of one type already
+                return attend_by_blocks(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, _compiled_flex_attention())
         return attend_densely(q_BNSD, k_BMSD, v_BMSV, window, sinks_N)
 
     def extra_repr(self) -> str:
