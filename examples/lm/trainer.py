@@ -18,6 +18,8 @@ from lm.build import (
     build_optimizer,
     count_parameters,
     learning_rate,
+    model_vocab,
+    moe_config,
 )
 from lm.corpus import Corpus
 from lm.errors import UsageError
@@ -48,6 +50,8 @@ class Trainer:
         self.corpus = Corpus(options)
         self.local_batch = options.batch // ranks.world
         self.dtype: torch.dtype = getattr(torch, options.dtype)
+        vocab = model_vocab(options, self.corpus.tokenizer.vocab)
+        moe_config(options)  # what does not fit is refused before there is a communicator
         self.comm = moecomm.Communicator(
             ranks.ep_mesh,
             num_experts=options.experts,
@@ -58,7 +62,7 @@ class Trainer:
             device=ranks.device,
         )
         torch.manual_seed(options.seed)
-        self.model = build_model(options, self.corpus.tokenizer.vocab, self.comm).to(ranks.device)
+        self.model = build_model(options, vocab, self.comm).to(ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
@@ -71,7 +75,6 @@ class Trainer:
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
         self.parameters = count_parameters(self.model, options, self.comm.num_local_experts)
-        vocab = self.corpus.tokenizer.vocab
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (

@@ -303,8 +303,8 @@ class MoELayer(nn.Module):
     def _weights(self) -> Weights:
         """Returns the weights of the experts and the shared ones, as they are now."""
         experts, shared = self.experts, self.shared
-        shared_in, shared_out = (None, None) if shared is None else (shared.w_in, shared.w_out)
-        return Weights(experts.w_in, experts.w_out, shared_in, shared_out, experts.b_in, experts.b_out)
+        s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
+        return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         experts, shared, call = self.experts, self.shared, self._call(topk_idx_TK)

@@ -78,7 +78,10 @@ def init_shared_weight(weight: Tensor, std: float) -> None:
     """Fills a weight that all ranks have with normal numbers from torch's default generator.
 
     It is the generator of the CPU, wherever the weight is, so that a model starts the same on every device.
+    A weight on the meta device, which has no values, is left alone.
     """
+    if weight.is_meta:
+        return
     weight.copy_(nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu"), std=std))
 
 
@@ -86,8 +89,10 @@ def init_expert_weights(weight_LAB: Tensor, *, seed: int, name: str, first_exper
     """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone.
 
     So a model starts the same at every EP size. Numbers are drawn in float32 on the CPU, so that neither
-    dtype nor device matters beyond rounding.
+    dtype nor device matters beyond rounding. Weights on the meta device are left alone.
     """
+    if weight_LAB.is_meta:
+        return
     generator = torch.Generator("cpu")
     for local, weight_AB in enumerate(weight_LAB.detach()):
         key = f"{seed}:{name}:{first_expert + local}".encode()

@@ -246,6 +246,7 @@ CASES = {
     "weights later": Case("EE", 3, SHARED, overlap={"defer_weights": True}),
     "recorded": Case("E", 3, SHARED, overlap={"record": True}),
     "gelu": Case("E", 3, {"activation": "gelu"}),
+    "shared experts with a gate": Case("EE", 3, {**SHARED, "shared_gate": True, "router_bias": True}),
     "callables": Case("NN", 4),
     "not cut": Case("PEPE", 3, SHARED),
     "callables and layers": Case("NEDN", 3, SHARED),
