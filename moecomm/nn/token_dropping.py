@@ -134,10 +134,10 @@ class SequenceRanks:
 
     def _gather(self, own: Tensor) -> Tensor:
         """Returns the tensors of all ranks, in the order of their parts."""
-        gathered = own.new_empty(len(self._order), *own.shape)
+        gathered = [torch.empty_like(own) for _ in self._order]
         group = self._group()
         try:
-            dist.all_gather_into_tensor(gathered, own, group=group)
+            dist.all_gather(gathered, own, group=group)
         except RuntimeError as error:
             rank, phase = dist.get_rank(), "dropping over a sequence"
             raise PeerLost(
@@ -146,4 +146,4 @@ class SequenceRanks:
                 rank=rank,
                 phase=phase,
             ) from error
-        return gathered[self._order]
+        return torch.stack([gathered[number] for number in self._order])
