@@ -290,10 +290,8 @@ class MoELayer(nn.Module):
                 x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
             self.router.check(x_TH, seq_len)
         except InvalidArgument:
-            if self._sequence is not None:
-                self._sequence.bring_nothing(
-                    self.router.weight
-                )  # the other ranks wait for this one's choices
+            if self._sequence is not None:  # the other ranks wait for this one's choices
+                self._sequence.bring_nothing(self.router.weight)
             raise
         routing = self.router(x_TH, seq_len)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}

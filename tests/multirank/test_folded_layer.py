@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.testing import assert_close
 
 from moecomm import Communicator
 from moecomm.nn import (
+    GraphedStep,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -33,6 +35,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
+from moecomm.nn.folded import require_experts_in_node_order
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.subgroups import new_group
 from tests.multirank.catching import catch
@@ -40,7 +43,7 @@ from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import SIZES, group_of, groups_of
 
-TOKENS = [3, 9, 0, 6, 4, 1, 5, 2]
+TOKENS = [3, 9, 6, 0, 4, 1, 5, 2]
 MAX_TOKENS = 10
 FOLDINGS: dict[str, dict[str, Any]] = {
     "etp 2, ep 2": {"tp": 2, "etp": 2, "ep": 2},
@@ -255,19 +258,25 @@ def test_drops_over_whole_sequences(
     pool(4)(dropped, arguments, policies, seed)
 
 
-def bounds(rank: int, world_size: int) -> int | None:
+def bounds(rank: int, world_size: int, order: str) -> int | None:
     case = Case({"capacity_factor": 1.0, "pad_to_capacity": True, "drop_over": "sequence"})
-    folding = ParallelFolding(world_size=world_size, tp=2, ep=2, order="dp-tp-cp-ep-pp")
+    folding = ParallelFolding(world_size=world_size, tp=2, ep=2, order=order)
     layer = MoELayer(case.config, folding=folding, max_tokens=8)
     layer.comm.close()
+    recorder: Any = object()
+    found = catch(lambda: GraphedStep(lambda x: x, layer, recorder=recorder))
+    assert found is not None and "drop_over='sequence'" in found.text, found
     return layer.capacity
 
 
-def test_rows_of_a_sequence_beyond_the_layers_group(pool: Callable[[int], RankPool]) -> None:
-    """The layer's ranks (0, 2) ... of which each group has one rank of each sequence (0, 2), (1, 3)."""
-    # The experts' ranks are (0, 2) and (1, 3), as the sequences': 6 experts a rank, of which each takes
-    # ceil(2 * 8 * 3 / 12) = 4 of the 16 tokens of its one sequence.
-    assert pool(4)(bounds) == [6 * 4] * 4
+def test_rows_of_sequences(pool: Callable[[int], RankPool]) -> None:
+    """Fixed buffers have room for what sequences may bring, each of 2 ranks with at most 8 tokens.
+
+    A sequence sends an expert at most ceil(2 * 8 * 3 / 12) = 4 tokens, which may all be of one rank. In the
+    first order a layer's ranks are those of one sequence, in the second they have one rank of each of two.
+    """
+    assert pool(4)(bounds, "dp-tp-cp-ep-pp") == [6 * 4] * 4
+    assert pool(4)(bounds, "ep-dp-tp-cp-pp") == [6 * (4 + 4)] * 4
 
 
 # -- gradients under wrappers, stages ----------------------------------------------------------------------
@@ -490,6 +499,14 @@ def refusals(rank: int, world_size: int) -> None:
             found = catch(call)
             assert found is not None and found.name == "InvalidArgument", (text, found)
             assert found.text.startswith(text), (text, found)
+        # Experts in the order of nodes, each whole within one: of two, but not of four with one rank each.
+        limited = Case({"limit_nodes": 1}).config
+        ids = layers[0]._part_ids
+        require_experts_in_node_order(limited, ids, SimpleNamespace(nodes=2, num_experts=24))  # type: ignore[arg-type]
+        found = catch(
+            lambda: require_experts_in_node_order(limited, ids, SimpleNamespace(nodes=4, num_experts=24))  # type: ignore[arg-type]
+        )
+        assert found is not None and found.text.startswith("limit_nodes is 1, must be None where"), found
         for parameter in layers[0].router.parameters():
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         found = catch(lambda: sync_gradients(layers[0]))
