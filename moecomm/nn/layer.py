@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -269,8 +270,14 @@ class MoELayer(nn.Module):
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
         input. A bad x, a seq_len that does not divide T, weights of another dtype than the config's and
-        settings that do not go together raise InvalidArgument on all ranks.
+        settings that do not go together raise InvalidArgument on all ranks. With drop_over="sequence" a graph
+        of torch.compile ends before the layer and goes on after it.
         """
+        if self._sequence is not None and torch.compiler.is_compiling():
+            return self._forward_outside_graph(x, seq_len)
+        return self._forward(x, seq_len)
+
+    def _forward(self, x: Tensor, seq_len: int | None) -> Tensor:
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
         try:
             routed = self._route(x, seq_len, in_order)
@@ -279,6 +286,8 @@ class MoELayer(nn.Module):
         run = self._run_in_order if in_order else self._run
         y_TH = run(routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)
         return self._finish(y_TH, x.shape, x.dtype, routed.unattached)
+
+    _forward_outside_graph = _disable_dynamo(_forward)
 
     def _route(self, x: Tensor, seq_len: int | None, in_order: bool) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""

@@ -25,6 +25,7 @@ from torch.testing import assert_close
 from moecomm import Communicator
 from moecomm.nn import (
     GraphedStep,
+    MoEBlock,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -36,6 +37,7 @@ from moecomm.nn import (
     update_expert_bias,
 )
 from moecomm.nn.folded import require_experts_in_node_order
+from moecomm.overlap import run_microbatches
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.subgroups import new_group
 from tests.multirank.catching import catch
@@ -199,6 +201,31 @@ def test_equals_one_process_on_eight_ranks(pool: Callable[[int], RankPool], seed
     pool(8)(steps, arguments, [CASES["shared experts, losses"], CASES["biases, rank-major rows"]], seed)
 
 
+def other_ways(rank: int, world_size: int, seed: int) -> None:
+    """Parts of experts in a graph of torch.compile, and in merged microbatches."""
+    folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
+    layer, alone = layers(rank, folding, CASES["fixed buffers, by position"], seed)
+    alone.comm.close()
+    close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+    x, factor = tokens_of(rank, CASES["fixed buffers, by position"], seed)
+    with layer.comm:
+        found = []
+        for each in (layer, torch.compile(layer, backend="eager", fullgraph=True)):
+            layer.zero_grad()
+            y = run(each, x, factor)
+            found.append({"y": y, **{name: p.grad for name, p in layer.named_parameters()}})
+        for name, value in found[0].items():
+            close(found[1][name], value, msg=name)
+        layer.zero_grad()
+        run_microbatches([MoEBlock(lambda x: (x, x), layer)], [x, x], lambda y, number: (y * factor).sum())
+        for name, parameter in layer.named_parameters():
+            close(parameter.grad, 2 * found[0][name], msg=name)
+
+
+def test_in_a_graph_and_in_merged_microbatches(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(other_ways, seed)
+
+
 # -- dropping ----------------------------------------------------------------------------------------------
 
 
@@ -241,6 +268,11 @@ def dropped(rank: int, world_size: int, arguments: dict[str, Any], policies: lis
                 refused = catch(lambda x=x, layer=layer: layer(x[:, :3] if rank == 1 else x))
                 assert refused is not None and refused.name == "InvalidArgument", refused
                 layer(x)  # all ranks are in step again
+        torch._dynamo.reset()  # of torch.compile, whose graph the exchange is not in
+        x, factor = tokens_of(rank, case, seed)
+        layer = layers(rank, folding, case, seed)[0]
+        with layer.comm:
+            assert torch.equal(run(torch.compile(layer, backend="eager"), x, factor), layer(x))
 
 
 @pytest.mark.parametrize(
