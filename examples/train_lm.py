@@ -23,7 +23,7 @@ import os
 import sys
 
 from lm import options as command_line
-from lm.errors import UsageError
+from lm.errors import RunError, UsageError
 from lm.stop import StopRequest
 
 
@@ -32,12 +32,25 @@ def main() -> int:
         if "LOCAL_RANK" not in os.environ:
             return start_ranks(command_line.parse())
         stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
-        run_rank(command_line.parse(), stop)
-    except UsageError as error:
+        run_rank(after_restart(command_line.parse()), stop)
+    except (UsageError, RunError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train_lm.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
     return 0
+
+
+def after_restart(options: command_line.Options) -> command_line.Options:
+    """Returns the options with which ranks go on that torchrun has started again, since one was lost: from
+    the newest checkpoint, if there is one."""
+    if options.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return options
+    from pathlib import Path
+
+    from lm import checkpoint
+
+    there = checkpoint.finished(Path(options.out) / "checkpoints")
+    return command_line.parse([*sys.argv[1:], "--resume"]) if there else options
 
 
 def start_ranks(options: command_line.Options) -> int:

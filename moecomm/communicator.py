@@ -676,9 +676,7 @@ class Communicator:
         run = self._redispatch_outside_graph if torch.compiler.is_compiling() else self._redispatch
         return run(x_TH, handle, async_op)
 
-    def _redispatch(
-        self, x_TH: Array, handle: Handle, async_op: bool
-    ) -> torch.Tensor | Work[torch.Tensor]:
+    def _redispatch(self, x_TH: Array, handle: Handle, async_op: bool) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
         x = shared_tensor(x_TH, self.device)
 

@@ -46,11 +46,13 @@ class Result:
 def reference_moe(
     x: Tensor, weights: dict[str, Tensor], options: dict[str, Any], seq_len: int | None = None
 ) -> Result:
-    """weights: router (E, H), w_in (E, H, F or 2F), w_out (E, F, H), shared_in, shared_out, bias (E,) of the
-    router, b_in (E, F or 2F), b_out (E, H); the last five may be absent.
+    """weights: router (E, H), w_in (E, H, F or 2F), w_out (E, F, H), shared_in, shared_out, shared_gate (H,),
+    bias (E,) that balances, router_bias (E,), b_in (E, F or 2F), b_out (E, H); the last seven may be absent.
     """
     options = {**DEFAULTS, **options}
     logits = [[dot(x[t], weights["router"][e]) for e in range(options["num_experts"])] for t in range(len(x))]
+    if "router_bias" in weights:
+        logits = [[logit + weights["router_bias"][e] for e, logit in enumerate(row)] for row in logits]
     chosen = [choose(t, row, weights.get("bias"), options) for t, row in enumerate(logits)]
     choices = [weigh(row, experts, options) for row, experts in zip(logits, chosen, strict=True)]
     load = [sum(e in experts for experts in chosen) for e in range(options["num_experts"])]
@@ -73,7 +75,10 @@ def reference_moe(
             out = feed_forward(x[t], *own, options["activation"], *biases)
             row = row + weight * out
         if options["num_shared_experts"]:
-            row = row + feed_forward(x[t], weights["shared_in"], weights["shared_out"], options["activation"])
+            out = feed_forward(x[t], weights["shared_in"], weights["shared_out"], options["activation"])
+            if "shared_gate" in weights:
+                out = out / (1 + torch.exp(-dot(x[t], weights["shared_gate"])))
+            row = row + out
         rows.append(row)
     return Result(torch.stack(rows) if rows else x.clone(), losses, choices, load)
 

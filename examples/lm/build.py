@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
 import torch
 
 import moecomm
+from lm.attention import AttentionConfig
 from lm.errors import UsageError
-from lm.model import ModelConfig, Transformer
+from lm.model import FeedForward, ModelConfig, Transformer
 from lm.options import Options
 from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter
 
@@ -28,43 +30,100 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
     (docs/performance.md).
     """
     std = options.dim**-0.5
-    moe = MoEConfig(
-        hidden=options.dim,
-        ffn_hidden=options.ffn,
-        num_experts=options.experts,
-        top_k=options.top_k,
-        activation=options.activation,
-        score_function="sigmoid",
-        normalize_topk=options.top_k > 1,
-        bias_update_rate=options.bias_rate,
-        aux_loss="sequence" if options.aux_coef else "none",
-        aux_loss_coef=options.aux_coef,
-        dtype=comm.dtype,
-        expert_precision=None if options.expert_precision == "dtype" else options.expert_precision,
-        init_std=std,
-    )
-    config = ModelConfig(
-        vocab=vocab,
-        dim=options.dim,
-        layers=options.layers,
-        heads=options.heads,
-        max_seq=options.seq,
-        tied=options.tied,
-    )
-    model = Transformer(config, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
+    moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
+    model = assemble(options, vocab, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
     with torch.no_grad():
         torch.nn.init.normal_(model.embedding.weight, std=std)
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=std)
+                if module.bias is not None:
+                    torch.nn.init.zeros_(module.bias)
         if model.output is not None:
             model.output.weight.zero_()
         for name, parameter in model.named_parameters():
-            if name.endswith(("out.weight", "w_out")):
+            if name.endswith(("out.weight", "w_out", "ffn.down.weight")):
                 parameter.div_(math.sqrt(2 * options.layers))
             elif name.endswith("router.weight"):
                 parameter.mul_(0.1)
     return model
+
+
+def moe_config(options: Options) -> MoEConfig:
+    """The layers with experts. Raises UsageError for what does not fit."""
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    try:
+        return MoEConfig(
+            hidden=options.dim,
+            ffn_hidden=options.ffn,
+            num_experts=options.experts,
+            top_k=options.top_k,
+            activation=options.activation,
+            bias=options.expert_bias,
+            num_shared_experts=options.shared_experts,
+            shared_gate=options.shared_gate,
+            router_bias=options.router_bias,
+            score_function=options.score_function,
+            pre_softmax=options.pre_softmax,
+            normalize_topk=options.normalize_topk and options.top_k > 1,
+            scaling_factor=options.scaling_factor,
+            num_groups=options.num_groups or None,
+            topk_groups=options.topk_groups or None,
+            bias_update_rate=options.bias_rate,
+            aux_loss=options.aux_loss if options.aux_coef else "none",
+            aux_loss_coef=options.aux_coef,
+            dtype=dtype,
+            expert_precision=None if options.expert_precision == "dtype" else options.expert_precision,
+            init_std=options.dim**-0.5,
+        )
+    except moecomm.InvalidArgument as error:
+        raise UsageError(f"the layers with experts: {error}") from None
+
+
+def attention_config(options: Options) -> AttentionConfig:
+    return AttentionConfig(
+        dim=options.dim,
+        heads=options.heads,
+        kv_heads=options.kv_heads or options.heads,
+        head_dim=options.head_dim or options.dim // options.heads,
+        kind=options.attention,
+        rope_base=options.rope_base,
+        norm_eps=options.norm_eps,
+        qk_norm=options.qk_norm,
+        qkv_bias=options.qkv_bias,
+        out_bias=options.out_bias,
+        window=options.window,
+        sinks=options.sinks,
+        q_rank=options.q_rank,
+        kv_rank=options.kv_rank,
+        rope_dim=options.rope_dim,
+        value_dim=options.value_dim,
+    )
+
+
+def assemble(options: Options, vocab: int, make_moe: Callable[[], torch.nn.Module]) -> Transformer:
+    """The model with torch's own first weights; `make_moe()` makes each of the layers with experts."""
+    config = ModelConfig(
+        vocab=vocab,
+        dim=options.dim,
+        layers=options.layers,
+        max_seq=options.seq,
+        attention=attention_config(options),
+        tied=options.tied,
+        norm_eps=options.norm_eps,
+    )
+
+    def make_ffn(layer: int) -> torch.nn.Module:
+        return FeedForward(options.dim, options.dense_ffn) if layer < options.dense_layers else make_moe()
+
+    return Transformer(config, make_ffn)
+
+
+def model_vocab(options: Options, of_tokenizer: int) -> int:
+    """Entries of the embedding and the output. Raises UsageError if the tokenizer has more."""
+    if options.vocab and options.vocab < of_tokenizer:
+        raise UsageError(f"--vocab {options.vocab} is less than the {of_tokenizer} of the tokenizer")
+    return options.vocab or of_tokenizer
 
 
 def build_graphed_step(
@@ -77,15 +136,18 @@ def build_graphed_step(
     balanced routing brings. Raises UsageError on the CPU."""
     if comm.device.type != "cuda":
         raise UsageError(f"--graph: a graph is of GPUs, and this run is on the {comm.device.type}")
-    rows = options.layers * comm.max_tokens * options.top_k
+    rows = (options.layers - options.dense_layers) * comm.max_tokens * options.top_k
     row_bytes = (options.dim + 2 * options.ffn) * comm.dtype.itemsize
     pool = ActivationPool(comm.device, math.ceil(HEADROOM * rows * row_bytes))
     return GraphedStep(forward_backward, model, pool=pool, headroom=HEADROOM)
 
 
 def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+        return parameter.ndim >= 2 and not name.endswith((".b_in", ".b_out"))  # the experts' biases, (L, ...)
+
+    matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
+    others = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
     groups = [
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},

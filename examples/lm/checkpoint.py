@@ -1,27 +1,39 @@
 """Saving and loading the whole state of a run with torch.distributed.checkpoint.
 
 A checkpoint is a folder `step-00000200`. Experts are written as one (E, ...) tensor each, whatever number
-of ranks held them, and so load at any other one (`moecomm.nn.sharded_state`). The metadata file is written
-last: a folder without it is a save that did not finish, and is not looked at.
+of ranks held them, and so load at any other one (`moecomm.nn.sharded_state`).
+
+It is written beside the training, from a copy of the state. Each rank writes files of its own, and when they
+are on the disk a list of them with their sizes and checksums, `rank-0.json` and so on. A folder in which a
+list is missing is a save that did not finish, and one in which a file is not as its list says is damaged:
+neither is ever loaded.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from lm.errors import UsageError
+from lm.errors import RunError, UsageError
 from lm.ranks import Ranks
 from moecomm.nn import sharded_state
 
 KEPT = 2
+_CHUNK = 1 << 24  # bytes that are read at a time
 
 
 @dataclass
@@ -45,24 +57,94 @@ class RunState:
         torch.set_rng_state(state["random"])
 
 
-def save(
+class Saver:
+    """Writes the checkpoints of a run, one at a time, beside the training. All ranks call it alike."""
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self.folder, self._ranks = folder, ranks
+        self._group = dist.new_group(backend="gloo")  # its own: the saving thread talks beside the training
+        self._path: Path | None = None
+        self._written: Future[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if this rank could not write; `finish` says why, on all ranks."""
+        return self._written is not None and self._written.done() and self._written.exception() is not None
+
+    def begin(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> None:
+        """Copies the state and begins to write it to `folder/step-...`, after the save before has ended.
+        Raises as `finish`."""
+        self.finish()
+        self._path = path = self.folder / f"step-{run.step:08d}"
+        if self._ranks.first:
+            shutil.rmtree(path, ignore_errors=True)  # what an earlier run has begun and not finished
+        dist.barrier(self._group)
+        written = self._written = Future()
+        try:
+            saved = async_save(_state(model, optimizer, run), checkpoint_id=path, process_group=self._group)
+        except OSError as error:
+            written.set_exception(error)
+            return
+        assert isinstance(saved, Future)
+        saved.add_done_callback(lambda done: self._seal(path, done, written))
+
+    def _seal(self, path: Path, saved: Future[Any], written: Future[None]) -> None:
+        """Writes the list of this rank's files, in the thread that has saved them."""
+        try:
+            saved.result()
+            rank = self._ranks.rank
+            names = sorted(each.name for each in path.glob(f"__{rank}_*"))
+            names += [".metadata"] if self._ranks.first else []
+            files = {name: [(path / name).stat().st_size, _checksum(path / name)] for name in names}
+            unfinished = path / f".rank-{rank}.json"
+            with unfinished.open("w") as file:
+                json.dump({"ranks": self._ranks.world, "files": files}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(path / f"rank-{rank}.json")
+        except BaseException as error:  # whatever it is, the training has to know
+            written.set_exception(error)
+        else:
+            written.set_result(None)
+
+    def finish(self) -> None:
+        """Waits for the save under way, if there is one, and removes all checkpoints but the newest two.
+
+        Raises RunError on all ranks if one of them could not write; the folder is removed then, and the
+        checkpoints before are still there.
+        """
+        written, path = self._written, self._path
+        if written is None or path is None:
+            return
+        self._written = self._path = None
+        error = written.exception()
+        said = None if error is None else _in_one_line(error, self._ranks.rank)
+        errors: list[str | None] = [None] * self._ranks.world
+        dist.all_gather_object(errors, said, group=self._group)
+        problems = [each for each in errors if each is not None]
+        if self._ranks.first:
+            for old in [path] if problems else finished(self.folder)[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        dist.barrier(self._group)
+        if problems:
+            raise RunError(f"the checkpoint {path} could not be written: {problems[0]}")
+
+
+def load(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState, ranks: Ranks
 ) -> Path:
-    """Writes `folder/step-...`, all ranks together, then removes all but the newest two."""
-    path = folder / f"step-{run.step:08d}"
-    save_state(_state(model, optimizer, run), checkpoint_id=path)
-    if ranks.first:
-        for old in _finished(folder)[:-KEPT]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return path
-
-
-def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> Path:
-    """Fills model, optimizer and run from the newest checkpoint; all ranks call it, any number of them."""
-    path = newest(folder)
-    load_state(_state(model, optimizer, run), checkpoint_id=path)
-    return path
+    """Fills model, optimizer and run from the newest checkpoint that is whole; all ranks call it, any number
+    of them. Says which newer ones are damaged. Raises UsageError if none is whole, or of another model."""
+    for path in reversed(finished(folder)):
+        if (damage := _damage(path, ranks)) is not None:
+            if ranks.first:
+                print(f"{path} is damaged ({damage}), so it is not used", flush=True)
+            continue
+        state = _state(model, optimizer, run)
+        _require_same_model(path, state, ranks)
+        load_state(state, checkpoint_id=path)
+        return path
+    raise UsageError(f"--resume: no whole checkpoint in {folder}")
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -75,14 +157,95 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def newest(folder: Path) -> Path:
-    finished = _finished(folder)
-    if not finished:
+    """Returns the newest checkpoint that was finished. Raises UsageError without any."""
+    found = finished(folder)
+    if not found:
         raise UsageError(f"--resume: no checkpoint in {folder}")
-    return finished[-1]
+    return found[-1]
 
 
-def _finished(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob("step-*/.metadata"))
+def finished(folder: Path) -> list[Path]:
+    """Returns the checkpoints of which every rank has written all, the oldest first."""
+    return [path for path in sorted(folder.glob("step-*")) if _lists(path) is not None]
+
+
+def _lists(path: Path) -> list[dict[str, Any]] | None:
+    """Returns what each rank has written down; None if one has not, or it cannot be read."""
+    try:
+        first = json.loads((path / "rank-0.json").read_text())
+        others = [json.loads((path / f"rank-{n}.json").read_text()) for n in range(1, first["ranks"])]
+        return [first, *others]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _damage(path: Path, ranks: Ranks) -> str | None:
+    """Returns what is wrong with a finished checkpoint, the same on all ranks, which share out its files;
+    None if nothing is."""
+    found: list[str | None] = [None] * ranks.world
+    dist.all_gather_object(found, next(_damaged_files(path, ranks), None))
+    return next((each for each in found if each is not None), None)
+
+
+def _damaged_files(path: Path, ranks: Ranks) -> Iterator[str]:
+    lists = _lists(path)
+    if lists is None:  # taken away since
+        yield "a rank's list is missing"
+        return
+    files = [(name, *facts) for each in lists for name, facts in each["files"].items()]
+    for name, size, checksum in files[ranks.rank :: ranks.world]:
+        file = path / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != size:
+            yield f"{name} has {file.stat().st_size} bytes instead of {size}"
+        elif _checksum(file) != checksum:
+            yield f"the contents of {name} have changed"
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _require_same_model(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Raises UsageError on all ranks if the checkpoint has not the tensors of this model and optimizer."""
+    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    there = {
+        name: tuple(value.size)
+        for name, value in known.items()
+        if isinstance(value, TensorStorageMetadata) and name.startswith(("model.", "optimizer."))
+    }
+    wanted = {f"model.{name}": tuple(each.shape) for name, each in state["model"].items()}
+    for name, tensors in state["optimizer"].items():
+        wanted |= {f"optimizer.{name}.{key}": tuple(each.shape) for key, each in tensors.items()}
+    of_all: list[dict[str, tuple[int, ...]]] = [{}] * ranks.world
+    dist.all_gather_object(of_all, wanted)
+    wanted = {name: shape for each in of_all for name, shape in each.items()}
+    for name in sorted(wanted.keys() | there.keys()):
+        ours, theirs = wanted.get(name), there.get(name)
+        if ours != theirs:
+            raise UsageError(
+                f"--resume: {path} is of another model: {name} is {_described(theirs)} there and "
+                f"{_described(ours)} here"
+            )
+
+
+def _described(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def _in_one_line(error: BaseException, rank: int) -> str:
+    """Returns an error of a rank with its number, or the first of those that torch.distributed.checkpoint has
+    collected from all ranks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank = min(failures)
+        error, _ = failures[rank]
+    return f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: RunState) -> dict[str, Any]:

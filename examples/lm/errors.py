@@ -1,7 +1,11 @@
-"""The error that is the user's to mend: shown as one line without a traceback, and the exit code is 2."""
+"""Errors that are shown as one line without a traceback."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    pass
+    """The user's to mend, before anything was computed: the exit code is 2."""
+
+
+class RunError(Exception):
+    """What ends a run that had begun well, a full disk for example: the exit code is 1."""

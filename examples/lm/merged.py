@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lm.metrics import last_load, travel_of
 from lm.model import Transformer
-from moecomm.nn import MoEBlock
+from moecomm.nn import MoEBlock, MoELayer
 from moecomm.overlap import Stages, run_microbatches
 
 
@@ -30,8 +30,11 @@ class MergedStep(nn.Module):
         self.model, self.microbatches, self.measured = model, microbatches, False
         self._blocks: list[Any] = [model.embed, *map(self._cut, model.blocks), model.head]
 
-    def _cut(self, block: Any) -> MoEBlock:
+    def _cut(self, block: Any) -> Any:
+        """Returns the nodes of a block; one without experts is a single node."""
         positions = self.model.positions
+        if not isinstance(block.ffn, MoELayer):
+            return lambda x_BSH: block(x_BSH, *positions(x_BSH.shape[1]))
         return MoEBlock(lambda x_BSH: block.before(x_BSH, *positions(x_BSH.shape[1])), block.ffn)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

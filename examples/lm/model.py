@@ -1,9 +1,9 @@
 """A decoder-only transformer whose feed-forward layers are made by the caller.
 
-Shape letters, beside those of moecomm: B sequences, S positions, N heads, D width of one head, V vocabulary.
+Shape letters, beside those of moecomm: B sequences, S positions, D width of one head, V vocabulary.
 The pieces are the common ones: pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv
-2104.09864), causal scaled-dot-product attention, and, if `tied`, one embedding matrix shared by the input and
-the output.
+2104.09864), attention (`lm.attention`), and, if `tied`, one embedding matrix shared by the input and the
+output.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lm.attention import AttentionConfig, make_attention, rope_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,47 +23,31 @@ class ModelConfig:
     vocab: int
     dim: int
     layers: int
-    heads: int
     max_seq: int
+    attention: AttentionConfig
     tied: bool = True
-    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
 
 
-def rope_table(head_dim: int, max_seq: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every (position, frequency), both (S, D/2) float32."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(max_seq, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+class FeedForward(nn.Module):
+    """A dense feed-forward layer, silu(x W_gate) * (x W_up) times W_down (SwiGLU, arXiv 2002.05202)."""
 
-
-def rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle, so that dot products see only distances."""
-    first, second = x_BNSD.chunk(2, dim=-1)
-    return torch.cat((first * cos_SD - second * sin_SD, first * sin_SD + second * cos_SD), dim=-1)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.gate = nn.Linear(dim, width, bias=False)
+        self.up = nn.Linear(dim, width, bias=False)
+        self.down = nn.Linear(width, dim, bias=False)
 
-    def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        q_BNSD, k_BNSD, v_BNSD = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_BSH).chunk(3, dim=-1)
-        )
-        q_BNSD, k_BNSD = rotate(q_BNSD, cos_SD, sin_SD), rotate(k_BNSD, cos_SD, sin_SD)
-        y_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, is_causal=True)
-        return self.out(y_BNSD.transpose(1, 2).flatten(-2))
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BSH)) * self.up(x_BSH))
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, ffn: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, layer: int, ffn: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = make_attention(config.attention, layer)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = ffn
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -76,19 +61,21 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`make_ffn()` returns a module that maps (B, S, H) to (B, S, H); it is called once a layer."""
+    """`make_ffn(layer)` returns a module that maps (B, S, H) to (B, S, H), for the layers 0, 1, ... in
+    order."""
 
     cos_SD: Tensor
     sin_SD: Tensor
 
-    def __init__(self, config: ModelConfig, make_ffn: Callable[[], nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, make_ffn: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config, make_ffn()) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
+        self.blocks = nn.ModuleList(Block(config, layer, make_ffn(layer)) for layer in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
-        cos_SD, sin_SD = rope_table(config.dim // config.heads, config.max_seq, config.rope_base)
+        heads = config.attention
+        cos_SD, sin_SD = rope_table(heads.rotated_width, config.max_seq, heads.rope_base)
         self.register_buffer("cos_SD", cos_SD, persistent=False)
         self.register_buffer("sin_SD", sin_SD, persistent=False)
 
@@ -112,5 +99,5 @@ class Transformer(nn.Module):
 
     def head(self, x_BSH: Tensor) -> Tensor:
         """Logits (B, S, V) of the last block's result."""
-        output = self.embedding if self.output is None else self.output
-        return F.linear(self.norm(x_BSH), output.weight)
+        x_BSH = self.norm(x_BSH)
+        return F.linear(x_BSH, self.embedding.weight) if self.output is None else self.output(x_BSH)

@@ -32,6 +32,33 @@ FIXED = (
     "top_k",
     "activation",
     "tied",
+    "vocab",
+    "attention",
+    "kv_heads",
+    "head_dim",
+    "q_rank",
+    "kv_rank",
+    "rope_dim",
+    "value_dim",
+    "qk_norm",
+    "qkv_bias",
+    "out_bias",
+    "window",
+    "sinks",
+    "rope_base",
+    "norm_eps",
+    "dense_layers",
+    "dense_ffn",
+    "shared_experts",
+    "shared_gate",
+    "expert_bias",
+    "router_bias",
+    "score_function",
+    "pre_softmax",
+    "normalize_topk",
+    "scaling_factor",
+    "num_groups",
+    "topk_groups",
 )
 # These belong to one call and not to the run.
 PER_CALL = (
@@ -76,15 +103,43 @@ class Options:
     warmup: int
     weight_decay: float
     clip: float
+    vocab: int
     dim: int
     layers: int
-    heads: int
     tied: bool
+    norm_eps: float
+    attention: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    window: int
+    sinks: bool
+    rope_base: float
+    dense_layers: int
+    dense_ffn: int
     ffn: int
     activation: str
     experts: int
     top_k: int
+    shared_experts: int
+    shared_gate: bool
+    expert_bias: bool
+    router_bias: bool
+    score_function: str
+    pre_softmax: bool
+    normalize_topk: bool
+    scaling_factor: float
+    num_groups: int
+    topk_groups: int
     bias_rate: float
+    aux_loss: str
     aux_coef: float
     eval_every: int
     eval_windows: int
@@ -143,8 +198,14 @@ def check_ranks(options: Options, world: int) -> int:
 
 
 def _check(options: Options) -> None:
-    if options.dim % options.heads or (options.dim // options.heads) % 2:
-        raise UsageError(f"--dim {options.dim} must be an even multiple of --heads {options.heads}")
+    _check_attention(options)
+    if options.dense_layers >= options.layers:
+        raise UsageError(
+            f"--dense-layers {options.dense_layers} must be less than --layers {options.layers}: the others "
+            "have the experts"
+        )
+    if options.dense_layers and not options.dense_ffn:
+        raise UsageError(f"--dense-layers {options.dense_layers} needs --dense-ffn, above 0")
     for name in ("dim", "ffn"):
         if options.expert_precision == "fp8" and getattr(options, name) % 16:
             raise UsageError(
@@ -156,6 +217,8 @@ def _check(options: Options) -> None:
         raise UsageError("--merged computes microbatches beside each other: give --microbatches 2 or more")
     if options.top_k > options.experts:
         raise UsageError(f"--top-k {options.top_k} is more than --experts {options.experts}")
+    if options.expert_bias and options.expert_precision == "fp8":
+        raise UsageError("--expert-bias: experts in fp8 have none: not with --expert-precision fp8")
     out = Path(options.out)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out: {out} is a file, not a folder")
@@ -165,6 +228,31 @@ def _check(options: Options) -> None:
         raise UsageError(f"--out: {error}") from None
     if not os.access(out, os.W_OK):
         raise UsageError(f"--out: {out} cannot be written to")
+
+
+def _check_attention(options: Options) -> None:
+    def flags(*names: str) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+
+    latent = ("q_rank", "kv_rank", "rope_dim", "value_dim")
+    if options.attention == "latent":
+        if missing := [name for name in ("head_dim", *latent) if not getattr(options, name)]:
+            raise UsageError(f"--attention latent needs --{missing[0].replace('_', '-')}, above 0")
+        if grouped := flags("kv_heads", "qk_norm", "qkv_bias", "out_bias", "window", "sinks"):
+            raise UsageError(f"{grouped[0]} is of --attention grouped, not of latent")
+        if options.rope_dim % 2:
+            raise UsageError(f"--rope-dim {options.rope_dim} must be even")
+        return
+    if given := flags(*latent):
+        raise UsageError(f"{given[0]} is of --attention latent, not of grouped")
+    if options.head_dim % 2:
+        raise UsageError(f"--head-dim {options.head_dim} must be even")
+    if not options.head_dim and (options.dim % options.heads or (options.dim // options.heads) % 2):
+        raise UsageError(
+            f"--dim {options.dim} must be an even multiple of --heads {options.heads}, without --head-dim"
+        )
+    if options.kv_heads and options.heads % options.kv_heads:
+        raise UsageError(f"--heads {options.heads} must be a multiple of --kv-heads {options.kv_heads}")
 
 
 def _absolute_paths(values: dict[str, Any]) -> None:
@@ -183,7 +271,7 @@ def _load_saved(out: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"--resume: {out / FILE_NAME}: {error}") from None
     known = {field.name for field in dataclasses.fields(Options)}
-    return {name: value for name, value in saved.items() if name in known}
+    return {**presets.PLAIN, **{name: value for name, value in saved.items() if name in known}}
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -203,6 +291,20 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of at least 0")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = _amount(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is not a number above 0")
     return value
 
 
@@ -238,17 +340,24 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="defaults of all flags that say no other; auto: large on GPUs, else small, which is shown here",
     )
+    switch = argparse.BooleanOptionalAction
+    add("--vocab", type=_whole, help="entries of the vocabulary, at least the tokenizer's; 0: as many")
     add("--dim", type=_count, help="width of a token")
     add("--layers", type=_count, help="transformer blocks")
-    add("--heads", type=_count, help="attention heads")
-    add("--tied", action=argparse.BooleanOptionalAction, help="one matrix for the embedding and the output")
+    add("--tied", action=switch, help="one matrix for the embedding and the output")
+    add("--norm-eps", type=_above_zero, help="what norms add to the mean square")
+    add("--dense-layers", type=_whole, help="first layers, which have a dense network in place of experts")
+    add("--dense-ffn", type=_whole, help="inner width of that network")
     add("--experts", type=_count, help="experts of a layer, over all ranks")
     add("--top-k", type=_count, help="experts a token is sent to")
     add("--ffn", type=_count, help="inner width of one expert")
+    add("--shared-experts", type=_whole, help="experts that every token is sent to")
+    add("--shared-gate", action=switch, help="a gate that multiplies what the shared experts compute")
+    add("--expert-bias", action=switch, help="biases after both products of an expert")
     add(
         "--activation",
-        choices=("swiglu", "swiglu_interleaved"),
-        help="of the experts: gates in the first half of the columns, or in the even ones",
+        choices=("swiglu", "swiglu_interleaved", "swiglu_clamped"),
+        help="of the experts: gates in the first half of the columns, or in the even ones, or these clamped",
     )
     add(
         "--dtype",
@@ -261,8 +370,34 @@ def _parser() -> argparse.ArgumentParser:
         default="dtype",
         help="of the experts' products, forward and backward; fp8 takes H100 or H200, where it is GPUs",
     )
-    add("--bias-rate", type=_amount, default=0.01, help="step of the balancing biases of the router")
-    add("--aux-coef", type=_amount, default=0.01, help="weight of the balancing loss, taken per sequence")
+
+    add = parser.add_argument_group("attention").add_argument
+    add("--attention", choices=("grouped", "latent"), help="grouped-query or multi-head latent attention")
+    add("--heads", type=_count, help="attention heads")
+    add("--kv-heads", type=_whole, help="heads of keys and values, which others share; 0: as many as heads")
+    add("--head-dim", type=_whole, help="width of a head; latent: without its position; 0: dim / heads")
+    add("--qk-norm", action=switch, help="a norm of each head's queries and keys")
+    add("--qkv-bias", action=switch, help="biases of queries, keys and values")
+    add("--out-bias", action=switch, help="a bias of the attention's output")
+    add("--window", type=_whole, help="positions that every second layer sees, from the first on; 0: all")
+    add("--sinks", action=switch, help="a trained logit of each head that has no value")
+    add("--rope-base", type=_above_zero, help="base of the rotary frequencies")
+    add("--q-rank", type=_whole, help="latent: width of the queries' latent")
+    add("--kv-rank", type=_whole, help="latent: width of the latent of keys and values")
+    add("--rope-dim", type=_whole, help="latent: width of the part of a head that has a position")
+    add("--value-dim", type=_whole, help="latent: width of a head's values")
+
+    add = parser.add_argument_group("routing").add_argument
+    add("--score-function", choices=("softmax", "sigmoid"), help="of the router's logits")
+    add("--pre-softmax", action=switch, help="softmax over all experts, and not over the chosen ones")
+    add("--normalize-topk", action=switch, help="a token's weights sum to one, if it has several")
+    add("--scaling-factor", type=_above_zero, help="what the weights are multiplied by")
+    add("--router-bias", action=switch, help="a trained bias of each expert's logit")
+    add("--num-groups", type=_whole, help="groups of experts, of which a token may use some; 0: none")
+    add("--topk-groups", type=_whole, help="groups that a token may use")
+    add("--bias-rate", type=_amount, help="step of the balancing biases of the router")
+    add("--aux-loss", choices=("batch", "sequence"), help="tokens over which the balancing loss is taken")
+    add("--aux-coef", type=_amount, help="weight of the balancing loss; 0: none")
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=_count, help="optimizer steps, from the first one on")

@@ -1,11 +1,47 @@
-"""Sizes that suit a machine: the defaults of the command line, each of which a flag of its own overrides."""
+"""Sizes that suit a machine, and those of published models: the defaults of the command line, each of which a
+flag of its own overrides."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+PLAIN: dict[str, Any] = {
+    "vocab": 0,
+    "attention": "grouped",
+    "kv_heads": 0,
+    "head_dim": 0,
+    "q_rank": 0,
+    "kv_rank": 0,
+    "rope_dim": 0,
+    "value_dim": 0,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "out_bias": False,
+    "window": 0,
+    "sinks": False,
+    "rope_base": 10_000.0,
+    "norm_eps": 1e-6,
+    "dense_layers": 0,
+    "dense_ffn": 0,
+    "shared_experts": 0,
+    "shared_gate": False,
+    "expert_bias": False,
+    "router_bias": False,
+    "score_function": "sigmoid",
+    "pre_softmax": False,
+    "normalize_topk": True,
+    "scaling_factor": 1.0,
+    "num_groups": 0,
+    "topk_groups": 0,
+    "bias_rate": 0.01,
+    "aux_loss": "sequence",
+    "aux_coef": 0.01,
+}
+"""What a preset does not say; runs that began before there was a flag for it have this, too."""
+
 SMALL: dict[str, Any] = {
+    **PLAIN,
     "dim": 160,
     "layers": 4,
     "heads": 5,
@@ -28,6 +64,7 @@ SMALL: dict[str, Any] = {
 """Minutes on two cores."""
 
 LARGE: dict[str, Any] = {
+    **PLAIN,
     "dim": 1024,
     "layers": 8,
     "heads": 16,
@@ -49,7 +86,153 @@ LARGE: dict[str, Any] = {
 }
 """Minutes on one to eight GPUs of a data centre."""
 
-PRESETS = {"small": SMALL, "large": LARGE}
+# -- published models ----------------------------------------------------------------------------------------
+# Each has the numbers of the config.json of the named model on Hugging Face; docs/models.md says what is left
+# out. The training's settings are this program's own.
+
+_PUBLISHED: dict[str, Any] = {
+    **PLAIN,
+    "tied": False,
+    "activation": "swiglu_interleaved",
+    "dtype": "bfloat16",
+    "bias_rate": 0.0,
+    "aux_loss": "batch",
+    "seq": 4096,
+    "batch": 8,
+    "steps": 100,
+    "lr": 3e-4,
+    "warmup": 10,
+    "eval_every": 100,
+    "eval_windows": 8,
+    "save_every": 100,
+    "log_every": 10,
+}
+
+MIXTRAL_8X7B: dict[str, Any] = {  # mistralai/Mixtral-8x7B-v0.1
+    **_PUBLISHED,
+    "vocab": 32_000,
+    "dim": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "rope_base": 1e6,
+    "norm_eps": 1e-5,
+    "experts": 8,
+    "top_k": 2,
+    "ffn": 14_336,
+    "score_function": "softmax",
+    "aux_coef": 0.02,
+}
+
+MIXTRAL_8X22B: dict[str, Any] = {  # mistralai/Mixtral-8x22B-v0.1
+    **MIXTRAL_8X7B,
+    "dim": 6144,
+    "layers": 56,
+    "heads": 48,
+    "ffn": 16_384,
+    "aux_coef": 0.001,
+}
+
+QWEN2_57B_A14B: dict[str, Any] = {  # Qwen/Qwen2-57B-A14B
+    **_PUBLISHED,
+    "vocab": 151_936,
+    "dim": 3584,
+    "layers": 28,
+    "heads": 28,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "qkv_bias": True,
+    "rope_base": 1e6,
+    "experts": 64,
+    "top_k": 8,
+    "ffn": 2560,
+    "shared_experts": 8,  # shared_expert_intermediate_size 20480
+    "shared_gate": True,
+    "score_function": "softmax",
+    "pre_softmax": True,
+    "normalize_topk": False,
+    "aux_coef": 0.001,
+}
+
+QWEN3_30B_A3B: dict[str, Any] = {  # Qwen/Qwen3-30B-A3B
+    **_PUBLISHED,
+    "vocab": 151_936,
+    "dim": 2048,
+    "layers": 48,
+    "heads": 32,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "qk_norm": True,
+    "rope_base": 1e6,
+    "experts": 128,
+    "top_k": 8,
+    "ffn": 768,
+    "score_function": "softmax",
+    "pre_softmax": True,
+    "aux_coef": 0.001,
+}
+
+DEEPSEEK_V3: dict[str, Any] = {  # deepseek-ai/DeepSeek-V3; balancing: arXiv 2412.19437, section 4.2
+    **_PUBLISHED,
+    "vocab": 129_280,
+    "dim": 7168,
+    "layers": 61,
+    "attention": "latent",
+    "heads": 128,
+    "head_dim": 128,
+    "q_rank": 1536,
+    "kv_rank": 512,
+    "rope_dim": 64,
+    "value_dim": 128,
+    "dense_layers": 3,
+    "dense_ffn": 18_432,
+    "experts": 256,
+    "top_k": 8,
+    "ffn": 2048,
+    "shared_experts": 1,
+    "scaling_factor": 2.5,
+    "num_groups": 8,
+    "topk_groups": 4,
+    "bias_rate": 0.001,
+    "aux_loss": "sequence",
+    "aux_coef": 0.0001,
+}
+
+GPT_OSS_20B: dict[str, Any] = {  # openai/gpt-oss-20b
+    **_PUBLISHED,
+    "vocab": 201_088,
+    "dim": 2880,
+    "layers": 24,
+    "heads": 64,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "qkv_bias": True,
+    "out_bias": True,
+    "window": 128,
+    "sinks": True,
+    "rope_base": 150_000.0,
+    "norm_eps": 1e-5,
+    "experts": 32,
+    "top_k": 4,
+    "ffn": 2880,
+    "activation": "swiglu_clamped",
+    "expert_bias": True,
+    "router_bias": True,
+    "score_function": "softmax",
+    "normalize_topk": False,  # a softmax after the choice sums to one
+    "aux_coef": 0.01,
+}
+
+PUBLISHED = {
+    "mixtral-8x7b": MIXTRAL_8X7B,
+    "mixtral-8x22b": MIXTRAL_8X22B,
+    "qwen2-57b-a14b": QWEN2_57B_A14B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss-20b": GPT_OSS_20B,
+}
+PRESETS = {"small": SMALL, "large": LARGE, **PUBLISHED}
 
 
 def choose(preset: str, device: str) -> dict[str, Any]:
@@ -68,9 +251,12 @@ def _on_gpus() -> bool:
 
 
 def describe(preset: str) -> str:
-    """The flags that a preset stands for."""
+    """The flags that a preset stands for, beside those that small and large share."""
     flags = []
     for name, value in PRESETS[preset].items():
         flag = name.replace("_", "-")
-        flags.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
+        if name not in PLAIN or value != PLAIN[name]:
+            flags.append(
+                f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+            )
     return " ".join(flags)

@@ -1,8 +1,8 @@
 """How fast a GPU computes in training: TFLOP/s, and the part of its peak (model FLOPs utilisation, MFU).
 
-Counted are the operations that the model needs for a token, forward and backward, as in PaLM's report (arXiv
-2204.02311, appendix B): six for each value of a matrix that the token meets, and those of attention, of which
-here only the causal half is. What is computed again, routing, and padding are not.
+Counted are the operations that the model needs for a token, forward and backward (`flops_per_token`), as in
+PaLM's report (arXiv 2204.02311, appendix B) but for the half of attention that is not causal. What is
+computed again, the choice of experts, and padding are not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lm.build import attention_config
 from lm.options import Options
 
 PEAK_TFLOPS = {
@@ -61,9 +62,25 @@ def measure_speed(
     in float32 has no peak here."""
     if device.type != "cuda":
         return None
-    # A table that is only looked up is no product; a tied one is the output's matrix, too.
-    matrices = active - (0 if options.tied else vocab * options.dim)
-    attention = 6 * options.layers * options.dim * options.seq
     gpu = torch.cuda.get_device_name(device)
     peak = peak_tflops(gpu) if options.dtype == "bfloat16" else None
-    return Speed(6.0 * matrices + attention, world, f"{gpu}, {options.dtype}", peak)
+    flops = flops_per_token(options, active, vocab)
+    return Speed(flops, world, f"{gpu}, {options.dtype}", peak)
+
+
+def flops_per_token(options: Options, active: int, vocab: int) -> float:
+    """Returns the model's operations for a token of a window, forward and backward:
+
+        6 (active - lookup)  +  sum over layers of 6 keys heads (D + V)
+
+    active: values of the model that a token meets (`count_parameters`), lookup: those of the embedding, which
+    is no product, or 0 where the embedding is the output's matrix, too. Each value takes a product and a sum
+    forward and twice as many backward. The same holds for each of the D values of a head's query and key, and
+    the V of its value, for every key that a token sees: on average S / 2 of a window of S tokens, or in a
+    layer that sees W of them W - W^2 / 2S.
+    """
+    heads = attention_config(options)
+    seq, lookup = options.seq, 0 if options.tied else vocab * options.dim
+    windows = [min(heads.window_of(layer) or seq, seq) for layer in range(options.layers)]
+    keys = sum(window - window**2 / (2 * seq) for window in windows)
+    return 6.0 * (active - lookup) + 6.0 * keys * heads.heads * (heads.qk_width + heads.value_width)

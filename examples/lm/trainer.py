@@ -18,6 +18,8 @@ from lm.build import (
     build_optimizer,
     count_parameters,
     learning_rate,
+    model_vocab,
+    moe_config,
 )
 from lm.corpus import Corpus
 from lm.errors import UsageError
@@ -48,6 +50,8 @@ class Trainer:
         self.corpus = Corpus(options)
         self.local_batch = options.batch // ranks.world
         self.dtype: torch.dtype = getattr(torch, options.dtype)
+        vocab = model_vocab(options, self.corpus.tokenizer.vocab)
+        moe_config(options)  # what does not fit is refused before there is a communicator
         self.comm = moecomm.Communicator(
             ranks.ep_mesh,
             num_experts=options.experts,
@@ -58,11 +62,12 @@ class Trainer:
             device=ranks.device,
         )
         torch.manual_seed(options.seed)
-        self.model = build_model(options, self.corpus.tokenizer.vocab, self.comm).to(ranks.device)
+        self.model = build_model(options, vocab, self.comm).to(ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
+        self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
         if options.resume:
-            checkpoint.load(self.out / "checkpoints", self.model, self.optimizer, self.run_state)
+            checkpoint.load(self.saver.folder, self.model, self.optimizer, self.run_state, ranks)
             if self.run_state.step > options.steps:
                 raise UsageError(
                     f"--resume: the run in {self.out} is at step {self.run_state.step} already, beyond "
@@ -70,7 +75,6 @@ class Trainer:
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
         self.parameters = count_parameters(self.model, options, self.comm.num_local_experts)
-        vocab = self.corpus.tokenizer.vocab
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
@@ -92,13 +96,14 @@ class Trainer:
             for step in range(start + 1, options.steps + 1):
                 stopped = self._step(step, progress)
                 if stopped or step % options.save_every == 0 or step == last:
-                    self._save()
+                    self.saver.begin(self.model, self.optimizer, self.run_state)
                 if stopped:
                     break
                 if step % options.eval_every == 0 or step == last:
                     val_loss = self._validate(progress)
         finally:
             progress.close()
+        self.saver.finish()
         if stopped:
             self._say(
                 f"stopped at step {self.run_state.step}; the checkpoint is in {self.out}; go on with --resume"
@@ -157,7 +162,7 @@ class Trainer:
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
             travelled=travelled if measured else None,
-            stop=bool(self.stop),
+            stop=bool(self.stop) or self.saver.failed,
         )
         self.run_state.step = step
         seconds = time.perf_counter() - began
@@ -230,9 +235,6 @@ class Trainer:
             self.metrics.write({"step": step, "val_loss": value})
         progress.note(f"validation at step {step}: {value:.4f} nats (unigram {self.corpus.unigram:.4f})")
         return value
-
-    def _save(self) -> None:
-        checkpoint.save(self.out / "checkpoints", self.model, self.optimizer, self.run_state, self.ranks)
 
     def _sample(self) -> None:
         tokenizer = self.corpus.tokenizer

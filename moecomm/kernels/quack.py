@@ -8,20 +8,16 @@ quack's epilogues read a gate and its up value from neighbouring columns, so the
 products with activation="swiglu_interleaved" and "swiglu_clamped" alone; with others it is a pass of its own,
 as with torch.
 
-A product's kernel has a tile, which makes 10 to 25 % of its time. `TILES` has what was fastest for the
-layers of docs/performance.md, and a layer of other sizes takes the tile of the nearest one.
-
-    python -m moecomm.kernels.quack_tiles      prints the table, and measures tiles for other layers
+The kernels' tiles are those of moecomm/kernels/tiles.py.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +26,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import Unsupported
 from moecomm.kernels.activation import INPUTS, INTERLEAVED
 from moecomm.kernels.products import Products, gathered
+from moecomm.kernels.tiles import ADDED, FLOAT32_SUMS, GATHERED, PRODUCTS, Tile, nearest_tile
 from moecomm.setup.version import version_of
 from moecomm.types import DispatchOutput
 
@@ -38,119 +35,10 @@ VERSION = "0.6.5"
 _MULTIPLE = 8
 
 
-class Tile(NamedTuple):
-    """What a block and a cluster of a kernel compute.
-
-    Attributes:
-        m: rows of a block's tile.
-        n: columns of a block's tile.
-        pingpong: two groups of warps take turns with tiles of their own, instead of sharing one.
-        cluster_m: blocks of a cluster along the rows.
-        cluster_n: blocks of a cluster along the columns.
-    """
-
-    m: int
-    n: int
-    pingpong: bool
-    cluster_m: int = 2
-    cluster_n: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}{'p' if self.pingpong else 'c'}{self.cluster_m}{self.cluster_n}"
-
-
 _compiled: set[Any] = set()
 _plans: dict[tuple[Any, ...], Any] = {}
 """quack's launch plans, by all that they depend on. quack itself keeps one for each number of rows: where
 that is another one each time, it takes the host several times as long, and memory without end."""
-
-DEFAULT = Tile(128, 192, True)
-PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
-GATHERED = ("fc1_gathered", "fc2_dgrad_gathered", "fc2_wgrad_gathered", "fc1_wgrad_gathered")
-"""The products whose kernels gather rows by an index, which takes a tile with cluster_n=1."""
-TILES: dict[str, dict[tuple[int, int], Tile]] = {
-    "fc1": {
-        (2048, 768): Tile(128, 192, True, 1, 2),
-        (2880, 2880): Tile(128, 192, True, 1, 2),
-        (4096, 1536): Tile(128, 192, True, 1, 2),
-        (6144, 16384): Tile(256, 192, False, 1, 2),
-        (7168, 2048): Tile(128, 128, True, 1, 2),
-    },
-    "fc2": {
-        (2048, 768): Tile(128, 256, False, 1, 2),
-        (2880, 2880): Tile(128, 256, False, 1, 2),
-        (4096, 1536): Tile(128, 192, True, 1, 2),
-        (6144, 16384): Tile(256, 128, False, 1, 2),
-        (7168, 2048): Tile(128, 192, True, 1, 2),
-    },
-    "fc2_dgrad": {
-        (2048, 768): Tile(128, 128, True, 1, 2),
-        (2880, 2880): Tile(128, 128, True, 1, 2),
-        (4096, 1536): Tile(128, 128, True, 1, 2),
-        (6144, 16384): Tile(128, 128, True, 1, 2),
-        (7168, 2048): Tile(128, 128, True, 1, 2),
-    },
-    "fc1_dgrad": {
-        (2048, 768): Tile(128, 256, False, 1, 2),
-        (2880, 2880): Tile(128, 256, False, 1, 2),
-        (4096, 1536): Tile(128, 256, False, 1, 2),
-        (6144, 16384): Tile(256, 192, False, 1, 2),
-        (7168, 2048): Tile(128, 192, True, 1, 2),
-    },
-    "fc2_wgrad": {
-        (2048, 768): Tile(192, 128, True, 1, 2),
-        (2880, 2880): Tile(256, 160, False, 2, 1),
-        (4096, 1536): Tile(192, 128, True, 1, 2),
-        (6144, 16384): Tile(256, 192, False, 1, 2),
-        (7168, 2048): Tile(128, 128, True, 1, 2),
-    },
-    "fc1_wgrad": {
-        (2048, 768): Tile(128, 192, True, 2, 1),
-        (2880, 2880): Tile(128, 192, True, 1, 2),
-        (4096, 1536): Tile(128, 128, True, 2, 1),
-        (6144, 16384): Tile(192, 128, True, 1, 2),
-        (7168, 2048): Tile(128, 128, True, 2, 1),
-    },
-    "fc1_gathered": {
-        (2048, 768): Tile(128, 256, False),
-        (2880, 2880): Tile(128, 256, False),
-        (4096, 1536): Tile(128, 256, False),
-        (6144, 16384): Tile(128, 192, True),
-        (7168, 2048): Tile(128, 192, True),
-    },
-    "fc2_dgrad_gathered": {
-        (2048, 768): Tile(128, 128, True, 1, 1),
-        (2880, 2880): Tile(128, 160, True),
-        (4096, 1536): Tile(128, 160, True),
-        (6144, 16384): Tile(128, 160, True),
-        (7168, 2048): Tile(128, 192, True),
-    },
-    "fc2_wgrad_gathered": {
-        (2048, 768): Tile(128, 256, False),
-        (2880, 2880): Tile(128, 192, True, 1, 1),
-        (4096, 1536): Tile(128, 192, True),
-        (6144, 16384): Tile(256, 160, False),
-        (7168, 2048): Tile(256, 160, False),
-    },
-    "fc1_wgrad_gathered": {
-        (2048, 768): Tile(256, 192, False),
-        (2880, 2880): Tile(128, 192, True, 1, 1),
-        (4096, 1536): Tile(128, 192, True),
-        (6144, 16384): Tile(256, 192, False, 1, 1),
-        (7168, 2048): Tile(256, 192, False, 1, 1),
-    },
-}
-"""The fastest tiles on an H200, by product and sizes of the layer: (hidden, ffn_hidden)."""
-
-
-def nearest_tile(product: str, hidden: int, ffn: int) -> Tile:
-    """Returns the tile of the layer in the table whose sizes are nearest, as ratios."""
-
-    def distance(sizes: tuple[int, int]) -> float:
-        return math.hypot(math.log(sizes[0] / hidden), math.log(sizes[1] / ffn))
-
-    table = TILES[product]
-    return table[min(table, key=distance)] if table else DEFAULT
 
 
 def missing_on(*, hidden: int, ffn: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -179,6 +67,7 @@ class QuackProducts(Products):
         device: the GPU.
         activation: the experts' activation.
         bias: the experts have biases, so what these take is compiled here, too.
+        rows: the rows that an expert gets on average, by which tiles are chosen; None: not known.
         tiles: the tiles of some products; the others have those of the table.
         gathers: the rows come with an index, so kernels that gather are compiled here; False: the others.
         compile_now: False leaves all kernels to their first use.
@@ -200,6 +89,7 @@ class QuackProducts(Products):
         device: torch.device,
         activation: str,
         bias: bool = False,
+        rows: int | None = None,
         tiles: dict[str, Tile] | None = None,
         gathers: bool = False,
         compile_now: bool = True,
@@ -210,15 +100,14 @@ class QuackProducts(Products):
         self._hidden, self._ffn, self._inner = hidden, ffn, ffn * INPUTS[activation]
         self._activation = activation
         self._tiles: dict[str, Tile] = {}
-        self._configs: dict[str, Any] = {}
-        for product in PRODUCTS + GATHERED:
-            self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn))
+        for product in PRODUCTS + ADDED + GATHERED:
+            self.use_tile(product, (tiles or {}).get(product) or nearest_tile(product, hidden, ffn, rows))
         if compile_now:
             self._compile(dtype, device, bias, gathers)
 
     def use_tile(self, product: str, tile: Tile) -> None:
         """Sets the tile of a product from now on."""
-        self._tiles[product], self._configs[product] = tile, _config(tile)
+        self._tiles[product] = tile
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuackProducts:
         return self
@@ -286,9 +175,15 @@ class QuackProducts(Products):
             left, right, out, index_P = grad_RB, rows_RA, out_LAB.mT, grad_index_P
         if right.shape[0] == 0:
             return out_LAB.zero_() if into is None else None
-        product = product if index_P is None else f"{product}_gathered"
-        left, right, adds = left.contiguous().t(), right.contiguous().t(), into is not None
-        self._launch(product, left, right, out, index_P, out, adds, leave_sms, cu_seqlens_k=groups)
+        if index_P is not None:
+            product = f"{product}_gathered"
+        elif into is not None:
+            product = f"{product}_added"
+        tile, adds = self._tiles[product], into is not None
+        if product in ADDED and out.dtype is torch.float32:
+            tile = FLOAT32_SUMS
+        left, right = left.contiguous().t(), right.contiguous().t()
+        _launch(tile, left, right, out, index_P, out, adds, leave_sms, cu_seqlens_k=groups)
         return out_LAB if into is None else None
 
     def _rows(
@@ -298,43 +193,9 @@ class QuackProducts(Products):
         out_PB = rows_RA.new_empty(rows, weight_LBA.shape[1])
         if rows > 0:
             rows_RA = rows_RA.contiguous()
-            self._launch(product, rows_RA, weight_LBA, out_PB, index_P, weight_LBA, cu_seqlens_m=groups)
+            tile = self._tiles[product]
+            _launch(tile, rows_RA, weight_LBA, out_PB, index_P, weight_LBA, cu_seqlens_m=groups)
         return out_PB
-
-    def _launch(
-        self,
-        product: str,
-        left: Tensor,
-        right_T: Tensor,
-        out: Tensor,
-        index_P: Tensor | None,
-        weight: Tensor,
-        adds: bool = False,
-        leave_sms: int = 0,
-        **groups: Tensor,
-    ) -> None:
-        """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight`
-        is the one of them that has a part for each group: the plan depends on its sizes, and on none of the
-        rows."""
-        index_P, tile = _aligned(index_P), self._tiles[product]
-        strides = left.stride(), right_T.stride(), out.stride()
-        dtypes = left.dtype, out.dtype
-        key = (tile, weight.shape, strides, dtypes, index_P is None, adds, leave_sms, *groups)
-        plan = _plans.get(key)
-        if plan is None:  # the first launch has all SMs
-            *_, made = _quack().gemm_tuned.fn(
-                left,
-                right_T.mT,
-                out,
-                None,
-                A_idx=index_P,
-                add_to_output=adds,
-                config=self._configs[product],
-                **groups,
-            )
-            _plans[key] = _on_fewer_sms(made, tile, leave_sms) if leave_sms else made
-            return
-        _gemm().run_gemm_plan(plan, left, right_T, out, None, A_idx=index_P, **groups)
 
     def _launch_fused(
         self,
@@ -354,13 +215,12 @@ class QuackProducts(Products):
         reduced results, (P, tiles along the columns)."""
         rows_RA, index_P, sums = rows_RA.contiguous(), _aligned(index_P), sums or {}
         given: dict[str, Any] = {"cu_seqlens_m": groups, "A_idx": index_P, **operands}
-        layout = weight_LAB.shape, weight_LAB.stride(), rows_RA.stride(), rows_RA.dtype
-        key = (epilogue, self._tiles[product], *layout, index_P is None)
+        layout, tile = (weight_LAB.stride(), rows_RA.stride(), rows_RA.dtype), self._tiles[product]
+        key = (epilogue, tile, weight_LAB.shape, *layout, index_P is None)
         plan = _plans.get(key)
         if plan is None:
-            made = getattr(_epilogues(), epilogue)
-            config = self._configs[product]
-            plan = _plans[key] = made.plan(rows_RA, weight_LAB, c, out=out, config=config, **given, **sums)
+            make = functools.partial(getattr(_epilogues(), epilogue).plan, config=_config(tile))
+            plan = _plans[key] = make(rows_RA, weight_LAB, c, out=out, **given, **sums)
             plan.scratch = {}
         plan.run(rows_RA, weight_LAB, c, out=out, scratch=sums, **given)
 
@@ -510,6 +370,40 @@ def _gemm() -> Any:
 def _epilogues() -> Any:
     _quack()
     return importlib.import_module("moecomm.kernels.quack_epilogue")
+
+
+def _launch(
+    tile: Tile,
+    left: Tensor,
+    right_T: Tensor,
+    out: Tensor,
+    index_P: Tensor | None,
+    weight: Tensor,
+    adds: bool = False,
+    leave_sms: int = 0,
+    **groups: Tensor,
+) -> None:
+    """Computes left @ right into `out`, or adds it there; `right_T` is the transpose of right. `weight` is
+    the one of them that has a part for each group: the plan depends on its sizes, and on none of the rows."""
+    index_P, there = _aligned(index_P), out if adds and tile.loads else None
+    strides = left.stride(), right_T.stride(), out.stride()
+    dtypes = left.dtype, out.dtype
+    key = (tile, weight.shape, strides, dtypes, index_P is None, adds, leave_sms, *groups)
+    plan = _plans.get(key)
+    if plan is not None:
+        _gemm().run_gemm_plan(plan, left, right_T, out, there, A_idx=index_P, **groups)
+        return
+    *_, made = _quack().gemm_tuned.fn(  # this launch has all SMs
+        left,
+        right_T.mT,
+        out,
+        there,
+        A_idx=index_P,
+        add_to_output=adds and there is None,
+        config=_config(tile),
+        **groups,
+    )
+    _plans[key] = _on_fewer_sms(made, tile, leave_sms) if leave_sms else made
 
 
 def _on_fewer_sms(plan: Any, tile: Tile, leave_sms: int) -> Any:

@@ -3,9 +3,10 @@
     python -m moecomm.kernels.quack_tiles                                     prints the table in use
     python -m moecomm.kernels.quack_tiles --hidden 4096 --ffn 1536 --experts 32 --rows 1024
 
-The second measures the tiles of `CANDIDATES` for each product of local experts with that many rows each, and
-prints the lines for `moecomm.kernels.quack.TILES`. Kernels are compiled by several processes first. With
---products fc1,fc1_gathered these alone are measured.
+The second measures the tiles of `CANDIDATES` for each product of local experts with that many rows each: the
+fastest, with its time and those of the next ones, and at the end all of them as moecomm/kernels/tiles.py has
+them. Kernels are compiled by several processes first. With --products fc1,fc1_gathered these alone are
+measured.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 
 import torch
 
-from moecomm.kernels.quack import GATHERED, PRODUCTS, TILES, QuackProducts, Tile, make_quack_products
+from moecomm.kernels.quack import QuackProducts, make_quack_products
+from moecomm.kernels.tiles import ADDED, GATHERED, PRODUCTS, TILES, Tile
+
+ALL = PRODUCTS + ADDED + GATHERED
 
 _SHARED = [(256, 128), (256, 160), (256, 192), (128, 224), (128, 256)]
 _PINGPONG = [(128, 128), (128, 160), (128, 192), (192, 128)]
@@ -39,7 +43,8 @@ def candidates(product: str) -> list[Tile]:
     """Returns the tiles to try for a product."""
     if product in GATHERED:
         return [tile for tile in CANDIDATES if tile.cluster_n == 1]
-    return [tile for tile in CANDIDATES if (tile.cluster_m, tile.cluster_n) != (1, 1)]
+    clustered = [tile for tile in CANDIDATES if (tile.cluster_m, tile.cluster_n) != (1, 1)]
+    return clustered + ([tile._replace(loads=True) for tile in clustered] if product in ADDED else [])
 
 
 def make_calls(
@@ -64,6 +69,7 @@ def make_calls(
     drawn = [torch.randperm(sources, device=device)[:count].sort().values for count in counts]
     index_P = torch.cat(drawn).int()
     x_RH, grad_RH = x_PH[:sources], grad_PH[:sources]
+    sum_in, sum_out = torch.zeros_like(w_in), torch.zeros_like(w_out)
     return {
         "fc1": lambda: products.gated_mm(x_PH, w_in, groups, weights_P, **gated),
         "fc2": lambda: products.grouped_mm(z_PF, w_out, groups),
@@ -71,6 +77,8 @@ def make_calls(
         "fc1_dgrad": lambda: products.grouped_mm_dgrad(inner_PI, w_in, groups),
         "fc2_wgrad": lambda: products.grouped_mm_wgrad(z_PF, grad_PH, groups),
         "fc1_wgrad": lambda: products.grouped_mm_wgrad(x_PH, inner_PI, groups),
+        "fc2_wgrad_added": lambda: products.grouped_mm_wgrad(z_PF, grad_PH, groups, into=sum_out),
+        "fc1_wgrad_added": lambda: products.grouped_mm_wgrad(x_PH, inner_PI, groups, into=sum_in),
         "fc1_gathered": lambda: products.gated_mm(x_RH, w_in, groups, weights_P, **gated, index_P=index_P),
         "fc2_dgrad_gathered": lambda: products.gated_mm_dgrad(
             grad_RH, w_out, groups, inner_PI, weights_P, **needs, index_P=index_P
@@ -89,15 +97,17 @@ def _make_products(hidden: int, ffn: int, tiles: dict[str, Tile]) -> QuackProduc
 def _compile(tile: Tile, chosen: Sequence[str]) -> str | None:
     """Compiles products with a tile, in a process of a pool; returns the errors of those that it cannot be
     used for, if any."""
-    products = _make_products(256, 256, dict.fromkeys(PRODUCTS + GATHERED, tile))
+    products = _make_products(256, 256, {})
     errors = []
     for product, call in make_calls(products, 256, 256, [100, 256]).items():
-        if product not in chosen or tile not in candidates(product):
-            continue
-        try:
-            call()
-        except Exception as error:
-            errors.append(f"{product} with {tile}: {type(error).__name__}: {error}")
+        for each in (tile, tile._replace(loads=True)):
+            if product not in chosen or each not in candidates(product):
+                continue
+            products.use_tile(product, each)
+            try:
+                call()
+            except Exception as error:
+                errors.append(f"{product} with {each}: {type(error).__name__}: {error}")
     torch.cuda.synchronize()
     return "\n".join(errors) or None
 
@@ -119,7 +129,7 @@ def _measure(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 7) -> f
 
 
 def find_tiles(
-    hidden: int, ffn: int, experts: int, rows: int, *, chosen: Sequence[str] = PRODUCTS + GATHERED
+    hidden: int, ffn: int, experts: int, rows: int, *, chosen: Sequence[str] = ALL
 ) -> dict[str, list[tuple[float, Tile]]]:
     """Returns the tiles that can be used for each chosen product and their times in us, the fastest first.
     Groups have `rows` rows on average, from 0.7 to 1.3 times as many."""
@@ -150,25 +160,27 @@ def main() -> None:
         ("rows", "rows an expert"),
     ):
         parser.add_argument(f"--{name}", type=int, help=what)
-    parser.add_argument("--products", default=",".join(PRODUCTS + GATHERED), help="names with commas between")
+    parser.add_argument("--products", default=",".join(ALL), help="names with commas between")
     options = parser.parse_args()
     given, chosen = [options.hidden, options.ffn, options.experts, options.rows], options.products.split(",")
-    if unknown := set(chosen) - {*PRODUCTS, *GATHERED}:
+    if unknown := set(chosen) - {*ALL}:
         parser.error(f"--products has {', '.join(sorted(unknown))}, expected some of its default")
     if not all(given):
-        for product in chosen:
-            for (hidden, ffn), tile in TILES[product].items():
-                print(f"{product:18s} hidden {hidden:6d} ffn {ffn:6d}  {tile}")
+        for (hidden, ffn, rows), tiles in TILES.items():
+            print(f"hidden {hidden}, ffn {ffn}, {rows} rows an expert")
+            for product in chosen:
+                print(f"    {product:18s} {tiles[product]}")
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(CANDIDATES), os.cpu_count() or 1), context) as pool:
         for error in pool.map(_compile, CANDIDATES, [chosen] * len(CANDIDATES)):
             if error is not None:
                 print(error, file=sys.stderr)
-    for product, timed in find_tiles(*given, chosen=chosen).items():
-        (best, tile), *others = timed
-        listed = ", ".join(f"{each} {us:.0f}" for us, each in others[:4])
-        print(f"{product:18s} ({options.hidden}, {options.ffn}): {tile!r},  # {best:.0f} us; {listed}")
+    found = find_tiles(*given, chosen=chosen)
+    for product, timed in found.items():
+        print(f"{product:18s} " + ", ".join(f"{tile} {us:.0f} us" for us, tile in timed[:5]))
+    best = " ".join(f"{product}={timed[0][1]}" for product, timed in found.items())
+    print(f"({options.hidden}, {options.ffn}, {options.rows}): {best}")
 
 
 if __name__ == "__main__":

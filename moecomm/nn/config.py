@@ -48,6 +48,10 @@ class MoEConfig:
             gate_up_proj_bias, down_proj and down_proj_bias are w_in, b_in, w_out and b_out as they are.
         num_shared_experts: experts that see every token, fused into one of width num_shared_experts *
             ffn_hidden.
+        shared_gate: True: the shared experts' result is multiplied by sigmoid(x w), one number a token, with
+            a weight w of H values, as Qwen2-MoE has it. Only with shared experts.
+        router_bias: True: each expert's logit has a trained bias, which starts as zero, as gpt-oss has it. It
+            is not the balancing bias of bias_update_rate, which only steers the choice.
         score_function: "softmax" or "sigmoid" of the router's logits.
         pre_softmax: Softmax only. True: softmax over all experts, then top-k. False: top-k, then softmax over
             these k.
@@ -108,7 +112,9 @@ class MoEConfig:
     activation: str = "swiglu"
     bias: bool = False
     num_shared_experts: int = 0
+    shared_gate: bool = False
 
+    router_bias: bool = False
     score_function: str = "softmax"
     pre_softmax: bool = False
     normalize_topk: bool = False
@@ -144,6 +150,7 @@ class MoEConfig:
         )
         shared = self.num_shared_experts
         _require(shared == 0 or _is_count(shared), "num_shared_experts", shared, "an int of at least 0")
+        _require(shared > 0 or not self.shared_gate, "shared_gate", True, "False without shared experts")
         for name, allowed in _CHOICES.items():
             expected = f"one of {', '.join(map(str, allowed))}"
             _require(getattr(self, name) in allowed, name, getattr(self, name), expected)

@@ -44,6 +44,7 @@ from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
+from moecomm.nn.experts import shared_gates
 from moecomm.nn.overlap_config import Keep
 from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_main_grad
 from moecomm.nn.pool import ActivationPool, PoolHandle
@@ -55,13 +56,14 @@ from moecomm.types import DispatchOutput, Handle, Layout
 
 
 class Weights(NamedTuple):
-    """Weights of the local experts, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), if
-    any; biases of the local experts, (L, I) and (L, H), if any."""
+    """Weights of the local experts, (L, H, I) and (L, F, H), and of the shared ones, (H, I') and (F', H), and
+    of their gate, (H,), if any; biases of the local experts, (L, I) and (L, H), if any."""
 
     w_in: Tensor
     w_out: Tensor
     shared_in: Tensor | None
     shared_out: Tensor | None
+    shared_gate: Tensor | None = None
     b_in: Tensor | None = None
     b_out: Tensor | None = None
 
@@ -366,7 +368,8 @@ class Forward:
         inner_TI = self._shared_inner_TI
         assert inner_TI is not None and self.weights.shared_out is not None
         z_TF = inner_TI.new_empty(inner_TI.shape[0], self.weights.shared_out.shape[0])
-        weighted_activation_into(z_TF, inner_TI, activation=self.call.activation)
+        gates_T = shared_gates(self.x_TH, self.weights.shared_gate)
+        weighted_activation_into(z_TF, inner_TI, gates_T, activation=self.call.activation)
         return z_TF @ self.weights.shared_out
 
     def _to_pool(self, pool: ActivationPool) -> None:
@@ -392,7 +395,7 @@ def backward(
     call: Call = ctx.call
     comm, products, handle, expert_handle = call.comm, call.products, ctx.handle, ctx.expert_handle
     saved: tuple[Any, ...] = ctx.saved_tensors
-    w_in, w_out, shared_in, shared_out, b_in, b_out, *kept = saved
+    w_in, w_out, shared_in, shared_out, shared_gate, b_in, b_out, *kept = saved
     x_TH, rows_PH, weights_P, groups, index_P, shared_inner_TI, last = kept
     _, need_x, need_weights, need_in, need_out, *need_shared, need_b_in, need_b_out = ctx.needs_input_grad
     has_shared = shared_in is not None and (need_x or any(need_shared))
@@ -400,7 +403,7 @@ def backward(
     weights_now = call.deferred is None
     stages = call.stages()
     grad_x_TH = grad_weights_TK = grad_in_LHI = grad_out_LFH = grad_b_in_LI = grad_b_out_LH = None
-    grad_shared: tuple[Tensor | None, ...] = (None, None, None)
+    grad_shared: tuple[Tensor | None, ...] = (None, None, None, None)
 
     # Rows go to the experts, beside the shared experts' gradients and what the pool gives back.
     side = call.beside(wanted=has_shared or ctx.ticket is not None)
@@ -418,7 +421,13 @@ def backward(
     if has_shared:
         with stages("shared_grad"):
             grad_shared = _shared_backward(
-                grad_y_TH, x_TH, shared_in, shared_out, shared_inner_TI, call.activation, need_x, *need_shared
+                grad_y_TH,
+                x_TH,
+                (shared_in, shared_out, shared_gate),
+                shared_inner_TI,
+                call.activation,
+                need_x,
+                *need_shared,
             )
     yield
     side.join(grad_rows_PH, rows_PH if call.keep == "nothing" else None)
@@ -538,28 +547,39 @@ def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
 def _shared_backward(
     grad_y_TH: Tensor,
     x_TH: Tensor,
-    shared_in: Tensor,
-    shared_out: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor | None],
     inner_TI: Tensor,
     activation: str,
     need_x: bool,
     need_in: bool,
     need_out: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of x, shared_in and shared_out."""
-    grad_inner_TI, _, z_TF = weighted_activation_backward(
+    need_gate: bool,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of x and of the weights: shared_in, shared_out and shared_gate."""
+    shared_in, shared_out, shared_gate = weights
+    gates_T = shared_gates(x_TH, shared_gate)
+    grad_inner_TI, grad_gates_T, z_TF = weighted_activation_backward(
         grad_y_TH @ shared_out.t(),
         inner_TI,
-        None,
+        gates_T,
         None,
         activation=activation,
-        need_weights=False,
+        need_weights=shared_gate is not None and (need_x or need_gate),
         need_z=need_out,
     )
+    grad_x_TH = grad_inner_TI @ shared_in.t() if need_x else None
+    grad_gate_H: Tensor | None = None
+    if grad_gates_T is not None:
+        assert gates_T is not None and shared_gate is not None
+        grad_logits_T = torch.ops.aten.sigmoid_backward(grad_gates_T, gates_T).to(x_TH.dtype)
+        if grad_x_TH is not None:
+            grad_x_TH.addr_(grad_logits_T, shared_gate)
+        grad_gate_H = x_TH.t() @ grad_logits_T if need_gate else None
     return (
-        grad_inner_TI @ shared_in.t() if need_x else None,
+        grad_x_TH,
         x_TH.t() @ grad_inner_TI if need_in else None,
         z_TF.t() @ grad_y_TH if z_TF is not None else None,
+        grad_gate_H,
     )
 
 

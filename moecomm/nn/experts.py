@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moecomm.arguments import weight_dtype
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.products import expert_ffn
@@ -36,7 +37,8 @@ class GroupedExperts(nn.Module):
     to the second, before the routing weight. All are marked as expert parameters. Expert e
     starts from a seed made of its global id and one number drawn from torch's default generator: ranks that
     call torch.manual_seed alike make the same model at any EP size. first_expert is the global id of the
-    first local expert.
+    first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
+    kernels' tiles are chosen by it.
 
     With `part` a rank holds that part of each of its experts (moecomm/nn/expert_parts.py): F is then
     ffn_hidden / part.of, the weights are those of the whole experts' with these columns, and the results
@@ -81,6 +83,7 @@ class GroupedExperts(nn.Module):
         num_local_experts: int | None = None,
         first_expert: int = 0,
         part: ExpertPart | None = None,
+        rows_per_expert: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class GroupedExperts(nn.Module):
             )
         self.config, self.num_local_experts, self.first_expert, self.part = config, local, first_expert, part
         where = torch.get_default_device() if device is None else torch.device(device)
-        self.products = make_products(dataclasses.replace(config, ffn_hidden=ffn), where)
+        self.products = make_products(dataclasses.replace(config, ffn_hidden=ffn), where, rows_per_expert)
         inner = ffn * INPUTS[config.activation]
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
@@ -277,16 +280,18 @@ class GroupedExperts(nn.Module):
 class SharedExperts(nn.Module):
     """The experts that see every token, as one dense network of width F' = num_shared_experts * ffn_hidden
     (DeepSeekMoE, arXiv 2401.06066). w_in (H, 2F') or (H, F'), w_out (F', H): the same on all ranks, not
-    marked.
+    marked. With config.shared_gate the result of token x is multiplied by sigmoid(x w_gate).
 
     Attributes:
         w_in: (H, 2F') for swiglu, gate first and up second; (H, F') for gelu. Of the config's dtype.
         w_out: (F', H) of the config's dtype.
+        w_gate: (H,) of the config's dtype; None without config.shared_gate.
         config: the layer's MoEConfig.
     """
 
     w_in: nn.Parameter
     w_out: nn.Parameter
+    w_gate: nn.Parameter | None
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -295,17 +300,28 @@ class SharedExperts(nn.Module):
         inner = width * INPUTS[config.activation]
         self.w_in = nn.Parameter(torch.empty(config.hidden, inner, dtype=config.dtype, device=device))
         self.w_out = nn.Parameter(torch.empty(width, config.hidden, dtype=config.dtype, device=device))
+        gate = nn.Parameter(torch.empty_like(self.w_out[0])) if config.shared_gate else None
+        self.register_parameter("w_gate", gate)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Fills the weights with new random numbers of standard deviation config.init_std, from torch's
         default CPU generator."""
-        init_shared_weight(self.w_in, self.config.init_std)
-        init_shared_weight(self.w_out, self.config.init_std)
+        for weight in self.parameters():
+            init_shared_weight(weight, self.config.init_std)
 
     def forward(self, x_TH: Tensor, *, run: Run | None = None) -> Tensor:
         """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts."""
         if run is not None:
             return run(x_TH)
         with torch.autocast(x_TH.device.type, enabled=False):
-            return weighted_activation(x_TH @ self.w_in, activation=self.config.activation) @ self.w_out
+            gates_T = shared_gates(x_TH, self.w_gate)
+            return (
+                weighted_activation(x_TH @ self.w_in, gates_T, activation=self.config.activation) @ self.w_out
+            )
+
+
+def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None) -> Tensor | None:
+    """Returns sigmoid(x w), (T,) of the dtype of routing weights, by which the inner rows of the shared
+    experts are multiplied; None without a gate."""
+    return None if w_gate_H is None else (x_TH @ w_gate_H).to(weight_dtype(x_TH.dtype)).sigmoid()

@@ -209,6 +209,7 @@ class MoELayer(nn.Module):
                 num_local_experts=comm.num_local_experts,
                 first_expert=first_expert,
                 part=part,
+                rows_per_expert=comm.size * comm.max_tokens * config.top_k // config.num_experts,
                 device=comm.device,
             )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
@@ -362,8 +363,8 @@ class MoELayer(nn.Module):
     def _weights(self) -> Weights:
         """Returns the weights of the experts and the shared ones, as they are now."""
         experts, shared = self.experts, self.shared
-        shared_in, shared_out = (None, None) if shared is None else (shared.w_in, shared.w_out)
-        return Weights(experts.w_in, experts.w_out, shared_in, shared_out, experts.b_in, experts.b_out)
+        s_in, s_out, s_gate = (None,) * 3 if shared is None else (shared.w_in, shared.w_out, shared.w_gate)
+        return Weights(experts.w_in, experts.w_out, s_in, s_out, s_gate, experts.b_in, experts.b_out)
 
     def _run(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         experts, shared, call = self.experts, self.shared, self._call(topk_idx_TK)
@@ -396,7 +397,7 @@ class MoELayer(nn.Module):
         if comm.copies_beside:
             return 0
         if self.experts.products.name != "torch" or config.dtype is not torch.bfloat16:
-            return None  # the kernels of other products leave no SMs
+            return None  # fp8 leaves no SMs, and with quack it was slower than one after the other
         if 2 * comm.num_sms <= self._sms:
             return comm.num_sms
         return sms_beside_wgrad(

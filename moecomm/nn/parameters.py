@@ -79,7 +79,10 @@ def init_shared_weight(weight: Tensor, std: float) -> None:
     """Fills a weight that all ranks have with normal numbers from torch's default generator.
 
     It is the generator of the CPU, wherever the weight is, so that a model starts the same on every device.
+    A weight on the meta device, which has no values, is left alone.
     """
+    if weight.is_meta:
+        return
     weight.copy_(nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu"), std=std))
 
 
@@ -90,8 +93,10 @@ def init_expert_weights(
     part of the experts takes its own.
 
     So a model starts the same at every EP and ETP size. Numbers are drawn in float32 on the CPU, so that
-    neither dtype nor device matters beyond rounding.
+    neither dtype nor device matters beyond rounding. Weights on the meta device are left alone.
     """
+    if weight_LAB.is_meta:
+        return
     generator = torch.Generator("cpu")
     shape = list(weight_LAB.shape)
     shape[0], shape[split.dim] = 1, shape[split.dim] * part.of

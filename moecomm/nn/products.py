@@ -12,9 +12,10 @@ from moecomm.nn.config import MoEConfig
 from moecomm.nn.fp8 import make_fp8_products
 
 
-def make_products(config: MoEConfig, device: torch.device) -> Products:
+def make_products(config: MoEConfig, device: torch.device, rows: int | None = None) -> Products:
     """Makes the products of a config's experts on a device: those of config.expert_precision, of
-    config.products, or of quack where it serves them and else of torch. Raises Unsupported where the device
+    config.products, or of quack where it serves them and else of torch. rows: those that an expert gets on
+    average in a call, if known; kernels' tiles are chosen by it. Raises Unsupported where the device
     has no product of e4m3, or quack is asked for and does not serve."""
     if config.expert_precision is not None:
         return make_fp8_products(config, device)
@@ -24,6 +25,10 @@ def make_products(config: MoEConfig, device: torch.device) -> Products:
     sizes |= {"dtype": config.dtype, "device": device}
     if config.products == "quack" or quack.missing_on(**sizes) is None:
         return quack.make_quack_products(
-            **sizes, activation=config.activation, bias=config.bias, gathers=config.rows == "rank"
+            **sizes,
+            activation=config.activation,
+            bias=config.bias,
+            rows=rows,
+            gathers=config.rows == "rank",
         )
     return Products()

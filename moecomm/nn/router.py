@@ -37,7 +37,7 @@ class Routing:
 
 
 class TopKRouter(nn.Module):
-    """Linear router without bias; the order of its steps is that of Megatron-Core's TopKRouter.
+    """Linear router, by default without bias; the order of its steps is that of Megatron-Core's TopKRouter.
 
     jitter on the input -> logits -> scores -> choice of k (group-limited and with balancing bias if
     configured) -> weights (normalised, scaled) -> losses -> drop to capacity. All steps are in float32,
@@ -52,6 +52,7 @@ class TopKRouter(nn.Module):
 
     Attributes:
         weight: (E, H) float32 (float64 for a float64 config).
+        bias: (E,) of the weight's dtype, added to the logits; None without router_bias.
         expert_bias_E: (E,) float32 balancing biases, saved; None without bias_update_rate.
         load_E: (E,) int64 choices counted since the last `update_expert_bias`, not saved; None without
             bias_update_rate.
@@ -59,6 +60,7 @@ class TopKRouter(nn.Module):
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     expert_bias_E: Tensor | None
     load_E: Tensor | None
 
@@ -83,6 +85,8 @@ class TopKRouter(nn.Module):
         self.config, self._sequence = config, sequence
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
+        bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
+        self.register_parameter("bias", bias)
         balances = config.bias_update_rate > 0
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if balances else None
         load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=device) if balances else None
@@ -92,8 +96,10 @@ class TopKRouter(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fills the weight with new random numbers of standard deviation config.init_std, from torch's
-        default CPU generator."""
+        default CPU generator, and the bias with zeros."""
         init_shared_weight(self.weight, self.config.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for
@@ -105,7 +111,8 @@ class TopKRouter(nn.Module):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
             if self.training and config.jitter > 0:
                 x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - config.jitter, 1 + config.jitter)
-            logits_TE = x_TH @ self.weight.to(x_TH.dtype).t()
+            bias_E = None if self.bias is None else self.bias.to(x_TH.dtype)
+            logits_TE = nn.functional.linear(x_TH, self.weight.to(x_TH.dtype), bias_E)
             scores_TE = (
                 logits_TE.softmax(dim=-1) if config.score_function == "softmax" else logits_TE.sigmoid()
             )

@@ -72,9 +72,16 @@ class Segment:
             # As a backward outside the caller's autocast; a checkpoint's recompute turns it on again.
             cast = torch.is_autocast_enabled(kind)
             with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
-                torch.autograd.backward([end for end, _ in wanted], [grad for _, grad in wanted])
+                _run_backward([end for end, _ in wanted], [grad for _, grad in wanted])
         found = iter(self._grads or [None] * sum(self._needs))
         return tuple(next(found) if needs else None for needs in self._needs)
+
+
+def _run_backward(ends: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    """Runs autograd's backward from these results or places in graphs, on this thread. On GPUs autograd has a
+    thread for each device, which the host would wake, and wait for, once for each segment."""
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(ends, grads)
 
 
 class _Enter(torch.autograd.Function):

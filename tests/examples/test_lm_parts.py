@@ -18,6 +18,7 @@ from moecomm.overlap import Span, Timeline
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm import checkpoint, data, options, plots, precision, presets, progress, ranks  # isort: skip
+from lm.attention import AttentionConfig  # isort: skip
 from lm.build import build_graphed_step, build_model, build_optimizer, learning_rate  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.merged import MergedStep  # isort: skip
@@ -161,8 +162,9 @@ def test_graphs_are_of_gpus(tmp_path: Path) -> None:
 
 
 def small_model() -> Transformer:
-    config = ModelConfig(vocab=11, dim=16, layers=2, heads=2, max_seq=12)
-    return Transformer(config, lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
+    heads = AttentionConfig(dim=16, heads=2, kv_heads=2, head_dim=8)
+    config = ModelConfig(vocab=11, dim=16, layers=2, max_seq=12, attention=heads)
+    return Transformer(config, lambda layer: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

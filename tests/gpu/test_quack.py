@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moecomm.kernels import quack
+from moecomm.kernels.tiles import Tile
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
 
@@ -167,17 +168,40 @@ def _tiles(rank: int, world_size: int) -> list[str]:
     """quack keeps plans by the identity of a tile's config: two tiles must never have had the same one."""
     from moecomm.kernels.quack_tiles import CANDIDATES
 
-    products = _make(256, 192, "swiglu_interleaved")
-    seen = set()
-    for tile in CANDIDATES:
-        products.use_tile("fc2_dgrad", tile)
-        seen.add(id(products._configs["fc2_dgrad"]))
+    seen = {id(quack._config(tile)) for tile in CANDIDATES}
     return [] if len(seen) == len(CANDIDATES) else [f"{len(CANDIDATES)} tiles have {len(seen)} configs"]
 
 
 @pytest.mark.usefixtures("cuda_only")
 def test_every_tile_has_a_config_of_its_own(pool: Pools) -> None:
     harness.assert_none(pool(1)(_tiles))
+
+
+def _sums(rank: int, world_size: int, seed: int) -> list[str]:
+    """Gradients of weights that are added to what is there, by tiles that load it and tiles that do not, on
+    all SMs and on fewer; twice, as the first launch makes the plan."""
+    hidden, ffn, ends = 256, 192, [100, 100, 300]
+    given, products = _operands(hidden, ffn, ends, seed, False), _make(hidden, ffn, "swiglu_interleaved")
+    groups = products.groups(torch.tensor(ends, dtype=torch.int32, device="cuda"))
+    grad = given["w_in"].new_empty(ends[-1] + 5, 2 * ffn).normal_()
+    wanted = [given["x"][a:b].double().T @ grad[a:b].double() for a, b in zip([0, *ends], ends, strict=False)]
+    problems = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for loads in (False, True):
+            products.use_tile("fc1_wgrad_added", Tile(128, 128, True, loads=loads))
+            for leave in (0, 20):
+                before = torch.randn(len(ends), hidden, 2 * ffn, device="cuda").to(dtype)
+                into, want = before.clone(), before.double() + 2 * torch.stack(wanted)
+                for _ in range(2):
+                    products.grouped_mm_wgrad(given["x"], grad, groups, into=into, leave_sms=leave)
+                if not _far(into, want) <= BOUND:
+                    problems.append(f"{dtype}, loads {loads}, leaving {leave}: {_far(into, want)}")
+    return problems
+
+
+@pytest.mark.usefixtures("cuda_only")
+def test_gradients_that_are_added(pool: Pools, seed: int) -> None:
+    harness.assert_none(pool(1)(_sums, seed))
 
 
 CASES = {

@@ -23,6 +23,7 @@ TOKENS = {1: [9], 2: [6, 0], 3: [6, 0, 9], 4: [3, 9, 0, 6]}
 SEQ_LEN = 3
 NAMES = {
     "router.weight": "router",
+    "router.bias": "router_bias",
     "router.expert_bias_E": "bias",
     "experts.w_in": "w_in",
     "experts.w_out": "w_out",
@@ -30,6 +31,7 @@ NAMES = {
     "experts.b_out": "b_out",
     "shared.w_in": "shared_in",
     "shared.w_out": "shared_out",
+    "shared.w_gate": "shared_gate",
 }
 
 
@@ -96,12 +98,15 @@ def layer_step(rank: int, world_size: int, case: Case, seed: int) -> dict[str, A
 
 
 def fill_biases(layer: MoELayer) -> None:
-    """Gives the experts' biases, which start as zeros, random numbers of torch's default generator."""
+    """Gives the experts' biases, and the router's, which start as zeros, random numbers of torch's default
+    generator."""
     first, count = layer.experts.first_expert, layer.experts.num_local_experts
     for bias in (layer.experts.b_in, layer.experts.b_out):
         if bias is not None:
             of_all = torch.randn(layer.config.num_experts, bias.shape[1], dtype=torch.float64)
             bias.data.copy_(of_all[first : first + count])
+    if layer.router.bias is not None:
+        layer.router.bias.data.copy_(torch.randn(layer.config.num_experts))
 
 
 def poison_tail(comm: Communicator) -> None:

@@ -3,6 +3,7 @@ and an error in a node is one on all ranks, after which everything goes on."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -245,6 +246,7 @@ CASES = {
     "weights later": Case("EE", 3, SHARED, overlap={"defer_weights": True}),
     "recorded": Case("E", 3, SHARED, overlap={"record": True}),
     "gelu": Case("E", 3, {"activation": "gelu"}),
+    "shared experts with a gate": Case("EE", 3, {**SHARED, "shared_gate": True, "router_bias": True}),
     "callables": Case("NN", 4),
     "not cut": Case("PEPE", 3, SHARED),
     "callables and layers": Case("NEDN", 3, SHARED),
@@ -401,7 +403,11 @@ def issued(rank: int, world_size: int, seed: int) -> list[str]:
     )
     for name in ("combine", "redispatch", "dispatch_backward"):
         setattr(comm, name, logged(name, getattr(comm, name)))
+    own = threading.get_ident()
     for block in step.blocks:
+        block.before.mix.weight.register_hook(
+            lambda _: None if threading.get_ident() == own else log.append("another thread")
+        )
         block.before.forward = logged("attention", block.before.forward)
         products = block.layer.experts.products
         for name in ("gated_mm", "gated_mm_dgrad", "grouped_mm_wgrad"):
@@ -412,7 +418,8 @@ def issued(rank: int, world_size: int, seed: int) -> list[str]:
 
 
 def test_one_fixed_order(pool: Pools, seed: int) -> None:
-    """Each transfer of one microbatch is followed by the node of the other that lies beside it."""
+    """Each transfer of one microbatch is followed by the node of the other that lies beside it, and autograd
+    computes on the thread that issues it."""
     experts_backward = ["gated_mm_dgrad", "grouped_mm_wgrad"]
     block = [
         *("redispatch", "attention"),

@@ -60,7 +60,8 @@ CASES = {
             "aux_loss_coef": 0.1,
         }
     ),
-    "like gpt-oss": Case({"activation": "swiglu_clamped", "bias": True}),
+    "like gpt-oss": Case({"activation": "swiglu_clamped", "bias": True, "router_bias": True}),
+    "like qwen2-moe": Case({"pre_softmax": True, "num_shared_experts": 2, "shared_gate": True}),
     "fixed buffers, biases": Case(
         {"capacity_factor": 1.0, "pad_to_capacity": True, "activation": "swiglu_clamped", "bias": True},
         poison_tail=True,
@@ -103,6 +104,7 @@ IN_EVERY_WAY = (
     "softmax",
     "like deepseek-v3",
     "like gpt-oss",
+    "like qwen2-moe",
     "like switch",
     "fixed buffers",
     "fixed buffers, biases",
@@ -292,7 +294,8 @@ def test_weights_later_over_several_backwards(pools: dict[int, RankPool], seed: 
 def frozen(rank: int, world_size: int, seed: int) -> None:
     """Whatever needs no gradient gets none, and the rest what it gets in order."""
     torch.manual_seed(seed)
-    layer = MoELayer(MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64), max_tokens=8).double()
+    config = MoEConfig(**SIZES, num_shared_experts=1, shared_gate=True, dtype=torch.float64)
+    layer = MoELayer(config, max_tokens=8).double()
     parameters = dict(layer.named_parameters())
     values = torch.randn(5, 16, dtype=torch.float64)
     for fixed in (
@@ -301,6 +304,7 @@ def frozen(rank: int, world_size: int, seed: int) -> None:
         ("experts.w_out", "shared.w_in"),
         ("experts.w_in", "experts.w_out", "router.weight"),
         ("shared.w_out", "x"),
+        ("shared.w_gate",),
         ("router.weight", "x", "shared.w_in", "shared.w_out"),
     ):
         found = []

@@ -183,7 +183,9 @@ class LoopbackNative:
             for row, (t, k) in enumerate(hits.tolist()):
                 positions[t, k] = needed_positions + row
             needed_positions += -(-len(hits) // alignment) * alignment
-            fields["expert_starts"][1 + expert] = needed_positions if most < 0 else min(needed_positions, most)
+            fields["expert_starts"][1 + expert] = (
+                needed_positions if most < 0 else min(needed_positions, most)
+            )
             fields["expert_rows"][expert] = len(hits)
         positions[positions >= (needed_positions if most < 0 else most)] = -1
         needed = needed_positions

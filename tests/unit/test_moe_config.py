@@ -40,6 +40,7 @@ SIZES = {"hidden": 16, "ffn_hidden": 32, "num_experts": 8, "top_k": 2}
         {"activation": "swiglu_clamped", "bias": True, "main_grad": True},
         {"activation": "swiglu_clamped", "expert_precision": "fp8", "main_grad": True},
         {"activation": "gelu", "num_shared_experts": 2, "dtype": torch.bfloat16, "jitter": 0.01},
+        {"num_shared_experts": 1, "shared_gate": True, "router_bias": True},
     ],
 )
 def test_accepts(options: dict[str, Any]) -> None:
@@ -76,6 +77,7 @@ def test_accepts(options: dict[str, Any]) -> None:
         ({"bias_update_rate": -1.0}, "bias_update_rate"),
         ({"jitter": 1.0}, "jitter"),
         ({"num_shared_experts": -1}, "num_shared_experts"),
+        ({"shared_gate": True}, "shared_gate"),
         ({"capacity_factor": 0.0}, "capacity_factor"),
         ({"capacity_factor": 1.0, "drop_policy": "random"}, "drop_policy"),
         ({"pad_to_capacity": True}, "pad_to_capacity"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moecomm.errors import InvalidArgument, Unsupported
-from moecomm.kernels import quack
+from moecomm.kernels import quack, tiles
 from moecomm.kernels.products import Products
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, sharded_state
 from moecomm.nn.fp8 import Fp8Products
@@ -90,7 +90,7 @@ def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> N
 
     installed.setattr(quack, "make_quack_products", Recorded)
     for choice, expected in ((None, "quack"), ("quack", "quack"), ("torch", "torch")):
-        assert make_products(MoEConfig(**SIZES, products=choice), GPU).name == expected
+        assert make_products(MoEConfig(**SIZES, products=choice), GPU, rows=7).name == expected
     assert made == 2 * [
         {
             "hidden": 64,
@@ -99,6 +99,7 @@ def test_the_choice_is_quack_where_it_serves(installed: pytest.MonkeyPatch) -> N
             "device": GPU,
             "activation": "swiglu",
             "bias": False,
+            "rows": 7,
             "gathers": False,
         }
     ]
@@ -140,13 +141,19 @@ def test_a_config_has_one_engine() -> None:
 
 def test_tiles() -> None:
     """A layer of the table has its own tiles, another one those of the nearest; every product has some."""
-    for product in quack.PRODUCTS + quack.GATHERED:
-        table = quack.TILES[product]
-        for (hidden, ffn), tile in table.items():
-            assert quack.nearest_tile(product, hidden, ffn) == tile
-        assert quack.nearest_tile(product, 7000, 2100) == table[7168, 2048]
-        assert quack.nearest_tile(product, 1024, 512) == table[2048, 768]
-        assert product in quack.PRODUCTS or all(tile.cluster_n == 1 for tile in table.values())
+    for (hidden, ffn, rows), found in tiles.TILES.items():
+        assert list(found) and set(found) == {*tiles.PRODUCTS, *tiles.ADDED, *tiles.GATHERED}
+        for product, tile in found.items():
+            assert tiles.nearest_tile(product, hidden, ffn, rows) == tile
+            assert tiles.parse_tile(str(tile)) == tile
+            assert product not in tiles.GATHERED or tile.cluster_n == 1
+            assert product in tiles.ADDED or not tile.loads
+    assert tiles.nearest_tile("fc1", 7000, 2100) in {
+        found["fc1"] for sizes, found in tiles.TILES.items() if sizes[:2] == (7168, 2048)
+    }
+    assert tiles.nearest_tile("fc1", 7000, 2100, 300) == tiles.TILES[7168, 2048, 256]["fc1"]
+    assert tiles.nearest_tile("fc2", 1024, 512, 100) == tiles.TILES[2048, 768, 512]["fc2"]
+    assert tiles.Tile(256, 192, False, loads=True) == tiles.parse_tile("256x192c21+")
 
 
 def test_a_state_of_another_order_of_columns_is_refused() -> None:

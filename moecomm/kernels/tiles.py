@@ -1,0 +1,120 @@
+"""The tiles of quack's kernels for the experts' products: which is fastest for which layer, on an H200.
+
+A product's kernel has a tile, which makes 10 to 25 % of its time. A layer that is not in the table takes the
+tiles of the one whose hidden, ffn_hidden and rows an expert are nearest, as ratios.
+
+    python -m moecomm.kernels.quack_tiles      prints the table, and measures tiles for other layers
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+PRODUCTS = ("fc1", "fc2", "fc2_dgrad", "fc1_dgrad", "fc2_wgrad", "fc1_wgrad")
+ADDED = ("fc2_wgrad_added", "fc1_wgrad_added")
+"""The weights' gradients where they are added to what is there."""
+GATHERED = ("fc1_gathered", "fc2_dgrad_gathered", "fc2_wgrad_gathered", "fc1_wgrad_gathered")
+"""The products whose kernels gather rows by an index, which takes a tile with cluster_n=1."""
+
+
+class Tile(NamedTuple):
+    """What a block and a cluster of a kernel compute. Written "128x192p21": m, n, p (pingpong) or c, the
+    cluster; "+" at the end stands for `loads`.
+
+    Attributes:
+        m: rows of a block's tile.
+        n: columns of a block's tile.
+        pingpong: two groups of warps take turns with tiles of their own, instead of sharing one.
+        cluster_m: blocks of a cluster along the rows.
+        cluster_n: blocks of a cluster along the columns.
+        loads: of a product that adds: the block loads what is there and stores the sum, rounded once.
+            False: what it has computed is rounded, and added in memory.
+    """
+
+    m: int
+    n: int
+    pingpong: bool
+    cluster_m: int = 2
+    cluster_n: int = 1
+    loads: bool = False
+
+    def __str__(self) -> str:
+        kind, end = "p" if self.pingpong else "c", "+" if self.loads else ""
+        return f"{self.m}x{self.n}{kind}{self.cluster_m}{self.cluster_n}{end}"
+
+
+def parse_tile(text: str) -> Tile:
+    """Returns the tile that is written so."""
+    found = re.fullmatch(r"(\d+)x(\d+)([pc])(\d)(\d)(\+?)", text)
+    assert found is not None, f"{text!r} is no tile"
+    m, n, kind, cluster_m, cluster_n, end = found.groups()
+    return Tile(int(m), int(n), kind == "p", int(cluster_m), int(cluster_n), end == "+")
+
+
+Sizes = tuple[int, int, int]
+"""hidden, ffn_hidden, and the rows that an expert gets on average."""
+_TABLE: dict[Sizes, str] = {
+    (2048, 768, 512): """
+        fc1=128x192p12 fc2=128x256c12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
+        fc2_wgrad=192x128p12 fc1_wgrad=128x192p21 fc2_wgrad_added=128x128p12 fc1_wgrad_added=128x128p12
+        fc1_gathered=128x256c21 fc2_dgrad_gathered=128x128p11
+        fc2_wgrad_gathered=128x256c21 fc1_wgrad_gathered=256x192c21
+    """,
+    (2880, 2880, 256): """
+        fc1=128x192p12 fc2=128x256c12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
+        fc2_wgrad=256x160c21 fc1_wgrad=128x192p12 fc2_wgrad_added=128x160p12+ fc1_wgrad_added=128x128p21+
+        fc1_gathered=128x256c21 fc2_dgrad_gathered=128x160p21
+        fc2_wgrad_gathered=128x192p11 fc1_wgrad_gathered=128x192p11
+    """,
+    (4096, 1536, 512): """
+        fc1=128x192p12 fc2=128x192p12 fc2_dgrad=128x128p12 fc1_dgrad=128x256c12
+        fc2_wgrad=192x128p12 fc1_wgrad=128x128p21 fc2_wgrad_added=128x160p21 fc1_wgrad_added=128x256c12
+        fc1_gathered=128x256c21 fc2_dgrad_gathered=128x160p21
+        fc2_wgrad_gathered=128x192p21 fc1_wgrad_gathered=128x192p21
+    """,
+    (4096, 1536, 8192): """
+        fc1=256x192c12 fc2=192x128p12 fc2_dgrad=128x128p12 fc1_dgrad=192x128p12
+        fc2_wgrad=128x192p21 fc1_wgrad=256x128c12 fc2_wgrad_added=256x192c12 fc1_wgrad_added=256x128c12
+        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x128p21
+        fc2_wgrad_gathered=256x192c11 fc1_wgrad_gathered=256x192c21
+    """,
+    (6144, 16384, 2048): """
+        fc1=256x192c12 fc2=256x128c12 fc2_dgrad=128x128p12 fc1_dgrad=256x192c12
+        fc2_wgrad=256x192c12 fc1_wgrad=192x128p12 fc2_wgrad_added=128x128p12+ fc1_wgrad_added=128x128p21+
+        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x160p21
+        fc2_wgrad_gathered=256x160c21 fc1_wgrad_gathered=256x192c11
+    """,
+    (7168, 2048, 256): """
+        fc1=128x128p12 fc2=128x192p12 fc2_dgrad=128x128p12 fc1_dgrad=128x192p12
+        fc2_wgrad=128x128p12 fc1_wgrad=128x128p21 fc2_wgrad_added=192x128p12+ fc1_wgrad_added=128x128p21+
+        fc1_gathered=128x192p21 fc2_dgrad_gathered=128x192p21
+        fc2_wgrad_gathered=256x160c21 fc1_wgrad_gathered=256x192c11
+    """,
+    (7168, 2048, 8192): """
+        fc1=256x128c12 fc2=192x128p12 fc2_dgrad=192x128p12 fc1_dgrad=128x224c12
+        fc2_wgrad=128x224c21 fc1_wgrad=256x128c21 fc2_wgrad_added=128x224c21 fc1_wgrad_added=256x128c21
+        fc1_gathered=128x256c11 fc2_dgrad_gathered=128x192p21
+        fc2_wgrad_gathered=128x256c21 fc1_wgrad_gathered=256x192c11
+    """,
+}
+TILES: dict[Sizes, dict[str, Tile]] = {
+    sizes: {name: parse_tile(tile) for name, tile in (each.split("=") for each in line.split())}
+    for sizes, line in _TABLE.items()
+}
+"""The fastest tiles by sizes of the layer and product."""
+FLOAT32_SUMS = Tile(128, 128, True, loads=True)
+"""The tile of gradients that are added to float32 tensors, 0 to 5 % behind the best for the layers of the
+table; adding in memory takes a quarter longer."""
+
+
+def nearest_tile(product: str, hidden: int, ffn: int, rows: int | None = None) -> Tile:
+    """Returns the tile of the layer in the table whose sizes are nearest, as ratios; rows: those that an
+    expert gets on average, None if that is not known."""
+
+    def distance(sizes: Sizes) -> float:
+        ratios = (size / own for size, own in zip(sizes, (hidden, ffn, rows or sizes[2]), strict=True))
+        return math.hypot(*map(math.log, ratios))
+
+    return TILES[min(TILES, key=distance)][product]
