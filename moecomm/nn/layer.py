@@ -298,7 +298,8 @@ class MoELayer(nn.Module):
             require_tensor("x", x, self.comm.device)
             if x.dim() == 3 and x.shape[2] == self.config.hidden:
                 x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
-            self.router.check(x_TH, seq_len)
+            if self._sequence is not None:
+                self.router.check(x_TH, seq_len)  # not first in its forward, where ranks wait for each other
         except InvalidArgument:
             if self._sequence is not None:  # the other ranks wait for this one's choices
                 self._sequence.bring_nothing(self.router.weight)
