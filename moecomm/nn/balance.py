@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moecomm.nn.replicas import model_group
 from moecomm.nn.router import TopKRouter
-from moecomm.types import AnyGroup, as_group
+from moecomm.types import AnyGroup
 
 
 @torch.no_grad()
@@ -15,10 +16,10 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None) -> None:
     """Call once after each optimizer step: raises the bias of underloaded experts, lowers the others'.
 
     bias_e += bias_update_rate * sign(mean load - load_e) with the load counted over `group` (default: all
-    ranks) since the last call (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The load
-    counts tokens whose backward has run, once each, also under activation checkpointing and gradient
-    accumulation. One all-reduce for all layers; every rank of the group must call. No-op for a model without
-    such routers.
+    ranks, or those of the pipeline stage where the layers have a folding) since the last call (arXiv
+    2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The load counts tokens whose backward has run,
+    once each, also under activation checkpointing and gradient accumulation. One all-reduce for all layers;
+    every rank of the group must call. No-op for a model without such routers.
     """
     routers = [m for m in model.modules() if isinstance(m, TopKRouter) and m.expert_bias_E is not None]
     loads = [router.load_E for router in routers if router.load_E is not None]
@@ -26,7 +27,7 @@ def update_expert_bias(model: nn.Module, group: AnyGroup | None = None) -> None:
         return
     flat = torch.cat(loads)
     if dist.is_initialized():
-        dist.all_reduce(flat, group=as_group(group))
+        dist.all_reduce(flat, group=model_group(model, group))
     for router, load_E in zip(routers, torch.split(flat, [load.numel() for load in loads]), strict=True):
         assert router.expert_bias_E is not None
         assert router.load_E is not None

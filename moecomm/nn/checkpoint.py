@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moecomm.kernels.activation import INTERLEAVED
+from moecomm.nn.expert_parts import splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import ep_group_of
-from moecomm.nn.replicas import expert_owners, replicas_of_shards
+from moecomm.nn.part_state import part_of_all
+from moecomm.nn.replicas import expert_owners, layers_of, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
+
+Place = DeviceMesh | Callable[[Tensor], Tensor]
 
 
 def sharded_state(
@@ -29,6 +35,10 @@ def sharded_state(
     sharded or not. All others are what they are in `state_dict()`: plain tensors, the same on every rank, or
     shards of FSDP2. Records of which experts a rank's state_dict holds are left out. Pass the model that was
     built, not a wrapper (`ddp.module`), so that names stay the same.
+
+    Under a folding with ETP > 1 expert parameters, and the optimizer's tensors of their shape, are the pieces
+    of these (E, ...) tensors that the rank holds, as tensors that save and load take and nothing else does
+    (no async_save). The checkpoint is the same as at any other ETP and EP size.
 
     ep_group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
@@ -76,33 +86,44 @@ def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, DeviceMesh]:
-    """Returns the mesh over which each expert parameter is a shard: its EP group, and for a parameter that is
-    sharded already the holders of the same experts as a second dimension."""
+def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
+    """Returns the place of each expert parameter in the tensors of all experts: the mesh over which it is a
+    shard, of its EP group and for a parameter that is sharded already the holders of the same experts as a
+    second dimension; or what makes it pieces of them, where experts are split."""
     if not dist.is_initialized():
         return {}
     owners = expert_owners(model)
     meshes: dict[tuple[Any, Any], DeviceMesh] = {}
-    places: dict[Any, DeviceMesh] = {}
-    for parameter, layer in owners.items():
+    places: dict[Any, Place] = {}
+    for layer in layers_of(model):
+        if layer.folding is not None and layer.folding.etp > 1:
+            ep_group_of(layer, ep_group)
+            splits = splits_of(layer.config.activation)
+            for name, of_part in layer.experts.named_parameters():
+                owners.pop(of_part, None)
+                places[of_part] = partial(part_of_all, experts=layer.experts, split=splits[name])
+    for parameter, owner in owners.items():
         kind, over = parameter.device.type, getattr(parameter, "device_mesh", None)
-        key = (None if layer is None else layer.comm, over)
+        key = (None if owner is None else owner.comm, over)
         if key not in meshes:
-            if layer is not None and over is not None:
-                meshes[key] = replicas_of_shards(layer.comm, over).mesh(layer.comm, kind)
+            if owner is not None and over is not None:
+                meshes[key] = replicas_of_shards(owner.comm, over).mesh(owner.comm, kind)
             else:
-                group = ep_group_of(layer, ep_group)
+                group = ep_group_of(owner, ep_group)
                 assert group is not None
                 meshes[key] = DeviceMesh.from_group(group, kind)
         places[parameter] = meshes[key]
     return places
 
 
-def _shard(tensor: Any, mesh: DeviceMesh | None) -> Any:
-    """Returns this rank's experts as a shard of all experts; without a mesh the tensor is returned as it
+def _shard(tensor: Any, place: Place | None) -> Any:
+    """Returns this rank's experts as a shard of all experts; without a place the tensor is returned as it
     is."""
-    if mesh is None:
+    if place is None:
         return tensor
+    if not isinstance(place, DeviceMesh):
+        return place(tensor)
+    mesh = place
     if not isinstance(tensor, DTensor):
         return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
     shape = torch.Size((tensor.shape[0] * mesh.size(0), *tensor.shape[1:]))

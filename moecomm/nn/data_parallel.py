@@ -24,7 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from moecomm.errors import InvalidArgument
 from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
 from moecomm.nn.parameters import has_main_grad
-from moecomm.nn.replicas import Ranks, Replicas, expert_owners, find_replicas, layers_of, ranks_of
+from moecomm.nn.replicas import (
+    Ranks,
+    Replicas,
+    expert_owners,
+    find_replicas,
+    layers_of,
+    model_group,
+    ranks_of,
+)
 from moecomm.types import AnyGroup, as_group
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,11 +50,11 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
 
     model: the very module that is wrapped, once it is complete; a copy of it has to be prepared anew. All
     ranks call together. group: the ranks over which DistributedDataParallel averages (its process_group;
-    default: all ranks), a process group or a DeviceMesh of one dimension; it must have all ranks of each
-    layer's communicator. Raises InvalidArgument, on all ranks, for another group, and for a model that is
-    sharded by fully_shard.
+    default: all ranks, or those of the pipeline stage where the layers have a folding), a process group or a
+    DeviceMesh of one dimension; it must have all ranks of each layer's communicator. Raises InvalidArgument,
+    on all ranks, for another group, and for a model that is sharded by fully_shard.
     """
-    group = as_group(group)
+    group = model_group(model, group)
     owners, replicas = expert_owners(model), find_replicas(model, group)
     spread = {parameter: layer for parameter, layer in owners.items() if layer is not None}
     if len(spread) < len(owners):
@@ -86,13 +94,13 @@ def fully_shard_experts(
     needed.
 
     mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
-    what the layers tell. group: all ranks that hold the model (default: all ranks), a process group or a
-    DeviceMesh of one dimension. options: of torch.distributed.fsdp.fully_shard, for experts that have
-    replicas; weights of which a rank has the only copy stay whole on it. Raises InvalidArgument, on all
-    ranks, for a mesh of other ranks.
+    what the layers tell. group: all ranks that hold the model (default: all ranks, or those of the pipeline
+    stage where the layers have a folding), a process group or a DeviceMesh of one dimension. options: of
+    torch.distributed.fsdp.fully_shard, for experts that have replicas; weights of which a rank has the only
+    copy stay whole on it. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     _refuse_main_grad(model, "fully_shard")
-    replicas = find_replicas(model, as_group(group))
+    replicas = find_replicas(model, model_group(model, group))
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     for layer in layers_of(model):
         experts, comm = layer.experts, layer.comm

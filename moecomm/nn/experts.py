@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
+from moecomm.nn.expert_parts import ExpertPart, splits_of
 from moecomm.nn.parameters import (
     init_expert_weights,
     init_shared_weight,
@@ -38,26 +40,32 @@ class GroupedExperts(nn.Module):
     first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
     kernels' tiles are chosen by it.
 
+    With `part` a rank holds that part of each of its experts (moecomm/nn/expert_parts.py): F is then
+    ffn_hidden / part.of, the weights are those of the whole experts' with these columns, and the results
+    of all parts add up to those of the experts. Only part 0 has b_out.
+
     With config.expert_precision="fp8" the products are in e4m3, forward and backward; weights and gradients
     keep their dtype. Raises Unsupported for a GPU that has none of them.
 
-    A state_dict has a record of the experts it holds, "_extra_state": (4,) int64 of first_expert, L, E, and 1
-    where gates and up values are interleaved. load_state_dict raises InvalidArgument, before it changes a
-    weight, for a state of other experts or another order of columns. A state without a record, from an
-    earlier version, loads if its shapes fit, with a warning where L < E.
+    A state_dict has a record of the experts it holds, "_extra_state": (6,) int64 of first_expert, L, E, 1
+    where gates and up values are interleaved, and the part's number and of how many. load_state_dict raises
+    InvalidArgument, before it changes a weight, for a state of other experts, another part of them or
+    another order of columns. Records of earlier versions are shorter, of whole experts; a state without one
+    loads if its shapes fit, with a warning where a rank does not hold all experts.
 
-    Where L < E weights may be sharded by `moecomm.nn.fully_shard_experts` alone. fully_shard itself raises
-    InvalidArgument: its shards would mix different experts, or have gradients of another scale than the rest
-    of the model.
+    Where a rank does not hold all experts weights may be sharded by `moecomm.nn.fully_shard_experts` alone.
+    fully_shard itself raises InvalidArgument: its shards would mix different experts, or have gradients of
+    another scale than the rest of the model.
 
     Attributes:
         w_in: (L, H, 2F) for swiglu, gate first and up second; (L, H, F) for gelu. Of the config's dtype.
         w_out: (L, F, H) of the config's dtype.
         b_in: (L, 2F) or (L, F) of the config's dtype; None without config.bias.
-        b_out: (L, H) of the config's dtype; None without config.bias.
+        b_out: (L, H) of the config's dtype; None without config.bias, and in parts other than 0.
         config: the layer's MoEConfig.
         num_local_experts: L, experts of this rank.
         first_expert: global id of the first local expert.
+        part: the ExpertPart of each of them that is here; part 0 of 1 is a whole expert.
         products: how products are computed, in whatever way a layer runs.
         sharded_over: ranks of the default group over which `fully_shard_experts` shards the weights.
     """
@@ -75,24 +83,28 @@ class GroupedExperts(nn.Module):
         num_local_experts: int | None = None,
         first_expert: int = 0,
         rows_per_expert: int | None = None,
+        part: ExpertPart | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        part = part or ExpertPart()
+        ffn = config.ffn_hidden // part.of
         local = config.num_experts if num_local_experts is None else num_local_experts
         if local < 1 or first_expert < 0 or first_expert + local > config.num_experts:
             raise InvalidArgument(
                 f"experts {first_expert}..{first_expert + local - 1} (num_local_experts={local}) are not "
                 f"within 0..{config.num_experts - 1}"
             )
-        self.config, self.num_local_experts, self.first_expert = config, local, first_expert
+        self.config, self.num_local_experts, self.first_expert, self.part = config, local, first_expert, part
         where = torch.get_default_device() if device is None else torch.device(device)
-        self.products = make_products(config, where, rows_per_expert)
-        inner = config.ffn_hidden * INPUTS[config.activation]
+        self.products = make_products(dataclasses.replace(config, ffn_hidden=ffn), where, rows_per_expert)
+        inner = ffn * INPUTS[config.activation]
         make = {"dtype": config.dtype, "device": device}
         self.w_in = nn.Parameter(torch.empty(local, config.hidden, inner, **make))  # type: ignore[arg-type]
-        self.w_out = nn.Parameter(torch.empty(local, config.ffn_hidden, config.hidden, **make))  # type: ignore[arg-type]
+        self.w_out = nn.Parameter(torch.empty(local, ffn, config.hidden, **make))  # type: ignore[arg-type]
         for name, width in (("b_in", inner), ("b_out", config.hidden)):
-            bias = nn.Parameter(torch.empty(local, width, **make)) if config.bias else None  # type: ignore[arg-type]
+            has = config.bias and not (name == "b_out" and part.number)
+            bias = nn.Parameter(torch.empty(local, width, **make)) if has else None  # type: ignore[arg-type]
             self.register_parameter(name, bias)
         self._mark_parameters()
         self.reset_parameters()
@@ -100,10 +112,19 @@ class GroupedExperts(nn.Module):
     def reset_parameters(self) -> None:
         """Fills the weights with new random numbers of standard deviation config.init_std, which depend on
         one number of torch's default CPU generator and on each expert's global id; biases with zeros."""
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        seed, splits = int(torch.randint(2**62, (), device="cpu")), splits_of(self.config.activation)
         for name, weight in (("w_in", self.w_in), ("w_out", self.w_out)):
-            std = self.config.init_std
-            init_expert_weights(weight, seed=seed, name=name, first_expert=self.first_expert, std=std)
+            split = splits[name]
+            assert split is not None
+            init_expert_weights(
+                weight,
+                seed=seed,
+                name=name,
+                first_expert=self.first_expert,
+                std=self.config.init_std,
+                part=self.part,
+                split=split,
+            )
         for bias in (self.b_in, self.b_out):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -189,56 +210,65 @@ class GroupedExperts(nn.Module):
             raise InvalidArgument(
                 "main_grad is True, must be False under fully_shard, which averages and shards `grad` alone"
             )
-        if isinstance(value, DTensor) and self.num_local_experts < self.config.num_experts:
+        if isinstance(value, DTensor) and not self.has_all:
             ranks = {int(rank) for rank in value.device_mesh.mesh.flatten()}
             if ranks != self.sharded_over:
                 raise InvalidArgument(
-                    f"{name} is sharded over ranks {sorted(ranks)} by fully_shard: of the "
-                    f"{self.config.num_experts} experts this rank holds {self.num_local_experts}, and others "
-                    "hold others. Call moecomm.nn.fully_shard_experts(model) first, then fully_shard for the "
-                    "rest of the model"
+                    f"{name} is sharded over ranks {sorted(ranks)} by fully_shard: this rank holds "
+                    f"{self._holds(self.get_extra_state().tolist())}, and others hold others. Call "
+                    "moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
                 )
         super().__setattr__(name, value)
 
+    @property
+    def has_all(self) -> bool:
+        """True where this rank holds all experts, whole."""
+        return self.num_local_experts == self.config.num_experts and self.part.of == 1
+
     def get_extra_state(self) -> Tensor:
-        """Returns the record of the experts that a state_dict holds: (4,) int64 of first_expert, L, E, and 1
-        where gates and up values are interleaved."""
+        """Returns the record of the experts that a state_dict holds: (6,) int64 of first_expert, L, E, 1
+        where gates and up values are interleaved, and the part's number and of how many."""
         interleaved = self.config.activation in INTERLEAVED
         held = [self.first_expert, self.num_local_experts, self.config.num_experts, int(interleaved)]
-        return torch.tensor(held, dtype=torch.int64, device="cpu")
+        return torch.tensor([*held, *self.part], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: `_load_from_state_dict` has compared the record, before any weight."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        own = self.get_extra_state()
+        own = self.get_extra_state().tolist()
         name = f"{prefix}_extra_state"
-        if name not in state_dict and self.num_local_experts < self.config.num_experts:
+        if name not in state_dict and not self.has_all:
             warnings.warn(
                 f"the state has no record {name} of which experts it holds, as those of earlier versions: it "
-                f"is taken to hold {self.num_local_experts} experts from {self.first_expert} on",
+                f"is taken to hold {self._holds(own)}",
                 stacklevel=2,
             )
-        held = state_dict.setdefault(name, own)
-        first, count, of, *interleaved = held.tolist()
-        if (interleaved or [0]) != [int(own[3])]:
+        held = state_dict.setdefault(name, self.get_extra_state()).tolist()
+        held += [0, 0, 1][len(held) - 3 :] if len(held) < len(own) else []
+        if held[3] != own[3]:
             raise InvalidArgument(
-                f"the state's gates and up values are {'' if any(interleaved) else 'not '}interleaved, and "
+                f"the state's gates and up values are {'' if held[3] else 'not '}interleaved, and "
                 f"this module's activation is {self.config.activation!r}: build it with that of the saved "
                 "model, or reorder the columns of w_in"
             )
-        if [first, count, of] != own[:3].tolist():
+        if held != own:
             raise InvalidArgument(
-                f"the state holds experts {first}..{first + count - 1} of {of}, this module experts "
-                f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1} of "
-                f"{self.config.num_experts}: each rank's state_dict is of its own experts. Save and load "
-                "with torch.distributed.checkpoint and moecomm.nn.sharded_state, which has all of them"
+                f"the state holds {self._holds(held)}, this module {self._holds(own)}: each rank's "
+                "state_dict is of its own experts. Save and load with torch.distributed.checkpoint and "
+                "moecomm.nn.sharded_state, which has all of them"
             )
         super()._load_from_state_dict(state_dict, prefix, *others)
 
+    @staticmethod
+    def _holds(record: list[int]) -> str:
+        """Says which experts a record is of."""
+        first, count, of, _, part, parts = record
+        share = "" if parts == 1 else f", part {part} of {parts} of each"
+        return f"experts {first}..{first + count - 1} of {of}{share}"
+
     def extra_repr(self) -> str:
-        last = self.first_expert + self.num_local_experts - 1
-        of = f"experts {self.first_expert}..{last} of {self.config.num_experts}"
+        of = self._holds(self.get_extra_state().tolist())
         biases = ", biases" if self.config.bias else ""
         return f"{of}, {self.config.activation}{biases}, products by {self.products.name}"
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moecomm.errors import InvalidArgument
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad, main_grad_of
-from moecomm.nn.replicas import Ranks, expert_owners, find_replicas, ranks_of
+from moecomm.nn.replicas import Ranks, expert_owners, find_replicas, layers_of, model_group, ranks_of
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
@@ -34,8 +34,9 @@ def sync_gradients(
     """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
     losses. Every rank of `group` calls it, once a step.
 
-    group: all ranks that hold the model and bring tokens to a step (default: all ranks); a process group or a
-    DeviceMesh of one dimension, here and below. Dense gradients are summed over it and divided by its size.
+    group: all ranks that hold the model and bring tokens to a step (default: all ranks, or those of the
+    pipeline stage where the layers have a folding); a process group or a DeviceMesh of one dimension, here
+    and below. Dense gradients are summed over it and divided by its size.
     An expert's gradient already holds what the tokens of its communicator's ranks contributed, because
     dispatch brought them there; it is summed over the ranks that hold the same expert, and divided by the
     size of `group` as well. Which ranks those are the layers' communicators tell: ranks exchange their groups
@@ -51,12 +52,15 @@ def sync_gradients(
     averaged already, of `fully_shard_experts` and of `fully_shard` over all of `group`, stay as they are.
 
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
-    `group`, another expert_group, parameters that fully_shard has sharded over some of `group`, or a model
-    under DistributedDataParallel, which has synchronised its gradients in the backward.
+    `group`, a group that is not the pipeline stage of the layers' folding, another expert_group, parameters
+    that fully_shard has sharded over some of `group`, or a model under DistributedDataParallel, which has
+    synchronised its gradients in the backward. Parameters that tensor parallelism has split are not for this
+    function (docs/folding.md): where they are marked, as Megatron-Core does (`tensor_model_parallel`), they
+    are refused too.
     """
     if not dist.is_initialized():
         return
-    group, expert_group = as_group(group), as_group(expert_group, "expert_group")
+    group, expert_group = model_group(model, group), as_group(expert_group, "expert_group")
     owners = expert_owners(model)
     _refuse_ddp(model, owners)
     replicas = find_replicas(model, group)
@@ -69,6 +73,7 @@ def sync_gradients(
                 "leave it out, the layers know"
             )
     sums: dict[Group | None, list[Tensor]] = {}
+    tensor_parallel = any(layer.folding is not None and layer.folding.tp > 1 for layer in layers_of(model))
     for parameter in _trained(model):
         if isinstance(parameter, DTensor):
             if parameter not in owners:
@@ -76,6 +81,13 @@ def sync_gradients(
             continue
         if hasattr(parameter, DIVIDED):
             continue
+        if getattr(parameter, "tensor_model_parallel", False) and tensor_parallel:
+            raise InvalidArgument(
+                f"a parameter of shape {tuple(parameter.shape)} is split by tensor parallelism "
+                "(tensor_model_parallel), must not be averaged over ranks that hold other parts: sum its "
+                "gradient over folding.group('dp-cp'), divide it by the ranks of the stage, and pass the "
+                "other modules here"
+            )
         over = dist.group.WORLD if group is None else group
         if parameter in owners:
             layer, over = owners[parameter], expert_group
@@ -90,7 +102,12 @@ def sync_gradients(
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: AnyGroup | None = None) -> Tensor:
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    ep_group: AnyGroup | None = None,
+    pp_group: AnyGroup | None = None,
+) -> Tensor:
     """Scales all gradients so that their global 2-norm is at most max_norm; returns the norm before, 0-d
     float32.
 
@@ -103,8 +120,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: AnyGroup | None 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'
     own. For parameters marked outside of MoELayers the default is all ranks.
+
+    pp_group: with pipeline stages, the ranks that hold those of one pipeline, over which the norm is summed
+    then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
+    several raise InvalidArgument, as every stage would scale its gradients by another factor.
     """
-    ep_group = as_group(ep_group, "ep_group")
+    ep_group, pp_group = as_group(ep_group, "ep_group"), as_group(pp_group, "pp_group")
+    staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
+    if staged and pp_group is None:
+        raise InvalidArgument(
+            "pp_group is None, must be the ranks of this rank's pipeline, folding.group('pp'), for a norm "
+            "over all stages"
+        )
     owners, trained = expert_owners(model), _trained(model)
     squares: dict[tuple[Group, ...], Tensor] = {}
     for parameter in trained:
@@ -121,7 +148,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, ep_group: AnyGroup | None 
     for groups, square in squares.items():
         for over in groups:
             dist.all_reduce(square, group=over)
-    norm = sum(squares.values(), start=_zero(trained)).sqrt()
+    total = sum(squares.values(), start=_zero(trained))
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
+    norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in trained:
         gradient = _found_gradient(parameter)

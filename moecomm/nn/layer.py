@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,9 @@ from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import prepare as prepare_activation
+from moecomm.nn import folded
 from moecomm.nn.config import MoEConfig
+from moecomm.nn.expert_parts import ExpertPart
 from moecomm.nn.expert_pass import Call, Deferred, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
@@ -27,6 +30,7 @@ from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.overlap import Timeline, sms_beside_wgrad
+from moecomm.parallel import ParallelFolding
 from moecomm.types import AnyGroup, Engine
 
 
@@ -75,6 +79,12 @@ class MoELayer(nn.Module):
     dimension; instead of it a DeviceMesh of several dimensions may be given as `mesh`, and as `ep_dim` the
     name of that over which the experts are spread.
 
+    folding: a ParallelFolding, instead of a group (docs/folding.md). Its group "etp-ep" shares out the
+    experts, and with ETP > 1 each rank holds a part of its experts' inner width; every rank brings the tokens
+    that it has, and `comm`, if given, is of `make_communicator`. Layers and communicators are then built by
+    all ranks of the job together, as they make the folding's groups: a pipeline stage without layers makes
+    folding.group("etp-ep") and folding.group("tp-cp-dp") meanwhile.
+
     Rows travel and experts compute in config.dtype; the output has x's dtype. Weights of another dtype (after
     `layer.half()`) make forward raise InvalidArgument, on all ranks.
 
@@ -122,7 +132,9 @@ class MoELayer(nn.Module):
 
     Attributes:
         config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
-        comm: the communicator.
+        comm: the communicator. Under a folding with ETP > 1 its experts are the parts of the layer's, and
+            each choice of a token is ETP choices there.
+        folding: the ParallelFolding, or None.
         router: the TopKRouter.
         experts: the GroupedExperts, or the module given.
         shared: the SharedExperts; None without any.
@@ -148,14 +160,17 @@ class MoELayer(nn.Module):
         nodes: int | None = None,
         overlap: OverlapConfig | None = None,
         experts: nn.Module | None = None,
+        folding: ParallelFolding | None = None,
     ) -> None:
         super().__init__()
+        if folding is not None:
+            _require_folding(config, folding, group or mesh, experts)
         if experts is not None:
             adopt_experts(experts, config)
         overlap = OverlapConfig() if overlap is None else _require_config(overlap)
         group, engine = _expert_group(group, mesh, ep_dim), overlap.engine
         if comm is None:
-            comm = _build_communicator(config, group, max_tokens, engine)
+            comm = _build_communicator(config, group, max_tokens, engine, folding)
         elif group is not None or max_tokens is not None:
             raise InvalidArgument(
                 "group (or mesh) and max_tokens are given by comm, must be None when comm is passed"
@@ -165,27 +180,40 @@ class MoELayer(nn.Module):
                 f"OverlapConfig.engine is {engine!r}, must be None when comm is passed, which has its own: "
                 f"build it with Communicator(engine={engine!r})"
             )
+        if folding is not None:
+            folded.require_communicator(config, folding, comm)
+            folded.make_groups(folding)
         for name in ("num_experts", "hidden", "top_k", "dtype"):
             ours, theirs = getattr(config, name), getattr(comm, name)
-            if ours != theirs:
+            if ours != theirs and (folding is None or name == "dtype"):
                 raise InvalidArgument(f"comm.{name} is {theirs}, must be the config's {name}={ours}")
         if config.limit_nodes is None and nodes is not None:
             raise InvalidArgument(f"nodes is {nodes}, must be None without limit_nodes in the config")
-        config = config.for_nodes(comm.nodes if nodes is None else nodes)
-        self.config, self.comm = config, comm
-        self.router = TopKRouter(config, device=comm.device)
+        self._part_ids = None if folding is None else folded.ids_of_parts(config, folding, comm)
+        given, config = config, config.for_nodes(comm.nodes if nodes is None else nodes)
+        if given.limit_nodes is not None and nodes is None:
+            folded.require_experts_in_node_order(given, self._part_ids, comm)
+        self.config, self.comm, self.folding = config, comm, folding
+        self._sequence = None
+        if config.drop_over == "sequence":
+            self._sequence = folded.sequence_ranks(config, folding, comm.max_tokens)
+        self.router = TopKRouter(config, device=comm.device, sequence=self._sequence)
         self._own_experts = experts is not None
         self.experts: Any = experts
         if experts is None:
+            first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
+            if folding is not None:
+                first_expert, part = folded.held_by(config, folding)
             self.experts = GroupedExperts(
                 config,
                 num_local_experts=comm.num_local_experts,
-                first_expert=comm.rank * comm.num_local_experts,
+                first_expert=first_expert,
                 rows_per_expert=comm.size * comm.max_tokens * config.top_k // config.num_experts,
+                part=part,
                 device=comm.device,
             )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None
-        self.capacity = received_rows_bound(config, comm) if config.pad_to_capacity else None
+        self.capacity = received_rows_bound(config, comm, folding) if config.pad_to_capacity else None
         self._sms = _sms_to_share(comm)
         self.overlap = overlap
         self.pool: ActivationPool | None = None
@@ -199,6 +227,19 @@ class MoELayer(nn.Module):
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
+
+    @staticmethod
+    def make_communicator(
+        config: MoEConfig, folding: ParallelFolding, *, max_tokens: int, **options: Any
+    ) -> Communicator:
+        """Builds the communicator that layers of a config under a folding may share, MoELayer(config, comm,
+        folding=folding). max_tokens: the most tokens a rank brings to one call; options: of Communicator.
+
+        All ranks of the job call together. The folding's groups for dispatch and gradients are made here
+        too. Raises InvalidArgument for a config whose experts the folding cannot hold, and what
+        `ParallelFolding.group` and Communicator raise.
+        """
+        return folded.make_communicator(config, folding, max_tokens=max_tokens, **options)
 
     @property
     def overlap(self) -> OverlapConfig:
@@ -230,8 +271,14 @@ class MoELayer(nn.Module):
 
         seq_len: length of the sequences in a (T, H) input, for aux_loss="sequence"; taken from a (B, S, H)
         input. A bad x, a seq_len that does not divide T, weights of another dtype than the config's and
-        settings that do not go together raise InvalidArgument on all ranks.
+        settings that do not go together raise InvalidArgument on all ranks. With drop_over="sequence" a graph
+        of torch.compile ends before the layer and goes on after it.
         """
+        if self._sequence is not None and torch.compiler.is_compiling():
+            return self._forward_outside_graph(x, seq_len)
+        return self._forward(x, seq_len)
+
+    def _forward(self, x: Tensor, seq_len: int | None) -> Tensor:
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
         try:
             routed = self._route(x, seq_len, in_order)
@@ -241,13 +288,21 @@ class MoELayer(nn.Module):
         y_TH = run(routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)
         return self._finish(y_TH, x.shape, x.dtype, routed.unattached)
 
+    _forward_outside_graph = _disable_dynamo(_forward)
+
     def _route(self, x: Tensor, seq_len: int | None, in_order: bool) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
-        self._check_settings(in_order)
-        require_tensor("x", x, self.comm.device)
         x_TH = x
-        if x.dim() == 3 and x.shape[2] == self.config.hidden:
-            x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
+        try:
+            self._check_settings(in_order)
+            require_tensor("x", x, self.comm.device)
+            if x.dim() == 3 and x.shape[2] == self.config.hidden:
+                x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
+            self.router.check(x_TH, seq_len)
+        except InvalidArgument:
+            if self._sequence is not None:  # the other ranks wait for this one's choices
+                self._sequence.bring_nothing(self.router.weight)
+            raise
         routing = self.router(x_TH, seq_len)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
@@ -255,7 +310,12 @@ class MoELayer(nn.Module):
         # stops before the combine.
         weights_TK = self._attach(routing.topk_weights_TK, routing)
         unattached = None if weights_TK.requires_grad else routing
-        return Routed(x_TH.to(self.config.dtype), routing.topk_idx_TK, weights_TK, unattached)
+        topk_idx_TK = routing.topk_idx_TK
+        if self._part_ids is not None:
+            # A choice becomes one of each part of its expert, with the same weight.
+            topk_idx_TK = self._part_ids[topk_idx_TK.long()].flatten(1)
+            weights_TK = weights_TK.repeat_interleave(self._part_ids.shape[1], dim=1)
+        return Routed(x_TH.to(self.config.dtype), topk_idx_TK, weights_TK, unattached)
 
     def _finish(
         self, y_TH: Tensor, shape: torch.Size, dtype: torch.dtype, unattached: Routing | None
@@ -438,7 +498,7 @@ class MoELayer(nn.Module):
         )
 
 
-def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
+def received_rows_bound(config: MoEConfig, comm: Communicator, folding: ParallelFolding | None = None) -> int:
     """Returns the rows that no routing under config.capacity_factor can exceed on one rank, whatever tokens
     each rank brings."""
     worst = rows_at_worst(
@@ -447,8 +507,13 @@ def received_rows_bound(config: MoEConfig, comm: Communicator) -> int:
         top_k=config.top_k,
         num_local_experts=comm.num_local_experts,
     )
-    limit = tokens_per_expert_limit(config, comm.max_tokens)
-    return min(worst, comm.size * comm.num_local_experts * limit)
+    of_expert = comm.size * tokens_per_expert_limit(config, comm.max_tokens)
+    if folding is not None and config.drop_over == "sequence":
+        of_expert = sum(
+            min(tokens_per_expert_limit(config, tokens), here)
+            for tokens, here in folded.rows_of_sequences(folding, comm.max_tokens)
+        )
+    return min(worst, comm.num_local_experts * of_expert)
 
 
 def _sms_to_share(comm: Communicator) -> int | None:
@@ -486,11 +551,28 @@ def _expert_group(group: AnyGroup | None, mesh: DeviceMesh | None, ep_dim: str |
     return mesh[ep_dim]
 
 
+def _require_folding(config: MoEConfig, folding: ParallelFolding, group: Any, experts: Any) -> None:
+    """Raises InvalidArgument for a folding that does not fit the other arguments of a layer."""
+    folded.require_fit(config, folding)
+    if group is not None:
+        raise InvalidArgument("group (or mesh) is given by folding, must be None when folding is passed")
+    if experts is not None and folding.etp > 1:
+        raise InvalidArgument(
+            f"folding.etp is {folding.etp}, must be 1 with experts of one's own, which moecomm cannot split"
+        )
+
+
 def _build_communicator(
-    config: MoEConfig, group: AnyGroup | None, max_tokens: int | None, engine: Engine | None
+    config: MoEConfig,
+    group: AnyGroup | None,
+    max_tokens: int | None,
+    engine: Engine | None,
+    folding: ParallelFolding | None,
 ) -> Communicator:
     if max_tokens is None:
         raise InvalidArgument("max_tokens is None, must be given when no comm is passed")
+    if folding is not None:
+        return folded.make_communicator(config, folding, max_tokens=max_tokens, engine=engine or "sm")
     return Communicator(
         group,
         num_experts=config.num_experts,

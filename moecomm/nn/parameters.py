@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moecomm.errors import InvalidArgument
+from moecomm.nn.expert_parts import ExpertPart, Split
 
 _MARK = "moecomm_expert_parallel"
 _MAIN_GRAD = "moecomm_main_grad"
@@ -85,16 +86,22 @@ def init_shared_weight(weight: Tensor, std: float) -> None:
     weight.copy_(nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype, device="cpu"), std=std))
 
 
-def init_expert_weights(weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float) -> None:
-    """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone.
+def init_expert_weights(
+    weight_LAB: Tensor, *, seed: int, name: str, first_expert: int, std: float, part: ExpertPart, split: Split
+) -> None:
+    """Fills weight[l] with normal numbers that depend on (seed, name, first_expert + l) alone, of which a
+    part of the experts takes its own.
 
-    So a model starts the same at every EP size. Numbers are drawn in float32 on the CPU, so that neither
-    dtype nor device matters beyond rounding. Weights on the meta device are left alone.
+    So a model starts the same at every EP and ETP size. Numbers are drawn in float32 on the CPU, so that
+    neither dtype nor device matters beyond rounding. Weights on the meta device are left alone.
     """
     if weight_LAB.is_meta:
         return
     generator = torch.Generator("cpu")
+    shape = list(weight_LAB.shape)
+    shape[0], shape[split.dim] = 1, shape[split.dim] * part.of
     for local, weight_AB in enumerate(weight_LAB.detach()):
         key = f"{seed}:{name}:{first_expert + local}".encode()
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
-        weight_AB.copy_(torch.normal(0.0, std, weight_AB.shape, generator=generator, device="cpu"))
+        whole_1AB = torch.normal(0.0, std, shape, generator=generator, device="cpu")
+        weight_AB.copy_(part.take(whole_1AB, split)[0])

@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.folded import STAGE
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import is_expert_parameter
-from moecomm.types import Group
+from moecomm.parallel.subgroups import new_group
+from moecomm.types import AnyGroup, Group, as_group
 
 Ranks = tuple[int, ...]
 """Numbers of ranks in the default group."""
@@ -46,9 +48,7 @@ class Replicas:
             return dist.group.WORLD
         group = _groups.get(self.ranks)
         if group is None or not _is_known(group):
-            made = dist.new_group(list(self.ranks), use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            group = _groups[self.ranks] = made
+            group = _groups[self.ranks] = new_group(self.ranks)
         return group
 
     def mesh(self, comm: Communicator, device_type: str) -> DeviceMesh:
@@ -63,6 +63,26 @@ class Replicas:
 def layers_of(model: nn.Module) -> list[MoELayer]:
     """Returns the MoELayers of a model, each once, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def model_group(model: nn.Module, group: AnyGroup | None) -> Group | None:
+    """Returns the ranks that hold a model (None: all of the job): the given group, or those of the pipeline
+    stage, where its layers are under a ParallelFolding. Raises InvalidArgument for a given group that is not
+    the stage, and for layers under different foldings."""
+    group = as_group(group)
+    foldings = {layer.folding for layer in layers_of(model) if layer.folding is not None}
+    if len(foldings) > 1:
+        raise InvalidArgument(f"the model's layers have different foldings, must have one: {foldings}")
+    for folding in foldings:
+        stage = folding.group_of(STAGE, dist.get_rank())
+        if group is None:
+            return folding.group(STAGE) if folding.pp > 1 else None
+        if sorted(ranks_of(group)) != list(stage):
+            raise InvalidArgument(
+                f"group has ranks {ranks_of(group)}, must have {stage}, those of this pipeline stage "
+                f"(folding.group({STAGE!r})); leave it out, the layers know"
+            )
+    return group
 
 
 def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
@@ -85,7 +105,7 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
 
 def _has_all(module: nn.Module) -> bool:
-    return isinstance(module, GroupedExperts) and module.num_local_experts == module.config.num_experts
+    return isinstance(module, GroupedExperts) and module.has_all
 
 
 def _is_known(group: Group) -> bool:
@@ -117,7 +137,8 @@ def match_blocks(own: Sequence[Ranks], ranks: Ranks) -> tuple[Ranks, ...]:
 
 
 def find_replicas(model: nn.Module, group: Group | None) -> dict[Communicator, Replicas]:
-    """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts.
+    """Finds, for each communicator of the model's layers, the ranks that hold this rank's experts,
+    in parts or whole.
 
     group: all ranks that hold the model (None: all of the job); they call together. The first time for a
     communicator its EP groups are told to all of them; later they are looked up. Raises InvalidArgument, on

@@ -13,7 +13,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import load_balancing_loss, z_loss
 from moecomm.nn.parameters import init_shared_weight
-from moecomm.nn.token_dropping import kept_choices, tokens_per_expert_limit
+from moecomm.nn.token_dropping import SequenceRanks, kept_choices, tokens_per_expert_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +64,25 @@ class TopKRouter(nn.Module):
     expert_bias_E: Tensor | None
     load_E: Tensor | None
 
-    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        sequence: SequenceRanks | None = None,
+    ) -> None:
         super().__init__()
+        if (sequence is None) != (config.drop_over == "rank"):
+            raise InvalidArgument(
+                f"drop_over is {config.drop_over!r}, must be 'rank' for a router that knows no other ranks: "
+                "'sequence' is for a MoELayer with a folding"
+            )
         if config.limit_nodes is not None:
             raise InvalidArgument(
                 f"limit_nodes is {config.limit_nodes} and a router does not know the nodes: "
                 "pass config.for_nodes(number of nodes)"
             )
-        self.config = config
+        self.config, self._sequence = config, sequence
         dtype = torch.promote_types(config.dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
@@ -95,7 +106,7 @@ class TopKRouter(nn.Module):
         aux_loss="sequence" (default: all T are one sequence). Raises InvalidArgument on a wrong shape or a
         seq_len that does not divide T."""
         config = self.config
-        self._check(x_TH, seq_len)
+        self.check(x_TH, seq_len)
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
             if self.training and config.jitter > 0:
@@ -112,9 +123,7 @@ class TopKRouter(nn.Module):
             load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=x_TH.device)
             load_E.scatter_add_(0, choices, torch.ones_like(choices))
             if config.capacity_factor is not None:
-                by_weight = weights_TK if config.drop_policy == "probs" else None
-                limit = tokens_per_expert_limit(config, x_TH.shape[0])
-                kept_TK = kept_choices(topk_idx_TK, by_weight, config.num_experts, limit)
+                kept_TK = self._kept(topk_idx_TK, weights_TK)
                 topk_idx_TK = topk_idx_TK.masked_fill(~kept_TK, -1)
                 weights_TK = weights_TK.masked_fill(~kept_TK, 0.0)
         return Routing(
@@ -125,13 +134,25 @@ class TopKRouter(nn.Module):
             tokens_per_expert_E=load_E,
         )
 
-    def _check(self, x_TH: Tensor, seq_len: int | None) -> None:
+    def check(self, x_TH: Tensor, seq_len: int | None) -> None:
+        """Raises InvalidArgument for tokens that forward cannot route."""
         if x_TH.dim() != 2 or x_TH.shape[1] != self.config.hidden:
             raise InvalidArgument(
                 f"x has shape {tuple(x_TH.shape)}, must be (tokens, hidden={self.config.hidden})"
             )
         if seq_len is not None and (seq_len < 1 or x_TH.shape[0] % seq_len):
             raise InvalidArgument(f"seq_len is {seq_len}, must divide the number of tokens {x_TH.shape[0]}")
+        if self._sequence is not None:
+            self._sequence.require_tokens(x_TH.shape[0])
+
+    def _kept(self, topk_idx_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Returns (T, K) bool: the choices that the capacity does not drop."""
+        config = self.config
+        if self._sequence is not None:
+            return self._sequence.kept(topk_idx_TK, weights_TK)
+        by_weight = weights_TK if config.drop_policy == "probs" else None
+        limit = tokens_per_expert_limit(config, topk_idx_TK.shape[0])
+        return kept_choices(topk_idx_TK, by_weight, config.num_experts, limit)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         config = self.config

@@ -58,7 +58,7 @@ def wrong_states(rank: int, world_size: int, seed: int) -> list[Caught | None]:
     experts = {name: tensor.clone() for name, tensor in other.experts.named_parameters()}
     with layer.comm, other.comm, alone.comm:
         saved = of_rank_0(layer.state_dict())
-        assert saved["experts._extra_state"].tolist() == [0, 12 // world_size, 12, 0]
+        assert saved["experts._extra_state"].tolist() == [0, 12 // world_size, 12, 0, 0, 1]
         found = [catch(lambda: other.load_state_dict(saved))]
         found.append(catch(lambda: other.load_state_dict(saved, strict=False)))
         found.append(catch(lambda: other.load_state_dict(alone.state_dict())))
@@ -97,7 +97,7 @@ def test_a_state_without_a_record_loads_where_shapes_fit() -> None:
         assert bool((experts.w_in == 1).all())
         texts = [str(each.message) for each in seen]
         assert [re.sub(r".*: it", "it", text) for text in texts] == (
-            [] if experts is whole else ["it is taken to hold 4 experts from 4 on"]
+            [] if experts is whole else ["it is taken to hold experts 4..7 of 12"]
         )
         with pytest.raises(RuntimeError, match="size mismatch"):
             experts.load_state_dict({name: torch.ones(1) for name in old})
@@ -107,7 +107,7 @@ def test_the_record_goes_along() -> None:
     """A copy has it, and torch.save and load keep it, with tensors alone."""
     experts = GroupedExperts(MoEConfig(**SIZES), num_local_experts=4, first_expert=8)
     copied = copy.deepcopy(experts)
-    assert copied.get_extra_state().tolist() == [8, 4, 12, 0]
+    assert copied.get_extra_state().tolist() == [8, 4, 12, 0, 0, 1]
     assert all(isinstance(value, torch.Tensor) for value in experts.state_dict().values())
     copied.load_state_dict(experts.state_dict())
     with pytest.raises(

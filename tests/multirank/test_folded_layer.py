@@ -1,0 +1,580 @@
+"""MoELayer under a ParallelFolding equals one process with all ranks' tokens: outputs, gradients, weights,
+dropped choices and checkpoints, with experts split over ETP ranks or not; and what of it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from moecomm import Communicator
+from moecomm.nn import (
+    GraphedStep,
+    MoEBlock,
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    clip_grad_norm,
+    fully_shard_experts,
+    prepare_ddp,
+    sharded_state,
+    sync_gradients,
+    update_expert_bias,
+)
+from moecomm.nn.folded import require_experts_in_node_order
+from moecomm.overlap import run_microbatches
+from moecomm.parallel import ParallelFolding
+from moecomm.parallel.subgroups import new_group
+from tests.multirank.catching import catch
+from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.harness import RankPool
+from tests.multirank.moe_cases import SIZES, group_of, groups_of
+
+TOKENS = [3, 9, 6, 0, 4, 1, 5, 2]
+MAX_TOKENS = 10
+FOLDINGS: dict[str, dict[str, Any]] = {
+    "etp 2, ep 2": {"tp": 2, "etp": 2, "ep": 2},
+    "etp 2, ep 2, ep innermost": {"etp": 2, "ep": 2, "order": "ep-tp-cp-dp-pp"},
+    "etp 2, edp 2": {"cp": 2, "etp": 2},
+    "etp 2, edp 2, edp innermost": {"tp": 2, "etp": 2, "order": "dp-tp-cp-ep-pp"},
+    "etp 4": {"tp": 4, "etp": 4},
+    "ep 4 over tp 2 and cp 2": {"tp": 2, "cp": 2, "ep": 4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    options: dict[str, Any] = field(default_factory=dict)
+    overlap: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    crowded: bool = False
+    """All tokens want the same experts."""
+
+    @property
+    def config(self) -> MoEConfig:
+        return MoEConfig(**{**SIZES, "dtype": self.dtype, **self.options})
+
+
+FIXED = {"capacity_factor": 0.8, "pad_to_capacity": True}
+CASES = {
+    "shared experts, losses": Case(
+        {"num_shared_experts": 1, "aux_loss": "batch", "aux_loss_coef": 0.7, "z_loss_coef": 0.3}
+    ),
+    "biases, rank-major rows": Case({"activation": "swiglu_clamped", "bias": True, "rows": "rank"}),
+    "biases in halves, in order": Case({"bias": True}, {"overlap": False}),
+    "gelu, nothing kept": Case({"activation": "gelu", "top_k": 5}, {"keep": "nothing"}),
+    "dropped by weight": Case({"capacity_factor": 0.6, "pre_softmax": True}),
+    "fixed buffers, by position": Case({**FIXED, "bias": True, "drop_policy": "position"}, crowded=True),
+    "float32": Case(dtype=torch.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    """Sets of ranks that end with this file: foldings leave process groups behind."""
+    yield from cpu_pools()
+
+
+def columns(name: str, activation: str, part: int, parts: int) -> tuple[int, list[int]] | None:
+    """The dimension of a weight of all experts that parts divide, and the places of a part there."""
+    width = int(SIZES["ffn_hidden"]) // parts
+    inner = range(part * width, (part + 1) * width)
+    if name == "b_out":
+        return None
+    if name == "w_out" or activation == "gelu":
+        return 1 if name in ("w_out", "b_in") else 2, list(inner)
+    if activation == "swiglu":
+        return (1 if name == "b_in" else 2), [*inner, *(SIZES["ffn_hidden"] + i for i in inner)]
+    return (1 if name == "b_in" else 2), [2 * i + odd for i in inner for odd in (0, 1)]
+
+
+def held(name: str, whole: Tensor, layer: MoELayer, rank: int) -> Tensor:
+    """This rank's part of a parameter of one process, by hand from its coordinates."""
+    assert layer.folding is not None
+    if not name.startswith("experts."):
+        return whole
+    place, folding = layer.folding.coordinates(rank), layer.folding
+    count = layer.config.num_experts // folding.ep
+    mine = whole[place.ep * count : (place.ep + 1) * count]
+    found = columns(name.removeprefix("experts."), layer.config.activation, place.etp, folding.etp)
+    return mine if found is None else mine.index_select(found[0], torch.tensor(found[1]))
+
+
+def layers(rank: int, folding: ParallelFolding, case: Case, seed: int) -> tuple[MoELayer, MoELayer]:
+    """One under the folding and one in this process alone, of the same weights, as they start."""
+    overlap = OverlapConfig(**case.overlap)
+    torch.manual_seed(seed)
+    layer = MoELayer(case.config, folding=folding, max_tokens=MAX_TOKENS, overlap=overlap)
+    torch.manual_seed(seed)
+    config = MoEConfig(**{**SIZES, **case.options, "dtype": case.dtype, "drop_over": "rank"})
+    groups = [group_of(each) for each in range(folding.world_size)]
+    alone = MoELayer(config, group=groups[rank], max_tokens=folding.world_size * MAX_TOKENS, overlap=overlap)
+    whole = dict(alone.named_parameters())
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, held(name, whole[name], layer, rank)), name
+    missing = set(whole) - set(dict(layer.named_parameters()))
+    split = folding.coordinates(rank).etp > 0 and case.config.bias
+    assert missing == ({"experts.b_out"} if split else set()), missing
+    with torch.no_grad():
+        for name, parameter in whole.items():
+            if ".b_" in name:
+                parameter.normal_()
+            if case.crowded and name == "router.weight":
+                parameter[: case.config.top_k, 0] += 20.0
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(held(name, whole[name], layer, rank))
+    return layer, alone
+
+
+def tokens_of(rank: int, case: Case, seed: int) -> tuple[Tensor, Tensor]:
+    """x (T, H) of a rank and the factors of its output in the loss."""
+    generator = torch.Generator().manual_seed(seed + 1 + rank)
+    x, factor = torch.randn(2, TOKENS[rank], 16, generator=generator, dtype=torch.float64).to(case.dtype)
+    if case.crowded:
+        x[:, 0] = 1.0
+    return x.requires_grad_(), factor
+
+
+def run(layer: nn.Module, x: Tensor, factor: Tensor, ranks: int = 1) -> Tensor:
+    """A forward and a backward of a rank's loss, or that share of it that counts in the mean over ranks."""
+    y: Tensor = layer(x)
+    ((y * factor).sum() / ranks).backward()
+    return y.detach()
+
+
+def check_gradients(layer: nn.Module, alone: MoELayer, rank: int, close: Callable[..., None]) -> None:
+    inner = next(module for module in layer.modules() if isinstance(module, MoELayer))
+    wanted = dict(alone.named_parameters())
+    for name, parameter in inner.named_parameters():
+        found = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad
+        close(found, held(name, wanted[name].grad, inner, rank), msg=name)
+
+
+def steps(rank: int, world_size: int, arguments: dict[str, Any], cases: list[Case], seed: int) -> None:
+    folding = ParallelFolding(world_size=world_size, **arguments)
+    for case in cases:
+        layer, alone = layers(rank, folding, case, seed)
+        tolerance = 1e-9 if case.dtype == torch.float64 else 1e-5
+        close = functools.partial(assert_close, rtol=tolerance, atol=tolerance)
+        # The losses of the layer are per rank, of a mean over ranks.
+        alone.loss_scale = 1 / world_size
+        with layer.comm, alone.comm:
+            x, factor = tokens_of(rank, case, seed)
+            y = run(layer, x, factor)
+            for other in range(world_size):
+                other_x, other_factor = tokens_of(other, case, seed)
+                other_y = run(alone, other_x, other_factor, world_size)
+                if other == rank:
+                    close(y, other_y)
+                    close(x.grad, other_x.grad * world_size)
+                    for name, loss in layer.last_losses.items():
+                        close(loss, alone.last_losses[name])
+            sync_gradients(layer)
+            check_gradients(layer, alone, rank, close)
+            wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            close(clip_grad_norm(layer, 0.1).to(wanted.dtype), wanted)
+            check_gradients(layer, alone, rank, close)
+
+
+@pytest.mark.parametrize("name", FOLDINGS)
+def test_equals_one_process(name: str, pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(steps, FOLDINGS[name], list(CASES.values()), seed)
+
+
+def test_equals_one_process_on_eight_ranks(pool: Callable[[int], RankPool], seed: int) -> None:
+    arguments = {"tp": 2, "cp": 2, "etp": 2, "ep": 2, "order": "ep-tp-cp-dp-pp"}
+    pool(8)(steps, arguments, [CASES["shared experts, losses"], CASES["biases, rank-major rows"]], seed)
+
+
+def other_ways(rank: int, world_size: int, seed: int) -> None:
+    """Parts of experts in a graph of torch.compile, and in merged microbatches."""
+    folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
+    layer, alone = layers(rank, folding, CASES["fixed buffers, by position"], seed)
+    alone.comm.close()
+    close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+    x, factor = tokens_of(rank, CASES["fixed buffers, by position"], seed)
+    with layer.comm:
+        found = []
+        for each in (layer, torch.compile(layer, backend="eager", fullgraph=True)):
+            layer.zero_grad()
+            y = run(each, x, factor)
+            found.append({"y": y, **{name: p.grad for name, p in layer.named_parameters()}})
+        for name, value in found[0].items():
+            close(found[1][name], value, msg=name)
+        layer.zero_grad()
+        run_microbatches([MoEBlock(lambda x: (x, x), layer)], [x, x], lambda y, number: (y * factor).sum())
+        for name, parameter in layer.named_parameters():
+            close(parameter.grad, 2 * found[0][name], msg=name)
+
+
+def test_in_a_graph_and_in_merged_microbatches(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(other_ways, seed)
+
+
+# -- dropping ----------------------------------------------------------------------------------------------
+
+
+def dropped(rank: int, world_size: int, arguments: dict[str, Any], policies: list[str], seed: int) -> None:
+    """Ranks that share a sequence drop as one process that has all its tokens, by cp and then by tp."""
+    folding = ParallelFolding(world_size=world_size, **arguments)
+    together = folding.group_of("tp-cp", rank)
+    ordered = sorted(together, key=lambda each: (folding.coordinates(each).cp, folding.coordinates(each).tp))
+    for policy in policies:
+        options = {
+            "capacity_factor": 0.5,
+            "drop_policy": policy,
+            "drop_over": "sequence",
+            "pre_softmax": True,
+        }
+        for case in (
+            Case(options, crowded=True),
+            Case({**options, "pad_to_capacity": True}, crowded=True),
+            Case(options, {"keep": "nothing"}),
+        ):
+            layer, alone = layers(rank, folding, case, seed)
+            with layer.comm, alone.comm:
+                x, factor = tokens_of(rank, case, seed)
+                y = run(layer, x, factor)
+                parts = [tokens_of(other, case, seed) for other in ordered]
+                all_x = torch.cat([part[0].detach() for part in parts]).requires_grad_()
+                all_y = run(alone, all_x, torch.cat([part[1] for part in parts]))
+                before = sum(TOKENS[other] for other in ordered[: ordered.index(rank)])
+                mine = slice(before, before + TOKENS[rank])
+                assert_close(y, all_y[mine], rtol=1e-9, atol=1e-9)
+                assert_close(x.grad, all_x.grad[mine], rtol=1e-9, atol=1e-9)
+                chosen = alone.router(all_x).topk_idx_TK
+                by_rank = layer.router(x).topk_idx_TK
+                assert torch.equal(by_rank, chosen[mine])
+                if case.crowded and all(TOKENS[other] for other in ordered):
+                    # Another choice than that of a limit a rank, or the case would show nothing.
+                    assert (chosen == -1).any()
+                    own = torch.cat([alone.router(part[0]).topk_idx_TK for part in parts])
+                    assert not torch.equal(own, chosen)
+                refused = catch(lambda x=x, layer=layer: layer(x[:, :3] if rank == 1 else x))
+                assert refused is not None and refused.name == "InvalidArgument", refused
+                layer(x)  # all ranks are in step again
+        torch._dynamo.reset()  # of torch.compile, whose graph the exchange is not in
+        x, factor = tokens_of(rank, case, seed)
+        layer = layers(rank, folding, case, seed)[0]
+        with layer.comm:
+            assert torch.equal(run(torch.compile(layer, backend="eager"), x, factor), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policies"),
+    [
+        ({"tp": 2, "cp": 2, "ep": 4}, ["probs", "position"]),
+        ({"tp": 2, "cp": 2, "etp": 2, "ep": 2, "order": "cp-ep-tp-dp-pp"}, ["position"]),
+        ({"cp": 2, "ep": 2, "etp": 2, "order": "dp-tp-cp-ep-pp"}, ["probs"]),
+    ],
+    ids=["tp 2, cp 2", "cp innermost, etp 2", "two sequences"],
+)
+def test_drops_over_whole_sequences(
+    arguments: dict[str, Any], policies: list[str], pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(4)(dropped, arguments, policies, seed)
+
+
+def bounds(rank: int, world_size: int, order: str) -> int | None:
+    case = Case({"capacity_factor": 1.0, "pad_to_capacity": True, "drop_over": "sequence"})
+    folding = ParallelFolding(world_size=world_size, tp=2, ep=2, order=order)
+    layer = MoELayer(case.config, folding=folding, max_tokens=8)
+    layer.comm.close()
+    recorder: Any = object()
+    found = catch(lambda: GraphedStep(lambda x: x, layer, recorder=recorder))
+    assert found is not None and "drop_over='sequence'" in found.text, found
+    return layer.capacity
+
+
+def test_rows_of_sequences(pool: Callable[[int], RankPool]) -> None:
+    """Fixed buffers have room for what sequences may bring, each of 2 ranks with at most 8 tokens.
+
+    A sequence sends an expert at most ceil(2 * 8 * 3 / 12) = 4 tokens, which may all be of one rank. In the
+    first order a layer's ranks are those of one sequence, in the second they have one rank of each of two.
+    """
+    assert pool(4)(bounds, "dp-tp-cp-ep-pp") == [6 * 4] * 4
+    assert pool(4)(bounds, "ep-dp-tp-cp-pp") == [6 * (4 + 4)] * 4
+
+
+# -- gradients under wrappers, stages ----------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, moe: MoELayer) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(x)
+        return y
+
+
+def wrapped(rank: int, world_size: int, kind: str, seed: int) -> None:
+    folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, edp 2, edp innermost"])
+    case = CASES["biases in halves, in order"] if kind == "ddp" else CASES["shared experts, losses"]
+    case = Case({**case.options, "aux_loss": "none", "aux_loss_coef": 0.0, "z_loss_coef": 0.0}, case.overlap)
+    layer, alone = layers(rank, folding, case, seed)
+    model: nn.Module = Model(layer)
+    close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+    with layer.comm, alone.comm:
+        if kind == "ddp":
+            model = DistributedDataParallel(prepare_ddp(model))
+        else:
+            fully_shard_experts(model)
+            fully_shard(model)
+        for _ in range(2):
+            run(model, *tokens_of(rank, case, seed))
+            for other in range(world_size):
+                run(alone, *tokens_of(other, case, seed), ranks=world_size)
+        check_gradients(model, alone, rank, close)
+        wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        close(clip_grad_norm(model, 0.1), wanted)
+        check_gradients(model, alone, rank, close)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_wrappers_average_alike(kind: str, pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(wrapped, kind, seed)
+
+
+def stages(rank: int, world_size: int, seed: int) -> float:
+    """Two stages, of other weights: each is averaged over its own ranks, the norm is that of both."""
+    folding = ParallelFolding(world_size=world_size, pp=2, etp=2, tp=2)
+    stage = folding.group_of("tp-cp-dp", rank)
+    case = Case({"bias_update_rate": 0.1})
+    layer, alone = layers(rank, folding, case, seed + 7 * folding.coordinates(rank).pp)
+    with layer.comm, alone.comm:
+        run(layer, *tokens_of(rank, case, seed))
+        for other in stage:
+            run(alone, *tokens_of(other, case, seed), ranks=len(stage))
+        sync_gradients(layer)
+        close = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+        check_gradients(layer, alone, rank, close)
+        update_expert_bias(layer)
+        assert alone.router.load_E is not None and alone.router.expert_bias_E is not None
+        load_E = alone.router.load_E
+        bias_E = 0.1 * (load_E.sum() - load_E * load_E.numel()).sign()
+        close(layer.router.expert_bias_E, bias_E.float())
+        pipeline = folding.group("pp")
+        for call, text in (
+            (
+                lambda: clip_grad_norm(layer, 0.1),
+                "pp_group is None, must be the ranks of this rank's pipeline",
+            ),
+            (lambda: sync_gradients(layer, dist.group.WORLD), "group has ranks (0, 1, 2, 3), must have"),
+            (lambda: prepare_ddp(layer, pipeline), "group has ranks"),
+        ):
+            found = catch(call)
+            assert found is not None and found.name == "InvalidArgument", found
+            assert found.text.startswith(text), found
+        square = torch.stack([p.grad.square().sum() for p in alone.parameters() if p.grad is not None]).sum()
+        dist.all_reduce(square, group=pipeline)
+        norm = clip_grad_norm(layer, 0.1, pp_group=pipeline)
+        close(norm, square.sqrt())
+    return float(norm)
+
+
+def test_pipeline_stages(pool: Callable[[int], RankPool], seed: int) -> None:
+    assert len(set(pool(4)(stages, seed))) == 1
+
+
+# -- state ---------------------------------------------------------------------------------------------------
+
+
+def trained(
+    rank: int, arguments: dict[str, Any], case: Case, seed: int, sharded: bool = False
+) -> tuple[Model, torch.optim.Optimizer, MoELayer]:
+    """A model after a step, so that its optimizer has a state, and the layer of one process as it began."""
+    folding = ParallelFolding(world_size=4, **arguments)
+    layer, alone = layers(rank, folding, case, seed)
+    model = Model(layer)
+    if sharded:
+        fully_shard_experts(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run(model, *tokens_of(rank, case, seed))
+    sync_gradients(model)
+    optimizer.step()
+    return model, optimizer, alone
+
+
+def saved(rank: int, world_size: int, activation: str, folder: str, seed: int) -> None:
+    """Parts are saved as whole experts, which one process reads, and another folding; and back."""
+    case = Case({"activation": activation, "bias": True})
+    model, optimizer, alone = trained(rank, FOLDINGS["etp 2, ep 2, ep innermost"], case, seed)
+    dcp.save(sharded_state(model, optimizer), checkpoint_id=f"{folder}/parts")
+    whole = Model(alone)
+    whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{folder}/parts")
+    want = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        short = name.removeprefix("moe.")
+        assert torch.equal(parameter, held(short, want[name], model.moe, rank)), name
+        for key, value in optimizer.state[parameter].items():
+            state = whole_optimizer.state[want[name]][key]
+            assert torch.equal(value, held(short, state, model.moe, rank) if state.dim() else state), (
+                name,
+                key,
+            )
+    for number, (arguments, sharded) in enumerate(
+        [(FOLDINGS["etp 4"], False), (FOLDINGS["etp 2, edp 2"], True), (FOLDINGS["etp 2, ep 2"], False)]
+    ):
+        other, other_optimizer, unused = trained(rank, arguments, case, seed + 1, sharded)
+        unused.comm.close()
+        dcp.load(sharded_state(other, other_optimizer), checkpoint_id=f"{folder}/parts")
+        dcp.save(sharded_state(other, other_optimizer), checkpoint_id=f"{folder}/{number}")
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter.fill_(float("nan"))
+        dcp.load(sharded_state(whole, whole_optimizer), checkpoint_id=f"{folder}/{number}")
+        for name, parameter in model.named_parameters():
+            short = name.removeprefix("moe.")
+            assert torch.equal(parameter, held(short, want[name], model.moe, rank)), (name, number)
+            for key, value in optimizer.state[parameter].items():
+                state = whole_optimizer.state[want[name]][key]
+                assert torch.equal(value, held(short, state, model.moe, rank) if state.dim() else state), key
+        other.moe.comm.close()
+    found = catch(
+        lambda: sharded_state(model)["model"]["moe.experts.w_in"] + 1 if activation == "swiglu" else 1
+    )
+    assert activation != "swiglu" or (found is not None and found.name == "Unsupported"), found
+    model.moe.comm.close()
+    alone.comm.close()
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "gelu"])
+def test_checkpoints(activation: str, pool: Callable[[int], RankPool], tmp_path: Path, seed: int) -> None:
+    pool(4)(saved, activation, str(tmp_path), seed)
+
+
+def states(rank: int, world_size: int, seed: int) -> None:
+    case = CASES["biases in halves, in order"]
+    layer, alone = layers(rank, ParallelFolding(world_size=4, **FOLDINGS["etp 2, ep 2"]), case, seed)
+    with layer.comm, alone.comm:
+        told: list[Any] = [None] * 4
+        dist.all_gather_object(told, layer.state_dict())
+        ids = told[rank]["experts._extra_state"].tolist()
+        assert ids == [6 * (rank // 2), 6, 12, 0, rank % 2, 2]
+        before = copy.deepcopy(layer.state_dict())
+        for other in range(4):
+            if other == rank:
+                layer.load_state_dict(told[other])
+                continue
+            found = catch(lambda state=told[other]: layer.load_state_dict(state))
+            assert found is not None and found.name == "InvalidArgument", found
+            assert f"part {other % 2} of 2 of each, this module experts" in found.text, found
+        found = catch(lambda: layer.load_state_dict(alone.state_dict()))
+        assert found is not None and "holds experts 0..11 of 12, this module" in found.text, found
+        for name, value in layer.state_dict().items():
+            if name.startswith("experts."):
+                assert torch.equal(value, before[name]), name
+        twin = copy.deepcopy(layer)
+        twin.load_state_dict(told[rank])
+
+
+def test_a_state_of_another_part_is_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(states, seed)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int) -> None:
+    folding = ParallelFolding(world_size=world_size, tp=2, etp=2, ep=2)
+    config = Case().config
+    sizes: dict[str, Any] = {"hidden": 16, "max_tokens": 8, "dtype": torch.float64}
+    with (
+        MoELayer.make_communicator(config, folding, max_tokens=8) as right,
+        Communicator(folding.group("ep"), num_experts=12, top_k=3, **sizes) as of_ep,
+        Communicator(folding.group("etp-ep"), num_experts=12, top_k=3, **sizes) as unsplit,
+    ):
+        layers = [MoELayer(config, right, folding=folding) for _ in range(2)]
+        assert layers[0].comm is layers[1].comm
+        made = functools.partial(MoELayer, folding=folding)
+        kept: Any = {"capacity_factor": 1.0, "drop_over": "sequence"}
+        calls: dict[str, Callable[[], Any]] = {
+            "comm has ranks": lambda: made(config, of_ep),
+            "comm.num_experts is 12, must be 24, for experts in etp=2 parts": lambda: made(config, unsplit),
+            "comm.num_experts is 24, must be the config's": lambda: MoELayer(config, right),
+            "group (or mesh) is given by folding": lambda: made(config, group=dist.group.WORLD, max_tokens=8),
+            "group (or mesh) and max_tokens are given by comm": lambda: made(config, right, max_tokens=8),
+            "max_tokens is None": lambda: made(config),
+            "folding is 3, must be a": lambda: MoELayer(config, folding=3, max_tokens=8),  # type: ignore[arg-type]
+            "folding.etp is 2, must be 1 with experts of one's own": lambda: made(
+                config, max_tokens=8, experts=nn.Identity()
+            ),
+            "num_experts is 13, must be a multiple of the folding's ep=2": lambda: made(
+                Case({"num_experts": 13}).config, max_tokens=8
+            ),
+            "ffn_hidden is 9, must be a multiple of 2": lambda: made(
+                Case({"ffn_hidden": 9}).config, max_tokens=8
+            ),
+            "drop_over is 'sequence', must be 'rank' without a folding": lambda: MoELayer(
+                Case(kept).config, group=folding.group("ep"), max_tokens=8
+            ),
+        }
+        for text, call in calls.items():
+            found = catch(call)
+            assert found is not None and found.name == "InvalidArgument", (text, found)
+            assert found.text.startswith(text), (text, found)
+        # Experts in the order of nodes, each whole within one: of two, but not of four with one rank each.
+        limited = Case({"limit_nodes": 1}).config
+        ids = layers[0]._part_ids
+        require_experts_in_node_order(limited, ids, SimpleNamespace(nodes=2, num_experts=24))  # type: ignore[arg-type]
+        found = catch(
+            lambda: require_experts_in_node_order(limited, ids, SimpleNamespace(nodes=4, num_experts=24))  # type: ignore[arg-type]
+        )
+        assert found is not None and found.text.startswith("limit_nodes is 1, must be None where"), found
+        for parameter in layers[0].router.parameters():
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        found = catch(lambda: sync_gradients(layers[0]))
+        assert found is not None and "is split by tensor parallelism" in found.text, found
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(pool: Callable[[int], RankPool]) -> None:
+    pool(4)(refusals)
+
+
+def beside_other_groups(rank: int, world_size: int, seed: int) -> list[float]:
+    """Ranks 0 and 1 are in a group more than 2 and 3 when the groups of replicas are made."""
+    dist.new_group([0, 1])
+    ep_group, _ = groups_of(rank, world_size, 2)
+    torch.manual_seed(seed)
+    layer = MoELayer(Case().config, group=ep_group, max_tokens=MAX_TOKENS)
+    with layer.comm:
+        run(layer, *tokens_of(rank, Case(), seed))
+        sync_gradients(layer)
+    totals = []
+    for ranks in ((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 2), (1, 3)):
+        total = torch.tensor(10.0**rank)
+        dist.all_reduce(total, group=new_group(next(each for each in ranks if rank in each)))
+        totals.append(float(total))
+    return totals
+
+
+def test_replicas_beside_groups_of_some_ranks(pool: Callable[[int], RankPool], seed: int) -> None:
+    zero, one = [101.0, 1001.0, 101.0], [1010.0, 110.0, 1010.0]
+    assert pool(4)(beside_other_groups, seed) == [zero, one, [101.0, 110.0, 101.0], [1010.0, 1001.0, 1010.0]]
+
+
+def alone_in_a_group(rank: int, world_size: int) -> Any:
+    return catch(lambda: new_group((0, 1))) if rank == 0 else None
+
+
+def test_a_rank_that_makes_no_group_is_named(pool: Pools) -> None:
+    found = pool(2, MOECOMM_TIMEOUT="1")(alone_in_a_group)[0]
+    assert found.name == "PeerTimeout" and "rank 1 did not come within 1 s" in found.text, found
