@@ -4,6 +4,7 @@
     python examples/train_lm.py --data ~/notes '~/src/**/*.md'    # other text: files, folders, globs
     python examples/train_lm.py --resume --steps 800              # go on; also with another --ranks or --ep
     torchrun --nproc-per-node 4 examples/train_lm.py --ep 2       # 2 data parallel x 2 expert parallel
+    torchrun --nproc-per-node 8 examples/train_lm.py --etp 2      # each expert split over two ranks
 
 On GPUs the model is a larger one than on the CPU, and its arithmetic bfloat16; `--preset` chooses, and every
 size has a flag.
@@ -76,8 +77,8 @@ def run_rank(options: command_line.Options, stop: StopRequest) -> None:
     from lm.trainer import train
 
     ranks.follow_parent()
-    ep = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
-    joined = ranks.join(ep, options.device)
+    folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
+    joined = ranks.join(folding, options.device)
     try:
         train(options, joined, stop)
     finally:

@@ -27,16 +27,15 @@ def validation_loss(
 ) -> float:
     """Mean nats per token over the same windows of held-out text each time, whatever the number of ranks.
 
-    `batch` windows a rank at a time. Every rank makes the same number of calls, because experts answer all
+    `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts answer all
     ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those bring the
     first one once more, uncounted: attention kernels of GPUs refuse an empty batch.
     """
     model.eval()
     starts_B = data.validation_windows(tokens_N, count=windows, seq=seq)
-    nats = torch.zeros((), dtype=torch.float64)
-    for begin in range(0, len(starts_B), batch * ranks.world):
-        mine_B = starts_B[begin + ranks.rank * batch :][:batch]
-        mine_B = mine_B[: max(0, len(starts_B) - begin - ranks.rank * batch)]
+    nats, first = torch.zeros((), dtype=torch.float64), ranks.place.dp * batch
+    for begin in range(0, len(starts_B), batch * ranks.folding.dp):
+        mine_B = starts_B[begin + first :][:batch]
         brought_B = mine_B if len(mine_B) else starts_B[:1]
         tokens_BS = data.validation_batch(tokens_N, brought_B, seq=seq).to(ranks.device)
         logits_BSV = precision.logits(model, tokens_BS[:, :-1], dtype)

@@ -10,10 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lm import presets
 from lm.errors import UsageError
+
+if TYPE_CHECKING:
+    from moecomm.parallel import ParallelFolding
 
 FILE_NAME = "options.json"
 
@@ -68,6 +71,7 @@ PER_CALL = (
     "prompt",
     "ranks",
     "ep",
+    "etp",
     "device",
     "preset",
     "graph",
@@ -88,6 +92,7 @@ class Options:
     prompt: str
     ranks: int | None
     ep: int | None
+    etp: int
     device: str
     graph: bool
     microbatches: int
@@ -179,22 +184,42 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return options
 
 
-def check_ranks(options: Options, world: int) -> int:
-    """Do batch and experts divide over `world` ranks? Returns the expert-parallel size. Raises UsageError."""
-    if options.batch % world:
-        raise UsageError(f"--batch {options.batch} is not divisible by the number of ranks, {world}")
-    if options.batch // world % options.microbatches:
+def check_ranks(options: Options, world: int) -> ParallelFolding:
+    """Lays out `world` ranks. Raises UsageError where batch, windows, heads or experts do not divide over
+    them."""
+    from moecomm.errors import InvalidArgument  # late: torch takes seconds to import
+    from moecomm.parallel import ParallelFolding
+
+    ep = math.gcd(max(1, world // options.etp), options.experts) if options.ep is None else options.ep
+    if world % ep:
+        raise UsageError(f"--ep {ep} does not divide the number of ranks, {world}")
+    if options.experts % ep:
+        raise UsageError(f"--ep {ep} does not divide --experts {options.experts}")
+    try:
+        folding = ParallelFolding(world_size=world, ep=ep, etp=options.etp)
+    except InvalidArgument as error:
+        raise UsageError(str(error)) from None
+    _check_experts(options)
+    _check_batch(options, folding)
+    return folding
+
+
+def _check_experts(options: Options) -> None:
+    """Has each part of an expert whole columns, in fp8 as many as a scale is for?"""
+    unit = options.etp * (16 if options.expert_precision == "fp8" else 1)
+    if options.ffn % unit:
+        raise UsageError(f"--ffn {options.ffn} must be a multiple of {unit} with --etp {options.etp}")
+
+
+def _check_batch(options: Options, folding: ParallelFolding) -> None:
+    if options.batch % folding.dp:
+        ranks = "the number of ranks" if folding.dp == folding.world_size else "the data-parallel size"
+        raise UsageError(f"--batch {options.batch} is not divisible by {ranks}, {folding.dp}")
+    if options.batch // folding.dp % options.microbatches:
         raise UsageError(
-            f"--batch {options.batch} is {options.batch // world} windows a rank, which do not divide into "
-            f"--microbatches {options.microbatches}"
+            f"--batch {options.batch} is {options.batch // folding.dp} windows a rank, which do not divide "
+            f"into --microbatches {options.microbatches}"
         )
-    if options.ep is None:
-        return math.gcd(world, options.experts)
-    if world % options.ep:
-        raise UsageError(f"--ep {options.ep} does not divide the number of ranks, {world}")
-    if options.experts % options.ep:
-        raise UsageError(f"--ep {options.ep} does not divide --experts {options.experts}")
-    return options.ep
 
 
 def _check(options: Options) -> None:
@@ -411,6 +436,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("ranks").add_argument
     add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")
     add("--ep", type=_count, help="ranks that share out the experts (default: as many as divide both)")
+    add("--etp", type=_count, default=1, help="ranks over which each expert is split")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
     add(
         "--graph",

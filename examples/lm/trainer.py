@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import moecomm
 from lm import checkpoint, data, evaluate, plots, precision
 from lm.build import (
     build_graphed_step,
@@ -37,10 +36,10 @@ from lm.metrics import (
 )
 from lm.options import Options
 from lm.progress import StepProgress
-from lm.ranks import Ranks
+from lm.ranks import Ranks, describe
 from lm.speed import measure_speed
 from lm.stop import StopRequest
-from moecomm.nn import clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.nn import MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
 
 class Trainer:
@@ -48,21 +47,15 @@ class Trainer:
         self.options, self.ranks, self.stop = options, ranks, stop
         self.out = Path(options.out)
         self.corpus = Corpus(options)
-        self.local_batch = options.batch // ranks.world
+        self.local_batch = options.batch // ranks.folding.dp
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
-        moe_config(options)  # what does not fit is refused before there is a communicator
-        self.comm = moecomm.Communicator(
-            ranks.ep_mesh,
-            num_experts=options.experts,
-            hidden=options.dim,
-            top_k=options.top_k,
-            max_tokens=self.local_batch * options.seq,
-            dtype=self.dtype,
-            device=ranks.device,
-        )
+        moe = moe_config(options)  # what does not fit is refused before there is a communicator
+        folding = ranks.folding
+        tokens = options.batch * options.seq // ranks.world
+        self.comm = MoELayer.make_communicator(moe, folding, max_tokens=tokens, device=ranks.device)
         torch.manual_seed(options.seed)
-        self.model = build_model(options, vocab, self.comm).to(ranks.device)
+        self.model = build_model(options, vocab, self.comm, folding).to(ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
@@ -74,7 +67,7 @@ class Trainer:
                     f"--steps {options.steps}"
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
-        self.parameters = count_parameters(self.model, options, self.comm.num_local_experts)
+        self.parameters = count_parameters(self.model, options, self.comm.num_local_experts, folding.etp)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
@@ -138,14 +131,14 @@ class Trainer:
         measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
         measure_layers(self.model, measured and self.merged is None)
         self.comm.reset_stats()
-        mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
+        first = self.ranks.place.dp * self.local_batch
         tokens_BS = data.training_batch(
             self.corpus.training_N,
             seed=options.seed,
             step=step,
             batch=options.batch,
             seq=options.seq,
-            part=mine,
+            part=slice(first, first + self.local_batch),
         ).to(self.ranks.device)
         loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
         sync_gradients(self.model)
@@ -271,7 +264,6 @@ class Trainer:
                 "parameters": total,
             }
             self.metrics.write({"step": 0, **facts})
-        world, ep = self.ranks.world, self.comm.size
         note = ", experts in fp8" if self.options.expert_precision == "fp8" else ""
         if self.options.note:
             self._say(self.options.note)
@@ -288,8 +280,7 @@ class Trainer:
             f"tokens, {self.options.steps * self.options.batch * self.options.seq:,} in all"
         )
         self._say(
-            f"ranks: {world} = {world // ep} data parallel x {ep} expert parallel, "
-            f"on {self.ranks.device.type}; window of {self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
+            f"ranks: {describe(self.ranks.folding)}, on {self.ranks.device.type}; window of {self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
         )
         if self.options.resume:
             now = "".join(f", with --{name.replace('_', '-')} {value}" for name, value in changed.items())
