@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import moecomm
 from lm.attention import AttentionConfig
@@ -156,7 +157,9 @@ def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    # The fused update takes no list in which some parameters are split by tensor parallelism and some are not.
+    fused = not any(isinstance(p, DTensor) for p in model.parameters())
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=fused, foreach=False)
 
 
 def learning_rate(step: int, options: Options) -> float:

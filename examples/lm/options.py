@@ -70,6 +70,8 @@ PER_CALL = (
     "sample",
     "prompt",
     "ranks",
+    "tp",
+    "cp",
     "ep",
     "etp",
     "device",
@@ -91,6 +93,8 @@ class Options:
     sample: int
     prompt: str
     ranks: int | None
+    tp: int
+    cp: int
     ep: int | None
     etp: int
     device: str
@@ -196,7 +200,7 @@ def check_ranks(options: Options, world: int) -> ParallelFolding:
     if options.experts % ep:
         raise UsageError(f"--ep {ep} does not divide --experts {options.experts}")
     try:
-        folding = ParallelFolding(world_size=world, ep=ep, etp=options.etp)
+        folding = ParallelFolding(world_size=world, tp=options.tp, cp=options.cp, ep=ep, etp=options.etp)
     except InvalidArgument as error:
         raise UsageError(str(error)) from None
     _check_experts(options)
@@ -236,6 +240,7 @@ def _check(options: Options) -> None:
             raise UsageError(
                 f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
             )
+    _check_split(options)
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -253,6 +258,30 @@ def _check(options: Options) -> None:
         raise UsageError(f"--out: {error}") from None
     if not os.access(out, os.W_OK):
         raise UsageError(f"--out: {out} cannot be written to")
+
+
+def _check_split(options: Options) -> None:
+    """Can windows and heads be split over ranks as --tp and --cp say?"""
+    tp, cp = options.tp, options.cp
+    if tp == cp == 1:
+        return
+    given = f"--tp {tp}" if cp == 1 else f"--cp {cp}" if tp == 1 else f"--tp {tp} --cp {cp}"
+    parts = tp * cp * (1 if cp == 1 else 2)
+    if options.seq % parts:
+        raise UsageError(f"--seq {options.seq} must be a multiple of {parts} with {given}")
+    for name in ("heads", "kv_heads"):
+        if getattr(options, name) % tp:
+            flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise UsageError(f"{flag} must be a multiple of --tp {tp}")
+    if options.sample:
+        raise UsageError(f"--sample: text is written by ranks that see whole windows: not with {given}")
+    if options.graph:
+        raise UsageError(f"--graph: a graph is of whole windows: not with {given}")
+    if options.aux_coef and options.aux_loss == "sequence":
+        raise UsageError(
+            f"--aux-loss sequence is of whole windows on a rank: not with {given}; give --aux-loss batch or "
+            "--aux-coef 0"
+        )
 
 
 def _check_attention(options: Options) -> None:
@@ -435,6 +464,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("ranks").add_argument
     add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")
+    add("--tp", type=_count, default=1, help="ranks over which the heads of attention are split")
+    add("--cp", type=_count, default=1, help="ranks over which each window is split")
     add("--ep", type=_count, help="ranks that share out the experts (default: as many as divide both)")
     add("--etp", type=_count, default=1, help="ranks over which each expert is split")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
@@ -473,7 +504,7 @@ def _parser() -> argparse.ArgumentParser:
         const=400,
         default=0,
         metavar="N",
-        help="write N tokens at the end",
+        help="write N tokens at the end; not with --tp or --cp",
     )
     add("--prompt", default="def ", help="what the sample starts from")
     add("--eval-every", type=_count, help="steps between validations")

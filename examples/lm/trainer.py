@@ -1,4 +1,4 @@
-"""The training loop: expert parallel x data parallel, one communicator shared by all layers."""
+"""The training loop, under a folding of the ranks; one communicator is shared by all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lm import checkpoint, data, evaluate, plots, precision
+from lm import checkpoint, data, evaluate, parallel, plots, precision
 from lm.build import (
     build_graphed_step,
     build_model,
@@ -56,6 +56,8 @@ class Trainer:
         self.comm = MoELayer.make_communicator(moe, folding, max_tokens=tokens, device=ranks.device)
         torch.manual_seed(options.seed)
         self.model = build_model(options, vocab, self.comm, folding).to(ranks.device)
+        parallel.split_attention(self.model, folding, ranks.device)
+        self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
@@ -75,7 +77,9 @@ class Trainer:
             if options.graph
             else None
         )
-        self.merged = MergedStep(self.model, options.microbatches) if options.merged else None
+        self.merged = (
+            MergedStep(self.model, options.microbatches, self.places_S) if options.merged else None
+        )
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
@@ -190,8 +194,9 @@ class Trainer:
         return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
-        return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, self.places_S)
+        logits_BSV = precision.logits(self.model, inputs_BS, self.dtype)
+        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
     def _record(self, step: int, totals: StepTotals, *, rate: float, norm: float, seconds: float) -> Record:
         record: Record = {
@@ -222,6 +227,7 @@ class Trainer:
             seq=self.options.seq,
             dtype=self.dtype,
             ranks=self.ranks,
+            places_S=self.places_S,
         )
         step = self.run_state.step
         if self.ranks.first:

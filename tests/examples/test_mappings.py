@@ -36,6 +36,9 @@ MODEL = (
 )
 BY_DEFAULT = (
     "--ep 4 --etp 2",
+    "--tp 2 --ep 8",
+    "--cp 2 --ep 4",
+    "--tp 2 --cp 2 --ep 4 --etp 2",
 )
 MAPPINGS = (
     *BY_DEFAULT,
@@ -44,6 +47,19 @@ MAPPINGS = (
     "--ep 4",
     "--ep 2 --etp 4",
     "--ep 1 --etp 2",
+    "--tp 2 --ep 1",
+    "--tp 2 --ep 2",
+    "--tp 2 --ep 2 --etp 2",
+    "--tp 4 --ep 8",
+    "--tp 4 --ep 2 --etp 4",
+    "--cp 2 --ep 1",
+    "--cp 4 --ep 8",
+    "--cp 8 --ep 8",
+    "--cp 2 --ep 2 --etp 2",
+    "--tp 2 --cp 2 --ep 1",
+    "--tp 2 --cp 2 --ep 8",
+    "--tp 4 --cp 2 --ep 8",
+    "--tp 2 --cp 4 --ep 4 --etp 2",
 )
 CHOSEN = MAPPINGS if os.environ.get("MOECOMM_TEST_MAPPINGS") == "all" else BY_DEFAULT
 
