@@ -82,13 +82,17 @@ class GroupedExperts(nn.Module):
         *,
         num_local_experts: int | None = None,
         first_expert: int = 0,
-        rows_per_expert: int | None = None,
         part: ExpertPart | None = None,
+        rows_per_expert: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         part = part or ExpertPart()
-        ffn = config.ffn_hidden // part.of
+        ffn, rest = divmod(config.ffn_hidden, part.of)
+        if rest or not 0 <= part.number < part.of:
+            raise InvalidArgument(
+                f"part is {part}, must be one of equal parts of ffn_hidden={config.ffn_hidden} columns"
+            )
         local = config.num_experts if num_local_experts is None else num_local_experts
         if local < 1 or first_expert < 0 or first_expert + local > config.num_experts:
             raise InvalidArgument(

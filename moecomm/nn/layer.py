@@ -208,8 +208,8 @@ class MoELayer(nn.Module):
                 config,
                 num_local_experts=comm.num_local_experts,
                 first_expert=first_expert,
-                rows_per_expert=comm.size * comm.max_tokens * config.top_k // config.num_experts,
                 part=part,
+                rows_per_expert=comm.size * comm.max_tokens * config.top_k // config.num_experts,
                 device=comm.device,
             )
         self.shared = SharedExperts(config, device=comm.device) if config.num_shared_experts else None

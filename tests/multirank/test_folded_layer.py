@@ -201,6 +201,28 @@ def test_equals_one_process_on_eight_ranks(pool: Callable[[int], RankPool], seed
     pool(8)(steps, arguments, [CASES["shared experts, losses"], CASES["biases, rank-major rows"]], seed)
 
 
+def page(rank: int, world_size: int, recipe: str, seed: int) -> None:
+    case = Case({"num_shared_experts": 1})
+    _, alone = layers(rank, ParallelFolding(world_size=world_size, ep=world_size // 2), case, seed)
+    torch.manual_seed(seed)
+    x, factor = tokens_of(rank, case, seed)
+    given = {name: value for name, value in globals().items() if not name.startswith("_")}
+    given |= {"config": case.config, "max_tokens": MAX_TOKENS, "max_norm": 0.1, "x": x}
+    exec(recipe, given | {"loss_of": lambda y: (y * factor).sum()}, found := {})
+    with alone.comm, found["layer"].comm:
+        for other in range(world_size):
+            run(alone, *tokens_of(other, case, seed), ranks=world_size)
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        check_gradients(found["layer"], alone, rank, functools.partial(assert_close, rtol=1e-9, atol=1e-9))
+
+
+def test_the_pages_recipe(pool: Callable[[int], RankPool], seed: int) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "folding.md").read_text()
+    _, part = text.split("## A layer under a folding\n\n")
+    recipe = "".join(line[4:] + "\n" for line in part.split("\n\n")[0].splitlines())
+    pool(8)(page, recipe, seed)
+
+
 def other_ways(rank: int, world_size: int, seed: int) -> None:
     """Parts of experts in a graph of torch.compile, and in merged microbatches."""
     folding = ParallelFolding(world_size=world_size, **FOLDINGS["etp 2, ep 2"])
