@@ -107,15 +107,16 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        parts = x.new_empty(dist.get_world_size(group), *x.shape)
+        ranks = dist.get_world_size(group)
+        parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
-        return torch.cat(parts.unbind(0), dim)
+        return torch.cat(parts.chunk(ranks), dim)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        parts = torch.stack(dx.chunk(dist.get_world_size(ctx.group), ctx.dim))
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts, group=ctx.group)
+        parts = dx.chunk(dist.get_world_size(ctx.group), ctx.dim)
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(own, torch.cat(parts), group=ctx.group)
         return own, None, None
 
 
