@@ -143,11 +143,13 @@ def test_kinds_of_models_train_as_one_process_does(kind: str, run: Run) -> None:
     require_same(run(WORLD, f"{KINDS[kind]} {mapping}"), run(1, KINDS[kind]), f"{kind} {mapping}")
 
 
+@pytest.mark.slow
 def test_merged_microbatches_of_parts_of_windows(run: Run) -> None:
     mapping = "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged"
     require_same(run(WORLD, mapping), run(1, ""), mapping)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_mapping(run: Run, tmp_path: Path) -> None:
     """Ten steps with attention and experts split, ten more with windows split in their place."""
     require_same(run(WORLD, "--tp 2 --ep 4 --etp 2 --save-every 10", tmp_path), run(1, ""), "before")
