@@ -123,6 +123,8 @@ class InnerNorm(nn.RMSNorm):
 class GroupedAttention(nn.Module):
     """Causal attention in which N / M heads share keys and values; with M = N that of arXiv 1706.03762."""
 
+    sinks_N: nn.Parameter | None
+
     def __init__(self, config: AttentionConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -196,9 +198,9 @@ def make_attention(config: AttentionConfig, layer: int) -> Attention:
 class AttentionCore(nn.Module):
     """Causal softmax attention of heads: core(q_BNSD, k_BMSD, v_BMSV, sinks_N) -> (B, N, S, V) of v's dtype.
 
-    There may be fewer queries than keys; they are those of the last keys' positions. The query at i sees the keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are
-    multiplied by D^-0.5. A head's sink, if sinks_N is not None, is one logit more in the softmax, without a
-    value.
+    There may be fewer queries than keys; they are those of the last keys' positions. The query at i sees the
+    keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by D^-0.5. A
+    head's sink, if sinks_N is not None, is one logit more in the softmax, without a value.
 
     Without window and sinks it is torch's scaled_dot_product_attention. That has no kernel for them, so with
     one of them it is flex_attention on GPUs, compiled: it skips the blocks of keys outside a window, and

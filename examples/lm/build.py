@@ -24,7 +24,7 @@ HEADROOM = 1.25  # rows of a graph, and its pool, beyond what a balanced routing
 def build_model(
     options: Options, vocab: int, comm: moecomm.Communicator, folding: ParallelFolding | None = None
 ) -> Transformer:
-    """The same float32 weights on every rank, device, and under every folding, from torch's default generator.
+    """The same float32 weights on every rank, device and folding, from torch's default generator.
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, and
@@ -157,7 +157,7 @@ def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    # The fused update takes no list in which some parameters are split by tensor parallelism and some are not.
+    # The fused update takes no list in which some parameters are split by tensor parallelism, and some not.
     fused = not any(isinstance(p, DTensor) for p in model.parameters())
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=fused, foreach=False)
 

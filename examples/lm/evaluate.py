@@ -29,10 +29,10 @@ def validation_loss(
 ) -> float:
     """Mean nats per token over the same windows of held-out text each time, whatever the number of ranks.
 
-    `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts answer all
-    ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those bring the
-    first one once more, uncounted: attention kernels of GPUs refuse an empty batch. places_S: the rank's
-    places of a window (`lm.data.inputs_and_targets`).
+    `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts
+    answer all ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those
+    bring the first one once more, uncounted: attention kernels of GPUs refuse an empty batch. places_S: the
+    rank's places of a window (`lm.data.inputs_and_targets`).
     """
     model.eval()
     starts_B = data.validation_windows(tokens_N, count=windows, seq=seq)

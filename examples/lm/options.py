@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 def check_ranks(options: Options, world: int) -> ParallelFolding:
     """Lays out `world` ranks. Raises UsageError where batch, windows, heads or experts do not divide over
     them."""
-    from moecomm.errors import InvalidArgument  # late: torch takes seconds to import
+    from moecomm import InvalidArgument  # late: torch takes seconds to import
     from moecomm.parallel import ParallelFolding
 
     ep = math.gcd(max(1, world // options.etp), options.experts) if options.ep is None else options.ep

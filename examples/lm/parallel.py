@@ -36,9 +36,7 @@ from lm.model import Block, Transformer
 from moecomm.parallel import Coordinates, ParallelFolding
 
 
-def own_places(
-    seq: int, folding: ParallelFolding, place: Coordinates, device: torch.device
-) -> Tensor | None:
+def own_places(seq: int, folding: ParallelFolding, place: Coordinates, device: torch.device) -> Tensor | None:
     """Returns the places of a rank's tokens in a window, (S / (TP CP),) int64; None: all, in order."""
     if folding.tp == folding.cp == 1:
         return None
@@ -91,15 +89,16 @@ def _split_heads(block: Any, mesh: DeviceMesh, folding: ParallelFolding) -> None
 
 
 class Gather(nn.Module):
-    """Maps a rank's tensor to those of all ranks of a dimension of the folding, one after another along `dim`;
-    backward sums what they give for it."""
+    """Maps a rank's tensor to those of all ranks of a dimension of the folding, one after another along
+    `dim`; backward sums what they give for it."""
 
     def __init__(self, dim: int, folding: ParallelFolding, over: str) -> None:
         super().__init__()
         self._dim, self._folding, self._over = dim, folding, over
 
     def forward(self, x: Tensor) -> Tensor:
-        gathered: Tensor = _Gathered.apply(x, self._dim, self._folding.group(self._over))
+        group = self._folding.group(self._over)
+        gathered: Tensor = _Gathered.apply(x, self._dim, group)  # type: ignore[no-untyped-call]
         return gathered
 
 
@@ -113,7 +112,7 @@ class _Gathered(torch.autograd.Function):
         return torch.cat(parts.chunk(ranks), dim)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         parts = dx.chunk(dist.get_world_size(ctx.group), ctx.dim)
         own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(own, torch.cat(parts), group=ctx.group)

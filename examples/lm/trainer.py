@@ -77,9 +77,7 @@ class Trainer:
             if options.graph
             else None
         )
-        self.merged = (
-            MergedStep(self.model, options.microbatches, self.places_S) if options.merged else None
-        )
+        self.merged = MergedStep(self.model, options.microbatches, self.places_S) if options.merged else None
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
@@ -286,7 +284,8 @@ class Trainer:
             f"tokens, {self.options.steps * self.options.batch * self.options.seq:,} in all"
         )
         self._say(
-            f"ranks: {describe(self.ranks.folding)}, on {self.ranks.device.type}; window of {self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
+            f"ranks: {describe(self.ranks.folding)}, on {self.ranks.device.type}; window of "
+            f"{self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
         )
         if self.options.resume:
             now = "".join(f", with --{name.replace('_', '-')} {value}" for name, value in changed.items())

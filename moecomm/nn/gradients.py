@@ -123,9 +123,9 @@ def clip_grad_norm(
 
     Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
     DistributedDataParallel). Each expert is counted once, whichever rank holds it, and a replicated parameter
-    once; shards of FSDP2 and of tensor parallelism are added up. With MoEConfig(main_grad=True) an expert's gradient is its
-    `main_grad`. float64 gradients give a float64 norm. All ranks get the same number, and a norm that is not
-    finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
+    once; shards of FSDP2 and of tensor parallelism are added up. With MoEConfig(main_grad=True) an expert's
+    gradient is its `main_grad`. float64 gradients give a float64 norm. All ranks get the same number, and a
+    norm that is not finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'
@@ -199,16 +199,16 @@ def _refuse_ddp(model: nn.Module, owners: dict[nn.Parameter, MoELayer | None]) -
 
 
 def _is_tensor_parallel(parameter: DTensor, folding: ParallelFolding) -> bool:
-    """Is this parameter on the TP mesh of a folding? FSDP2 may shard over the same ranks: its mesh has another
-    name."""
+    """Is this parameter on the TP mesh of a folding? FSDP2 may shard over the same ranks: its mesh has
+    another name."""
     mesh = parameter.device_mesh
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
     return mesh.mesh_dim_names == ("tp",) and ranks == folding.group_of("tp", dist.get_rank())
 
 
 def _placed_gradient(parameter: DTensor) -> DTensor:
-    """Returns the gradient of a parameter of tensor parallelism, placed as the parameter is: that of one which
-    all ranks hold whole may come as a sum that is still to be made."""
+    """Returns the gradient of a parameter of tensor parallelism, placed as the parameter is: that of one
+    which all ranks hold whole may come as a sum that is still to be made."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)

@@ -1,8 +1,8 @@
-"""Training gives the same numbers under every layout of the ranks: the curves of loss and gradient norm over 20
-steps on 8 ranks are those of a single process.
+"""Training gives the same numbers under every layout of the ranks: the curves of loss and gradient norm over
+20 steps on 8 ranks are those of a single process.
 
-Four mappings, which split each dimension, and a model of each kind run by default. MOECOMM_TEST_MAPPINGS=all runs
-all mappings; with -s pytest shows the largest differences, the table of docs/folding.md.
+Four mappings, which split each dimension, and a model of each kind run by default. MOECOMM_TEST_MAPPINGS=all
+runs all mappings; with -s pytest shows the largest differences, the table of docs/folding.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +25,12 @@ from lm.trainer import train  # isort: skip
 
 WORLD, STEPS = 8, 20
 BOUND = 2e-6
-"""Largest relative difference of a loss or a gradient norm over the steps. Ranks add the same numbers in another
-order, in float32, whose numbers are 1.2e-7 apart; ten times what was seen is room for another machine's sums."""
+"""Largest relative difference of a loss or a gradient norm over the steps. Ranks add the same numbers in
+another order, in float32, whose numbers are 1.2e-7 apart; ten times what was seen is room for the sums of
+another machine."""
 MODEL = (
-    "--device cpu --dim 32 --layers 2 --heads 8 --kv-heads 4 --qk-norm --experts 8 --top-k 2 --ffn 32 --seq 32 "
-    f"--batch 8 --steps {STEPS} --warmup 4 --lr 0.002 --aux-coef 0 --eval-every 20 --eval-windows 9 "
+    "--device cpu --dim 32 --layers 2 --heads 8 --kv-heads 4 --qk-norm --experts 8 --top-k 2 --ffn 32 "
+    f"--seq 32 --batch 8 --steps {STEPS} --warmup 4 --lr 0.002 --aux-coef 0 --eval-every 20 --eval-windows 9 "
     "--save-every 1000"
 )
 BY_DEFAULT = (
@@ -132,8 +132,8 @@ def test_mapping_trains_as_one_process_does(mapping: str, run: Run) -> None:
 KINDS = {
     "windows, sinks and biases": "--window 5 --sinks --qkv-bias --out-bias --expert-bias --activation "
     "swiglu_clamped --no-tied --shared-experts 1",
-    "latent attention, a dense layer": "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 "
-    "--kv-rank 8 --rope-dim 4 --value-dim 6 --layers 3 --dense-layers 1 --dense-ffn 48",
+    "latent attention, a dense layer": "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 "
+    "--q-rank 12 --kv-rank 8 --rope-dim 4 --value-dim 6 --layers 3 --dense-layers 1 --dense-ffn 48",
 }
 
 
@@ -190,7 +190,7 @@ def test_mappings_that_do_not_fit(flags: str, tmp_path: Path) -> None:
 
 
 def test_the_layout_is_said_in_words(tmp_path: Path) -> None:
-    flags = "--tp 2 --cp 2 --ep 4".split()
+    flags = ["--tp", "2", "--cp", "2", "--ep", "4"]
     folding = options.check_ranks(options.parse([*MODEL.split(), *flags, "--out", str(tmp_path)]), WORLD)
     assert ranks.describe(folding) == "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"
     default = options.parse([*MODEL.split(), "--etp", "2", "--out", str(tmp_path)])

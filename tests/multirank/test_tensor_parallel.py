@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
