@@ -37,8 +37,8 @@ def sharded_state(
     built, not a wrapper (`ddp.module`), so that names stay the same.
 
     Under a folding with ETP > 1 expert parameters, and the optimizer's tensors of their shape, are the pieces
-    of these (E, ...) tensors that the rank holds, as tensors that save and load take and nothing else does
-    (no async_save). The checkpoint is the same as at any other ETP and EP size.
+    of these (E, ...) tensors that the rank holds, as tensors that save, async_save and load take and nothing
+    else does. The checkpoint is the same as at any other ETP and EP size.
 
     ep_group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For

@@ -6,7 +6,7 @@ one piece a block: of a w_in in halves one of gates and one of up values.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from moecomm.nn.experts import GroupedExperts
 
 class PartTensor(Tensor):
     """The (E, ...) tensor of whole experts, of which this rank has some pieces; they share storage with the
-    parameter, or the optimizer's tensor, that they are of. It is for torch.distributed.checkpoint's save and
-    load alone: any operation raises Unsupported."""
+    parameter, or the optimizer's tensor, that they are of. It is for torch.distributed.checkpoint's save,
+    async_save and load alone: other operations raise Unsupported."""
 
     _pieces: dict[torch.Size, Tensor]
 
@@ -36,10 +36,14 @@ class PartTensor(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    ) -> PartTensor:
+        if func is torch.ops.aten.new_empty.default:  # async_save does this, and copies the pieces into it
+            own, sizes = args[:2]
+            like = torch.empty(0, dtype=own.dtype, device=(kwargs or {}).get("device") or own.device)
+            return cls(torch.Size(sizes), {}, like)
         raise Unsupported(
             f"{func} on a tensor of sharded_state whose experts are split over ETP ranks: it can be saved "
-            "and loaded by torch.distributed.checkpoint's save and load, and nothing else"
+            "and loaded by torch.distributed.checkpoint, and nothing else"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -7,7 +7,9 @@ JSON only.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +25,9 @@ from moecomm.types import Group
 _EXPLANATION_S = 1.0
 """The seconds that a rank which has lost a peer waits for an explanation from that peer."""
 
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+"""Pauses between looks for ranks that have not come, the first and the longest."""
+
 _LOST = (PeerTimeout, PeerLost)
 """The errors about another rank, which may know more."""
 
@@ -36,6 +41,7 @@ class Rendezvous:
         self.timeout = timeout
         self.rank, self.size = 0, 1
         self._store: Store | None = None
+        self._met = False
         if group is None:
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -43,6 +49,28 @@ class Rendezvous:
         self._store = PrefixStore(
             f"moecomm/{group.group_name}/{_built[group.group_name]}", _get_default_store()
         )
+
+    def _meet(self, phase: str, deadline: float, limit: float) -> None:
+        """Makes the store one that only the processes of this run write to. torchrun keeps its store when it
+        starts ranks again, and what ranks before them have written is still there: so each process writes a
+        random number, and the name of the new store is made of all of them. A process goes on when every
+        rank has written down that same name, which a rank of a run before cannot have done."""
+        assert self._store is not None
+        own, pause = secrets.token_hex(8), _SHORTEST_PAUSE_S
+        self._set(phase, f"number/{self.rank}", own)
+        while True:
+            numbers = [self._get(phase, f"number/{peer}", peer, deadline, limit) for peer in range(self.size)]
+            name = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:16]
+            self._set(phase, f"name/{self.rank}", name)
+            names = [self._get(phase, f"name/{peer}", peer, deadline, limit) for peer in range(self.size)]
+            late = [peer for peer, found in enumerate(names) if found != name]
+            if not late:
+                self._store, self._met = PrefixStore(name, self._store), True
+                return
+            if time.monotonic() > deadline:
+                raise self._timeout(phase, late[0], limit)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def exchange(self, phase: str, message: dict[str, Any], patience: float = 1.0) -> list[dict[str, Any]]:
         """Sends a message and returns every rank's message of this phase, by rank.
@@ -54,6 +82,8 @@ class Rendezvous:
             return [message]
         limit = patience * self.timeout
         deadline = time.monotonic() + limit
+        if not self._met:
+            self._meet(phase, deadline, limit)
         self._tell(phase, message)
         return [self._receive(phase, peer, deadline, limit) for peer in range(self.size)]
 
@@ -107,36 +137,46 @@ class Rendezvous:
         return found
 
     def _tell(self, phase: str, message: dict[str, Any]) -> None:
-        if self._store is None:
-            return
+        if self._store is not None and self._met:
+            self._set(phase, f"{phase}/{self.rank}", json.dumps(message))
+
+    def _set(self, phase: str, key: str, value: str) -> None:
+        assert self._store is not None
         try:
-            self._store.set(f"{phase}/{self.rank}", json.dumps(message))
+            self._store.set(key, value)
         except RuntimeError as error:
             raise self._lost(phase, error) from error
 
-    def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
+    def _get(self, phase: str, key: str, peer: int, deadline: float, limit: float) -> str:
+        """Returns what `peer` has written under this key, as soon as it is there."""
         assert self._store is not None
-        key = f"{phase}/{peer}"
         try:
             self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            message = json.loads(self._store.get(key))
+            value: bytes = self._store.get(key)
+            return value.decode()
         except dist.DistNetworkError as error:
             raise self._lost(phase, error) from error
         except RuntimeError as error:
             if time.monotonic() < deadline:
                 raise self._lost(phase, error) from error
-            raise PeerTimeout(
-                f"rank {self.rank}, {phase}: rank {peer} did not come within {limit:g} s; "
-                "every rank of the group has to build the communicator",
-                rank=self.rank,
-                peer=peer,
-                phase=phase,
-            ) from error
+            raise self._timeout(phase, peer, limit) from error
+
+    def _receive(self, phase: str, peer: int, deadline: float, limit: float) -> dict[str, Any]:
+        message = json.loads(self._get(phase, f"{phase}/{peer}", peer, deadline, limit))
         if not isinstance(message, dict):
             raise MoecommError(
                 f"rank {self.rank}, {phase}: rank {peer} sent {type(message).__name__}, expected an object"
             )
         return message
+
+    def _timeout(self, phase: str, peer: int, limit: float) -> PeerTimeout:
+        return PeerTimeout(
+            f"rank {self.rank}, {phase}: rank {peer} did not come within {limit:g} s; "
+            "every rank of the group has to build the communicator",
+            rank=self.rank,
+            peer=peer,
+            phase=phase,
+        )
 
     def _lost(self, phase: str, error: Exception) -> PeerLost:
         return PeerLost(

@@ -229,6 +229,44 @@ def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
+def test_a_lost_rank_is_made_good_by_a_restart(text_folder: Path, tmp_path: Path) -> None:
+    """torchrun starts the ranks again, which go on from the newest checkpoint as if nothing had been."""
+    folder = tmp_path / "run"
+    arguments = [*SMALL_MODEL, "--steps=150", "--eval-every=150", "--save-every=20", "--data", text_folder]
+    program = [EXAMPLES / "train_lm.py", *arguments, "--out", folder]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+        start_new_session=True,
+    )
+    sealed = folder / "checkpoints" / "step-00000020" / "rank-1.json"
+    wait_until(lambda: process.poll() is not None or sealed.exists(), "a checkpoint")
+    ranks = [entry for entry in Path("/proc").glob("[0-9]*") if _is_rank(entry, folder, 1)]
+    assert len(ranks) == 1, process.poll()
+    os.kill(int(ranks[0].name), signal.SIGKILL)
+    before = losses(folder)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    resumed = re.search(r"resumed at step (\d+) of 150", out)
+    assert resumed and 20 <= int(resumed[1]) < 150, out
+    after = losses(folder)
+    assert sorted(after) == list(range(1, 151))
+    again = [step for step in before if step > int(resumed[1])]
+    assert again and all(before[step] == after[step] for step in before), "other losses after the restart"
+
+
+def _is_rank(entry: Path, folder: Path, rank: int) -> bool:
+    """Is it the process of that rank of the run?"""
+    try:
+        named = str(folder).encode() in (entry / "cmdline").read_bytes()
+        return named and f"LOCAL_RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it has just ended
+
+
 def test_what_a_rank_finds_wrong_gives_one_line(text_folder: Path, tmp_path: Path) -> None:
     too_short = ("--seq", "100000", "--batch", "2", "--data", text_folder)
     done = run_example("train_lm.py", "--out", tmp_path / "run", "--ranks", "1", *too_short)

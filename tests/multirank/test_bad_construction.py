@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,3 +249,30 @@ def test_no_threads_between_nodes(size: int, per_node: int, lanes: str, words: l
         assert caught is not None and caught.name == "OutOfMemory", caught
         assert "no thread to be had for" in caught.text and all(word in caught.text for word in words)
         assert rank == 1 or caught.text.startswith("rank 1: ")
+
+
+def _after_a_run_before(rank: int, world_size: int) -> list[str]:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    import moecomm
+    from moecomm.setup import rendezvous
+
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+    store = PrefixStore(f"moecomm/{group}/{rendezvous._built[group] + 1}", _get_default_store())
+    if rank == 1:
+        for what in ("number", "name", *(f"construction: {each}" for each in ("arguments", "names"))):
+            for peer in range(world_size):
+                store.set(f"{what}/{peer}", '{"of": "a run before"}')
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.3)
+    with moecomm.Communicator(**GOOD) as comm:
+        return oracle.play(comm, Case(tokens=(5, 3), num_experts=8, hidden=8, top_k=2), rank)
+
+
+def test_what_a_run_before_has_left_in_the_store(pool: Pools) -> None:
+    """torchrun keeps its store when it starts ranks again: messages of the ranks before them, with the same
+    names, are not taken for answers."""
+    oracle.assert_none(pool(2)(_after_a_run_before))

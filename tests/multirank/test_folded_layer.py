@@ -458,7 +458,16 @@ def saved(rank: int, world_size: int, activation: str, folder: str, seed: int) -
         other, other_optimizer, unused = trained(rank, arguments, case, seed + 1, sharded)
         unused.comm.close()
         dcp.load(sharded_state(other, other_optimizer), checkpoint_id=f"{folder}/parts")
-        dcp.save(sharded_state(other, other_optimizer), checkpoint_id=f"{folder}/{number}")
+        path = f"{folder}/{number}"
+        written = dcp.async_save(sharded_state(other, other_optimizer), checkpoint_id=path)
+        values = [each.clone() for each in other.parameters()]
+        with torch.no_grad():  # what is saved is a copy
+            for each in other.parameters():
+                each.zero_()
+        written.result()
+        with torch.no_grad():
+            for each, value in zip(other.parameters(), values, strict=True):
+                each.copy_(value)
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.fill_(float("nan"))
