@@ -3,8 +3,7 @@
 A checkpoint is a folder `step-00000200`. Experts are written as one (E, ...) tensor each, whatever number
 of ranks held them, and so load at any other one (`moecomm.nn.sharded_state`).
 
-It is written beside the training, from a copy of the state; with experts split over ranks (--etp) the
-training waits for it. Each rank writes files of its own, and when they
+It is written beside the training, from a copy of the state. Each rank writes files of its own, and when they
 are on the disk a list of them with their sizes and checksums, `rank-0.json` and so on. A folder in which a
 list is missing is a save that did not finish, and one in which a file is not as its list says is damaged:
 neither is ever loaded.
@@ -24,12 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from lm.errors import RunError, UsageError
 from lm.ranks import Ranks
@@ -84,21 +81,12 @@ class Saver:
         dist.barrier(self._group)
         written = self._written = Future()
         try:
-            saved = self._save(_state(model, optimizer, run), path)
-        except (OSError, CheckpointException) as error:
+            saved = async_save(_state(model, optimizer, run), checkpoint_id=path, process_group=self._group)
+        except OSError as error:
             written.set_exception(error)
             return
+        assert isinstance(saved, Future)
         saved.add_done_callback(lambda done: self._seal(path, done, written))
-
-    def _save(self, state: dict[str, Any], path: Path) -> Future[Any]:
-        """Begins to write a state; one of experts in parts, which cannot be copied, is written at once."""
-        if self._ranks.folding is not None and self._ranks.folding.etp > 1:
-            saved: Future[Any] = Future()
-            saved.set_result(save_state(state, checkpoint_id=path, process_group=self._group))
-            return saved
-        begun = async_save(state, checkpoint_id=path, process_group=self._group)
-        assert isinstance(begun, Future)
-        return begun
 
     def _seal(self, path: Path, saved: Future[Any], written: Future[None]) -> None:
         """Writes the list of this rank's files, in the thread that has saved them."""
