@@ -35,6 +35,10 @@ from lm.attention import GroupedAttention, LatentAttention
 from lm.model import Block, Transformer
 from moecomm.parallel import Coordinates, ParallelFolding
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def own_places(seq: int, folding: ParallelFolding, place: Coordinates, device: torch.device) -> Tensor | None:
     """Returns the places of a rank's tokens in a window, (S / (TP CP),) int64; None: all, in order."""
@@ -108,14 +112,14 @@ class _Gathered(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         ranks = dist.get_world_size(group)
         parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+        _all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts.chunk(ranks), dim)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         parts = dx.chunk(dist.get_world_size(ctx.group), ctx.dim)
         own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(own, torch.cat(parts), group=ctx.group)
+        _reduce_scatter(own, torch.cat(parts), group=ctx.group)
         return own, None, None
 
 
