@@ -4,6 +4,9 @@
     python examples/train_lm.py --data ~/notes '~/src/**/*.md'    # other text: files, folders, globs
     python examples/train_lm.py --resume --steps 800              # go on; also with another --ranks or --ep
     torchrun --nproc-per-node 4 examples/train_lm.py --ep 2       # 2 data parallel x 2 expert parallel
+    torchrun --nproc-per-node 8 examples/train_lm.py --heads 8 --tp 2 --cp 2 --ep 4 --etp 2 --aux-coef 0
+
+The last one splits attention, windows and experts over ranks (docs/folding.md).
 
 On GPUs the model is a larger one than on the CPU, and its arithmetic bfloat16; `--preset` chooses, and every
 size has a flag.
@@ -13,8 +16,9 @@ transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, chec
 --sample asks for it. The last line is the result. Ctrl-C ends the run after the current step, with a
 checkpoint.
 
-The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, precision,
-trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs), checkpoint.
+The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, parallel
+(windows and attention over ranks), precision, trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs),
+checkpoint.
 """
 
 from __future__ import annotations
@@ -76,8 +80,8 @@ def run_rank(options: command_line.Options, stop: StopRequest) -> None:
     from lm.trainer import train
 
     ranks.follow_parent()
-    ep = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
-    joined = ranks.join(ep, options.device)
+    folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
+    joined = ranks.join(folding, options.device)
     try:
         train(options, joined, stop)
     finally:

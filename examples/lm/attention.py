@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
@@ -121,6 +123,8 @@ class InnerNorm(nn.RMSNorm):
 class GroupedAttention(nn.Module):
     """Causal attention in which N / M heads share keys and values; with M = N that of arXiv 1706.03762."""
 
+    sinks_N: nn.Parameter | None
+
     def __init__(self, config: AttentionConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -141,13 +145,15 @@ class GroupedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSD, k_BMSD = self.q_norm(q_BNSD), self.k_norm(k_BMSD)
         q_BNSD, k_BMSD = rotate(q_BNSD, cos_SD, sin_SD), rotate(k_BMSD, cos_SD, sin_SD)
-        y_BNSV = self.core(q_BNSD, k_BMSD, v_BMSV, self.sinks_N)
+        sinks_N = self.sinks_N.to_local() if isinstance(self.sinks_N, DTensor) else self.sinks_N
+        y_BNSV = self.core(q_BNSD, k_BMSD, v_BMSV, sinks_N)
         return self.out(y_BNSV.transpose(1, 2).flatten(-2))
 
 
 class LatentAttention(nn.Module):
     """Causal attention whose queries, and whose keys and values, come from narrow latents. Beside them each
-    key has a part with a position, the same for all heads."""
+    key has a part with a position, the same for all heads. Under tensor parallelism `share_keys` gathers that
+    part."""
 
     def __init__(self, config: AttentionConfig, layer: int) -> None:
         super().__init__()
@@ -160,6 +166,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = InnerNorm(config.kv_rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(config.kv_rank, config.heads * (nope + value), bias=False)
         self.out = nn.Linear(config.heads * value, config.dim, bias=False)
+        self.share_keys: nn.Module = nn.Identity()
         self.core: nn.Module = AttentionCore(config.window_of(layer))
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -167,6 +174,7 @@ class LatentAttention(nn.Module):
         nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
         q_BNSD = split_heads(self.q_up(self.q_norm(self.q_down(x_BSH))), nope + rope)
         latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, rope), dim=-1)
+        k_rope_BSD = self.share_keys(k_rope_BSD)
         kv_BNSD = split_heads(self.kv_up(self.kv_norm(latent_BSR)), nope + value)
         k_nope_BNSD, v_BNSV = kv_BNSD.split((nope, value), dim=-1)
         q_nope_BNSD, q_rope_BNSD = q_BNSD.split((nope, rope), dim=-1)
@@ -190,9 +198,9 @@ def make_attention(config: AttentionConfig, layer: int) -> Attention:
 class AttentionCore(nn.Module):
     """Causal softmax attention of heads: core(q_BNSD, k_BMSD, v_BMSV, sinks_N) -> (B, N, S, V) of v's dtype.
 
-    Query i sees the keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are
-    multiplied by D^-0.5. A head's sink, if sinks_N is not None, is one logit more in the softmax, without a
-    value.
+    There may be fewer queries than keys; they are those of the last keys' positions. The query at i sees the
+    keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by D^-0.5. A
+    head's sink, if sinks_N is not None, is one logit more in the softmax, without a value.
 
     Without window and sinks it is torch's scaled_dot_product_attention. That has no kernel for them, so with
     one of them it is flex_attention on GPUs, compiled: it skips the blocks of keys outside a window, and
@@ -209,10 +217,14 @@ class AttentionCore(nn.Module):
     def forward(self, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, sinks_N: Tensor | None) -> Tensor:
         # Norms and rotations compute in float32, also within autocast.
         q_BNSD, k_BMSD = q_BNSD.to(v_BMSV.dtype), k_BMSD.to(v_BMSV.dtype)
-        window = self.window if self.window < q_BNSD.shape[2] else 0
+        queries, keys = q_BNSD.shape[2], k_BMSD.shape[2]
+        window = self.window if self.window < keys else 0
         if window == 0 and sinks_N is None:
             grouped = q_BNSD.shape[1] != k_BMSD.shape[1]
-            return F.scaled_dot_product_attention(q_BNSD, k_BMSD, v_BMSV, is_causal=True, enable_gqa=grouped)
+            mask: Any = None if queries == keys else causal_lower_right(queries, keys)
+            return F.scaled_dot_product_attention(
+                q_BNSD, k_BMSD, v_BMSV, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
         if q_BNSD.is_cuda:
             with torch.autocast("cuda", enabled=False):  # all are of one type already
                 return attend_by_blocks(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, _compiled_flex_attention())
@@ -240,13 +252,13 @@ def attend_densely(
     k_BNSD, v_BNSV = k_BMSD.repeat_interleave(shared_by, 1), v_BMSV.repeat_interleave(shared_by, 1)
     logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2)
     logits_BNSS = logits_BNSS.to(torch.promote_types(logits_BNSS.dtype, torch.float32))
-    places_S = torch.arange(q_BNSD.shape[2], device=q_BNSD.device)
-    hidden_SS = ~sees(window)(places_S.unsqueeze(1), places_S)
+    places_S = torch.arange(k_BMSD.shape[2], device=q_BNSD.device)
+    hidden_SS = ~sees(window)(places_S[-q_BNSD.shape[2] :].unsqueeze(1), places_S)
     logits_BNSS = (logits_BNSS * q_BNSD.shape[-1] ** -0.5).masked_fill(hidden_SS, -torch.inf)
     if sinks_N is not None:
         column_BNS1 = sinks_N.to(logits_BNSS.dtype).view(1, -1, 1, 1).expand(*logits_BNSS.shape[:-1], 1)
         logits_BNSS = torch.cat((logits_BNSS, column_BNS1), dim=-1)
-    shares_BNSS = logits_BNSS.softmax(dim=-1)[..., : q_BNSD.shape[2]]
+    shares_BNSS = logits_BNSS.softmax(dim=-1)[..., : k_BMSD.shape[2]]
     return shares_BNSS.to(v_BNSV.dtype) @ v_BNSV
 
 
@@ -259,7 +271,7 @@ def attend_by_blocks(
     flex: Callable[..., Any] = flex_attention,
 ) -> Tensor:
     """AttentionCore by flex_attention, or what is compiled of it."""
-    mask = _block_mask(window, q_BNSD.shape[2], q_BNSD.device)
+    mask = _block_mask(window, q_BNSD.shape[2], k_BMSD.shape[2], q_BNSD.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": q_BNSD.shape[1] != k_BMSD.shape[1]}
     if sinks_N is None:
         y_BNSV: Tensor = flex(q_BNSD, k_BMSD, v_BMSV, **options)
@@ -270,10 +282,15 @@ def attend_by_blocks(
 
 
 @functools.lru_cache(maxsize=8)
-def _block_mask(window: int, length: int, device: torch.device) -> BlockMask:
-    visible = sees(window)
+def _block_mask(window: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+    visible, first = sees(window), keys - queries
     return create_block_mask(
-        lambda batch, head, query, key: visible(query, key), None, None, length, length, device=str(device)
+        lambda batch, head, query, key: visible(query + first, key),
+        None,
+        None,
+        queries,
+        keys,
+        device=str(device),
     )
 
 

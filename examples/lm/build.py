@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import moecomm
 from lm.attention import AttentionConfig
@@ -14,13 +15,16 @@ from lm.errors import UsageError
 from lm.model import FeedForward, ModelConfig, Transformer
 from lm.options import Options
 from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter
+from moecomm.parallel import ParallelFolding
 
 FINAL_LR_SHARE = 0.1
 HEADROOM = 1.25  # rows of a graph, and its pool, beyond what a balanced routing needs
 
 
-def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Transformer:
-    """The same float32 weights on every rank, device, and at every EP size, from torch's default generator.
+def build_model(
+    options: Options, vocab: int, comm: moecomm.Communicator, folding: ParallelFolding | None = None
+) -> Transformer:
+    """The same float32 weights on every rank, device and folding, from torch's default generator.
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, and
@@ -31,7 +35,8 @@ def build_model(options: Options, vocab: int, comm: moecomm.Communicator) -> Tra
     """
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
-    model = assemble(options, vocab, lambda: MoELayer(moe, comm)).float()  # those of experts: see precision
+    model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding))
+    model = model.float()  # those of experts: see precision
     with torch.no_grad():
         torch.nn.init.normal_(model.embedding.weight, std=std)
         for module in model.modules():
@@ -152,7 +157,9 @@ def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    # The fused update takes no list in which some parameters are split by tensor parallelism, and some not.
+    fused = not any(isinstance(p, DTensor) for p in model.parameters())
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=fused, foreach=False)
 
 
 def learning_rate(step: int, options: Options) -> float:
@@ -165,9 +172,16 @@ def learning_rate(step: int, options: Options) -> float:
     )
 
 
-def count_parameters(model: Transformer, options: Options, num_local_experts: int) -> tuple[int, int]:
-    """(all, those that one token meets), over all ranks."""
-    local_experts = sum(p.numel() for p in model.parameters() if is_expert_parameter(p))
-    dense = sum(p.numel() for p in model.parameters()) - local_experts
-    one_expert = local_experts // num_local_experts
+def count_parameters(
+    model: Transformer, options: Options, num_local_experts: int, etp: int = 1
+) -> tuple[int, int]:
+    """(all, those that one token meets), over all ranks. With experts in `etp` parts it is rank 0 that has
+    the right numbers: the first part of an expert alone has the bias b_out, and has it whole."""
+    dense = sum(p.numel() for p in model.parameters() if not is_expert_parameter(p))
+    one_expert = sum(
+        p.numel() * (1 if name.endswith("b_out") else etp)
+        for name, p in model.named_parameters()
+        if is_expert_parameter(p)
+    )
+    one_expert //= num_local_experts
     return dense + one_expert * options.experts, dense + one_expert * options.top_k

@@ -5,6 +5,7 @@
 3. `encode` turns each side into one long array of token ids, with an end-of-text token after each file.
 4. `training_batch` draws the windows of one step from (seed, step) alone. Every rank computes all the
    places and takes its slice, which is why a run gives the same losses whatever its world size.
+5. `inputs_and_targets` takes from the windows the tokens of a rank, if several share them (`lm.parallel`).
 """
 
 from __future__ import annotations
@@ -122,6 +123,15 @@ def training_batch(
     """Draws windows (B, S+1) int64 of a step: inputs [:, :-1], targets [:, 1:]. `part`: this rank's slice."""
     starts_B = np.random.default_rng((seed, step)).integers(0, len(tokens_N) - seq, size=batch)
     return _windows(tokens_N, starts_B[part], seq)
+
+
+def inputs_and_targets(windows_BS: Tensor, places_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns what a rank reads of windows (B, S + 1), and what it has to say: tokens at its places of the S,
+    and those that follow them. places_S: int64, on the windows' device; None: all."""
+    inputs_BS, targets_BS = windows_BS[:, :-1], windows_BS[:, 1:]
+    if places_S is None:
+        return inputs_BS, targets_BS
+    return inputs_BS[:, places_S], targets_BS[:, places_S]
 
 
 def validation_windows(tokens_N: np.ndarray, *, count: int, seq: int) -> np.ndarray:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from lm import data, precision
 from lm.model import Transformer
@@ -24,25 +25,27 @@ def validation_loss(
     seq: int,
     dtype: torch.dtype,
     ranks: Ranks,
+    places_S: Tensor | None = None,
 ) -> float:
     """Mean nats per token over the same windows of held-out text each time, whatever the number of ranks.
 
-    `batch` windows a rank at a time. Every rank makes the same number of calls, because experts answer all
-    ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those bring the
-    first one once more, uncounted: attention kernels of GPUs refuse an empty batch.
+    `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts
+    answer all ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those
+    bring the first one once more, uncounted: attention kernels of GPUs refuse an empty batch. places_S: the
+    rank's places of a window (`lm.data.inputs_and_targets`).
     """
     model.eval()
     starts_B = data.validation_windows(tokens_N, count=windows, seq=seq)
-    nats = torch.zeros((), dtype=torch.float64)
-    for begin in range(0, len(starts_B), batch * ranks.world):
-        mine_B = starts_B[begin + ranks.rank * batch :][:batch]
-        mine_B = mine_B[: max(0, len(starts_B) - begin - ranks.rank * batch)]
+    nats, first = torch.zeros((), dtype=torch.float64), ranks.place.dp * batch
+    for begin in range(0, len(starts_B), batch * ranks.folding.dp):
+        mine_B = starts_B[begin + first :][:batch]
         brought_B = mine_B if len(mine_B) else starts_B[:1]
         tokens_BS = data.validation_batch(tokens_N, brought_B, seq=seq).to(ranks.device)
-        logits_BSV = precision.logits(model, tokens_BS[:, :-1], dtype)
+        inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, places_S)
+        logits_BSV = precision.logits(model, inputs_BS, dtype)
         if len(mine_B):
             nats += (
-                F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="sum")
+                F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
                 .double()
                 .cpu()
             )

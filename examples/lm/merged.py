@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.data import inputs_and_targets
 from lm.metrics import last_load, travel_of
 from lm.model import Transformer
 from moecomm.nn import MoEBlock, MoELayer
@@ -25,8 +26,10 @@ class MergedStep(nn.Module):
     load_AE: Tensor
     travelled: tuple[float, float]
 
-    def __init__(self, model: Transformer, microbatches: int) -> None:
+    def __init__(self, model: Transformer, microbatches: int, places_S: Tensor | None = None) -> None:
+        """places_S: the rank's places of a window (`lm.data.inputs_and_targets`)."""
         super().__init__()
+        self._places_S = places_S
         self.model, self.microbatches, self.measured = model, microbatches, False
         self._blocks: list[Any] = [model.embed, *map(self._cut, model.blocks), model.head]
 
@@ -39,16 +42,16 @@ class MergedStep(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Returns the mean loss of the windows (B, S + 1), and adds to the parameters' gradients."""
-        parts = tokens_BS.chunk(self.microbatches)
+        parts = [inputs_and_targets(part, self._places_S) for part in tokens_BS.chunk(self.microbatches)]
         loads: list[Tensor] = []
 
         def loss(logits_BSV: Tensor, number: int) -> Tensor:
             loads.append(last_load(self.model))  # forwards end one after another
-            targets_BS = parts[number][:, 1:]
+            _, targets_BS = parts[number]
             return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten()) / len(parts)
 
         stages = Stages(tokens_BS.device, record=True) if self.measured else None
-        losses = run_microbatches(self._blocks, [part[:, :-1] for part in parts], loss, stages=stages)
+        losses = run_microbatches(self._blocks, [inputs_BS for inputs_BS, _ in parts], loss, stages=stages)
         self.load_AE = torch.stack(loads).sum(0)
         if stages is not None:
             self.travelled = travel_of([stages.timeline()])

@@ -74,6 +74,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer, make_ffn(layer)) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
+        self.gathered = 1  # attention sees so many times the positions of an input (lm.parallel)
         heads = config.attention
         cos_SD, sin_SD = rope_table(heads.rotated_width, config.max_seq, heads.rope_base)
         self.register_buffer("cos_SD", cos_SD, persistent=False)
@@ -88,7 +89,8 @@ class Transformer(nn.Module):
         return self.head(x_BSH)
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first positions, both (S, D/2)."""
+        """Cosines and sines of the positions that attention sees of an input of so many, both (S, D/2)."""
+        length *= self.gathered
         return self.cos_SD[:length], self.sin_SD[:length]
 
     def embed(self, tokens_BS: Tensor) -> Tensor:

@@ -10,10 +10,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lm import presets
 from lm.errors import UsageError
+
+if TYPE_CHECKING:
+    from moecomm.parallel import ParallelFolding
 
 FILE_NAME = "options.json"
 
@@ -67,7 +70,10 @@ PER_CALL = (
     "sample",
     "prompt",
     "ranks",
+    "tp",
+    "cp",
     "ep",
+    "etp",
     "device",
     "preset",
     "graph",
@@ -87,7 +93,10 @@ class Options:
     sample: int
     prompt: str
     ranks: int | None
+    tp: int
+    cp: int
     ep: int | None
+    etp: int
     device: str
     graph: bool
     microbatches: int
@@ -179,22 +188,42 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return options
 
 
-def check_ranks(options: Options, world: int) -> int:
-    """Do batch and experts divide over `world` ranks? Returns the expert-parallel size. Raises UsageError."""
-    if options.batch % world:
-        raise UsageError(f"--batch {options.batch} is not divisible by the number of ranks, {world}")
-    if options.batch // world % options.microbatches:
+def check_ranks(options: Options, world: int) -> ParallelFolding:
+    """Lays out `world` ranks. Raises UsageError where batch, windows, heads or experts do not divide over
+    them."""
+    from moecomm import InvalidArgument  # late: torch takes seconds to import
+    from moecomm.parallel import ParallelFolding
+
+    ep = math.gcd(max(1, world // options.etp), options.experts) if options.ep is None else options.ep
+    if world % ep:
+        raise UsageError(f"--ep {ep} does not divide the number of ranks, {world}")
+    if options.experts % ep:
+        raise UsageError(f"--ep {ep} does not divide --experts {options.experts}")
+    try:
+        folding = ParallelFolding(world_size=world, tp=options.tp, cp=options.cp, ep=ep, etp=options.etp)
+    except InvalidArgument as error:
+        raise UsageError(str(error)) from None
+    _check_experts(options)
+    _check_batch(options, folding)
+    return folding
+
+
+def _check_experts(options: Options) -> None:
+    """Has each part of an expert whole columns, in fp8 as many as a scale is for?"""
+    unit = options.etp * (16 if options.expert_precision == "fp8" else 1)
+    if options.ffn % unit:
+        raise UsageError(f"--ffn {options.ffn} must be a multiple of {unit} with --etp {options.etp}")
+
+
+def _check_batch(options: Options, folding: ParallelFolding) -> None:
+    if options.batch % folding.dp:
+        ranks = "the number of ranks" if folding.dp == folding.world_size else "the data-parallel size"
+        raise UsageError(f"--batch {options.batch} is not divisible by {ranks}, {folding.dp}")
+    if options.batch // folding.dp % options.microbatches:
         raise UsageError(
-            f"--batch {options.batch} is {options.batch // world} windows a rank, which do not divide into "
-            f"--microbatches {options.microbatches}"
+            f"--batch {options.batch} is {options.batch // folding.dp} windows a rank, which do not divide "
+            f"into --microbatches {options.microbatches}"
         )
-    if options.ep is None:
-        return math.gcd(world, options.experts)
-    if world % options.ep:
-        raise UsageError(f"--ep {options.ep} does not divide the number of ranks, {world}")
-    if options.experts % options.ep:
-        raise UsageError(f"--ep {options.ep} does not divide --experts {options.experts}")
-    return options.ep
 
 
 def _check(options: Options) -> None:
@@ -211,6 +240,7 @@ def _check(options: Options) -> None:
             raise UsageError(
                 f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
             )
+    _check_split(options)
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -228,6 +258,30 @@ def _check(options: Options) -> None:
         raise UsageError(f"--out: {error}") from None
     if not os.access(out, os.W_OK):
         raise UsageError(f"--out: {out} cannot be written to")
+
+
+def _check_split(options: Options) -> None:
+    """Can windows and heads be split over ranks as --tp and --cp say?"""
+    tp, cp = options.tp, options.cp
+    if tp == cp == 1:
+        return
+    given = f"--tp {tp}" if cp == 1 else f"--cp {cp}" if tp == 1 else f"--tp {tp} --cp {cp}"
+    parts = tp * cp * (1 if cp == 1 else 2)
+    if options.seq % parts:
+        raise UsageError(f"--seq {options.seq} must be a multiple of {parts} with {given}")
+    for name in ("heads", "kv_heads"):
+        if getattr(options, name) % tp:
+            flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise UsageError(f"{flag} must be a multiple of --tp {tp}")
+    if options.sample:
+        raise UsageError(f"--sample: text is written by ranks that see whole windows: not with {given}")
+    if options.graph:
+        raise UsageError(f"--graph: a graph is of whole windows: not with {given}")
+    if options.aux_coef and options.aux_loss == "sequence":
+        raise UsageError(
+            f"--aux-loss sequence is of whole windows on a rank: not with {given}; give --aux-loss batch or "
+            "--aux-coef 0"
+        )
 
 
 def _check_attention(options: Options) -> None:
@@ -410,7 +464,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("ranks").add_argument
     add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")
+    add("--tp", type=_count, default=1, help="ranks over which the heads of attention are split")
+    add("--cp", type=_count, default=1, help="ranks over which each window is split")
     add("--ep", type=_count, help="ranks that share out the experts (default: as many as divide both)")
+    add("--etp", type=_count, default=1, help="ranks over which each expert is split")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
     add(
         "--graph",
@@ -447,7 +504,7 @@ def _parser() -> argparse.ArgumentParser:
         const=400,
         default=0,
         metavar="N",
-        help="write N tokens at the end",
+        help="write N tokens at the end; not with --tp or --cp",
     )
     add("--prompt", default="def ", help="what the sample starts from")
     add("--eval-every", type=_count, help="steps between validations")

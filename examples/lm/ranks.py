@@ -1,9 +1,8 @@
-"""Processes: starting them when torchrun did not, joining them, and laying them out as data x expert
-parallel.
+"""Processes: starting them when torchrun did not, and joining them.
 
-Ranks are laid out as a (dp, ep) mesh with neighbours in one EP group: with 4 ranks and ep=2, ranks 0 and 1
-hold all experts between them, 2 and 3 hold them again; 0 and 2 hold the same experts and so share expert
-gradients.
+Ranks are laid out by a `moecomm.parallel.ParallelFolding` (docs/folding.md), with neighbours in one EP group:
+with 4 ranks and ep=2, ranks 0 and 1 hold all experts between them, 2 and 3 hold them again; 0 and 2 hold the
+same experts and so share expert gradients.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ import torch.distributed as dist
 # Imported later, by an optimizer, this module would keep the process group alive to the end of the process,
 # whose gloo threads then may end it in a crash (seen with torch 2.13).
 import torch.distributed.nn.functional
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import moecomm
 from lm.errors import UsageError
+from moecomm.parallel import Coordinates, ParallelFolding
 
 SHUTDOWN_SECONDS = 120  # how long ranks may take to write their last checkpoint
 PR_SET_PDEATHSIG = 1
@@ -77,20 +76,20 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
-    mesh: DeviceMesh
+    folding: ParallelFolding
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     @property
-    def ep_mesh(self) -> DeviceMesh:
-        """The ranks that share out the experts: a token of any of them may go to any other."""
-        return self.mesh["ep"]
+    def place(self) -> Coordinates:
+        """The place of this rank in the grids of the folding."""
+        return self.folding.coordinates(self.rank)
 
 
-def join(ep: int, device: str) -> Ranks:
-    """Joins the ranks that torchrun (or `launch`) started. `ep` must divide their number."""
+def join(folding: ParallelFolding, device: str) -> Ranks:
+    """Joins the ranks that torchrun (or `launch`) started, as many as the folding lays out."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if uses_cuda(device):
         place = torch.device("cuda", local_rank)
@@ -101,9 +100,16 @@ def join(ep: int, device: str) -> Ranks:
         place = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
         dist.init_process_group("gloo")
-    world = dist.get_world_size()
-    mesh = init_device_mesh(place.type, (world // ep, ep), mesh_dim_names=("dp", "ep"))
-    return Ranks(dist.get_rank(), world, place, mesh)
+    return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
+
+
+def describe(folding: ParallelFolding) -> str:
+    """Returns how ranks are laid out, in words: "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"."""
+    dense, experts = (
+        " x ".join(f"{name} {folding.size(name)}" for name in names)
+        for names in (("tp", "cp", "dp"), ("etp", "ep", "edp"))
+    )
+    return f"{folding.world_size} = {dense}; experts {experts}"
 
 
 def follow_parent() -> None:

@@ -1,4 +1,4 @@
-"""The training loop: expert parallel x data parallel, one communicator shared by all layers."""
+"""The training loop, under a folding of the ranks; one communicator is shared by all layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import moecomm
-from lm import checkpoint, data, evaluate, plots, precision
+from lm import checkpoint, data, evaluate, parallel, plots, precision
 from lm.build import (
     build_graphed_step,
     build_model,
@@ -37,10 +36,10 @@ from lm.metrics import (
 )
 from lm.options import Options
 from lm.progress import StepProgress
-from lm.ranks import Ranks
+from lm.ranks import Ranks, describe
 from lm.speed import measure_speed
 from lm.stop import StopRequest
-from moecomm.nn import clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.nn import MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
 
 class Trainer:
@@ -48,21 +47,17 @@ class Trainer:
         self.options, self.ranks, self.stop = options, ranks, stop
         self.out = Path(options.out)
         self.corpus = Corpus(options)
-        self.local_batch = options.batch // ranks.world
+        self.local_batch = options.batch // ranks.folding.dp
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
-        moe_config(options)  # what does not fit is refused before there is a communicator
-        self.comm = moecomm.Communicator(
-            ranks.ep_mesh,
-            num_experts=options.experts,
-            hidden=options.dim,
-            top_k=options.top_k,
-            max_tokens=self.local_batch * options.seq,
-            dtype=self.dtype,
-            device=ranks.device,
-        )
+        moe = moe_config(options)  # what does not fit is refused before there is a communicator
+        folding = ranks.folding
+        tokens = options.batch * options.seq // ranks.world
+        self.comm = MoELayer.make_communicator(moe, folding, max_tokens=tokens, device=ranks.device)
         torch.manual_seed(options.seed)
-        self.model = build_model(options, vocab, self.comm).to(ranks.device)
+        self.model = build_model(options, vocab, self.comm, folding).to(ranks.device)
+        parallel.split_attention(self.model, folding, ranks.device)
+        self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
@@ -74,7 +69,7 @@ class Trainer:
                     f"--steps {options.steps}"
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
-        self.parameters = count_parameters(self.model, options, self.comm.num_local_experts)
+        self.parameters = count_parameters(self.model, options, self.comm.num_local_experts, folding.etp)
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
@@ -82,7 +77,7 @@ class Trainer:
             if options.graph
             else None
         )
-        self.merged = MergedStep(self.model, options.microbatches) if options.merged else None
+        self.merged = MergedStep(self.model, options.microbatches, self.places_S) if options.merged else None
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
@@ -138,14 +133,14 @@ class Trainer:
         measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
         measure_layers(self.model, measured and self.merged is None)
         self.comm.reset_stats()
-        mine = slice(self.ranks.rank * self.local_batch, (self.ranks.rank + 1) * self.local_batch)
+        first = self.ranks.place.dp * self.local_batch
         tokens_BS = data.training_batch(
             self.corpus.training_N,
             seed=options.seed,
             step=step,
             batch=options.batch,
             seq=options.seq,
-            part=mine,
+            part=slice(first, first + self.local_batch),
         ).to(self.ranks.device)
         loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
         sync_gradients(self.model)
@@ -197,8 +192,9 @@ class Trainer:
         return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        logits_BSV = precision.logits(self.model, tokens_BS[:, :-1], self.dtype)
-        return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, self.places_S)
+        logits_BSV = precision.logits(self.model, inputs_BS, self.dtype)
+        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
     def _record(self, step: int, totals: StepTotals, *, rate: float, norm: float, seconds: float) -> Record:
         record: Record = {
@@ -229,6 +225,7 @@ class Trainer:
             seq=self.options.seq,
             dtype=self.dtype,
             ranks=self.ranks,
+            places_S=self.places_S,
         )
         step = self.run_state.step
         if self.ranks.first:
@@ -271,7 +268,6 @@ class Trainer:
                 "parameters": total,
             }
             self.metrics.write({"step": 0, **facts})
-        world, ep = self.ranks.world, self.comm.size
         note = ", experts in fp8" if self.options.expert_precision == "fp8" else ""
         if self.options.note:
             self._say(self.options.note)
@@ -288,8 +284,8 @@ class Trainer:
             f"tokens, {self.options.steps * self.options.batch * self.options.seq:,} in all"
         )
         self._say(
-            f"ranks: {world} = {world // ep} data parallel x {ep} expert parallel, "
-            f"on {self.ranks.device.type}; window of {self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
+            f"ranks: {describe(self.ranks.folding)}, on {self.ranks.device.type}; window of "
+            f"{self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
         )
         if self.options.resume:
             now = "".join(f", with --{name.replace('_', '-')} {value}" for name, value in changed.items())

@@ -48,6 +48,8 @@ def make_groups(folding: ParallelFolding) -> None:
     """Makes the process groups of a layer, on all ranks of the job together, so that none is made on the
     ranks of one pipeline stage alone later."""
     folding.group(LAYER)
+    if folding.tp > 1:
+        folding.group("dp-cp")  # sync_gradients
     if folding.pp > 1:
         folding.group(STAGE)
 

@@ -16,6 +16,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.replicas import Ranks, expert_owners, find_replicas, layers_of, model_group, ranks_of
+from moecomm.parallel import ParallelFolding
 from moecomm.types import AnyGroup, Group, as_group
 
 _BUCKET_BYTES = 64 << 20
@@ -55,8 +56,13 @@ def sync_gradients(
     `group`, a group that is not the pipeline stage of the layers' folding, another expert_group, parameters
     that fully_shard has sharded over some of `group`, or a model under DistributedDataParallel, which has
     synchronised its gradients in the backward. Parameters that tensor parallelism has split are not for this
-    function (docs/folding.md): where they are marked, as Megatron-Core does (`tensor_model_parallel`), they
-    are refused too.
+    function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
+    refused too.
+
+    Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
+    (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
+    has it, so that the backward of all TP ranks has brought the gradients of all their losses into these
+    parameters: they are summed over folding.group("dp-cp") and divided by the size of `group`.
     """
     if not dist.is_initialized():
         return
@@ -73,8 +79,12 @@ def sync_gradients(
                 "leave it out, the layers know"
             )
     sums: dict[Group | None, list[Tensor]] = {}
-    tensor_parallel = any(layer.folding is not None and layer.folding.tp > 1 for layer in layers_of(model))
+    folding = next((layer.folding for layer in layers_of(model) if layer.folding is not None), None)
+    tensor_parallel = folding is not None and folding.tp > 1
     for parameter in _trained(model):
+        if folding is not None and isinstance(parameter, DTensor) and _is_tensor_parallel(parameter, folding):
+            sums.setdefault(folding.group("dp-cp"), []).append(_local(_placed_gradient(parameter)))
+            continue
         if isinstance(parameter, DTensor):
             if parameter not in owners:
                 _require_all_ranks(parameter, ranks)
@@ -113,9 +123,9 @@ def clip_grad_norm(
 
     Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
     DistributedDataParallel). Each expert is counted once, whichever rank holds it, and a replicated parameter
-    once; shards of FSDP2 are added up. With MoEConfig(main_grad=True) an expert's gradient is its
-    `main_grad`. float64 gradients give a float64 norm. All ranks get the same number, and a norm that is not
-    finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
+    once; shards of FSDP2 and of tensor parallelism are added up. With MoEConfig(main_grad=True) an expert's
+    gradient is its `main_grad`. float64 gradients give a float64 norm. All ranks get the same number, and a
+    norm that is not finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'
@@ -186,6 +196,25 @@ def _refuse_ddp(model: nn.Module, owners: dict[nn.Parameter, MoELayer | None]) -
             "model is under DistributedDataParallel, whose backward averages gradients: sync_gradients would "
             "divide them once more. Leave the call out"
         )
+
+
+def _is_tensor_parallel(parameter: DTensor, folding: ParallelFolding) -> bool:
+    """Is this parameter on the TP mesh of a folding? FSDP2 may shard over the same ranks: its mesh has
+    another name."""
+    mesh = parameter.device_mesh
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
+    return mesh.mesh_dim_names == ("tp",) and ranks == folding.group_of("tp", dist.get_rank())
+
+
+def _placed_gradient(parameter: DTensor) -> DTensor:
+    """Returns the gradient of a parameter of tensor parallelism, placed as the parameter is: that of one
+    which all ranks hold whole may come as a sum that is still to be made."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    assert isinstance(gradient, DTensor)
+    parameter.grad = placed = gradient.redistribute(placements=parameter.placements)
+    return placed
 
 
 def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:

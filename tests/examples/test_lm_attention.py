@@ -15,6 +15,7 @@ from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm.attention import (  # isort: skip
     AttentionConfig,
+    AttentionCore,
     attend_by_blocks,
     attend_densely,
     make_attention,
@@ -184,3 +185,21 @@ def test_blocks_equal_all_logits(length: int, window: int, sinks: bool, seed: in
         found = attend_by_blocks(q_BNSD, k_BMSD, v_BMSD, window, sinks_N)
         want = attend_densely(q_BNSD, k_BMSD, v_BMSD, window, sinks_N)
     assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (5, False), (5, True), (0, True)])
+def test_fewer_queries_are_those_of_the_last_keys(window: int, sinks: bool, seed: int) -> None:
+    """As a chunk of context parallelism has them, in all ways to compute it."""
+    torch.manual_seed(seed)
+    q_BNSD, k_BMSD, v_BMSD = (torch.randn(2, heads, 24, 16) for heads in (6, 2, 2))
+    sinks_N = torch.randn(6) if sinks else None
+    want = attend_densely(q_BNSD, k_BMSD, v_BMSD, window, sinks_N)[:, :, -8:]
+    last_BNSD = q_BNSD[:, :, -8:]
+    with torch.no_grad():
+        for found in (
+            AttentionCore(window)(last_BNSD, k_BMSD, v_BMSD, sinks_N),
+            attend_densely(last_BNSD, k_BMSD, v_BMSD, window, sinks_N),
+            attend_by_blocks(last_BNSD, k_BMSD, v_BMSD, window, sinks_N),
+        ):
+            assert_close(found, want, rtol=1e-4, atol=1e-5)

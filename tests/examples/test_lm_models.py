@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from moecomm.nn import GroupedExperts, MoEConfig, SharedExperts, TopKRouter
 from tests.examples.conftest import EXAMPLES  # and puts examples/ on the path
@@ -142,9 +141,10 @@ class Never:
 
 
 def train_all(rank: int, world: int, runs: list[list[str]]) -> None:
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "ep"))
     for arguments in runs:
-        train(options.parse(arguments), Ranks(rank, world, torch.device("cpu"), mesh), Never())  # type: ignore[arg-type]
+        chosen = options.parse(arguments)
+        folding = options.check_ranks(chosen, world)
+        train(chosen, Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

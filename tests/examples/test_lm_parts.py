@@ -252,7 +252,7 @@ def test_the_large_preset_is_for_gpus_and_divides_over_them(
     large = defaults(True)
     assert (large.dim, large.dtype) == (presets.LARGE["dim"], "bfloat16")
     for world in (1, 2, 3, 4, 6, 8):  # every GPU has experts of its own, and an even share of all batches
-        assert options.check_ranks(large, world) == world
+        assert options.check_ranks(large, world).ep == world
         assert large.eval_windows % large.batch == 0
     monkeypatch.setattr(ranks, "uses_cuda", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)

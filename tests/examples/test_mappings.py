@@ -1,0 +1,197 @@
+"""Training gives the same numbers under every layout of the ranks: the curves of loss and gradient norm over
+20 steps on 8 ranks are those of a single process.
+
+Four mappings, which split each dimension, and a model of each kind run by default. MOECOMM_TEST_MAPPINGS=all
+runs all mappings; with -s pytest shows the largest differences, the table of docs/folding.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
+from tests.multirank.conftest import Pools, cpu_pools
+
+from lm import options, ranks  # isort: skip
+from lm.errors import UsageError  # isort: skip
+from lm.metrics import read_metrics  # isort: skip
+from lm.trainer import train  # isort: skip
+
+WORLD, STEPS = 8, 20
+BOUND = 2e-6
+"""Largest relative difference of a loss or a gradient norm over the steps. Ranks add the same numbers in
+another order, in float32, whose numbers are 1.2e-7 apart; ten times what was seen is room for the sums of
+another machine."""
+MODEL = (
+    "--device cpu --dim 32 --layers 2 --heads 8 --kv-heads 4 --qk-norm --experts 8 --top-k 2 --ffn 32 "
+    f"--seq 32 --batch 8 --steps {STEPS} --warmup 4 --lr 0.002 --aux-coef 0 --eval-every 20 --eval-windows 9 "
+    "--save-every 1000"
+)
+BY_DEFAULT = (
+    "--ep 4 --etp 2",
+    "--tp 2 --ep 8",
+    "--cp 2 --ep 4",
+    "--tp 2 --cp 2 --ep 4 --etp 2",
+)
+MAPPINGS = (
+    *BY_DEFAULT,
+    "--ep 1",
+    "--ep 8",
+    "--ep 4",
+    "--ep 2 --etp 4",
+    "--ep 1 --etp 2",
+    "--tp 2 --ep 1",
+    "--tp 2 --ep 2",
+    "--tp 2 --ep 2 --etp 2",
+    "--tp 4 --ep 8",
+    "--tp 4 --ep 2 --etp 4",
+    "--cp 2 --ep 1",
+    "--cp 4 --ep 8",
+    "--cp 8 --ep 8",
+    "--cp 2 --ep 2 --etp 2",
+    "--tp 2 --cp 2 --ep 1",
+    "--tp 2 --cp 2 --ep 8",
+    "--tp 4 --cp 2 --ep 8",
+    "--tp 2 --cp 4 --ep 4 --etp 2",
+)
+CHOSEN = MAPPINGS if os.environ.get("MOECOMM_TEST_MAPPINGS") == "all" else BY_DEFAULT
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+class Never:
+    """Nobody asks the run to stop."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def train_on(rank: int, world: int, arguments: list[str]) -> None:
+    chosen = options.parse(arguments)
+    folding = options.check_ranks(chosen, world)
+    train(chosen, ranks.Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
+
+
+Curve = dict[str, list[float]]
+Run = Callable[..., Curve]
+
+
+@pytest.fixture(scope="module")
+def run(pool: Pools, text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(world, flags, out=None) trains on so many ranks and returns what it recorded; runs of the same
+    flags without `out` are made once."""
+    kept: dict[tuple[int, str], Curve] = {}
+
+    def made(world: int, flags: str, out: Path | None = None) -> Curve:
+        if out is None and (world, flags) in kept:
+            return kept[world, flags]
+        folder = out or tmp_path_factory.mktemp("mapping")
+        arguments = [*f"{MODEL} {flags}".split(), "--data", str(text_folder), "--out", str(folder)]
+        pool(world)(train_on, arguments)
+        records = read_metrics(folder / "metrics.jsonl")
+        curve = {
+            name: [record[name] for record in records if name in record]
+            for name in ("loss", "grad_norm", "val_loss")
+        }
+        if out is None:
+            shutil.rmtree(folder)
+            kept[world, flags] = curve
+        return curve
+
+    return made
+
+
+def difference(found: list[float], wanted: list[float]) -> float:
+    """Returns the largest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def require_same(found: Curve, alone: Curve, what: str) -> None:
+    assert len(found["loss"]) == len(found["grad_norm"]) == STEPS and len(found["val_loss"]) == 1
+    apart = {name: difference(found[name], alone[name]) for name in alone}
+    print(f"\n| {what} | " + " | ".join(f"{value:.1e}" for value in apart.values()) + " |", end="")
+    assert max(apart.values()) < BOUND, (what, apart)
+
+
+@pytest.mark.parametrize("mapping", CHOSEN)
+def test_mapping_trains_as_one_process_does(mapping: str, run: Run) -> None:
+    alone = run(1, "")
+    assert alone["loss"][-1] < alone["loss"][0] - 0.3  # it learns: an optimizer that does nothing is seen
+    require_same(run(WORLD, mapping), alone, mapping)
+
+
+KINDS = {
+    "windows, sinks and biases": "--window 5 --sinks --qkv-bias --out-bias --expert-bias --activation "
+    "swiglu_clamped --no-tied --shared-experts 1",
+    "latent attention, a dense layer": "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 "
+    "--q-rank 12 --kv-rank 8 --rope-dim 4 --value-dim 6 --layers 3 --dense-layers 1 --dense-ffn 48",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models_train_as_one_process_does(kind: str, run: Run) -> None:
+    mapping = "--tp 2 --cp 2 --ep 4 --etp 2"
+    require_same(run(WORLD, f"{KINDS[kind]} {mapping}"), run(1, KINDS[kind]), f"{kind} {mapping}")
+
+
+@pytest.mark.slow
+def test_merged_microbatches_of_parts_of_windows(run: Run) -> None:
+    mapping = "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged"
+    require_same(run(WORLD, mapping), run(1, ""), mapping)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_mapping(run: Run, tmp_path: Path) -> None:
+    """Ten steps with attention and experts split, ten more with windows split in their place."""
+    require_same(run(WORLD, "--tp 2 --ep 4 --etp 2 --save-every 10", tmp_path), run(1, ""), "before")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    require_same(run(WORLD, "--cp 2 --ep 4 --resume", tmp_path), run(1, ""), "resumed")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    require_same(run(WORLD, "--tp 4 --ep 8 --resume", tmp_path), run(1, ""), "resumed again")
+
+
+# -- what does not fit -------------------------------------------------------------------------------------
+
+WRONG = {
+    "--tp 3 --heads 12 --kv-heads 3 --dim 48 --seq 33": "tp is 3, expected a divisor of",
+    "--tp 2 --heads 5 --kv-heads 5 --dim 40": "--heads 5 must be a multiple of --tp 2",
+    "--tp 2 --kv-heads 1": "--kv-heads 1 must be a multiple of --tp 2",
+    "--tp 2 --cp 4 --seq 40": "--seq 40 must be a multiple of 16 with --tp 2 --cp 4",
+    "--cp 2 --seq 34": "--seq 34 must be a multiple of 4 with --cp 2",
+    "--cp 3 --seq 36": "cp is 3, expected a divisor of",
+    "--etp 3 --ffn 33": "etp is 3, expected a divisor of",
+    "--etp 4 --ffn 34": "--ffn 34 must be a multiple of 4 with --etp 4",
+    "--ep 8 --etp 2": "ep is 8, expected a divisor of world_size / (pp * etp) = 4",
+    "--ep 16": "--ep 16 does not divide the number of ranks, 8",
+    "--tp 2 --batch 6": "--batch 6 is not divisible by the data-parallel size, 4",
+    "--batch 12": "--batch 12 is not divisible by the number of ranks, 8",
+    "--tp 2 --sample 3": "--sample: text is written by ranks that see whole windows: not with --tp 2",
+    "--cp 2 --graph": "--graph: a graph is of whole windows: not with --cp 2",
+    "--tp 2 --aux-coef 0.01": "--aux-loss sequence is of whole windows on a rank: not with --tp 2",
+    "--pp 2": "unrecognized arguments: --pp 2",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_mappings_that_do_not_fit(flags: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        options.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
+    message = str(caught.value)
+    assert WRONG[flags] in message and "\n" not in message
+
+
+def test_the_layout_is_said_in_words(tmp_path: Path) -> None:
+    flags = ["--tp", "2", "--cp", "2", "--ep", "4"]
+    folding = options.check_ranks(options.parse([*MODEL.split(), *flags, "--out", str(tmp_path)]), WORLD)
+    assert ranks.describe(folding) == "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"
+    default = options.parse([*MODEL.split(), "--etp", "2", "--out", str(tmp_path)])
+    assert options.check_ranks(default, WORLD).ep == 4  # as many as divide ranks and experts
