@@ -2,7 +2,8 @@
 20 steps on 8 ranks are those of a single process.
 
 Two mappings, one of which splits all dimensions, and a model of each kind run by default.
-MOECOMM_TEST_MAPPINGS=all runs all mappings; with -s pytest shows the largest differences, the table of docs/folding.md.
+MOECOMM_TEST_MAPPINGS=all runs all mappings; with -s pytest shows the largest differences, the table of
+docs/folding.md.
 """
 
 from __future__ import annotations
