@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ import torch.distributed as dist
 # Imported later, by an optimizer, this module would keep the process group alive to the end of the process,
 # whose gloo threads then may end it in a crash (seen with torch 2.13).
 import torch.distributed.nn.functional
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 import moecomm
 from lm.errors import UsageError
@@ -95,12 +98,22 @@ def join(folding: ParallelFolding, device: str) -> Ranks:
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
         torch.set_float32_matmul_precision("high")
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place, **_own_store())
     else:
         place = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **_own_store())
     return Ranks(dist.get_rank(), dist.get_world_size(), place, folding)
+
+
+def _own_store() -> dict[str, Any]:
+    """Returns the arguments of init_process_group for ranks that torchrun has started again on one host: a
+    store in which the addresses of the ranks before them are not found. torch would connect to those."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        return {}  # with several hosts their counts may differ
+    store, rank, world = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": world}
 
 
 def describe(folding: ParallelFolding) -> str:

@@ -39,8 +39,10 @@ _last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the key is
 
 
 def register(backend: Backend) -> int:
-    """Gives `backend` a number by which operators find it for as long as it lives."""
-    number = next(_numbers)
+    """Gives `backend` a number by which operators find it for as long as it lives. It has the words of a plan
+    in it: inductor finds a compiled graph in its cache, which outlives the process, by the arguments of
+    operators, and the size of a plan is the one result that follows from none of them."""
+    number = next(_numbers) << 40 | backend.plan_fields.words
     _backends[number] = backend
     return number
 

@@ -235,7 +235,14 @@ def test_a_lost_rank_is_made_good_by_a_restart(text_folder: Path, tmp_path: Path
     arguments = [*SMALL_MODEL, "--steps=150", "--eval-every=150", "--save-every=20", "--data", text_folder]
     program = [EXAMPLES / "train_lm.py", *arguments, "--out", folder]
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", *program],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            *program,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
