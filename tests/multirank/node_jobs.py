@@ -140,6 +140,9 @@ def run(
     """body(rank, size, *args) on fresh ranks; asserts that nothing of theirs is left in /dev/shm, and that
     they end by themselves."""
     chosen = {"MOECOMM_FABRIC_PROVIDER": provider, **(environment or {})}
+    # Processes that were killed before this test can have left files of the shm provider, whose numbers the
+    # system gives to later processes.
+    earlier = set(os.listdir("/dev/shm"))
     with no_shared_memory_left():
         with RankPool(size, timeout=timeout, environment=NO_GPUS | chosen) as pool:
             owners = {str(pid) for pid in pool(_pid)}
@@ -151,7 +154,7 @@ def run(
             assert codes == [0] * size, f"ranks ended with {codes}"
         # Files of the shm provider are called "<process>:<endpoint>".
         limit = time.monotonic() + 5.0
-        while left := [name for name in os.listdir("/dev/shm") if name.split(":")[0] in owners]:
+        while left := [n for n in set(os.listdir("/dev/shm")) - earlier if n.split(":")[0] in owners]:
             assert time.monotonic() < limit, f"left in /dev/shm: {left}"
             time.sleep(0.02)
     return results
