@@ -27,7 +27,7 @@ from torch.distributed import pipelining
 from lm.data import inputs_and_targets
 from lm.errors import UsageError
 from lm.merged import cut
-from lm.metrics import last_load, moe_layers
+from lm.metrics import last_load
 from lm.model import Transformer
 from lm.options import SCHEDULES, V_SCHEDULES, Options
 from lm.ranks import Ranks
@@ -157,7 +157,9 @@ class PipelineStep(nn.Module):
                 options.stages,
                 example_BSH.device,
                 input_args=(example_BSH.clone().requires_grad_() if number else tokens_BS,),
-                output_args=((logits_BSV if number == options.stages - 1 else example_BSH.clone()).requires_grad_(),),
+                output_args=(
+                    (logits_BSV if number == options.stages - 1 else example_BSH.clone()).requires_grad_(),
+                ),
                 group=pipeline.group,
             )
             for number, stage in pipeline.stages

@@ -164,7 +164,7 @@ class Trainer:
             part=slice(first, first + self.local_batch),
         ).to(self.ranks.device)
         loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
-        sync_gradients(self.model)
+        sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm = clip_grad_norm(self.model, options.clip, pp_group=pp_group)
         rate = learning_rate(step, options)
