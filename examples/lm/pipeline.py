@@ -193,11 +193,12 @@ class PipelineStep(nn.Module):
 
     def _counter(self, stage: int) -> Callable[..., None]:
         """Returns a hook that adds the tokens of a microbatch's experts, after its forward."""
-        numbers = [layer - self._dense for layer in self._layout.layers[stage] if layer >= self._dense]
-        blocks = nn.ModuleList(self.model.blocks[str(number + self._dense)] for number in numbers)
+        layers = [layer for layer in self._layout.layers[stage] if layer >= self._dense]
+        blocks = nn.ModuleList(self.model.blocks[str(layer)] for layer in layers)
 
         def count(*_: Any) -> None:
-            if numbers and torch.is_grad_enabled():
-                self.load_AE[numbers] += last_load(blocks)
+            if layers and torch.is_grad_enabled():
+                first = layers[0] - self._dense
+                self.load_AE[first : first + len(layers)] += last_load(blocks)
 
         return count
