@@ -181,7 +181,7 @@ class PipelineStep(nn.Module):
         self.load_AE = torch.zeros(self._load_shape, dtype=torch.int64, device=tokens_BS.device)
         losses: list[Tensor] = []
         self._schedule.step(
-            *([inputs_BS] if self._layout.first else []),
+            *([inputs_BS.contiguous()] if self._layout.first else []),  # torch may compare strides
             target=targets_BS if self._layout.last else None,
             losses=losses,
             return_outputs=False,

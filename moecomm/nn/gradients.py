@@ -60,11 +60,10 @@ def sync_gradients(
 
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
-    expert_group, parameters
-    that fully_shard has sharded over some of `group`, or a model under DistributedDataParallel, which has
-    synchronised its gradients in the backward. Parameters that tensor parallelism has split are not for this
-    function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
-    refused too.
+    expert_group, parameters that fully_shard has sharded over some of `group`, or a model under
+    DistributedDataParallel, which has synchronised its gradients in the backward. Parameters that tensor
+    parallelism has split are not for this function where they are plain tensors: marked, as Megatron-Core
+    does (`tensor_model_parallel`), they are refused too.
 
     Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
     (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
