@@ -66,9 +66,10 @@ ALL = os.environ.get("MOECOMM_TEST_MAPPINGS") == "all"
 
 STAGED = "--layers 4 --no-tied"
 """The model of pipelines, beside MODEL."""
-PIPELINES_BY_DEFAULT = ("--tp 2 --cp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",)
+PIPELINES_BY_DEFAULT = ("--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",)
 PIPELINES = (
     *PIPELINES_BY_DEFAULT,
+    "--tp 2 --cp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",
     "--pp 2 --ep 4 --microbatches 2",
     "--tp 2 --pp 2 --ep 4 --microbatches 4",
     "--cp 2 --pp 2 --ep 2 --etp 2 --microbatches 4",
