@@ -5,8 +5,9 @@
     python examples/train_lm.py --resume --steps 800              # go on; also with another --ranks or --ep
     torchrun --nproc-per-node 4 examples/train_lm.py --ep 2       # 2 data parallel x 2 expert parallel
     torchrun --nproc-per-node 8 examples/train_lm.py --heads 8 --tp 2 --cp 2 --ep 4 --etp 2 --aux-coef 0
+    torchrun --nproc-per-node 8 examples/train_lm.py --no-tied --pp 2 --schedule dualpipev --microbatches 4
 
-The last one splits attention, windows and experts over ranks (docs/folding.md).
+The last two split attention, windows and experts over ranks, and share out the layers (docs/folding.md).
 
 On GPUs the model is a larger one than on the CPU, and its arithmetic bfloat16; `--preset` chooses, and every
 size has a flag.
@@ -17,8 +18,8 @@ transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, chec
 checkpoint.
 
 The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, parallel
-(windows and attention over ranks), precision, trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs),
-checkpoint.
+(windows and attention over ranks), pipeline (layers over ranks), precision, trainer (the loop), metrics,
+speed (TFLOP/s and MFU, on GPUs), checkpoint.
 """
 
 from __future__ import annotations

@@ -22,9 +22,14 @@ HEADROOM = 1.25  # rows of a graph, and its pool, beyond what a balanced routing
 
 
 def build_model(
-    options: Options, vocab: int, comm: moecomm.Communicator, folding: ParallelFolding | None = None
+    options: Options,
+    vocab: int,
+    comm: moecomm.Communicator,
+    folding: ParallelFolding | None = None,
+    holds: Callable[[str], bool] = lambda part: True,
 ) -> Transformer:
-    """The same float32 weights on every rank, device and folding, from torch's default generator.
+    """The same float32 weights on every rank, device and folding, from torch's default generator. A stage of
+    a pipeline has some of them: `holds` as in Transformer.
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, and
@@ -35,13 +40,20 @@ def build_model(
     """
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
-    model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding))
+    model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding), holds)
     model = model.float()  # those of experts: see precision
+
+    def draw(weight: torch.Tensor) -> None:
+        """Fills a weight; for one of another stage the numbers are drawn as well, so that the next weight
+        gets its own."""
+        weight = torch.empty(weight.shape) if weight.is_meta else weight
+        torch.nn.init.normal_(weight, std=std)
+
     with torch.no_grad():
-        torch.nn.init.normal_(model.embedding.weight, std=std)
+        draw(model.embedding.weight)
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
-                torch.nn.init.normal_(module.weight, std=std)
+                draw(module.weight)
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
         if model.output is not None:
@@ -51,6 +63,7 @@ def build_model(
                 parameter.div_(math.sqrt(2 * options.layers))
             elif name.endswith("router.weight"):
                 parameter.mul_(0.1)
+    model.drop_meta()
     return model
 
 
@@ -106,8 +119,14 @@ def attention_config(options: Options) -> AttentionConfig:
     )
 
 
-def assemble(options: Options, vocab: int, make_moe: Callable[[], torch.nn.Module]) -> Transformer:
-    """The model with torch's own first weights; `make_moe()` makes each of the layers with experts."""
+def assemble(
+    options: Options,
+    vocab: int,
+    make_moe: Callable[[], torch.nn.Module],
+    holds: Callable[[str], bool] = lambda part: True,
+) -> Transformer:
+    """The model with torch's own first weights; `make_moe()` makes each of the layers with experts. holds: as
+    in Transformer."""
     config = ModelConfig(
         vocab=vocab,
         dim=options.dim,
@@ -121,7 +140,7 @@ def assemble(options: Options, vocab: int, make_moe: Callable[[], torch.nn.Modul
     def make_ffn(layer: int) -> torch.nn.Module:
         return FeedForward(options.dim, options.dense_ffn) if layer < options.dense_layers else make_moe()
 
-    return Transformer(config, make_ffn)
+    return Transformer(config, make_ffn, holds)
 
 
 def model_vocab(options: Options, of_tokenizer: int) -> int:
@@ -175,8 +194,9 @@ def learning_rate(step: int, options: Options) -> float:
 def count_parameters(
     model: Transformer, options: Options, num_local_experts: int, etp: int = 1
 ) -> tuple[int, int]:
-    """(all, those that one token meets), over all ranks. With experts in `etp` parts it is rank 0 that has
-    the right numbers: the first part of an expert alone has the bias b_out, and has it whole."""
+    """(all, those that one token meets), over all ranks of a pipeline stage. With experts in `etp` parts it
+    is rank 0 that has the right numbers: the first part of an expert alone has the bias b_out, and has it
+    whole."""
     dense = sum(p.numel() for p in model.parameters() if not is_expert_parameter(p))
     one_expert = sum(
         p.numel() * (1 if name.endswith("b_out") else etp)

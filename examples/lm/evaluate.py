@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lm import data, precision
 from lm.model import Transformer
+from lm.pipeline import Pipeline
 from lm.ranks import Ranks
 
 TEMPERATURE = 0.8
@@ -17,7 +18,7 @@ TEMPERATURE = 0.8
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer,
+    model: Transformer | Pipeline,
     tokens_N: np.ndarray,
     *,
     windows: int,
@@ -31,8 +32,9 @@ def validation_loss(
 
     `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts
     answer all ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those
-    bring the first one once more, uncounted: attention kernels of GPUs refuse an empty batch. places_S: the
-    rank's places of a window (`lm.data.inputs_and_targets`).
+    bring the first one once more, uncounted: attention kernels of GPUs refuse an empty batch. In a pipeline
+    the ranks of the last stage alone have logits, and count. places_S: the rank's places of a window
+    (`lm.data.inputs_and_targets`).
     """
     model.eval()
     starts_B = data.validation_windows(tokens_N, count=windows, seq=seq)
@@ -43,7 +45,7 @@ def validation_loss(
         tokens_BS = data.validation_batch(tokens_N, brought_B, seq=seq).to(ranks.device)
         inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, places_S)
         logits_BSV = precision.logits(model, inputs_BS, dtype)
-        if len(mine_B):
+        if len(mine_B) and len(logits_BSV):
             nats += (
                 F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
                 .double()

@@ -15,6 +15,13 @@ from moecomm.nn import MoEBlock, MoELayer
 from moecomm.overlap import Stages, run_microbatches
 
 
+def cut(model: Transformer, block: Any) -> Any:
+    """Returns the nodes of a block of the model; one without experts is a single node."""
+    if not isinstance(block.ffn, MoELayer):
+        return lambda x_BSH: block(x_BSH, *model.positions(x_BSH.shape[1]))
+    return MoEBlock(lambda x_BSH: block.before(x_BSH, *model.positions(x_BSH.shape[1])), block.ffn)
+
+
 class MergedStep(nn.Module):
     """Forward and backward of a step. Its parameters are the model's, and get the gradient of the mean loss.
 
@@ -31,14 +38,8 @@ class MergedStep(nn.Module):
         super().__init__()
         self._places_S = places_S
         self.model, self.microbatches, self.measured = model, microbatches, False
-        self._blocks: list[Any] = [model.embed, *map(self._cut, model.blocks), model.head]
-
-    def _cut(self, block: Any) -> Any:
-        """Returns the nodes of a block; one without experts is a single node."""
-        positions = self.model.positions
-        if not isinstance(block.ffn, MoELayer):
-            return lambda x_BSH: block(x_BSH, *positions(x_BSH.shape[1]))
-        return MoEBlock(lambda x_BSH: block.before(x_BSH, *positions(x_BSH.shape[1])), block.ffn)
+        blocks = (cut(model, block) for block in model.blocks.values())
+        self._blocks: list[Any] = [model.embed, *blocks, model.head]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Returns the mean loss of the windows (B, S + 1), and adds to the parameters' gradients."""

@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import AttentionConfig, make_attention, rope_table
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +64,40 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`make_ffn(layer)` returns a module that maps (B, S, H) to (B, S, H), for the layers 0, 1, ... in
-    order."""
+    """`make_ffn(layer)` returns a module that maps (B, S, H) to (B, S, H), for the layers 0, 1, ... in order.
+
+    A rank of a pipeline holds some of the parts "embedding", "blocks.0", "blocks.1", ..., "norm" and
+    "output". All are made, one after another, and those of other ranks are on the meta device from then on,
+    until `drop_meta` removes them.
+    """
 
     cos_SD: Tensor
     sin_SD: Tensor
 
-    def __init__(self, config: ModelConfig, make_ffn: Callable[[int], nn.Module]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        make_ffn: Callable[[int], nn.Module],
+        holds: Callable[[str], bool] = lambda part: True,
+    ) -> None:
+        """holds: whether this rank holds a part."""
         super().__init__()
+
+        def placed(part: str, module: Part) -> Part:
+            return module if holds(part) else module.to("meta")
+
         self.config = config
-        self.embedding = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer, make_ffn(layer)) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
+        self.embedding = placed("embedding", nn.Embedding(config.vocab, config.dim))
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): placed(f"blocks.{layer}", Block(config, layer, make_ffn(layer)))
+                for layer in range(config.layers)
+            }
+        )
+        self.norm = placed("norm", nn.RMSNorm(config.dim, eps=config.norm_eps))
+        self.output = (
+            None if config.tied else placed("output", nn.Linear(config.dim, config.vocab, bias=False))
+        )
         self.gathered = 1  # attention sees so many times the positions of an input (lm.parallel)
         heads = config.attention
         cos_SD, sin_SD = rope_table(heads.rotated_width, config.max_seq, heads.rope_base)
@@ -84,9 +108,16 @@ class Transformer(nn.Module):
         """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`."""
         x_BSH = self.embed(tokens_BS)
         positions = self.positions(tokens_BS.shape[1])
-        for block in self.blocks:
+        for block in self.blocks.values():
             x_BSH = block(x_BSH, *positions)
         return self.head(x_BSH)
+
+    def drop_meta(self) -> None:
+        """Removes the parts that are on the meta device; the others keep their names."""
+        for parent in (self, self.blocks):
+            for name, part in list(parent.named_children()):
+                if part is not self.blocks and any(each.is_meta for each in part.parameters()):
+                    delattr(parent, name)
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions that attention sees of an input of so many, both (S, D/2)."""

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 FILE_NAME = "options.json"
 
+# The classes of torch.distributed.pipelining. The last two take two stages a rank, in a V.
+SCHEDULES = {
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+V_SCHEDULES = ("zbv", "dualpipev")
+
 # A checkpoint is bound to these: another value would be another model or another stream of batches.
 FIXED = (
     "data",
@@ -72,8 +82,11 @@ PER_CALL = (
     "ranks",
     "tp",
     "cp",
+    "pp",
     "ep",
     "etp",
+    "schedule",
+    "stages_per_rank",
     "device",
     "preset",
     "graph",
@@ -95,8 +108,11 @@ class Options:
     ranks: int | None
     tp: int
     cp: int
+    pp: int
     ep: int | None
     etp: int
+    schedule: str | None
+    stages_per_rank: int | None
     device: str
     graph: bool
     microbatches: int
@@ -156,6 +172,12 @@ class Options:
     log_every: int
     note: str
 
+    @property
+    def stages(self) -> int:
+        """Pipeline stages over all ranks of a pipeline."""
+        usual = 1 if self.schedule in (None, "1f1b") else 2
+        return self.pp * (usual if self.stages_per_rank is None else self.stages_per_rank)
+
     def save(self, folder: Path) -> dict[str, Any]:
         """Writes what a later `--resume` takes over; returns what differs from the run that is resumed."""
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in PER_CALL}
@@ -190,21 +212,28 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 def check_ranks(options: Options, world: int) -> ParallelFolding:
     """Lays out `world` ranks. Raises UsageError where batch, windows, heads or experts do not divide over
-    them."""
+    them, or torch has not the schedule of the pipeline."""
     from moecomm import InvalidArgument  # late: torch takes seconds to import
     from moecomm.parallel import ParallelFolding
 
-    ep = math.gcd(max(1, world // options.etp), options.experts) if options.ep is None else options.ep
+    of_experts = max(1, world // (options.etp * options.pp))
+    ep = math.gcd(of_experts, options.experts) if options.ep is None else options.ep
     if world % ep:
         raise UsageError(f"--ep {ep} does not divide the number of ranks, {world}")
     if options.experts % ep:
         raise UsageError(f"--ep {ep} does not divide --experts {options.experts}")
     try:
-        folding = ParallelFolding(world_size=world, tp=options.tp, cp=options.cp, ep=ep, etp=options.etp)
+        folding = ParallelFolding(
+            world_size=world, tp=options.tp, cp=options.cp, pp=options.pp, ep=ep, etp=options.etp
+        )
     except InvalidArgument as error:
         raise UsageError(str(error)) from None
     _check_experts(options)
     _check_batch(options, folding)
+    if options.pp > 1:
+        from lm.pipeline import schedule_class
+
+        schedule_class(options)
     return folding
 
 
@@ -241,6 +270,7 @@ def _check(options: Options) -> None:
                 f"--{name} {getattr(options, name)} must be a multiple of 16 for --expert-precision fp8"
             )
     _check_split(options)
+    _check_pipeline(options)
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -281,6 +311,49 @@ def _check_split(options: Options) -> None:
         raise UsageError(
             f"--aux-loss sequence is of whole windows on a rank: not with {given}; give --aux-loss batch or "
             "--aux-coef 0"
+        )
+
+
+def _check_pipeline(options: Options) -> None:
+    """Can layers and microbatches be shared out as --pp and the schedule say?"""
+    pp, schedule = options.pp, options.schedule or "1f1b"
+    if pp == 1:
+        for name in ("schedule", "stages_per_rank"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
+                raise UsageError(f"{flag} is of pipelines: give --pp 2 or more")
+        return
+    per_rank = options.stages // pp
+    if schedule == "1f1b" and per_rank != 1:
+        raise UsageError(f"--stages-per-rank {per_rank} must be 1 with --schedule 1f1b")
+    if schedule in V_SCHEDULES and per_rank != 2:
+        raise UsageError(f"--stages-per-rank {per_rank} must be 2 with --schedule {schedule}")
+    if options.layers < options.stages:
+        raise UsageError(
+            f"--layers {options.layers} is less than the {options.stages} stages of --pp {pp}, {per_rank} on "
+            "a rank"
+        )
+    if options.tied:
+        raise UsageError(f"--tied: embedding and output are of different stages with --pp {pp}: --no-tied")
+    if options.sample:
+        raise UsageError(f"--sample: text is written by ranks that hold all layers: not with --pp {pp}")
+    if options.graph:
+        raise UsageError(f"--graph: a graph is of a step on all layers: not with --pp {pp}")
+    if options.merged and schedule != "dualpipev":
+        raise UsageError(f"--merged with --pp {pp} needs --schedule dualpipev, which has such pairs")
+    _check_microbatches(options, schedule)
+
+
+def _check_microbatches(options: Options, schedule: str) -> None:
+    count, pp = options.microbatches, options.pp
+    least = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
+    if count < least:
+        raise UsageError(
+            f"--microbatches {count} must be at least {least} with --pp {pp} --schedule {schedule}"
+        )
+    if schedule in ("interleaved", "zero-bubble") and count % pp:
+        raise UsageError(
+            f"--microbatches {count} must be a multiple of {pp} with --pp {pp} --schedule {schedule}"
         )
 
 
@@ -466,8 +539,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=_count, help="ranks to start when torchrun did not (default: one per GPU, else 2)")
     add("--tp", type=_count, default=1, help="ranks over which the heads of attention are split")
     add("--cp", type=_count, default=1, help="ranks over which each window is split")
+    add("--pp", type=_count, default=1, help="ranks over which the layers are shared out")
     add("--ep", type=_count, help="ranks that share out the experts (default: as many as divide both)")
     add("--etp", type=_count, default=1, help="ranks over which each expert is split")
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        help="of --pp: the order of microbatches, by torch.distributed.pipelining (default: 1f1b)",
+    )
+    add(
+        "--stages-per-rank",
+        type=_count,
+        metavar="N",
+        help="of --pp: stages on a rank (default: 1 with 1f1b, 2 with the others)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
     add(
         "--graph",
@@ -504,7 +589,7 @@ def _parser() -> argparse.ArgumentParser:
         const=400,
         default=0,
         metavar="N",
-        help="write N tokens at the end; not with --tp or --cp",
+        help="write N tokens at the end; not with --tp, --cp or --pp",
     )
     add("--prompt", default="def ", help="what the sample starts from")
     add("--eval-every", type=_count, help="steps between validations")

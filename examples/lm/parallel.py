@@ -62,6 +62,7 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
             _split_heads(block, mesh, folding)
         model.gathered = folding.tp
     if folding.cp > 1:
+        folding.group("cp")  # made here, by all ranks: stages of a pipeline first use it at other times
         rank = folding.coordinates(dist.get_rank()).cp
         places_S = _context_places(model.config.max_seq, folding.cp, rank).to(device)
         model.cos_SD, model.sin_SD = model.cos_SD[places_S], model.sin_SD[places_S]

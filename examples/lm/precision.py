@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lm.model import Transformer
 from moecomm.nn import SharedExperts, is_expert_parameter
 
 
@@ -34,6 +33,6 @@ def compute(module: nn.Module, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
         return functional_call(module, weights, (tokens_BS,))
 
 
-def logits(model: Transformer, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
+def logits(model: nn.Module, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
     """The model's float32 logits (B, S, V), computed in `dtype`."""
     return compute(model, tokens_BS, dtype).float()

@@ -117,9 +117,11 @@ def _own_store() -> dict[str, Any]:
 
 
 def describe(folding: ParallelFolding) -> str:
-    """Returns how ranks are laid out, in words: "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"."""
+    """Returns how ranks are laid out, in words: "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2". With
+    pipeline stages both grids end with "x pp 2"."""
+    stages = ("pp",) if folding.pp > 1 else ()
     dense, experts = (
-        " x ".join(f"{name} {folding.size(name)}" for name in names)
+        " x ".join(f"{name} {folding.size(name)}" for name in (*names, *stages))
         for names in (("tp", "cp", "dp"), ("etp", "ep", "edp"))
     )
     return f"{folding.world_size} = {dense}; experts {experts}"

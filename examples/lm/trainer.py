@@ -35,6 +35,7 @@ from lm.metrics import (
     travel_seconds,
 )
 from lm.options import Options
+from lm.pipeline import Pipeline, PipelineStep, lay_out
 from lm.progress import StepProgress
 from lm.ranks import Ranks, describe
 from lm.speed import measure_speed
@@ -52,10 +53,13 @@ class Trainer:
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
         moe = moe_config(options)  # what does not fit is refused before there is a communicator
         folding = ranks.folding
-        tokens = options.batch * options.seq // ranks.world
+        # Windows that a rank computes at a time outside of the training, too.
+        self.eval_batch = self.local_batch // (options.microbatches if folding.pp > 1 else 1)
+        tokens = self.eval_batch * options.seq // (folding.tp * folding.cp)
         self.comm = MoELayer.make_communicator(moe, folding, max_tokens=tokens, device=ranks.device)
         torch.manual_seed(options.seed)
-        self.model = build_model(options, vocab, self.comm, folding).to(ranks.device)
+        layout = lay_out(options, ranks.place.pp)
+        self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
         parallel.split_attention(self.model, folding, ranks.device)
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.optimizer = build_optimizer(self.model, options)
@@ -69,7 +73,7 @@ class Trainer:
                     f"--steps {options.steps}"
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
-        self.parameters = count_parameters(self.model, options, self.comm.num_local_experts, folding.etp)
+        self.parameters = self._count_parameters()
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
@@ -77,7 +81,23 @@ class Trainer:
             if options.graph
             else None
         )
-        self.merged = MergedStep(self.model, options.microbatches, self.places_S) if options.merged else None
+        self.merged = self.pipeline = self.piped = None
+        if folding.pp > 1:
+            self.pipeline = Pipeline(self.model, layout, ranks)
+            self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
+        elif options.merged:
+            self.merged = MergedStep(self.model, options.microbatches, self.places_S)
+
+    def _count_parameters(self) -> tuple[int, int]:
+        """`count_parameters` of all stages."""
+        folding = self.ranks.folding
+        found = count_parameters(self.model, self.options, self.comm.num_local_experts, folding.etp)
+        if folding.pp == 1:
+            return found
+        total = torch.tensor(found)
+        dist.all_reduce(total, group=folding.group("pp"))
+        every, active = total.tolist()
+        return every, active
 
     def run(self) -> None:
         options, start = self.options, self.run_state.step
@@ -129,8 +149,9 @@ class Trainer:
         """Makes an optimizer step; returns whether the run was asked to stop, the same on all ranks."""
         options = self.options
         began = time.perf_counter()
-        # Stages cannot be measured in a graph.
-        measured = self.graphed is None and (step in (1, options.steps) or step % options.log_every == 0)
+        # Stages of a layer cannot be measured in a graph, nor by a schedule of a pipeline.
+        measured = self.graphed is None and self.piped is None
+        measured &= step in (1, options.steps) or step % options.log_every == 0
         measure_layers(self.model, measured and self.merged is None)
         self.comm.reset_stats()
         first = self.ranks.place.dp * self.local_batch
@@ -143,8 +164,9 @@ class Trainer:
             part=slice(first, first + self.local_batch),
         ).to(self.ranks.device)
         loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
-        sync_gradients(self.model)
-        norm = clip_grad_norm(self.model, options.clip)
+        sync_gradients(self.model, folding=self.ranks.folding)
+        pp_group = None if self.pipeline is None else self.pipeline.group
+        norm = clip_grad_norm(self.model, options.clip, pp_group=pp_group)
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -153,7 +175,7 @@ class Trainer:
         update_expert_bias(self.model)
         totals = reduce_step(
             load_AE,
-            loss=loss.item(),
+            loss=loss.item() * self.ranks.folding.pp,  # the last of so many stages alone has one
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
             travelled=travelled if measured else None,
@@ -178,6 +200,8 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
         """Accumulates the gradients of the step's microbatches. Returns loss, load and, if they are measured,
         `travel_seconds` of all of them."""
+        if (piped := self.piped) is not None:
+            return precision.compute(piped, tokens_BS, self.dtype).detach(), piped.load_AE, (0.0, 0.0)
         if (merged := self.merged) is not None:
             merged.measured = measured
             loss = precision.compute(merged, tokens_BS, self.dtype).detach()
@@ -218,10 +242,10 @@ class Trainer:
 
     def _validate(self, progress: StepProgress) -> float:
         value = evaluate.validation_loss(
-            self.model,
+            self.pipeline or self.model,
             self.corpus.validation_N,
             windows=self.options.eval_windows,
-            batch=self.local_batch,
+            batch=self.eval_batch,
             seq=self.options.seq,
             dtype=self.dtype,
             ranks=self.ranks,
@@ -254,7 +278,8 @@ class Trainer:
         resume_at = self.run_state.step if self.options.resume else None
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resume_at=resume_at)
         total, active = self.parameters
-        products = moe_layers(self.model)[0].experts.products.name
+        layers = moe_layers(self.model)
+        products = f", products by {layers[0].experts.products.name}" if layers else ""
         changed = self.options.save(self.out)
         if changed:
             self.metrics.write({"step": self.run_state.step, "changed": changed})
@@ -275,7 +300,7 @@ class Trainer:
         self._say(
             f"model: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token; "
             f"{self.options.layers} layers of {self.options.experts} experts, top {self.options.top_k}, "
-            f"width {self.options.dim}, {self.options.dtype}{note}, products by {products}"
+            f"width {self.options.dim}, {self.options.dtype}{note}{products}"
         )
         if self.speed is not None:
             self._say(self.speed.describe())
@@ -283,8 +308,11 @@ class Trainer:
             f"training: {self.options.steps} steps of {self.options.batch} windows of {self.options.seq} "
             f"tokens, {self.options.steps * self.options.batch * self.options.seq:,} in all"
         )
+        stages = ""
+        if self.options.pp > 1:
+            stages = f"; {self.options.stages} stages, {self.options.schedule or '1f1b'}"
         self._say(
-            f"ranks: {describe(self.ranks.folding)}, on {self.ranks.device.type}; window of "
+            f"ranks: {describe(self.ranks.folding)}{stages}, on {self.ranks.device.type}; window of "
             f"{self.comm.memory.total_bytes / 1e6:.1f} MB a rank"
         )
         if self.options.resume:

@@ -30,7 +30,11 @@ final."""
 
 @torch.no_grad()
 def sync_gradients(
-    model: nn.Module, group: AnyGroup | None = None, expert_group: AnyGroup | None = None
+    model: nn.Module,
+    group: AnyGroup | None = None,
+    expert_group: AnyGroup | None = None,
+    *,
+    folding: ParallelFolding | None = None,
 ) -> None:
     """Turns each rank's gradients, after backward of its own loss, into those of the mean of all ranks'
     losses. Every rank of `group` calls it, once a step.
@@ -52,12 +56,14 @@ def sync_gradients(
     so that the mean over ranks is the loss you mean. Replicas end with equal bits. Gradients that FSDP2 has
     averaged already, of `fully_shard_experts` and of `fully_shard` over all of `group`, stay as they are.
 
+    folding: that of the job, for a pipeline stage without MoELayers, which tell it otherwise.
+
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
-    `group`, a group that is not the pipeline stage of the layers' folding, another expert_group, parameters
-    that fully_shard has sharded over some of `group`, or a model under DistributedDataParallel, which has
-    synchronised its gradients in the backward. Parameters that tensor parallelism has split are not for this
-    function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
-    refused too.
+    `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
+    expert_group, parameters that fully_shard has sharded over some of `group`, or a model under
+    DistributedDataParallel, which has synchronised its gradients in the backward. Parameters that tensor
+    parallelism has split are not for this function where they are plain tensors: marked, as Megatron-Core
+    does (`tensor_model_parallel`), they are refused too.
 
     Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
     (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
@@ -66,7 +72,7 @@ def sync_gradients(
     """
     if not dist.is_initialized():
         return
-    group, expert_group = model_group(model, group), as_group(expert_group, "expert_group")
+    group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
     owners = expert_owners(model)
     _refuse_ddp(model, owners)
     replicas = find_replicas(model, group)
@@ -79,7 +85,7 @@ def sync_gradients(
                 "leave it out, the layers know"
             )
     sums: dict[Group | None, list[Tensor]] = {}
-    folding = next((layer.folding for layer in layers_of(model) if layer.folding is not None), None)
+    folding = next((layer.folding for layer in layers_of(model) if layer.folding is not None), folding)
     tensor_parallel = folding is not None and folding.tp > 1
     for parameter in _trained(model):
         if folding is not None and isinstance(parameter, DTensor) and _is_tensor_parallel(parameter, folding):

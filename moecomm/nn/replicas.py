@@ -24,6 +24,7 @@ from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.folded import STAGE
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import is_expert_parameter
+from moecomm.parallel import ParallelFolding
 from moecomm.parallel.subgroups import new_group
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -65,14 +66,20 @@ def layers_of(model: nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
-def model_group(model: nn.Module, group: AnyGroup | None) -> Group | None:
+def model_group(
+    model: nn.Module, group: AnyGroup | None, folding: ParallelFolding | None = None
+) -> Group | None:
     """Returns the ranks that hold a model (None: all of the job): the given group, or those of the pipeline
-    stage, where its layers are under a ParallelFolding. Raises InvalidArgument for a given group that is not
-    the stage, and for layers under different foldings."""
+    stage, where its layers are under a ParallelFolding or one is given. Raises InvalidArgument for a given
+    group that is not the stage, and for different foldings."""
     group = as_group(group)
     foldings = {layer.folding for layer in layers_of(model) if layer.folding is not None}
+    if folding is not None:
+        foldings.add(folding)
     if len(foldings) > 1:
-        raise InvalidArgument(f"the model's layers have different foldings, must have one: {foldings}")
+        raise InvalidArgument(
+            f"the model's layers, or they and `folding`, have different foldings, must have one: {foldings}"
+        )
     for folding in foldings:
         stage = folding.group_of(STAGE, dist.get_rank())
         if group is None:

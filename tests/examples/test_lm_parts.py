@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from lm.errors import UsageError  # isort: skip
 from lm.merged import MergedStep  # isort: skip
 from lm.metrics import MetricsFile, StepTotals, Totals, last_load, read_metrics, travel_seconds  # isort: skip
 from lm.model import ModelConfig, Transformer  # isort: skip
+from lm.pipeline import lay_out  # isort: skip
 from lm.speed import measure_speed, peak_tflops  # isort: skip
 from lm.tokenizer import ByteTokenizer, make_tokenizer  # isort: skip
 import itertools
@@ -209,6 +211,30 @@ def test_merged_microbatches_have_the_same_bits(dtype: torch.dtype, tmp_path: Pa
         plain, merged = trained(False), trained(True)
     assert all(torch.equal(left, right) for left, right in zip(plain, merged, strict=True))
     assert plain[1] > plain[7]
+
+
+def test_stages_have_the_weights_of_the_whole_model(tmp_path: Path, seed: int) -> None:
+    flags = (
+        "--preset small --dim 32 --heads 2 --layers 5 --dense-layers 1 --dense-ffn 32 --experts 4 --ffn 32 "
+        "--no-tied --pp 2 --microbatches 4 --schedule interleaved --shared-experts 1"
+    )
+    chosen = options.parse([*flags.split(), "--out", str(tmp_path)])
+
+    def weights(holds: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        model = build_model(chosen, 11, comm, holds=holds)
+        assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+        state = model.state_dict()
+        return {name: state[name] for name, _ in model.named_parameters()}
+
+    with moecomm.Communicator(
+        num_experts=4, hidden=32, top_k=chosen.top_k, max_tokens=8, device="cpu"
+    ) as comm:
+        whole = weights(lambda part: True)
+        first, second = (weights(lay_out(chosen, place).holds) for place in range(2))
+    assert not first.keys() & second.keys() and first.keys() | second.keys() == whole.keys()
+    assert "embedding.weight" in first and "blocks.2.attention_norm.weight" in second
+    assert all(torch.equal(each, whole[name]) for name, each in (*first.items(), *second.items()))
 
 
 def test_model_sees_only_the_past(seed: int) -> None:

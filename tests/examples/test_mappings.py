@@ -1,7 +1,7 @@
 """Training gives the same numbers under every layout of the ranks: the curves of loss and gradient norm over
 20 steps on 8 ranks are those of a single process.
 
-Two mappings, one of which splits all dimensions, and a model of each kind run by default.
+Some mappings, schedules of pipelines and models of each kind run by default.
 MOECOMM_TEST_MAPPINGS=all runs all mappings; with -s pytest shows the largest differences, the table of
 docs/folding.md.
 """
@@ -22,6 +22,7 @@ from tests.multirank.conftest import Pools, cpu_pools
 from lm import options, ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
+from lm.pipeline import lay_out  # isort: skip
 from lm.trainer import train  # isort: skip
 
 WORLD, STEPS = 8, 20
@@ -61,7 +62,24 @@ MAPPINGS = (
     "--tp 4 --cp 2 --ep 8",
     "--tp 2 --cp 4 --ep 4 --etp 2",
 )
-CHOSEN = MAPPINGS if os.environ.get("MOECOMM_TEST_MAPPINGS") == "all" else BY_DEFAULT
+ALL = os.environ.get("MOECOMM_TEST_MAPPINGS") == "all"
+
+STAGED = "--layers 4 --no-tied"
+"""The model of pipelines, beside MODEL."""
+PIPELINES_BY_DEFAULT = ("--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",)
+PIPELINES = (
+    *PIPELINES_BY_DEFAULT,
+    "--tp 2 --cp 2 --pp 2 --ep 2 --etp 2 --microbatches 2",
+    "--pp 2 --ep 4 --microbatches 2",
+    "--tp 2 --pp 2 --ep 4 --microbatches 4",
+    "--cp 2 --pp 2 --ep 2 --etp 2 --microbatches 4",
+    "--pp 4 --ep 1 --etp 2 --microbatches 4",
+    "--tp 2 --pp 4 --ep 2 --microbatches 4",
+    "--tp 2 --cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved",
+    "--pp 2 --ep 2 --etp 2 --microbatches 2 --schedule zero-bubble",
+    "--tp 2 --cp 2 --pp 2 --ep 4 --microbatches 8 --schedule zbv",
+    "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev --merged",
+)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +121,9 @@ def run(pool: Pools, text_folder: Path, tmp_path_factory: pytest.TempPathFactory
             name: [record[name] for record in records if name in record]
             for name in ("loss", "grad_norm", "val_loss")
         }
+        for record in records:  # all layers are there, each with all tokens of the step
+            for load in record.get("load", ()):
+                assert sum(load) == 8 * 32 * 2
         if out is None:
             shutil.rmtree(folder)
             kept[world, flags] = curve
@@ -123,11 +144,45 @@ def require_same(found: Curve, alone: Curve, what: str) -> None:
     assert max(apart.values()) < BOUND, (what, apart)
 
 
-@pytest.mark.parametrize("mapping", CHOSEN)
+@pytest.mark.parametrize("mapping", MAPPINGS if ALL else BY_DEFAULT)
 def test_mapping_trains_as_one_process_does(mapping: str, run: Run) -> None:
     alone = run(1, "")
     assert alone["loss"][-1] < alone["loss"][0] - 0.3  # it learns: an optimizer that does nothing is seen
     require_same(run(WORLD, mapping), alone, mapping)
+
+
+@pytest.mark.parametrize("mapping", PIPELINES if ALL else PIPELINES_BY_DEFAULT)
+def test_mapping_trains_in_stages_as_one_process_does(mapping: str, run: Run) -> None:
+    alone = run(1, STAGED)
+    assert alone["loss"][-1] < alone["loss"][0] - 0.3
+    require_same(run(WORLD, f"{STAGED} {mapping}"), alone, mapping)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["interleaved", "zero-bubble", "dualpipev --merged", pytest.param("zbv", marks=pytest.mark.slow)],
+)
+def test_schedules_train_as_one_process_does(schedule: str, run: Run) -> None:
+    """With a balancing loss, whose gradient no schedule scales, and balancing biases."""
+    model = f"{STAGED} --aux-coef 0.01 --bias-rate 0.01"
+    mapping = f"--pp 2 --microbatches 4 --schedule {schedule}"
+    require_same(run(2, f"{model} {mapping}"), run(1, model), mapping)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev --merged"])
+def test_stages_compute_in_bfloat16_as_one_process_does(schedule: str, run: Run) -> None:
+    """With as many microbatches, since each rounds its gradients."""
+    model = f"{STAGED} --dtype bfloat16 --microbatches 4"
+    mapping = f"--pp 2 --schedule {schedule}"
+    require_same(run(2, f"{model} {mapping}"), run(1, model), f"bfloat16 {mapping}")
+
+
+@pytest.mark.slow
+def test_a_stage_without_experts(run: Run) -> None:
+    model = f"{STAGED} --dense-layers 2 --dense-ffn 48"
+    mapping = "--tp 2 --pp 2 --ep 2 --microbatches 4"
+    require_same(run(4, f"{model} {mapping}"), run(1, model), f"dense stage {mapping}")
 
 
 KINDS = {
@@ -160,6 +215,18 @@ def test_a_run_goes_on_under_another_mapping(run: Run, tmp_path: Path) -> None:
     require_same(run(WORLD, "--tp 4 --ep 8 --resume", tmp_path), run(1, ""), "resumed again")
 
 
+@pytest.mark.parametrize(
+    "mapping", ["--ep 2", pytest.param("--pp 2 --schedule dualpipev", marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_with_other_stages(mapping: str, run: Run, tmp_path: Path) -> None:
+    """Ten steps in two stages, ten more in none or in four."""
+    alone = run(1, STAGED)
+    before = f"{STAGED} --pp 2 --microbatches 4 --save-every 10"
+    require_same(run(2, before, tmp_path), alone, "before")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    require_same(run(2, f"{STAGED} {mapping} --resume", tmp_path), alone, f"resumed {mapping}")
+
+
 # -- what does not fit -------------------------------------------------------------------------------------
 
 WRONG = {
@@ -178,7 +245,22 @@ WRONG = {
     "--tp 2 --sample 3": "--sample: text is written by ranks that see whole windows: not with --tp 2",
     "--cp 2 --graph": "--graph: a graph is of whole windows: not with --cp 2",
     "--tp 2 --aux-coef 0.01": "--aux-loss sequence is of whole windows on a rank: not with --tp 2",
-    "--pp 2": "unrecognized arguments: --pp 2",
+    "--schedule zbv": "--schedule zbv is of pipelines: give --pp 2 or more",
+    "--pp 1 --stages-per-rank 2": "--stages-per-rank 2 is of pipelines: give --pp 2 or more",
+    "--pp 3 --layers 3 --no-tied --microbatches 3": "pp is 3, expected a divisor of",
+    "--pp 2 --microbatches 2": "--tied: embedding and output are of different stages with --pp 2: --no-tied",
+    "--pp 4 --no-tied": "--layers 2 is less than the 4 stages of --pp 4, 1 on a rank",
+    "--pp 2 --schedule zbv": "--layers 2 is less than the 4 stages of --pp 2, 2 on a rank",
+    "--pp 2 --stages-per-rank 2": "--stages-per-rank 2 must be 1 with --schedule 1f1b",
+    "--pp 2 --schedule zbv --stages-per-rank 3": "--stages-per-rank 3 must be 2 with --schedule zbv",
+    "--pp 2 --schedule gpipe": "argument --schedule: invalid choice: 'gpipe'",
+    "--pp 2 --no-tied": "--microbatches 1 must be at least 2 with --pp 2 --schedule 1f1b",
+    f"{STAGED} --pp 2 --schedule dualpipev --microbatches 2": "--microbatches 2 must be at least 4 with",
+    f"{STAGED} --pp 2 --schedule interleaved --microbatches 3": "--microbatches 3 must be a multiple of 2",
+    f"{STAGED} --pp 2 --microbatches 4": "--batch 8 is 2 windows a rank, which do not divide into",
+    "--no-tied --pp 2 --microbatches 2 --merged": "--merged with --pp 2 needs --schedule dualpipev",
+    "--no-tied --pp 2 --sample 3": "--sample: text is written by ranks that hold all layers: not with --pp 2",
+    "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
 }
 
 
@@ -190,9 +272,37 @@ def test_mappings_that_do_not_fit(flags: str, tmp_path: Path) -> None:
     assert WRONG[flags] in message and "\n" not in message
 
 
+def test_a_schedule_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.pipelining.ScheduleDualPipeV")
+    flags = f"{STAGED} --cp 4 --pp 2 --schedule dualpipev --microbatches 4"
+    with pytest.raises(UsageError, match=r"--schedule dualpipev: torch .* has no ScheduleDualPipeV"):
+        options.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
+
+
 def test_the_layout_is_said_in_words(tmp_path: Path) -> None:
     flags = ["--tp", "2", "--cp", "2", "--ep", "4"]
     folding = options.check_ranks(options.parse([*MODEL.split(), *flags, "--out", str(tmp_path)]), WORLD)
     assert ranks.describe(folding) == "8 = tp 2 x cp 2 x dp 2; experts etp 1 x ep 4 x edp 2"
     default = options.parse([*MODEL.split(), "--etp", "2", "--out", str(tmp_path)])
     assert options.check_ranks(default, WORLD).ep == 4  # as many as divide ranks and experts
+    stages = options.parse(
+        [*MODEL.split(), *["--pp", "2", "--no-tied", "--microbatches", "2", "--out"], str(tmp_path)]
+    )
+    said = ranks.describe(options.check_ranks(stages, WORLD))
+    assert said == "8 = tp 1 x cp 1 x dp 4 x pp 2; experts etp 1 x ep 4 x edp 1 x pp 2"
+
+
+def test_layers_are_shared_out_evenly(tmp_path: Path) -> None:
+    flags = ["--layers", "7", "--no-tied", "--microbatches", "4", "--pp", "2", "--out"]
+    of_schedules = {
+        "1f1b": ((0, 1), [4, 3]),
+        "interleaved": ((0, 1, 0, 1), [2, 2, 2, 1]),
+        "dualpipev": ((0, 1, 1, 0), [2, 2, 2, 1]),
+    }
+    for schedule, (owners, sizes) in of_schedules.items():
+        chosen = options.parse([*MODEL.split(), *flags, str(tmp_path), "--schedule", schedule])
+        layouts = [lay_out(chosen, place) for place in range(2)]
+        assert layouts[0].owners == owners and [len(each) for each in layouts[0].layers] == sizes
+        parts = ["embedding", *(f"blocks.{layer}" for layer in range(7)), "norm", "output"]
+        assert [sum(layout.holds(part) for layout in layouts) for part in parts] == [1] * len(parts)
+        assert layouts[0].holds("embedding") and layouts[owners[-1]].holds("output")

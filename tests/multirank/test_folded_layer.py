@@ -5,6 +5,7 @@ dropped choices and checkpoints, with experts split over ETP ranks or not; and w
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -400,6 +401,14 @@ def stages(rank: int, world_size: int, seed: int) -> float:
             ),
             (lambda: sync_gradients(layer, dist.group.WORLD), "group has ranks (0, 1, 2, 3), must have"),
             (lambda: prepare_ddp(layer, pipeline), "group has ranks"),
+            (
+                lambda: sync_gradients(layer, folding=dataclasses.replace(folding, pp=1)),
+                "the model's layers, or they and `folding`, have different foldings",
+            ),
+            (
+                lambda: sync_gradients(nn.Linear(1, 1), dist.group.WORLD, folding=folding),
+                "group has ranks (0, 1, 2, 3), must have",
+            ),
         ):
             found = catch(call)
             assert found is not None and found.name == "InvalidArgument", found
@@ -408,6 +417,10 @@ def stages(rank: int, world_size: int, seed: int) -> float:
         dist.all_reduce(square, group=pipeline)
         norm = clip_grad_norm(layer, 0.1, pp_group=pipeline)
         close(norm, square.sqrt())
+    without = nn.Linear(1, 1, bias=False)  # a stage without MoELayers
+    without.weight.grad = torch.full((1, 1), float(rank))
+    sync_gradients(without, folding=folding)
+    assert without.weight.grad.item() == sum(stage) / len(stage)
     return float(norm)
 
 
