@@ -15,9 +15,9 @@ from tests.multirank.conftest import Pools, kept_pools
 __all__ = ["Pools"]
 
 
-def _require(world_size: int) -> None:
-    """Skips where ranks would have to share a GPU."""
-    if not harness.on_cpu() and world_size > harness.gpus():
+def require_ranks(world_size: int) -> None:
+    """Skips where the GPUs here are too few for a job of so many ranks."""
+    if not harness.on_cpu() and world_size > harness.most_ranks():
         pytest.skip(f"needs {world_size} GPUs, {harness.gpus()} here")
 
 
@@ -26,7 +26,7 @@ def pool() -> Iterator[Pools]:
     """pool(world_size) is a set of ranks kept for the whole run; after a failure, a fresh one."""
 
     def start(world_size: int, environment: dict[str, str]) -> GpuPool:
-        _require(world_size)
+        require_ranks(world_size)
         return GpuPool(world_size, environment=environment)
 
     yield from kept_pools(start, most=64)
@@ -35,15 +35,26 @@ def pool() -> Iterator[Pools]:
 @pytest.fixture(scope="session")
 def require_gpus() -> Callable[[int], None]:
     """require_gpus(n) skips with a reason where there are fewer."""
-    return _require
+
+    def require(count: int) -> None:
+        if not harness.on_cpu() and count > harness.gpus():
+            pytest.skip(f"needs {count} GPUs, {harness.gpus()} here")
+
+    return require
+
+
+@pytest.fixture(scope="session")
+def require_own_ranks() -> Callable[[int], None]:
+    """require_own_ranks(n) is called before a test starts n ranks by itself."""
+    return require_ranks
 
 
 @pytest.fixture
-def fresh_ranks(require_gpus: Callable[[int], None]) -> Callable[..., list[Any]]:
+def fresh_ranks(require_own_ranks: Callable[[int], None]) -> Callable[..., list[Any]]:
     """The fixture `pool` of tests/multirank, with a GPU for each rank."""
 
     def run(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        require_gpus(world_size)
+        require_own_ranks(world_size)
         return harness.run_on_gpus(world_size, fn, *args, **options)
 
     return run
@@ -52,7 +63,7 @@ def fresh_ranks(require_gpus: Callable[[int], None]) -> Callable[..., list[Any]]
 @pytest.fixture(scope="session")
 def most_ranks() -> int:
     """Ranks of the tests that want as many as there are, up to four."""
-    return 4 if harness.on_cpu() else min(4, harness.gpus())
+    return 4 if harness.on_cpu() else min(4, harness.most_ranks())
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +78,13 @@ def _rows_that_gpus_have(request: pytest.FixtureRequest) -> None:
     call = getattr(request.node, "callspec", None)
     if call is not None and call.params.get("dtype") in ("float64", torch.float64) and not harness.on_cpu():
         pytest.skip("rows of float64 are for the CPU")
+
+
+@pytest.fixture(autouse=True)
+def _gpus_of_their_own(request: pytest.FixtureRequest) -> None:
+    """NCCL takes no two ranks on a GPU."""
+    if harness.RANKS_PER_GPU > 1 and "nccl" in request.node.name:
+        pytest.skip("NCCL needs a GPU for each rank; MOECOMM_TEST_RANKS_PER_GPU is above 1")
 
 
 @pytest.fixture

@@ -7,8 +7,11 @@
 
 The default process group is gloo; `nccl()` makes an NCCL one where a test needs it. With
 MOECOMM_TEST_DEVICE=cpu the ranks work on the CPU backend instead: for work on the tests themselves, where
-there is no GPU. What a rank leaves behind in torch (deterministic mode, cached memory) is put away after each
-call.
+there is no GPU. With MOECOMM_TEST_RANKS_PER_GPU=N, N ranks take turns on every GPU, so that jobs of more
+ranks run than there are GPUs; slowly, since a kernel that waits keeps the GPU for its slice of time. NCCL
+refuses that, so tests with "nccl" in their names are skipped then, and tests that start programs want a GPU
+for each rank as ever. What a rank leaves behind in torch (deterministic mode, cached memory) is put away
+after each call.
 """
 
 from __future__ import annotations
@@ -53,9 +56,16 @@ class Job(Case):
 ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 os.environ.update(ENVIRONMENT)
 
+RANKS_PER_GPU = int(os.environ.get("MOECOMM_TEST_RANKS_PER_GPU", "1"))
+
 
 def gpus() -> int:
     return 0 if on_cpu() else torch.cuda.device_count()
+
+
+def most_ranks() -> int:
+    """The most ranks that a job on these GPUs can have."""
+    return gpus() * RANKS_PER_GPU
 
 
 def sm_counts() -> list[int | None]:
@@ -123,8 +133,21 @@ def _on_device(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[A
 
 
 def use_device(rank: int) -> None:
-    if not on_cpu():
-        torch.cuda.set_device(rank)
+    if on_cpu():
+        return
+    torch.cuda.set_device(rank // RANKS_PER_GPU)
+    if RANKS_PER_GPU > 1:
+        _take_for_own(rank)
+
+
+def _take_for_own(rank: int) -> None:
+    """Gives the GPU of this process a name that no other rank's has: a communicator refuses ranks on the same
+    GPU."""
+    from moecomm.device.cuda_device import CudaDevice
+
+    shared = CudaDevice.uuid
+    if shared.__module__ != __name__:  # the first call of this process
+        CudaDevice.uuid = lambda self: f"{shared(self)} of rank {rank}"  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -69,7 +69,7 @@ def test_a_pool_that_is_too_small(pool: Pools, size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_updates_are_graphs_too(pool: Pools, size: int, nccl: bool, kind: str, seed: int) -> None:
     """Whole steps with an optimizer, as two graphs, beside the same without."""

@@ -1,7 +1,7 @@
 """GPUs on several nodes, emulated on one host: rows go through pinned host memory and libfabric's TCP.
 
-Tests of one node find the same results here; `pool` and `require_gpus` are what is different. Then what only
-several nodes have.
+Tests of one node find the same results here; `pool` and `require_own_ranks` are what is different. Then what
+only several nodes have.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def pool(per_node: int) -> Iterator[Pools]:
     def get(world_size: int) -> GpuPool:
         if world_size <= per_node or world_size % per_node != 0:
             pytest.skip(f"{world_size} ranks are not several nodes of {per_node}")
-        conftest._require(world_size)
+        conftest.require_ranks(world_size)
         if world_size not in pools:
             pools[world_size] = GpuPool(world_size, ranks_per_node=per_node)
         return pools[world_size]
@@ -103,7 +103,7 @@ def pool(per_node: int) -> Iterator[Pools]:
 
 
 @pytest.fixture
-def require_gpus(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def require_own_ranks(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Skips a test that starts its own ranks if there are too few GPUs, and sets its ranks per node."""
     for name, value in harness.on_nodes(per_node).items():
         monkeypatch.setitem(harness.ENVIRONMENT, name, value)
@@ -111,7 +111,7 @@ def require_gpus(per_node: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     def require(world_size: int) -> None:
         if world_size <= per_node or world_size % per_node != 0:
             pytest.skip(f"{world_size} ranks are not several nodes of {per_node}")
-        conftest._require(world_size)
+        conftest.require_ranks(world_size)
 
     return require
 
