@@ -20,12 +20,12 @@ from .command_line import parse
 from .options import Options
 
 _GRACE_S = 3.0  # that the other ranks get to report what they saw, after one has failed
-# All paths are compared without the links' multicast, unless the environment says otherwise.
-_WITHOUT_MULTICAST = {
+WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+"""All paths are compared without the links' multicast, unless the environment says otherwise."""
 
 
 def run(plan: Sequence[Options], limit_s: float = math.inf) -> int:
@@ -133,7 +133,7 @@ def _prepare(options: Options, local_rank: int) -> str:
     torch.set_num_threads(options.threads)
     if options.device == "cpu":
         return "gloo"
-    for name, value in _WITHOUT_MULTICAST.items():
+    for name, value in WITHOUT_MULTICAST.items():
         os.environ.setdefault(name, value)
     torch.cuda.set_device(local_rank)
     if "torch-symm" in options.baselines:

@@ -32,7 +32,7 @@ from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, atte
 from ..harness.report import skew_words
 from ..harness.timing import Clock, mean_over_ranks, slowest
 from .moecomm_path import Captured
-from .plain_layer import PlainLayer
+from .plain_layer import PlainLayer, swiglu_experts
 
 IN_ORDER = OverlapConfig(overlap=False)
 Results = dict[str, Tensor]
@@ -480,11 +480,13 @@ class _Variants(Variants):
     def _baseline(self) -> Path:
         """The layer of a plain framework."""
         case = self.case
-        layer = PlainLayer(case.point.experts)
+        layer, experts = PlainLayer(case.point.experts), case.experts
+
+        def compute(rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+            return swiglu_experts(rows_PH, experts.w_in, experts.w_out, offsets_L)
 
         def forward() -> Tensor:
-            experts = case.experts
-            return layer.forward(case.x_TH, case.topk_idx_TK, case.weights_TK, experts.w_in, experts.w_out)
+            return layer.forward(case.x_TH, case.topk_idx_TK, case.weights_TK, compute)
 
         return self._call(
             named.BASELINE,

@@ -82,7 +82,7 @@ def groups_of(records: Records) -> list[Group]:
     found = [
         Group(name, content, paths)
         for name, content in records.items()
-        if not is_native(content)
+        if not is_native(content) and content["program"] != "train_perf"
         for paths in record.comparisons(content["rows"])
     ]
     return [each for each in found if MOECOMM in each.paths or OVERLAPPED in each.paths]
@@ -95,6 +95,8 @@ def is_native(content: Record) -> bool:
 
 def section_of(content: Record) -> str:
     """The part of the page that a record belongs to."""
+    if content["program"] == "train_perf":
+        return "training"
     if (
         is_native(content)
         or (content["options"].get("ranks_per_node") or content["ranks"]) < content["ranks"]
@@ -525,9 +527,65 @@ def _cpus(records: Records) -> list[str]:
     ]
 
 
+_TRAIN_TITLES = ("model", "layers", "ranks", "tokens a step", "window", "variant", "s a step", "tokens/s",
+                 "TFLOP/s", "MFU %", "exposed %", "memory GB", "loss", "#wrong")  # fmt: skip
+
+
+def train_table(records: Records) -> str:
+    """The table of `train_perf.py`: a line a variant of a run, whose loss is that of the last step."""
+    lines = [
+        [
+            str(row["model"]),
+            str(row["layers"]),
+            str(content["folding"]),
+            str(row["tokens"]),
+            str(row["seq"]),
+            row["path"],
+            number(row["time_s"], 1, 4),
+            number(row["tokens_per_s"], 1, 0),
+            number(row.get("tflops"), 1, 0),
+            number(row.get("mfu"), 100, 1),
+            number(row.get("exposed_share"), 100, 1),
+            number(row.get("memory_bytes"), 1e-9, 1),
+            number(row["losses"][-1], 1, 4),
+            wrong_words(row),
+        ]
+        for content in records.values()
+        for row in content["rows"]
+    ]
+    return table(_TRAIN_TITLES, lines)
+
+
+def profile_table(records: Records) -> str:
+    """Where the time of a profiled step went on the first GPU, in milliseconds: a line a variant, a column a
+    kind of kernels."""
+    runs = [(content, row) for content in records.values() for row in content["rows"] if row.get("profile")]
+    kinds = list(dict.fromkeys(kind for _, row in runs for kind in row["profile"]))
+    lines = [
+        [
+            f"{row['model']}, {row['layers']} layers, {content['folding']}, {row['path']}",
+            *(number(row["profile"].get(kind)) for kind in kinds),
+        ]
+        for content, row in runs
+    ]
+    return table(("ms of a step", *kinds), lines)
+
+
+def _training(records: Records) -> list[str]:
+    return [
+        "## Training",
+        "Optimizer steps of [train_lm.py](models.md) on real text. The variant *torch* is the same model "
+        "with its MoE layers in torch alone, rows by NCCL. MFU is by active parameters and attention.",
+        _facts(records),
+        train_table(records),
+        _titled("Kernels of one step; kinds run beside each other:", profile_table(records)),
+    ]
+
+
 _SECTIONS: Mapping[str, Callable[[Records], list[str]]] = {
     "cuda": _gpus,
     "layers": _layer_parts,
+    "training": _training,
     "nodes": _node_parts,
     "cpu": _cpus,
 }

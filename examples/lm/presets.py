@@ -237,9 +237,14 @@ PRESETS = {"small": SMALL, "large": LARGE, **PUBLISHED}
 
 def choose(preset: str, device: str) -> dict[str, Any]:
     """The defaults that `--preset` and `--device` lead to."""
+    return PRESETS[name_of(preset, device)]
+
+
+def name_of(preset: str, device: str) -> str:
+    """Returns `preset`, or that which "auto" is on this machine."""
     if preset == "auto":
-        preset = "large" if device != "cpu" and _on_gpus() else "small"
-    return PRESETS[preset]
+        return "large" if device != "cpu" and _on_gpus() else "small"
+    return preset
 
 
 def _on_gpus() -> bool:

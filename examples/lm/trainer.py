@@ -44,7 +44,8 @@ from moecomm.nn import MoELayer, clip_grad_norm, set_loss_scale, sync_gradients,
 
 
 class Trainer:
-    def __init__(self, options: Options, ranks: Ranks, stop: StopRequest) -> None:
+    def __init__(self, options: Options, ranks: Ranks, stop: StopRequest | bool) -> None:
+        """stop: true as soon as the run is asked to stop."""
         self.options, self.ranks, self.stop = options, ranks, stop
         self.out = Path(options.out)
         self.corpus = Corpus(options)
@@ -109,7 +110,10 @@ class Trainer:
         last, stopped, val_loss = max(start, options.steps), False, math.nan
         try:
             for step in range(start + 1, options.steps + 1):
-                stopped = self._step(step, progress)
+                record, stopped = self.step(step)
+                if self.ranks.first:
+                    self.metrics.write(record)
+                progress.step(record)
                 if stopped or step % options.save_every == 0 or step == last:
                     self.saver.begin(self.model, self.optimizer, self.run_state)
                 if stopped:
@@ -145,8 +149,9 @@ class Trainer:
                 + (speed if totals.steps else "(no step was left to run)")
             )
 
-    def _step(self, step: int, progress: StepProgress) -> bool:
-        """Makes an optimizer step; returns whether the run was asked to stop, the same on all ranks."""
+    def step(self, step: int) -> tuple[Record, bool]:
+        """Makes an optimizer step. Returns its record, and whether the run was asked to stop, the same on all
+        ranks."""
         options = self.options
         began = time.perf_counter()
         # Stages of a layer cannot be measured in a graph, nor by a schedule of a pipeline.
@@ -184,11 +189,7 @@ class Trainer:
         self.run_state.step = step
         seconds = time.perf_counter() - began
         self.totals.add(totals, tokens=options.batch * options.seq, wall_seconds=seconds)
-        record = self._record(step, totals, rate=rate, norm=norm.item(), seconds=seconds)
-        if self.ranks.first:
-            self.metrics.write(record)
-        progress.step(record)
-        return totals.stop
+        return self._record(step, totals, rate=rate, norm=norm.item(), seconds=seconds), totals.stop
 
     def _forward_backward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         loss = self._cross_entropy(tokens_BS) / self.options.microbatches

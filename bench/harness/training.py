@@ -1,0 +1,222 @@
+"""Optimizer steps of examples/train_lm.py: variants of a model are trained one after another, timed, compared
+and recorded. The pieces of that program, `lm`, have to be on the path."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm import options as command_line
+from lm.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from .record import Row
+
+MOECOMM, TORCH = "moecomm", "torch"
+FLOAT32_DIFFERENCE, BFLOAT16_DIFFERENCE = 1e-4, 1e-2
+"""The most by which the first loss of a variant may differ from that of the first one, of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        variants: in the order in which they are measured; one may come twice.
+        warmup: steps before those that are timed.
+        timed: steps that are timed.
+        profiled: whether one more step is profiled, on GPUs.
+        trace: the folder for its trace, which a browser shows.
+        json: the file for the record.
+    """
+
+    variants: tuple[str, ...]
+    warmup: int
+    timed: int
+    profiled: bool
+    trace: str | None
+    json: str | None
+
+    @property
+    def steps(self) -> int:
+        """Steps of a variant without the profiled one; in the last of them the layers measure transfers."""
+        return self.warmup + self.timed + 1
+
+
+def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
+    """Returns the plan, and the options of train_lm.py. Raises UsageError."""
+    parser = argparse.ArgumentParser(
+        prog="train_perf.py",
+        description="Times optimizer steps of examples/train_lm.py beside the same model in torch alone.",
+        epilog="All other flags are those of examples/train_lm.py.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--variants", default=f"{MOECOMM},{TORCH}", metavar="LIST", help="in this order (%(default)s)")
+    add("--warmup-steps", type=int, default=3, metavar="N", help="untimed steps (%(default)s)")
+    add("--timed-steps", type=int, default=8, metavar="N", help="timed steps (%(default)s)")
+    add("--no-profile", action="store_true", help="GPUs: without a profile of one more step")
+    add("--trace", metavar="FOLDER", help="GPUs: write the trace of the profiled step there")
+    add("-J", "--json", metavar="FILE", help="write a record of the run")
+    given, others = parser.parse_known_args(arguments)
+    variants = tuple(given.variants.split(","))
+    if wrong := [each for each in variants if each not in (MOECOMM, TORCH)]:
+        raise UsageError(f"--variants has {wrong[0]!r}, must be of {MOECOMM}, {TORCH}")
+    if given.warmup_steps < 1 or given.timed_steps < 1:
+        raise UsageError("--warmup-steps and --timed-steps must be at least 1")
+    plan = Plan(
+        variants=variants,
+        warmup=given.warmup_steps,
+        timed=given.timed_steps,
+        profiled=not given.no_profile,
+        trace=given.trace,
+        json=given.json,
+    )
+    if taken := [each for each in ("--out", "--steps", "--resume") if each in others]:
+        raise UsageError(f"{taken[0]} is not for train_perf.py, which keeps nothing of the training")
+    steps = str(plan.steps)
+    fixed = ["--out", tempfile.gettempdir(), "--steps", steps, "--log-every", steps]
+    options = command_line.parse([*others, *fixed])
+    not_for_torch = {
+        "--etp": options.etp > 1,
+        "--pp": options.pp > 1,
+        "--merged": options.merged,
+        "--graph": options.graph,
+        "--expert-precision": options.expert_precision == "fp8",
+    }
+    for name, is_given in not_for_torch.items():
+        if is_given and TORCH in variants:
+            raise UsageError(f"{name} is not for the variant {TORCH}: --variants {MOECOMM}")
+    return plan, options
+
+
+def main() -> int:
+    try:
+        plan, options = parse(sys.argv[1:])
+        if "LOCAL_RANK" not in os.environ:
+            return _start(options)
+        return _run_rank(plan, options)
+    except (UsageError, RunError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_perf.py: error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _start(options: command_line.Options) -> int:
+    from lm import ranks
+
+    from .launch import WITHOUT_MULTICAST
+
+    count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
+    command_line.check_ranks(options, count)
+    for name, value in WITHOUT_MULTICAST.items():
+        os.environ.setdefault(name, value)
+    return ranks.launch(sys.argv, count)
+
+
+def _run_rank(plan: Plan, options: command_line.Options) -> int:
+    import torch.distributed as dist
+    from lm import ranks
+
+    from ..results.page import profile_table, train_table
+    from . import record, report
+
+    ranks.follow_parent()
+    folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
+    joined = ranks.join(folding, options.device)
+    try:
+        rows = measure(plan, options, joined)
+        wrong = sum(row["wrong"] for row in rows)
+        if joined.first:
+            command = shlex.join(["python", "bench/train_perf.py", *sys.argv[1:]])
+            content = {
+                **record.heading("train_perf", command, None, joined.device.type),
+                "ranks": joined.world,
+                "folding": ranks.describe(folding),
+                "options": dataclasses.asdict(options),
+                "wrong": wrong,
+                "rows": rows,
+            }
+            if plan.json is not None:
+                record.write(plan.json, content)
+            print(f"# {report.machine_words(content['hardware'], content['gpus'])}")
+            for table in (train_table({"": content}), profile_table({"": content})):
+                if table:
+                    print(f"\n{table}", flush=True)
+        return int(wrong > 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(plan: Plan, options: command_line.Options, joined: Any) -> list[Row]:
+    """Returns a row of each variant. `wrong` is 1 in one whose first loss is not that of the first variant, 0
+    in the others. joined: this rank's `lm.ranks.Ranks`."""
+    rows = [_variant(plan, options, joined, number, name) for number, name in enumerate(plan.variants)]
+    allowed = FLOAT32_DIFFERENCE if options.dtype == "float32" else BFLOAT16_DIFFERENCE
+    first = rows[0]["losses"][0]
+    for row in rows:
+        row["wrong"] = int(not abs(row["losses"][0] - first) <= allowed * first)
+    return rows
+
+
+def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int, variant: str) -> Row:
+    """Trains from the first weights on, and returns the variant's row."""
+    import gc
+    import statistics
+
+    import torch
+    from lm import presets
+    from lm.model import Block
+    from lm.trainer import Trainer
+
+    from moecomm.nn import MoELayer
+
+    from ..paths.plain_layer import PlainFfn
+    from .profile import profiled
+
+    on_gpu = joined.device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(options, joined, stop=False)
+    if variant == TORCH:
+        for block in trainer.model.modules():
+            if isinstance(block, Block) and isinstance(block.ffn, MoELayer):
+                block.ffn = PlainFfn(block.ffn)
+    records = [trainer.step(step)[0] for step in range(1, plan.steps + 1)]
+    seconds = [each["seconds"] for each in records[plan.warmup : -1]]
+    total, active = trainer.parameters
+    tokens = options.batch * options.seq
+    row: Row = {
+        "path": variant,
+        "model": presets.name_of(options.preset, options.device),
+        "layers": options.layers,
+        "parameters": total,
+        "active_parameters": active,
+        "tokens": tokens,
+        "seq": options.seq,
+        "microbatches": options.microbatches,
+        "time_s": statistics.median(seconds),
+        "samples_s": seconds,
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "losses": [each["loss"] for each in records],
+    }
+    if trainer.speed is not None:
+        row |= trainer.speed.of(row["tokens_per_s"])
+    if variant == MOECOMM and "exposed_share" in records[-1]:
+        row["exposed_share"] = records[-1]["exposed_share"]
+    if on_gpu:
+        row["memory_bytes"] = torch.cuda.max_memory_allocated()
+        if plan.profiled:
+            trace = Path(plan.trace, f"{variant}-{number}.json") if plan.trace and joined.first else None
+            row["profile"] = profiled(lambda: trainer.step(plan.steps + 1), trace)
+    trainer.comm.close()
+    return row

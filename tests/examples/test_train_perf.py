@@ -1,0 +1,128 @@
+"""bench/train_perf.py: both variants train the same model, one that does not is found, and the time of a step
+is counted by kinds of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.harness import profile
+from bench.results import page
+from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
+from tests.multirank.conftest import Pools, cpu_pools
+
+from bench.harness import training  # isort: skip  (of the examples, too)
+from lm import options as command_line  # isort: skip
+from lm import ranks  # isort: skip
+from lm.errors import UsageError  # isort: skip
+
+MODEL = (
+    "--device cpu --dim 32 --layers 2 --heads 4 --experts 8 --ffn 32 --seq 32 --batch 4 "
+    "--warmup-steps 1 --timed-steps 2"
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+def _measured(rank: int, world: int, arguments: list[str], spoil: bool) -> list[dict[str, Any]]:
+    plan, chosen = training.parse(arguments)
+    folding = command_line.check_ranks(chosen, world)
+    joined = ranks.Ranks(rank, world, torch.device("cpu"), folding)
+    with pytest.MonkeyPatch.context() as patch:
+        if spoil:
+            from bench.paths import plain_layer
+
+            patch.setattr(plain_layer, "swiglu_experts", lambda rows, *others: 3 * rows)
+        return training.measure(plan, chosen, joined)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--activation swiglu_interleaved --aux-coef 0 --tp 2",
+        "--activation swiglu_clamped --expert-bias --shared-experts 1 --microbatches 2",
+    ],
+)
+def test_variants_train_the_same_model(pool: Pools, text_folder: Path, flags: str) -> None:
+    arguments = [*f"{MODEL} {flags}".split(), "--data", str(text_folder)]
+    own, plain = pool(2)(_measured, arguments, False)[0]
+    assert (own["path"], plain["path"]) == ("moecomm", "torch")
+    assert own["wrong"] == plain["wrong"] == 0
+    assert len(own["losses"]) == 4 and own["losses"][-1] < own["losses"][0]
+    torch.testing.assert_close(torch.tensor(own["losses"]), torch.tensor(plain["losses"]), rtol=1e-5, atol=0)
+    assert own["tokens_per_s"] == 4 * 32 / own["time_s"] and len(own["samples_s"]) == 2
+    assert 0 <= own["exposed_share"] <= 1 and "exposed_share" not in plain
+
+
+def test_a_variant_that_computes_something_else_is_found(pool: Pools, text_folder: Path) -> None:
+    arguments = [*MODEL.split(), "--data", str(text_folder)]
+    own, plain = pool(2)(_measured, arguments, True)[0]
+    assert own["wrong"] == 0 and plain["wrong"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--variants moecomm,nccl", "'nccl'"),
+        ("--timed-steps 0", "at least 1"),
+        ("--resume", "--resume"),
+        ("--out /tmp/there", "--out"),
+        ("--merged --microbatches 2", "--merged"),
+        ("--etp 2", "--etp"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        training.parse(f"{MODEL} {flags}".split())
+
+
+def test_the_kinds_of_kernels() -> None:
+    names = {
+        "void moecomm::gpu::(anonymous namespace)::dispatch_send_kernel<float>": "dispatch and combine",
+        "void moecomm::experts::(anonymous namespace)::forward_kernel<1>": "experts' activation",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "collectives",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
+        "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object": "experts' products",
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "dense products",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4>": "elementwise and others",
+    }
+    assert {name: profile.kind_of(name) for name in names} == names
+
+
+def test_the_time_of_a_step_by_kinds() -> None:
+    kernels = [
+        ("nvjet_a", (0.0, 1000.0)),
+        ("moecomm::gpu::x", (500.0, 1500.0)),  # beside the product before it
+        ("moecomm::gpu::y", (1200.0, 1400.0)),  # within
+        ("nvjet_b", (3000.0, 4000.0)),
+    ]
+    assert profile.shares(kernels) == {
+        "step": 4.0,
+        "idle": 1.5,
+        "dispatch and combine": 1.0,
+        "dense products": 2.0,
+    }
+    assert profile.shares([]) == {}
+
+
+def test_the_tables() -> None:
+    row = {
+        "path": "moecomm", "model": "small", "layers": 2, "tokens": 128, "seq": 32, "time_s": 0.5,
+        "tokens_per_s": 256.0, "tflops": 400.0, "mfu": 0.404, "losses": [3.0, 2.5], "wrong": 0,
+        "profile": {"step": 500.0, "idle": 20.0},
+    }  # fmt: skip
+    content = {"program": "train_perf", "folding": "2 = tp 1", "rows": [row]}
+    cells = [each.strip() for each in page.train_table({"": content}).splitlines()[-1].split("|")]
+    assert cells[1:3] == ["small", "2"] and "40.4" in cells and "2.5000" in cells
+    assert page.profile_table({"": content}).splitlines()[-1].endswith("| 500.0 | 20.0 |")
+    assert page.section_of(content) == "training"
