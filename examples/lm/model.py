@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -118,6 +119,11 @@ class Transformer(nn.Module):
             for name, part in list(parent.named_children()):
                 if part is not self.blocks and any(each.is_meta for each in part.parameters()):
                     delattr(parent, name)
+
+    def compile_blocks(self) -> None:
+        """Compiles what the blocks compute before their experts; blocks of a kind share what is compiled."""
+        for block in self.blocks.values():
+            block.before = torch.compile(block.before)
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions that attention sees of an input of so many, both (S, D/2)."""

@@ -89,6 +89,7 @@ PER_CALL = (
     "stages_per_rank",
     "device",
     "preset",
+    "compile",
     "graph",
     "merged",
     "note",
@@ -114,6 +115,7 @@ class Options:
     schedule: str | None
     stages_per_rank: int | None
     device: str
+    compile: bool
     graph: bool
     microbatches: int
     merged: bool
@@ -554,6 +556,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of --pp: stages on a rank (default: 1 with 1f1b, 2 with the others)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
+    add(
+        "--compile",
+        action="store_true",
+        help="torch.compile what is before the experts, norms and attention; half a minute at the start",
+    )
     add(
         "--graph",
         action="store_true",

@@ -62,6 +62,8 @@ class Trainer:
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
         parallel.split_attention(self.model, folding, ranks.device)
+        if options.compile:
+            self.model.compile_blocks()
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)

@@ -234,3 +234,36 @@ def test_options_of_an_older_run(tmp_path: Path) -> None:
     assert again.save(tmp_path) == {}
     with pytest.raises(UsageError, match="this run has --qk-norm False, which cannot become True"):
         parse(tmp_path, "auto", "--resume", "--qk-norm")
+
+
+def test_blocks_are_compiled_once_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dynamo and autograd alone: inductor's code is torch's."""
+    from lm.attention import AttentionConfig
+    from lm.model import ModelConfig, Transformer
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.manual_seed(0)
+    attention = AttentionConfig(dim=32, heads=4, kv_heads=2, head_dim=8, qk_norm=True)
+    config = ModelConfig(
+        vocab=16, dim=32, layers=3, max_seq=8, attention=attention, tied=False, norm_eps=1e-6
+    )
+    model = Transformer(config, lambda layer: torch.nn.Linear(32, 32))
+    tokens_BS = torch.randint(16, (2, 8))
+
+    def trained() -> list[torch.Tensor]:
+        model.zero_grad()
+        logits_BSV = model(tokens_BS)
+        logits_BSV.square().mean().backward()
+        return [logits_BSV.detach(), *(each.grad.clone() for each in model.parameters())]
+
+    wanted, names = trained(), list(model.state_dict())
+    backend, compiled = CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function: compiled(function, backend=backend, fullgraph=True)
+    )
+    torch._dynamo.reset()
+    model.compile_blocks()
+    for found, want in zip(trained(), wanted, strict=True):
+        torch.testing.assert_close(found, want)
+    assert backend.frame_count == 1 and list(model.state_dict()) == names
+    torch._dynamo.reset()
