@@ -199,6 +199,12 @@ def test_kinds_of_models_train_as_one_process_does(kind: str, run: Run) -> None:
     require_same(run(WORLD, f"{KINDS[kind]} {mapping}"), run(1, KINDS[kind]), f"{kind} {mapping}")
 
 
+@pytest.mark.skipif(not ALL, reason="takes minutes; MOECOMM_TEST_MAPPINGS=all runs it")
+@pytest.mark.parametrize("mapping", ["--tp 2 --ep 8", "--cp 2 --ep 4 --etp 2"])
+def test_compiled_blocks_train_as_one_process_does(mapping: str, run: Run) -> None:
+    require_same(run(WORLD, f"{mapping} --compile"), run(1, ""), f"{mapping} --compile")
+
+
 @pytest.mark.slow
 def test_merged_microbatches_of_parts_of_windows(run: Run) -> None:
     mapping = "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged"
