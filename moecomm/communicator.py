@@ -865,13 +865,17 @@ class Communicator:
         """
         self._open().check()
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or `reset_stats()`.
 
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
-        and backward), wait_seconds (of both, waiting for peers), rows_in (tokens brought), rows_out (rows
-        got), bytes_wire (row bytes that crossed between ranks, counted at the owner of the experts),
-        plans_made, plans_reused.
+        and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
+        waited for each rank to begin operations), rows_in (tokens brought), rows_out (rows got), bytes_wire
+        (row bytes that crossed between ranks, counted at the owner of the experts), plans_made, plans_reused.
+
+        A rank that holds the others up, since it computes longer or was descheduled, has the largest
+        late_seconds on all ranks but its own. Waits for several ranks pass at the same time, so they do not
+        add up to wait_seconds.
 
         On CUDA the seconds are those of the kernels, by the GPU's clock (wait_seconds: until all ranks had
         begun the operation), and host_wait_seconds is what the host waited for row counts. The device counts

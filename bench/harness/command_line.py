@@ -113,6 +113,13 @@ def _list_of(read: Callable[[str], Any], everything: Sequence[Any] = ()) -> Call
     return read_list
 
 
+def _late(text: str) -> tuple[int, float]:
+    rank, colon, microseconds = text.partition(":")
+    if not colon:
+        raise ArgumentTypeError(f"{text!r} has to be a rank and microseconds: 1:500")
+    return _at_least(0)(rank), _at_least(0, float)(microseconds)
+
+
 def _dense(text: str) -> tuple[int, ...]:
     sizes = tuple(map(_at_least(1), text.split("x")))
     if len(sizes) != 3:
@@ -267,6 +274,8 @@ def build_parser(program: str) -> Parser:
     add("--timeout", type=_at_least(1e-3, float), default=120.0, metavar="S", help="seconds of a wait (120)")
     add("--commit", default=os.environ.get("MOECOMM_BENCH_COMMIT"), metavar="HASH",
         help="commit to record where the source is no git checkout")
+    add("--late", type=_late, metavar="RANK:US",
+        help="that rank begins each call so many microseconds late, and the waits for each rank are shown")
     add("--inject-error", action="store_true",
         help="corrupt one value of each result before it is checked, to see #wrong move")
     # fmt: on
@@ -499,6 +508,8 @@ def _check_together(options: Options) -> None:
         ),
         (suffix not in (".png", ".svg", ".pdf"), f"--plot {options.plot} has to end in .png, .svg or .pdf"),
     )
+    if options.late is not None and options.late[0] >= options.ranks:
+        raise ValueError(f"--late {options.late[0]}:... names none of {options.ranks} ranks")
     for refused, text in refusals:
         if refused:
             raise ValueError(text)

@@ -170,6 +170,7 @@ class Options:
     flush_bytes: int | None  # None: as large as the last-level cache
     timeout: float
     inject_error: bool
+    late: tuple[int, float] | None  # a rank, and the microseconds by which it begins late; None: none
     commit: str | None
     # of operations
     routings: tuple[tuple[str, float | None], ...] = (("balanced", None),)  # kind and, of zipf, exponent

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import moecomm
 
@@ -25,6 +28,8 @@ from .timing import Clock, CpuClock, CudaClock, Timing, measure, slowest, sum_ov
 _GPU_FLUSH_BYTES = 256 << 20  # a few times the L2 of any GPU
 _HOST_CALLS, _HOST_CALLS_OF_LAYERS = 20, 5  # to time the CPU with
 _LAYER_LEAD_CYCLES = 10_000_000  # about 5 ms: longer than a step of a layer takes to issue
+
+_CYCLES_OF_A_MICROSECOND = 1900  # of the GPUs' clocks, about
 
 Entry = Path | Yardstick | NotRun
 
@@ -148,6 +153,10 @@ class _Benchmark:
             for each in case.microbatches:
                 each.load(0)
             self._release()
+        if options.late is not None:
+            entries = [self._delayed(entry) for entry in entries]
+            for one in comms.values():
+                one.reset_stats()
         paths = [entry for entry in entries if isinstance(entry, Path)]
         sent: Mapping[str, Any] = {}
         if comm is not None and comm.nodes > 1 and paths and paths[0].own:
@@ -162,6 +171,9 @@ class _Benchmark:
                 clock=self.clock,
                 watch=None if telemetry is None else telemetry.keep,
             )
+        if options.late is not None:
+            for one in comms.values():
+                self.say(report.lateness(_late_seconds(one)))
         _sample(entries, samples)
         timings |= {key: Timing(tuple(slowest(taken))) for key, taken in samples.items()}
         for entry in entries:
@@ -218,12 +230,35 @@ class _Benchmark:
                 found[path.name] = (wrong + sum_over_ranks(verdict.wrong), worst)
         return found if self.options.checks else {}
 
+    def _delayed(self, entry: Entry) -> Entry:
+        """Returns what is measured of an entry, where the rank of --late begins moecomm's calls late."""
+        assert self.options.late is not None
+        late_rank, microseconds = self.options.late
+        if not (isinstance(entry, Path) and entry.own and self.rank == late_rank):
+            return entry
+
+        def late(call: Callable[[], object]) -> object:
+            if self.options.device == "cuda":
+                torch.cuda._sleep(int(microseconds * _CYCLES_OF_A_MICROSECOND))
+            else:
+                time.sleep(microseconds * 1e-6)
+            return call()
+
+        return replace(entry, calls={phase: partial(late, call) for phase, call in entry.calls.items()})
+
     def _host(self, path: Path, phase: str) -> float | None:
         if self.options.device == "cpu":
             return None
         calls = _HOST_CALLS_OF_LAYERS if self.options.is_layer else _HOST_CALLS
         took = self.clock.host(path, path.calls[phase], calls)
         return None if took is None else slowest([took])[0]
+
+
+def _late_seconds(comm: moecomm.Communicator) -> list[float]:
+    """Returns how long all other ranks waited for each rank, on average."""
+    found: list[Any] = [None] * comm.size
+    dist.all_gather_object(found, comm.stats()["late_seconds"])
+    return [sum(each) / max(1, comm.size - 1) for each in zip(*found, strict=True)]
 
 
 def _run_once(path: Path) -> Verdict:

@@ -108,6 +108,13 @@ def machine_words(hardware: Mapping[str, Any], gpus: Mapping[str, Any] | None) -
     return f"{len(gpus['names'])} x {model}, {links}; {words}"
 
 
+def lateness(seconds: Sequence[float]) -> str:
+    """Formats how long the others waited for each rank to begin, and says which rank held them up."""
+    ranks = ", ".join(f"rank {rank}: {number(each, 1e3, 2)}" for rank, each in enumerate(seconds))
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    return f"# the others waited most for rank {slowest}; ms in all: {ranks}"
+
+
 def header(options: Options, flush_bytes: int) -> str:
     """Formats the command, what of it was found out here, and the machine as comment lines."""
     made = "  ".join(f"{name} {version}" for name, version in machine.versions(options.device).items())

@@ -39,6 +39,7 @@ py::dict stats_dict(DeviceCommunicator& self) {
   out["combine_calls"] = s.combine_calls;
   out["combine_seconds"] = counters.combine_seconds;
   out["wait_seconds"] = counters.wait_seconds;
+  out["late_seconds"] = counters.late_seconds;
   out["host_wait_seconds"] = s.host_wait_seconds;
   out["plans_made"] = s.plans_made;
   out["rows_in"] = s.rows_in;

@@ -49,6 +49,7 @@ py::dict stats_dict(Communicator& communicator) {
   out["combine_calls"] = s.combine_calls;
   out["combine_seconds"] = s.combine_seconds;
   out["wait_seconds"] = s.wait_seconds;
+  out["late_seconds"] = communicator.late_seconds();
   out["rows_in"] = s.rows_in;
   out["rows_out"] = s.rows_out;
   out["bytes_wire"] = s.bytes_wire;
@@ -234,7 +235,7 @@ PYBIND11_MODULE(_C, m) {
       .def("stats", &stats_dict)
       .def("reset_stats",
            [](Communicator& self) {
-             self.stats() = Stats{};
+             self.reset_stats();
              if (Proxy* const proxy = self.proxy()) proxy->stats().reset();
            })
       .def("__str__", &Communicator::heuristics_text);

@@ -27,16 +27,20 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   }
 }
 
-/// Waits for every rank's record of `epoch`. Whole block; false for all threads if one of them waits in vain.
+/// Waits for every rank's record of `epoch`, and counts how long for which. Whole block; false for all threads
+/// if one of them waits in vain.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
-  const bool clock = blockIdx.x == 0 && threadIdx.x == 0;
-  const uint64_t start = clock ? ptx::global_nanoseconds() : 0;
+  const bool counts = blockIdx.x == 0;
+  const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
+  uint64_t* const late_ns = comm.mine<uint64_t>(comm.window.late_ns);
   bool arrived = true;
-  for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x)
+  for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x) {
     arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
                          EpochFlag{&comm.record(comm.own, peer, epoch).epoch, epoch});
+    if (counts) late_ns[peer] += ptx::global_nanoseconds() - start;
+  }
   arrived = __syncthreads_and(arrived);
-  if (clock) comm.state().wait_ns += ptx::global_nanoseconds() - start;
+  if (counts && threadIdx.x == 0) comm.state().wait_ns += ptx::global_nanoseconds() - start;
   return arrived;
 }
 

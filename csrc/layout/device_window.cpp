@@ -20,6 +20,7 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   visit("peer signals", w.sources, s.ranks * int64_t{sizeof(SourceLines)});
   visit("kernel state", w.state, int64_t{sizeof(DeviceState)});
   visit("lost peers", w.losses, s.ranks * int64_t{sizeof(PeerLoss)});
+  visit("waits by rank", w.late_ns, s.ranks * int64_t{sizeof(uint64_t)});
   visit("route counts", w.route_counts, kMaxRouteBlocks * s.bins() * 4);
   for (auto& offset : w.error_text) visit("error text", offset, kErrorText);
   for (auto& offset : w.counts) visit("row counts", offset, s.ranks * s.counts() * 4);

@@ -163,6 +163,7 @@ struct DeviceWindow {
   int64_t sources;           ///< SourceLines[ranks]
   int64_t state;             ///< DeviceState
   int64_t losses;            ///< PeerLoss[ranks], this rank's own
+  int64_t late_ns;           ///< uint64[ranks], this rank's own: waited for a rank to begin its operations
   int64_t route_counts;      ///< int32[kMaxRouteBlocks][counts], this rank's own
   int64_t error_text[2];     ///< char[kErrorText]
   int64_t counts[2];         ///< int32[ranks][counts], by source

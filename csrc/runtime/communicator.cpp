@@ -80,6 +80,7 @@ void Communicator::connect_threads(std::vector<std::byte*> bases) {
 void Communicator::make_signals(const std::vector<int64_t>& pids) {
   signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds,
                                             config_.host_ranks);
+  late_seconds_.resize(pids.size());
 }
 
 void Communicator::connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links) {
@@ -174,7 +175,7 @@ void Communicator::signal(const SignalRecord& record, const RelayRoutes* routes,
 void Communicator::wait_records(const SignalRecord& record, const char* phase) {
   {
     ScopedSeconds waiting(stats_.wait_seconds);
-    signals_->wait_all(record.epoch, phase);
+    signals_->wait_all(record.epoch, phase, &late_seconds_);
   }
   compare_records(record.epoch);
 }

@@ -120,6 +120,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool close() noexcept;
 
   Stats& stats() { return stats_; }
+  /// By rank: seconds that this rank waited for it to begin its operations.
+  const std::vector<double>& late_seconds() const { return late_seconds_; }
+  void reset_stats() {
+    stats_ = Stats{};
+    late_seconds_.assign(late_seconds_.size(), 0.0);
+  }
   /// The proxy, which sends to other nodes; null on one node.
   Proxy* proxy() { return internode_ ? &internode_->proxy() : nullptr; }
   const CommunicatorConfig& config() const { return config_; }
@@ -187,6 +193,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::multimap<uint64_t, std::weak_ptr<const Plan>> plans_;  // live plans by hash of their ids
   std::vector<std::shared_ptr<const Plan>> recent_;           // kept alive for recomputation
   Stats stats_;
+  std::vector<double> late_seconds_;
 };
 
 }  // namespace moecomm

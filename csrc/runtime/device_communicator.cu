@@ -218,6 +218,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     comms_[static_cast<int>(wire)] = std::make_unique<device::Comm>(comm);
   }
   losses_ = reinterpret_cast<PeerLoss*>(own + window_.losses);
+  late_ns_ = reinterpret_cast<uint64_t*>(own + window_.late_ns);
   state_ = reinterpret_cast<DeviceState*>(own + window_.state);
   check_cuda(cudaStreamCreateWithFlags(&watch_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   watcher_ = start_thread([this] { watch(); }, "watching the GPU");
@@ -661,13 +662,20 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
 
 DeviceCounters DeviceCommunicator::counters() {
   DeviceCounters out;
+  std::vector<uint64_t> late_ns(static_cast<size_t>(window_.shape.ranks));
+  out.late_seconds.resize(late_ns.size());
   if (closed_ || state_ == nullptr) return out;
   const DeviceGuard guard(config_.device);
   const BesideCaptures beside;
   DeviceState state;
   check_cuda(cudaMemcpyAsync(&state, state_, sizeof(state), cudaMemcpyDeviceToHost, watch_stream_),
              "cudaMemcpyAsync");
+  check_cuda(cudaMemcpyAsync(late_ns.data(), late_ns_, late_ns.size() * sizeof(uint64_t),
+                             cudaMemcpyDeviceToHost, watch_stream_),
+             "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(watch_stream_), "cudaStreamSynchronize");
+  for (size_t rank = 0; rank < late_ns.size(); ++rank)
+    out.late_seconds[rank] = static_cast<double>(late_ns[rank]) * 1e-9;
   out.rows_out = state.rows_out;
   out.bytes_wire = state.bytes_wire;
   out.dispatch_seconds = static_cast<double>(state.dispatch_ns) * 1e-9;

@@ -88,6 +88,7 @@ struct DeviceStats {
 struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
+  std::vector<double> late_seconds;  ///< by rank
 };
 
 class DeviceCommunicator {
@@ -214,6 +215,7 @@ class DeviceCommunicator {
   cudaStream_t watch_stream_ = nullptr;
   PeerLoss* losses_ = nullptr;    // in the window
   DeviceState* state_ = nullptr;  // likewise
+  uint64_t* late_ns_ = nullptr;   // likewise
   std::atomic<bool> stop_{false};
 
   std::function<void()> interrupt_;

@@ -60,12 +60,18 @@ class StepTotals:
     wait_seconds: float  # the part of it in which a rank waited for another one
     exposed_seconds: float  # in which rows travelled and nothing computed, mean over ranks; NaN: not measured
     load_AE: torch.Tensor  # (layers, E) int64: tokens of each expert
+    late_R: list[float]  # of each rank: seconds that another one, on average, waited for it to begin
     stop: bool  # some rank was asked to stop
 
     @property
     def balance(self) -> float:
         """Largest over mean expert load, in the layer where it is worst; 1 is perfect."""
         return float((self.load_AE.amax(1) / self.load_AE.double().mean(1)).max())
+
+    @property
+    def slowest(self) -> int:
+        """The rank that the others waited for most."""
+        return max(range(len(self.late_R)), key=self.late_R.__getitem__)
 
 
 def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
@@ -108,19 +114,25 @@ def reduce_step(
     loss: float,
     seconds: float,
     stats: dict[str, Any],
+    members: Sequence[int],
     travelled: tuple[float, float] | None,
     stop: bool,
 ) -> StepTotals:
     """Sums one rank's numbers over all ranks, in one all-reduce. float64 holds the counts exactly.
 
-    `travelled` is what `travel_seconds` gives, or None if the step was not measured.
+    `travelled` is what `travel_seconds` gives, or None if the step was not measured. `stats` are those of the
+    communicator, whose ranks are `members` of all.
     """
     load_AE = load_AE.cpu()
     comm_seconds, exposed = travelled or (stats["dispatch_seconds"] + stats["combine_seconds"], math.nan)
     numbers = [loss, seconds, comm_seconds, stats["wait_seconds"], exposed, float(stop)]
-    sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), load_AE.flatten().double()])
-    dist.all_reduce(sums)
     world = dist.get_world_size()
+    late_R = torch.zeros(world, dtype=torch.float64)
+    late_R[list(members)] = torch.tensor(stats["late_seconds"], dtype=torch.float64)
+    late_R /= max(1, len(members) - 1)
+    sums = torch.cat([torch.tensor(numbers, dtype=torch.float64), late_R, load_AE.flatten().double()])
+    dist.all_reduce(sums)
+    late_R, load_A = sums[len(numbers) :].split((world, load_AE.numel()))
     return StepTotals(
         loss=sums[0].item() / world,
         seconds=sums[1].item() / world,
@@ -128,7 +140,8 @@ def reduce_step(
         wait_seconds=sums[3].item() / world,
         exposed_seconds=sums[4].item() / world,
         stop=sums[5].item() > 0,
-        load_AE=sums[6:].view_as(load_AE).long(),
+        load_AE=load_A.view_as(load_AE).long(),
+        late_R=late_R.tolist(),
     )
 
 

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lm.metrics import WARM_UP, Record
 
 ESTIMATE_AFTER = 10  # steps
+SHOWN_LATE = 0.02  # of a step: the others' wait for one rank that is said
 
 
 class StepProgress:
@@ -67,6 +68,8 @@ def _describe(record: Record) -> str:
     if "exposed_share" in record:
         seconds = record["exposed_share"] * record["seconds"]
         text += f", {record['exposed_share']:.1%} exposed ({seconds * 1e3:.1f} ms)"
+    if record.get("late_share", 0.0) >= SHOWN_LATE:
+        text += f", {record['late_share']:.1%} waiting for rank {record['late_rank']}"
     if "tflops" in record:
         text += f"  {record['tflops']:.1f} TFLOP/s"
     return f"{text}, MFU {record['mfu']:.1%}" if "mfu" in record else text

@@ -185,6 +185,7 @@ class Trainer:
             loss=loss.item() * self.ranks.folding.pp,  # the last of so many stages alone has one
             seconds=time.perf_counter() - began,
             stats=self.comm.stats(),
+            members=[0] if self.comm.group is None else dist.get_process_group_ranks(self.comm.group),
             travelled=travelled if measured else None,
             stop=bool(self.stop) or self.saver.failed,
         )
@@ -237,6 +238,9 @@ class Trainer:
         }
         if self.speed is not None:
             record |= self.speed.of(record["tokens_per_s"])
+        if self.ranks.world > 1:
+            record["late_rank"] = totals.slowest
+            record["late_share"] = totals.late_R[totals.slowest] / totals.seconds
         if not math.isnan(totals.exposed_seconds):
             record["exposed_share"] = totals.exposed_seconds / totals.seconds
         if step == 1 or step % self.options.log_every == 0:

@@ -210,7 +210,7 @@ class Backend(Protocol):
     def check(self) -> None:
         """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset."""
 
     def reset_stats(self) -> None:

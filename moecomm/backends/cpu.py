@@ -338,7 +338,7 @@ class CpuBackend:
         """Raises the pending error, if any: CapacityExceeded, or the one that broke the communicator."""
         self._native.check()
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset."""
         return dict(self._native.stats())
 

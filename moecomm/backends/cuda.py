@@ -79,7 +79,7 @@ class CudaBackend:
         self._last_captured_raw = -1
         self._side: torch.cuda.Stream | None = None
         self._unfinished: SideWork[Any] | None = None
-        self._stats_before: dict[str, float] = {}
+        self._stats_before: dict[str, Any] = {}
 
         with self._gpu.current():
             group_info = self._handshake(rendezvous, arguments, argument_error)
@@ -551,12 +551,12 @@ class CudaBackend:
         with self._lock:
             self._native.check()
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Returns the counters since construction or the last reset. Counters on the device are copied and
         never set to zero: their values at the last reset are subtracted."""
         with self._lock:
             before = self._stats_before
-            found = {name: value - before.get(name, 0) for name, value in self._native.stats().items()}
+            found = {name: _less(value, before.get(name)) for name, value in self._native.stats().items()}
         return {"plans_reused": 0, **found}
 
     def reset_stats(self) -> None:
@@ -604,6 +604,13 @@ class CudaBackend:
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             address = tensor.data_ptr()
         return tensor, address or self._nowhere_address
+
+
+def _less(value: Any, before: Any) -> Any:
+    """Returns how much a counter, or each of a list of them, has grown."""
+    if isinstance(value, list):
+        return [_less(*each) for each in zip(value, before or [0] * len(value), strict=True)]
+    return value - (before or 0)
 
 
 def _slice(field: tuple[int, int]) -> slice:

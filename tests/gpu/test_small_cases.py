@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.multirank.test_dispatch_combine import (
+    test_a_slow_rank_is_seen_by_the_others,
     test_all_tokens_to_one_rank,
     test_extreme_values,
     test_hidden_sizes,
@@ -17,6 +18,7 @@ from tests.multirank.test_dispatch_combine import (
 )
 
 __all__ = [
+    "test_a_slow_rank_is_seen_by_the_others",
     "test_all_tokens_to_one_rank",
     "test_extreme_values",
     "test_hidden_sizes",

@@ -119,6 +119,14 @@ def test_an_operation_is_verified_and_recorded(name: str, run: Callable[..., Ran
             assert row["busbw_GBps"] == pytest.approx(row["remote_bytes"] / 2 / row["time_s"] / 1e9)
 
 
+def test_a_late_rank_is_named(run: Callable[..., Ran]) -> None:
+    status, said, content = run("dispatch", "--late", "1:50000")
+    assert status == 0 and "# the others waited most for rank 1; ms in all: rank 0: " in said
+    assert content["options"]["late"] == [1, 50000.0]
+    (row,) = content["rows"]
+    assert row["time_s"] >= 0.05  # it is in the time: a sleep never ends early
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -367,6 +368,34 @@ def _stats(rank: int, world_size: int, case: Case) -> dict[str, float]:
             comm.combine(rows_PH, out.handle, weights=out.weights)
         ranks.synchronize()
         return comm.stats()
+
+
+def _late(rank: int, world_size: int, case: Case, slow: int, seconds: float) -> list[float]:
+    with ranks.communicator(**case.communicator) as comm:
+        known = Oracle(case, rank, comm.device)
+        known.dispatch(comm)
+        ranks.synchronize()
+        dist.barrier()
+        comm.reset_stats()
+        assert comm.stats()["late_seconds"] == [0.0] * world_size
+        for _ in range(3):
+            if rank == slow:
+                time.sleep(seconds)
+            known.dispatch(comm)
+            ranks.synchronize()
+            dist.barrier()
+        return comm.stats()["late_seconds"]
+
+
+def test_a_slow_rank_is_seen_by_the_others(pool: Pools, most_ranks: int, seed: int) -> None:
+    size, slow = min(3, most_ranks), 1
+    if size < 2:
+        pytest.skip("one rank has none to wait for")
+    case = Case(tokens=(10,) * size, num_experts=2 * size, hidden=8, top_k=2, seed=seed)
+    for rank, late in enumerate(pool(size)(_late, case, slow, 0.2)):
+        assert len(late) == size and min(late) >= 0
+        if rank != slow:
+            assert late[slow] > 0.3 and late.index(max(late)) == slow, (rank, late)
 
 
 def test_stats_count_calls_rows_and_bytes(pool: Pools, most_ranks: int, seed: int) -> None:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstring>
 #include <ctime>
@@ -145,8 +146,26 @@ uint64_t Signals::announced(int peer, uint64_t parity) const {
   return atomic(lines(rank_, peer).record[parity & 1].epoch).load(std::memory_order_acquire);
 }
 
-void Signals::wait_all(uint64_t epoch, const char* phase) {
-  wait_until([&](int peer) { return announced(peer, epoch) >= epoch; }, epoch, phase);
+void Signals::wait_all(uint64_t epoch, const char* phase, std::vector<double>* late_seconds) {
+  const auto arrived = [&](int peer) { return announced(peer, epoch) >= epoch; };
+  if (late_seconds == nullptr) return wait_until(arrived, epoch, phase);
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<bool> counted(late_seconds->size());
+  // wait_until asks for one rank after another: whoever comes while it waits for one is looked for here.
+  const auto count = [&](int peer) {
+    if (counted[peer]) return true;
+    if (!arrived(peer)) return false;
+    (*late_seconds)[peer] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    counted[peer] = true;
+    return true;
+  };
+  wait_until(
+      [&](int peer) {
+        if (count(peer)) return true;
+        for (int other = peer + 1; other < nodes_.ranks; ++other) count(other);
+        return false;
+      },
+      epoch, phase);
 }
 
 void Signals::wait_completed(uint64_t epoch, const char* phase) {

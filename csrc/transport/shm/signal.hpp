@@ -33,8 +33,8 @@ class Signals {
 
   /// Returns when every rank has signalled `epoch`; what they wrote before it is visible then. Throws
   /// Error(peer_timeout) at the deadline and Error(peer_lost) when a peer has ended or closed, and then tells
-  /// the other ranks.
-  void wait_all(uint64_t epoch, const char* phase);
+  /// the other ranks. late_seconds: to each rank's entry the time is added until it had signalled.
+  void wait_all(uint64_t epoch, const char* phase, std::vector<double>* late_seconds = nullptr);
 
   /// The record of `peer` for an epoch that was waited for.
   const SignalRecord& record(int peer, uint64_t epoch) const;
