@@ -56,8 +56,8 @@ def build_model(
                 draw(module.weight)
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
-        if model.output is not None:
-            model.output.weight.zero_()
+        if model.head.output is not None:
+            model.head.output.weight.zero_()
         for name, parameter in model.named_parameters():
             if name.endswith(("out.weight", "w_out", "ffn.down.weight")):
                 parameter.div_(math.sqrt(2 * options.layers))

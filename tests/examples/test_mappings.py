@@ -303,6 +303,6 @@ def test_layers_are_shared_out_evenly(tmp_path: Path) -> None:
         chosen = options.parse([*MODEL.split(), *flags, str(tmp_path), "--schedule", schedule])
         layouts = [lay_out(chosen, place) for place in range(2)]
         assert layouts[0].owners == owners and [len(each) for each in layouts[0].layers] == sizes
-        parts = ["embedding", *(f"blocks.{layer}" for layer in range(7)), "norm", "output"]
+        parts = ["embedding", *(f"blocks.{layer}" for layer in range(7)), "head"]
         assert [sum(layout.holds(part) for layout in layouts) for part in parts] == [1] * len(parts)
-        assert layouts[0].holds("embedding") and layouts[owners[-1]].holds("output")
+        assert layouts[0].holds("embedding") and layouts[owners[-1]].holds("head")
