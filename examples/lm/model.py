@@ -97,8 +97,7 @@ class Transformer(nn.Module):
         )
         self.head = placed("head", Head(config.dim, config.vocab, config.norm_eps, config.tied))
         self.gathered = 1  # attention sees so many times the positions of an input (lm.parallel)
-        heads = config.attention
-        cos_SD, sin_SD = rope_table(heads.rotated_width, config.max_seq, heads.rope_base)
+        cos_SD, sin_SD = rope_table(config.attention, config.max_seq)
         self.register_buffer("cos_SD", cos_SD, persistent=False)
         self.register_buffer("sin_SD", sin_SD, persistent=False)
 
