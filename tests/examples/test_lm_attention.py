@@ -307,8 +307,8 @@ def test_all_logits_of_long_windows_are_refused() -> None:
     with pytest.raises(RunError) as caught:
         fit_kernel(q, k, k)
     assert (
-        "queries [1, 32, 32768, 128], keys [1, 4, 131072, 128] and values [1, 4, 131072, 128], torch.float32: "
-        "torch has no kernel for it but one that keeps all logits, 524288 MiB here and at most 256: give "
+        "queries [1, 32, 32768, 128], keys [1, 4, 131072, 128] and values [1, 4, 131072, 128], torch.float32"
+        ": torch has no kernel for it but one that keeps all logits, 524288 MiB here and at most 256: give "
     ) in str(caught.value)
     k_BNSD, v_BNSV = fit_kernel(q[:, :, :100], k[:, :, :200], k[:, :, :200])
     assert k_BNSD.shape == v_BNSV.shape == (1, 32, 200, 128)
