@@ -17,9 +17,9 @@ transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, chec
 --sample asks for it. The last line is the result. Ctrl-C ends the run after the current step, with a
 checkpoint.
 
-The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, parallel
-(windows and attention over ranks), pipeline (layers over ranks), precision, trainer (the loop), metrics,
-speed (TFLOP/s and MFU, on GPUs), checkpoint.
+The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, attention, head
+(the loss), parallel (windows and attention over ranks), pipeline (layers over ranks), precision, trainer (the
+loop), metrics, speed (TFLOP/s and MFU, on GPUs), checkpoint.
 """
 
 from __future__ import annotations

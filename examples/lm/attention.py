@@ -6,13 +6,14 @@ D width of a head's queries and keys, V width of its values.
 
 Both kinds take the number of heads from the width that their products return. So under tensor parallelism,
 where `q`, `k`, `v` (`q_up`, `kv_up`) are split by columns and `out` by rows, each rank computes its own
-heads. What lies between the products is one call of the module `core`, which may be replaced by another one
-with the same arguments, for sequences that are spread over ranks for example.
+heads. What keys and values are made of goes through the module `gather_keys`, and what lies between the
+products is one call of the module `core`. Both may be replaced, for sequences that are spread over ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
-    create_block_mask,
     flex_attention,
 )
+from torch.utils.checkpoint import checkpoint
+
+from lm.errors import RunError
+
+LOGITS_BYTES = 1 << 28
+"""Bytes that the logits of one call may take: on GPUs where torch has no better kernel, and of the CPU's
+slices of queries."""
+
+BLOCK = 128
+"""Queries and keys of a block of flex_attention."""
+
+YARN_FAST, YARN_SLOW = 32, 1
+"""beta_fast and beta_slow of YaRN: turns of a pair within the positions trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +62,12 @@ class AttentionConfig:
         kind: "grouped", grouped-query attention (arXiv 2305.13245), or "latent", multi-head latent attention
             (DeepSeek-V2, arXiv 2405.04434, section 2.1).
         rope_base: base of the rotary frequencies.
+        rope_factor: above 1, frequencies are scaled by YaRN for windows so many times as long as before.
+        rope_positions: of YaRN, the positions of windows before.
+        rope_truncate: of YaRN: its ramp begins and ends at whole frequencies.
+        rope_mscale: of YaRN: with 0 cosines and sines are multiplied by m = 0.1 ln(rope_factor) + 1, as in
+            gpt-oss; else all logits are by m^2, with m = 0.1 rope_mscale ln(rope_factor) + 1, as in
+            DeepSeek-V3, whose mscale and mscale_all_dim are equal.
         norm_eps: of the norms within.
         qk_norm: "grouped": an RMSNorm of each head's queries and keys before their rotation, as Qwen3 has it.
         qkv_bias: "grouped": biases of queries, keys and values, as Qwen2 and gpt-oss have them.
@@ -63,6 +88,10 @@ class AttentionConfig:
     head_dim: int
     kind: str = "grouped"
     rope_base: float = 10_000.0
+    rope_factor: float = 1.0
+    rope_positions: int = 4096
+    rope_truncate: bool = True
+    rope_mscale: float = 0.0
     norm_eps: float = 1e-6
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -89,16 +118,55 @@ class AttentionConfig:
         """V."""
         return self.value_dim or self.head_dim
 
+    @property
+    def logit_scale(self) -> float:
+        """What multiplies the product of a query and a key: D^-0.5, with rope_mscale m^2 times as much."""
+        return self.qk_width**-0.5 * _yarn_growth(self.rope_factor, self.rope_mscale) ** 2
+
     def window_of(self, layer: int) -> int:
         """Returns the positions that a layer sees, 0 for all up to its own."""
         return self.window if layer % 2 == 0 else 0
 
 
-def rope_table(head_dim: int, max_seq: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every (position, frequency), both (S, D/2) float32."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(max_seq, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+def rope_table(config: AttentionConfig, max_seq: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every (position, frequency), both (S, D/2) float32, with YaRN times a factor.
+
+    Angles are float64: at position 100 000 float32 would leave an error of 0.004.
+    """
+    frequencies_D = rope_frequencies(config)
+    growth = 1.0 if config.rope_mscale else _yarn_growth(config.rope_factor, 1.0)
+    angles_SD = torch.outer(torch.arange(max_seq, dtype=torch.float64), frequencies_D)
+    return (angles_SD.cos() * growth).float(), (angles_SD.sin() * growth).float()
+
+
+def rope_frequencies(config: AttentionConfig) -> Tensor:
+    """Returns the angle from a position to the next one of each pair, (D/2,) float64.
+
+    With a rope_factor above 1 by YaRN (arXiv 2309.00071, section 3.2): frequencies that turn more than
+    YARN_FAST times within rope_positions stay, those that turn less than YARN_SLOW times are divided by the
+    factor, and a ramp lies between. Its ends are places among the frequencies, as in transformers, whose
+    `truncate` rounds them.
+    """
+    width, base = config.rotated_width, config.rope_base
+    places_D = torch.arange(width // 2, dtype=torch.float64)
+    frequencies_D = base ** (-2 * places_D / width)
+    if config.rope_factor <= 1:
+        return frequencies_D
+
+    def place(turns: float) -> float:
+        return width / 2 * math.log(config.rope_positions / (turns * 2 * math.pi)) / math.log(base)
+
+    low, high = place(YARN_FAST), place(YARN_SLOW)
+    if config.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp_D = ((places_D - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+    return frequencies_D * (1 - ramp_D + ramp_D / config.rope_factor)
+
+
+def _yarn_growth(factor: float, coefficient: float) -> float:
+    """Returns the m of `AttentionConfig.rope_mscale`."""
+    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1
 
 
 def rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -110,6 +178,19 @@ def rotate(x_BNSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 def split_heads(x_BSH: Tensor, width: int) -> Tensor:
     """Returns (B, heads, S, width), with as many heads as the last dimension has."""
     return x_BSH.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Returns the part of a parameter that this rank has under tensor parallelism."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class KeepKeys(nn.Module):
+    """Returns what keys and values are made of, (B, heads, S, width) each, for queries of the same
+    positions."""
+
+    def forward(self, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, Tensor]:
+        return k_BMSD, v_BMSV
 
 
 class InnerNorm(nn.RMSNorm):
@@ -136,7 +217,8 @@ class GroupedAttention(nn.Module):
         self.q_norm = InnerNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = InnerNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.register_parameter("sinks_N", nn.Parameter(torch.zeros(config.heads)) if config.sinks else None)
-        self.core: nn.Module = AttentionCore(config.window_of(layer))
+        self.gather_keys: nn.Module = KeepKeys()
+        self.core: nn.Module = AttentionCore(config.window_of(layer), config.logit_scale)
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         q_BNSD, k_BMSD, v_BMSV = (
@@ -145,15 +227,18 @@ class GroupedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSD, k_BMSD = self.q_norm(q_BNSD), self.k_norm(k_BMSD)
         q_BNSD, k_BMSD = rotate(q_BNSD, cos_SD, sin_SD), rotate(k_BMSD, cos_SD, sin_SD)
-        sinks_N = self.sinks_N.to_local() if isinstance(self.sinks_N, DTensor) else self.sinks_N
+        # Norms and rotations compute in float32, also within autocast.
+        q_BNSD, k_BMSD = q_BNSD.to(v_BMSV.dtype), k_BMSD.to(v_BMSV.dtype)
+        k_BMSD, v_BMSV = self.gather_keys(k_BMSD, v_BMSV)
+        sinks_N = None if self.sinks_N is None else local(self.sinks_N)
         y_BNSV = self.core(q_BNSD, k_BMSD, v_BMSV, sinks_N)
         return self.out(y_BNSV.transpose(1, 2).flatten(-2))
 
 
 class LatentAttention(nn.Module):
     """Causal attention whose queries, and whose keys and values, come from narrow latents. Beside them each
-    key has a part with a position, the same for all heads. Under tensor parallelism `share_keys` gathers that
-    part."""
+    key has a part with a position, the same for all heads. Under tensor parallelism `share_latents` gathers
+    the latents of keys and values, with that part."""
 
     def __init__(self, config: AttentionConfig, layer: int) -> None:
         super().__init__()
@@ -166,22 +251,27 @@ class LatentAttention(nn.Module):
         self.kv_norm = InnerNorm(config.kv_rank, eps=config.norm_eps)
         self.kv_up = nn.Linear(config.kv_rank, config.heads * (nope + value), bias=False)
         self.out = nn.Linear(config.heads * value, config.dim, bias=False)
-        self.share_keys: nn.Module = nn.Identity()
-        self.core: nn.Module = AttentionCore(config.window_of(layer))
+        self.share_latents: nn.Module = nn.Identity()
+        self.gather_keys: nn.Module = KeepKeys()
+        self.core: nn.Module = AttentionCore(config.window_of(layer), config.logit_scale)
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         config = self.config
         nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
         q_BNSD = split_heads(self.q_up(self.q_norm(self.q_down(x_BSH))), nope + rope)
-        latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, rope), dim=-1)
-        k_rope_BSD = self.share_keys(k_rope_BSD)
-        kv_BNSD = split_heads(self.kv_up(self.kv_norm(latent_BSR)), nope + value)
-        k_nope_BNSD, v_BNSV = kv_BNSD.split((nope, value), dim=-1)
         q_nope_BNSD, q_rope_BNSD = q_BNSD.split((nope, rope), dim=-1)
-        k_rope_BNSD = rotate(k_rope_BSD.unsqueeze(1), cos_SD, sin_SD).expand(-1, k_nope_BNSD.shape[1], -1, -1)
+        latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, rope), dim=-1)
+        dtype = latent_BSR.dtype  # norms and rotations compute in float32, also within autocast
+        shared_BSR = torch.cat((self.kv_norm(latent_BSR).to(dtype), k_rope_BSD), dim=-1)
+        latent_BSR, k_rope_BSD = self.share_latents(shared_BSR).split((config.kv_rank, rope), dim=-1)
+        k_rope_BSD = rotate(k_rope_BSD, cos_SD, sin_SD).to(dtype)
+        # Latents are what is gathered: keys and values are wider by the number of heads.
+        latent_B1SR, k_rope_B1SD = self.gather_keys(latent_BSR.unsqueeze(1), k_rope_BSD.unsqueeze(1))
+        kv_BNSD = split_heads(F.linear(latent_B1SR.squeeze(1), local(self.kv_up.weight)), nope + value)
+        k_nope_BNSD, v_BNSV = kv_BNSD.split((nope, value), dim=-1)
         y_BNSV = self.core(
-            torch.cat((q_nope_BNSD, rotate(q_rope_BNSD, cos_SD, sin_SD)), dim=-1),
-            torch.cat((k_nope_BNSD, k_rope_BNSD), dim=-1),
+            torch.cat((q_nope_BNSD, rotate(q_rope_BNSD, cos_SD, sin_SD).to(dtype)), dim=-1),
+            torch.cat((k_nope_BNSD, k_rope_B1SD.expand(-1, k_nope_BNSD.shape[1], -1, -1)), dim=-1),
             v_BNSV,
             None,
         )
@@ -196,42 +286,81 @@ def make_attention(config: AttentionConfig, layer: int) -> Attention:
 
 
 class AttentionCore(nn.Module):
-    """Causal softmax attention of heads: core(q_BNSD, k_BMSD, v_BMSV, sinks_N) -> (B, N, S, V) of v's dtype.
+    """Causal softmax attention of heads: core(q_BNSD, k_BMSD, v_BMSV, sinks_N) -> (B, N, S, V) of one dtype.
 
     There may be fewer queries than keys; they are those of the last keys' positions. The query at i sees the
-    keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by D^-0.5. A
-    head's sink, if sinks_N is not None, is one logit more in the softmax, without a value.
+    keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by `scale`,
+    None for D^-0.5. A head's sink, if sinks_N is not None, is one logit more in the softmax, without a value.
 
     Without window and sinks it is torch's scaled_dot_product_attention. That has no kernel for them, so with
     one of them it is flex_attention on GPUs, compiled: it skips the blocks of keys outside a window, and
-    keeps S numbers a head for its backward, not S^2. (The mask of blocks is computed once a length, which for
-    a moment takes S^2 bytes.) Of the sinks its logsumexp is enough: a softmax with one logit s more is the
-    softmax times sigmoid(logsumexp - s). flex_attention has no backward on the CPU; there all S^2 logits are
-    computed.
+    keeps S numbers a head for its backward, not S^2. Of the sinks its logsumexp is enough: a softmax with one
+    logit s more is the softmax times sigmoid(logsumexp - s). flex_attention has no backward on the CPU; there
+    all logits of some queries at a time are computed, and again in the backward.
+
+    On GPUs it raises RunError for what torch has only a kernel that keeps all logits, if these take more than
+    LOGITS_BYTES.
     """
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, window: int = 0, scale: float | None = None) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.scale = window, scale
 
     def forward(self, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, sinks_N: Tensor | None) -> Tensor:
-        # Norms and rotations compute in float32, also within autocast.
-        q_BNSD, k_BMSD = q_BNSD.to(v_BMSV.dtype), k_BMSD.to(v_BMSV.dtype)
         queries, keys = q_BNSD.shape[2], k_BMSD.shape[2]
+        scale = q_BNSD.shape[-1] ** -0.5 if self.scale is None else self.scale
         window = self.window if self.window < keys else 0
+        if window:  # whole blocks of keys that no query sees are left out
+            first = max(0, keys - queries - window + 1) // BLOCK * BLOCK
+            k_BMSD, v_BMSV = k_BMSD[:, :, first:], v_BMSV[:, :, first:]
+        if not q_BNSD.is_cuda and (queries != keys or window or sinks_N is not None):
+            return attend_by_slices(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, scale)
         if window == 0 and sinks_N is None:
+            if q_BNSD.is_cuda:
+                k_BMSD, v_BMSV = fit_kernel(q_BNSD, k_BMSD, v_BMSV)
             grouped = q_BNSD.shape[1] != k_BMSD.shape[1]
             mask: Any = None if queries == keys else causal_lower_right(queries, keys)
             return F.scaled_dot_product_attention(
-                q_BNSD, k_BMSD, v_BMSV, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+                q_BNSD,
+                k_BMSD,
+                v_BMSV,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=grouped,
             )
-        if q_BNSD.is_cuda:
-            with torch.autocast("cuda", enabled=False):  # all are of one type already
-                return attend_by_blocks(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, _compiled_flex_attention())
-        return attend_densely(q_BNSD, k_BMSD, v_BMSV, window, sinks_N)
+        with torch.autocast("cuda", enabled=False):  # all are of one type already
+            flex = _compiled_flex_attention()
+            return attend_by_blocks(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, scale, flex)
 
     def extra_repr(self) -> str:
         return f"window={self.window}" if self.window else ""
+
+
+def fit_kernel(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values with which torch has a kernel for causal attention that keeps S numbers a head.
+
+    cuDNN's and FlashAttention are for two bytes a number, and with fewer queries than keys
+    (`causal_lower_right`) FlashAttention alone is, for keys and values of one width, up to 256. What is left
+    takes the memory-efficient one, each head with keys and values of its own. Raises RunError if no kernel
+    does, and all logits in float32 would take more than LOGITS_BYTES.
+    """
+    square = q_BNSD.shape[2] == k_BMSD.shape[2]
+    shared_by = q_BNSD.shape[1] // k_BMSD.shape[1]
+    asked = SDPAParams(q_BNSD, k_BMSD, v_BMSV, None, 0.0, square, shared_by > 1)
+    if can_use_flash_attention(asked) or (square and can_use_cudnn_attention(asked)):
+        return k_BMSD, v_BMSV
+    logits = 4 * q_BNSD.shape[:3].numel() * k_BMSD.shape[2]
+    k_like, v_like = (x[:, :1].expand(-1, q_BNSD.shape[1], -1, -1) for x in (k_BMSD, v_BMSV))
+    asked = SDPAParams(q_BNSD, k_like, v_like, None, 0.0, square, False)
+    if logits > LOGITS_BYTES and not can_use_efficient_attention(asked):
+        shapes = f"queries {list(q_BNSD.shape)}, keys {list(k_BMSD.shape)} and values {list(v_BMSV.shape)}"
+        raise RunError(
+            f"attention of {shapes}, {q_BNSD.dtype}: torch has no kernel for it "
+            f"but one that keeps all logits, {logits >> 20} MiB here and at most {LOGITS_BYTES >> 20}: "
+            "give --dtype bfloat16, --head-dim (latent: --value-dim, too) a multiple of 8, or a shorter --seq"
+        )
+    return k_BMSD.repeat_interleave(shared_by, 1), v_BMSV.repeat_interleave(shared_by, 1)
 
 
 def sees(window: int) -> Callable[[Any, Any], Any]:
@@ -244,17 +373,36 @@ def sees(window: int) -> Callable[[Any, Any], Any]:
     return visible
 
 
-def attend_densely(
-    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, window: int, sinks_N: Tensor | None
+def attend_by_slices(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, window: int, sinks_N: Tensor | None, scale: float
 ) -> Tensor:
-    """AttentionCore by all S^2 logits."""
+    """AttentionCore by all logits of some queries at a time, with which the backward begins anew."""
+    batch, heads, queries, _ = q_BNSD.shape
+    keys = k_BMSD.shape[2]
+    size = max(1, LOGITS_BYTES // (4 * batch * heads * keys))
+    if size >= queries:
+        return attend_densely(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, scale)
+    parts = []
+    for start in range(0, queries, size):
+        part_BNSD = q_BNSD[:, :, start : start + size]
+        end = keys - queries + start + part_BNSD.shape[2]
+        seen = slice(max(0, end - part_BNSD.shape[2] - window + 1) if window else 0, end)
+        part = (part_BNSD, k_BMSD[:, :, seen], v_BMSV[:, :, seen], window, sinks_N, scale)
+        parts.append(checkpoint(attend_densely, *part, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(parts, dim=2)
+
+
+def attend_densely(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, window: int, sinks_N: Tensor | None, scale: float
+) -> Tensor:
+    """AttentionCore by all logits."""
     shared_by = q_BNSD.shape[1] // k_BMSD.shape[1]
     k_BNSD, v_BNSV = k_BMSD.repeat_interleave(shared_by, 1), v_BMSV.repeat_interleave(shared_by, 1)
     logits_BNSS = q_BNSD @ k_BNSD.transpose(-1, -2)
     logits_BNSS = logits_BNSS.to(torch.promote_types(logits_BNSS.dtype, torch.float32))
     places_S = torch.arange(k_BMSD.shape[2], device=q_BNSD.device)
     hidden_SS = ~sees(window)(places_S[-q_BNSD.shape[2] :].unsqueeze(1), places_S)
-    logits_BNSS = (logits_BNSS * q_BNSD.shape[-1] ** -0.5).masked_fill(hidden_SS, -torch.inf)
+    logits_BNSS = (logits_BNSS * scale).masked_fill(hidden_SS, -torch.inf)
     if sinks_N is not None:
         column_BNS1 = sinks_N.to(logits_BNSS.dtype).view(1, -1, 1, 1).expand(*logits_BNSS.shape[:-1], 1)
         logits_BNSS = torch.cat((logits_BNSS, column_BNS1), dim=-1)
@@ -268,11 +416,13 @@ def attend_by_blocks(
     v_BMSV: Tensor,
     window: int,
     sinks_N: Tensor | None,
+    scale: float,
     flex: Callable[..., Any] = flex_attention,
 ) -> Tensor:
     """AttentionCore by flex_attention, or what is compiled of it."""
-    mask = _block_mask(window, q_BNSD.shape[2], k_BMSD.shape[2], q_BNSD.device)
-    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": q_BNSD.shape[1] != k_BMSD.shape[1]}
+    mask = make_block_mask(window, q_BNSD.shape[2], k_BMSD.shape[2], q_BNSD.device)
+    grouped = q_BNSD.shape[1] != k_BMSD.shape[1]
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": grouped, "scale": scale}
     if sinks_N is None:
         y_BNSV: Tensor = flex(q_BNSD, k_BMSD, v_BMSV, **options)
         return y_BNSV
@@ -282,15 +432,29 @@ def attend_by_blocks(
 
 
 @functools.lru_cache(maxsize=8)
-def _block_mask(window: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+def make_block_mask(window: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+    """Returns which blocks of keys a block of queries sees some of, and which it sees all of. They follow
+    from a block's ends: torch's create_block_mask looks at each pair of a query and a key, 17 GB of them for
+    131072 of both."""
     visible, first = sees(window), keys - queries
-    return create_block_mask(
-        lambda batch, head, query, key: visible(query + first, key),
-        None,
-        None,
-        queries,
-        keys,
-        device=str(device),
+    starts_Q = torch.arange(0, queries, BLOCK, device=device).unsqueeze(1) + first
+    starts_K = torch.arange(0, keys, BLOCK, device=device)
+    ends_Q, ends_K = starts_Q + BLOCK - 1, starts_K + BLOCK - 1
+    whole_QK = visible(starts_Q, ends_K) & visible(ends_Q, starts_K) & (ends_Q < keys)
+    some_QK = starts_K <= ends_Q.clamp(max=keys - 1)
+    if window:
+        some_QK &= starts_Q - ends_K < window
+
+    def listed(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:
+        order_QK = chosen_QK.int().argsort(dim=-1, descending=True, stable=True)
+        return chosen_QK.sum(-1, dtype=torch.int32)[None, None], order_QK.int()[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(some_QK & ~whole_QK),
+        *listed(whole_QK),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=lambda batch, head, query, key: visible(query + first, key),
+        seq_lengths=(queries, keys),
     )
 
 

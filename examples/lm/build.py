@@ -56,8 +56,8 @@ def build_model(
                 draw(module.weight)
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
-        if model.output is not None:
-            model.output.weight.zero_()
+        if model.head.output is not None:
+            model.head.output.weight.zero_()
         for name, parameter in model.named_parameters():
             if name.endswith(("out.weight", "w_out", "ffn.down.weight")):
                 parameter.div_(math.sqrt(2 * options.layers))
@@ -106,6 +106,10 @@ def attention_config(options: Options) -> AttentionConfig:
         head_dim=options.head_dim or options.dim // options.heads,
         kind=options.attention,
         rope_base=options.rope_base,
+        rope_factor=options.rope_factor,
+        rope_positions=options.rope_positions,
+        rope_truncate=options.rope_truncate,
+        rope_mscale=options.rope_mscale,
         norm_eps=options.norm_eps,
         qk_norm=options.qk_norm,
         qkv_bias=options.qkv_bias,

@@ -21,7 +21,8 @@ class Corpus:
         for side, tokens_N in (("training", self.training_N), ("held-out", self.validation_N)):
             if len(tokens_N) <= options.seq:
                 raise UsageError(
-                    f"--data: {len(tokens_N)} tokens of {side} text, --seq {options.seq} needs more"
+                    f"--data: {len(tokens_N)} tokens of {side} text, --seq {options.seq} needs more: give "
+                    "more text, or a smaller --seq"
                 )
         self.unigram = data.unigram_nats(self.training_N, self.validation_N, self.tokenizer.vocab)
 

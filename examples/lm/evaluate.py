@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from lm import data, precision
@@ -33,7 +32,7 @@ def validation_loss(
     `batch` windows a data-parallel rank at a time. Every rank makes the same number of calls, because experts
     answer all ranks of their group; at the end of the text some ranks may have fewer windows, or none. Those
     bring the first one once more, uncounted: attention kernels of GPUs refuse an empty batch. In a pipeline
-    the ranks of the last stage alone have logits, and count. places_S: the rank's places of a window
+    the ranks of the last stage alone have a loss, and count. places_S: the rank's places of a window
     (`lm.data.inputs_and_targets`).
     """
     model.eval()
@@ -44,13 +43,9 @@ def validation_loss(
         brought_B = mine_B if len(mine_B) else starts_B[:1]
         tokens_BS = data.validation_batch(tokens_N, brought_B, seq=seq).to(ranks.device)
         inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, places_S)
-        logits_BSV = precision.logits(model, inputs_BS, dtype)
-        if len(mine_B) and len(logits_BSV):
-            nats += (
-                F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
-                .double()
-                .cpu()
-            )
+        loss = precision.compute(model, dtype, inputs_BS, targets_BS)
+        if len(mine_B):
+            nats += targets_BS.numel() * loss.double().cpu()
     dist.all_reduce(nats)
     model.train()
     return nats.item() / (len(starts_B) * seq)
@@ -72,7 +67,7 @@ def sample(
     tokens = list(prompt)
     for _ in range(count):
         context_BS = torch.tensor([tokens[-model.config.max_seq :]], device=device)
-        logits_V = precision.logits(model, context_BS, dtype)[0, -1].cpu()
+        logits_V = precision.compute(model, dtype, context_BS)[0, -1].float().cpu()
         probabilities_V = (logits_V / TEMPERATURE).softmax(dim=-1)
         tokens.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
     model.train()

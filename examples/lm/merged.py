@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.data import inputs_and_targets
@@ -39,17 +38,17 @@ class MergedStep(nn.Module):
         self._places_S = places_S
         self.model, self.microbatches, self.measured = model, microbatches, False
         blocks = (cut(model, block) for block in model.blocks.values())
-        self._blocks: list[Any] = [model.embed, *blocks, model.head]
+        self._blocks: list[Any] = [model.embed, *blocks]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Returns the mean loss of the windows (B, S + 1), and adds to the parameters' gradients."""
         parts = [inputs_and_targets(part, self._places_S) for part in tokens_BS.chunk(self.microbatches)]
         loads: list[Tensor] = []
 
-        def loss(logits_BSV: Tensor, number: int) -> Tensor:
+        def loss(x_BSH: Tensor, number: int) -> Tensor:
             loads.append(last_load(self.model))  # forwards end one after another
             _, targets_BS = parts[number]
-            return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten()) / len(parts)
+            return self.model.finish(x_BSH, targets_BS) / len(parts)
 
         stages = Stages(tokens_BS.device, record=True) if self.measured else None
         losses = run_microbatches(self._blocks, [inputs_BS for inputs_BS, _ in parts], loss, stages=stages)

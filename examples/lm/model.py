@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.attention import AttentionConfig, make_attention, rope_table
+from lm.head import Head
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -67,8 +68,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """`make_ffn(layer)` returns a module that maps (B, S, H) to (B, S, H), for the layers 0, 1, ... in order.
 
-    A rank of a pipeline holds some of the parts "embedding", "blocks.0", "blocks.1", ..., "norm" and
-    "output". All are made, one after another, and those of other ranks are on the meta device from then on,
+    A rank of a pipeline holds some of the parts "embedding", "blocks.0", "blocks.1", ... and "head". All are
+    made, one after another, and those of other ranks are on the meta device from then on,
     until `drop_meta` removes them.
     """
 
@@ -95,23 +96,20 @@ class Transformer(nn.Module):
                 for layer in range(config.layers)
             }
         )
-        self.norm = placed("norm", nn.RMSNorm(config.dim, eps=config.norm_eps))
-        self.output = (
-            None if config.tied else placed("output", nn.Linear(config.dim, config.vocab, bias=False))
-        )
+        self.head = placed("head", Head(config.dim, config.vocab, config.norm_eps, config.tied))
         self.gathered = 1  # attention sees so many times the positions of an input (lm.parallel)
-        heads = config.attention
-        cos_SD, sin_SD = rope_table(heads.rotated_width, config.max_seq, heads.rope_base)
+        cos_SD, sin_SD = rope_table(config.attention, config.max_seq)
         self.register_buffer("cos_SD", cos_SD, persistent=False)
         self.register_buffer("sin_SD", sin_SD, persistent=False)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`."""
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """Next-token logits (B, S, V) of int64 token ids (B, S), S at most `max_seq`; with the tokens that
+        follow them their mean cross-entropy."""
         x_BSH = self.embed(tokens_BS)
         positions = self.positions(tokens_BS.shape[1])
         for block in self.blocks.values():
             x_BSH = block(x_BSH, *positions)
-        return self.head(x_BSH)
+        return self.finish(x_BSH, targets_BS)
 
     def drop_meta(self) -> None:
         """Removes the parts that are on the meta device; the others keep their names."""
@@ -137,7 +135,6 @@ class Transformer(nn.Module):
         # size.
         return self.embedding(tokens_BS) * math.sqrt(self.config.dim)
 
-    def head(self, x_BSH: Tensor) -> Tensor:
-        """Logits (B, S, V) of the last block's result."""
-        x_BSH = self.norm(x_BSH)
-        return F.linear(x_BSH, self.embedding.weight) if self.output is None else self.output(x_BSH)
+    def finish(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+        """What `Head` makes of the last block's result."""
+        return self.head(x_BSH, targets_BS, self.embedding.weight if self.config.tied else None)

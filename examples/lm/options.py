@@ -59,6 +59,10 @@ FIXED = (
     "window",
     "sinks",
     "rope_base",
+    "rope_factor",
+    "rope_positions",
+    "rope_truncate",
+    "rope_mscale",
     "norm_eps",
     "dense_layers",
     "dense_ffn",
@@ -149,6 +153,10 @@ class Options:
     window: int
     sinks: bool
     rope_base: float
+    rope_factor: float
+    rope_positions: int
+    rope_truncate: bool
+    rope_mscale: float
     dense_layers: int
     dense_ffn: int
     ffn: int
@@ -360,6 +368,9 @@ def _check_microbatches(options: Options, schedule: str) -> None:
 
 
 def _check_attention(options: Options) -> None:
+    if options.rope_factor < 1:
+        raise UsageError(f"--rope-factor {options.rope_factor} must be at least 1; 1: no YaRN")
+
     def flags(*names: str) -> list[str]:
         return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
 
@@ -511,6 +522,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--window", type=_whole, help="positions that every second layer sees, from the first on; 0: all")
     add("--sinks", action=switch, help="a trained logit of each head that has no value")
     add("--rope-base", type=_above_zero, help="base of the rotary frequencies")
+    add("--rope-factor", type=_above_zero, help="above 1: YaRN, for windows so many times as long as before")
+    add("--rope-positions", type=_count, help="of YaRN: positions of a window before")
+    add("--rope-truncate", action=switch, help="of YaRN: its ramp begins and ends at whole frequencies")
+    add("--rope-mscale", type=_amount, help="of YaRN: what grows all logits; 0: the rotated part alone grows")
     add("--q-rank", type=_whole, help="latent: width of the queries' latent")
     add("--kv-rank", type=_whole, help="latent: width of the latent of keys and values")
     add("--rope-dim", type=_whole, help="latent: width of the part of a head that has a position")

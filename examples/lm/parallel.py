@@ -12,7 +12,8 @@ parallelism cuts what they have once more, so a rank has S / (TP CP) tokens of e
 With these tokens and whole weights it computes all but attention's products: embedding, norms, router,
 experts, output and loss, which is sequence parallelism from end to end. Before attention the TP ranks gather
 their tokens, each computes its own heads, and what they give is summed and scattered (torch's plans of
-tensor parallelism). Keys and values are gathered over the CP ranks.
+tensor parallelism). Keys and values, or the latents that they are made of, are gathered over the CP ranks, in
+the order of their positions; each chunk of queries attends to the beginning of them that it sees.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
         places_S = _context_places(model.config.max_seq, folding.cp, rank).to(device)
         model.cos_SD, model.sin_SD = model.cos_SD[places_S], model.sin_SD[places_S]
         for block in _blocks(model):
+            block.attention.gather_keys = GatherKeys(folding)
             block.attention.core = ContextCore(block.attention.core, folding, rank)
 
 
@@ -79,8 +81,10 @@ def _split_heads(block: Any, mesh: DeviceMesh, folding: ParallelFolding) -> None
     plan: dict[str, Any] = {"out": RowwiseParallel(output_layouts=Shard(1))}
     if isinstance(attention, LatentAttention):
         # The products that make latents have the rank's own tokens: latents are what is gathered.
-        plan |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q_up", "kv_up")}
-        attention.share_keys = Gather(1, folding, "tp")
+        plan |= {"q_up": ColwiseParallel(input_layouts=Shard(1))}
+        attention.share_latents = Gather(1, folding, "tp")
+        own = distribute_tensor(attention.kv_up.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+        attention.kv_up.weight = nn.Parameter(own)
     else:
         assert isinstance(attention, GroupedAttention)
         plan |= {name: ColwiseParallel() for name in ("q", "k", "v")}
@@ -94,60 +98,71 @@ def _split_heads(block: Any, mesh: DeviceMesh, folding: ParallelFolding) -> None
 
 
 class Gather(nn.Module):
-    """Maps a rank's tensor to those of all ranks of a dimension of the folding, one after another along
-    `dim`; backward sums what they give for it."""
+    """Maps a rank's tensor to those of all ranks of a dimension of the folding, along `dim`; backward sums
+    what they give for it."""
 
-    def __init__(self, dim: int, folding: ParallelFolding, over: str) -> None:
+    def __init__(self, dim: int, folding: ParallelFolding, over: str, order: list[int] | None = None) -> None:
+        """order: which of the gathered chunks comes first, second, ..., as many of each rank; None: the
+        ranks' tensors follow one another."""
         super().__init__()
         self._dim, self._folding, self._over = dim, folding, over
+        self._order = list(range(folding.size(over))) if order is None else order
 
     def forward(self, x: Tensor) -> Tensor:
         group = self._folding.group(self._over)
-        gathered: Tensor = _Gathered.apply(x, self._dim, group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gathered.apply(x, self._dim, self._order, group)  # type: ignore[no-untyped-call]
         return gathered
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(ctx: Any, x: Tensor, dim: int, order: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.order, ctx.group = dim, order, group
         ranks = dist.get_world_size(group)
         parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
         _all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts.chunk(ranks), dim)
+        chunks = [each for part in parts.chunk(ranks) for each in part.chunk(len(order) // ranks, dim)]
+        return torch.cat([chunks[number] for number in order], dim)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        parts = dx.chunk(dist.get_world_size(ctx.group), ctx.dim)
-        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        chunks, ranks = dx.chunk(len(ctx.order), ctx.dim), dist.get_world_size(ctx.group)
+        of_rank = len(chunks) // ranks
+        gathered = [chunks[ctx.order.index(number)] for number in range(len(chunks))]
+        parts = [torch.cat(gathered[rank * of_rank :][:of_rank], ctx.dim) for rank in range(ranks)]
+        own = torch.empty_like(parts[0])
         _reduce_scatter(own, torch.cat(parts), group=ctx.group)
-        return own, None, None
+        return own, None, None, None
+
+
+class GatherKeys(nn.Module):
+    """Maps the keys and values of a CP rank's two chunks, or what they are made of, to those of the whole
+    window, in one transfer: (B, heads, S / CP, width) each to (B, heads, S, width)."""
+
+    def __init__(self, folding: ParallelFolding) -> None:
+        super().__init__()
+        chunks = 2 * folding.cp
+        gathered = [chunk for rank in range(folding.cp) for chunk in (rank, chunks - 1 - rank)]
+        self._gather = Gather(1, folding, "cp", [gathered.index(chunk) for chunk in range(chunks)])
+
+    def forward(self, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, Tensor]:
+        both_BSMW = self._gather(torch.cat((k_BMSD, v_BMSV), dim=-1).transpose(1, 2))
+        k_BMSD, v_BMSV = both_BSMW.transpose(1, 2).split((k_BMSD.shape[-1], v_BMSV.shape[-1]), dim=-1)
+        return k_BMSD, v_BMSV
 
 
 class ContextCore(nn.Module):
     """An AttentionCore of windows that are spread over the CP ranks: core(q, k, v, sinks) with a rank's own
-    two chunks of queries, keys and values. Each chunk of queries sees the keys of all ranks up to its end.
-    """
+    two chunks of queries, and the keys and values of the whole window."""
 
     def __init__(self, core: nn.Module, folding: ParallelFolding, rank: int) -> None:
         """rank: this one's place in the CP group."""
         super().__init__()
-        self.core, self._gather = core, Gather(2, folding, "cp")
-        chunks = 2 * folding.cp
-        self._own = (rank, chunks - 1 - rank)
-        gathered = [chunk for each in range(folding.cp) for chunk in (each, chunks - 1 - each)]
-        self._order = [gathered.index(chunk) for chunk in range(chunks)]
+        self.core, self._chunks = core, (rank, 2 * folding.cp - 1 - rank)
 
     def forward(self, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, sinks_N: Tensor | None) -> Tensor:
-        q_BNSD, k_BMSD = q_BNSD.to(v_BMSV.dtype), k_BMSD.to(v_BMSV.dtype)
-        keys, values = self._chunks(k_BMSD), self._chunks(v_BMSV)
-        results = [
-            self.core(own_BNSD, torch.cat(keys[: last + 1], 2), torch.cat(values[: last + 1], 2), sinks_N)
-            for own_BNSD, last in zip(q_BNSD.chunk(2, 2), self._own, strict=True)
-        ]
+        results = []
+        for own_BNSD, chunk in zip(q_BNSD.chunk(2, 2), self._chunks, strict=True):
+            end = (chunk + 1) * own_BNSD.shape[2]
+            results.append(self.core(own_BNSD, k_BMSD[:, :, :end], v_BMSV[:, :, :end], sinks_N))
         return torch.cat(results, 2)
-
-    def _chunks(self, x_BMSD: Tensor) -> list[Tensor]:
-        """Returns the chunks of all CP ranks in the order of their positions."""
-        gathered = self._gather(x_BMSD).chunk(len(self._order), 2)
-        return [gathered[number] for number in self._order]

@@ -1,7 +1,7 @@
 """A model whose layers are shared out over ranks: pipeline parallelism.
 
 The blocks are parted into stages of consecutive ones, the first of which has the embedding and the last the
-norm and the output. A schedule of torch.distributed.pipelining sends microbatches through them. With several
+head. A schedule of torch.distributed.pipelining sends microbatches through them. With several
 stages a rank they go round the ranks, or there and back, in a V:
 
     2 ranks, 4 stages       rank 0    rank 1
@@ -9,7 +9,8 @@ stages a rank they go round the ranks, or there and back, in a V:
     zbv, dualpipev          0, 3      1, 2
 
 What stages send each other is a microbatch's residual stream, (B, S, H) in float32, of the tokens that the
-rank has of each window (`lm.parallel`).
+rank has of each window (`lm.parallel`). The last stage returns the loss of a microbatch: so its head is part
+of the module whose backward a schedule may ask for in two halves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -94,13 +94,18 @@ def schedule_class(options: Options) -> Any:
 
 class Pipeline(nn.Module):
     """The stages of this rank. As a module it is the whole model, on all ranks of the pipeline together:
-    forward maps token ids (B, S) to logits (B, S, V) where the last stage is, and to an empty tensor
-    elsewhere. It is for evaluation: no gradient goes from stage to stage."""
+    forward maps token ids (B, S), and those that follow them, to their mean cross-entropy where the last
+    stage is, and to zero elsewhere. It is for evaluation: no gradient goes from stage to stage.
+
+    Attributes:
+        targets: the targets (B, S) of the next forwards of the last stage, in their order.
+    """
 
     def __init__(self, model: Transformer, layout: Layout, ranks: Ranks) -> None:
         super().__init__()
         self.model, self.layout, self._device = model, layout, ranks.device
         self.group = ranks.folding.group("pp")
+        self.targets: list[Tensor] = []
         # A list, which hides them from this module: their parameters are the model's.
         self.stages = [(number, MergedStage(self._blocks(number))) for number in layout.own]
 
@@ -110,14 +115,15 @@ class Pipeline(nn.Module):
         if stage == 0:
             blocks.insert(0, model.embed)
         if stage == len(layout.layers) - 1:
-            blocks.append(lambda x_BSH: model.head(x_BSH).float())
+            blocks.append(lambda x_BSH: model.finish(x_BSH, self.targets.pop(0)))
         return blocks
 
     def buffer(self, batch: int, length: int) -> Tensor:
         """Returns a tensor like those that stages send each other."""
         return torch.empty(batch, length, self.model.config.dim, device=self._device)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        self.targets = [targets_BS]
         ranks, owners = dist.get_process_group_ranks(self.group), self.layout.owners
         x = tokens_BS
         for number, stage in self.stages:
@@ -127,7 +133,7 @@ class Pipeline(nn.Module):
             x = stage(x)
             if number + 1 < len(owners) and owners[number + 1] != self.layout.place:
                 dist.send(x.contiguous(), ranks[owners[number + 1]], group=self.group)
-        return x if self.layout.last else x.new_empty(0)
+        return x if self.layout.last else x.new_zeros(())
 
 
 class PipelineStep(nn.Module):
@@ -143,13 +149,13 @@ class PipelineStep(nn.Module):
         """batch: windows of a microbatch. places_S: the rank's places of a window
         (`lm.data.inputs_and_targets`)."""
         super().__init__()
-        self.model, self._layout, self._places_S = pipeline.model, pipeline.layout, places_S
+        self.model, self._layout = pipeline.model, pipeline.layout
+        self._pipeline, self._places_S = [pipeline], places_S  # in a list, as the stages of a pipeline are
         self._dense, self._microbatches = options.dense_layers, options.microbatches
         self._load_shape = (options.layers - options.dense_layers, options.experts)
         length = options.seq if places_S is None else len(places_S)
         example_BSH = pipeline.buffer(batch, length)
         tokens_BS = torch.zeros(batch, length, dtype=torch.int64, device=example_BSH.device)
-        logits_BSV = example_BSH.new_empty(batch, length, pipeline.model.config.vocab, device="meta")
         stages: list[Any] = [
             pipelining.PipelineStage(
                 stage,
@@ -158,7 +164,9 @@ class PipelineStep(nn.Module):
                 example_BSH.device,
                 input_args=(example_BSH.clone().requires_grad_() if number else tokens_BS,),
                 output_args=(
-                    (logits_BSV if number == options.stages - 1 else example_BSH.clone()).requires_grad_(),
+                    example_BSH.new_empty(
+                        () if number == options.stages - 1 else example_BSH.shape
+                    ).requires_grad_(),
                 ),
                 group=pipeline.group,
             )
@@ -180,6 +188,7 @@ class PipelineStep(nn.Module):
         inputs_BS, targets_BS = inputs_and_targets(tokens_BS, self._places_S)
         self.load_AE = torch.zeros(self._load_shape, dtype=torch.int64, device=tokens_BS.device)
         losses: list[Tensor] = []
+        self._pipeline[0].targets = list(targets_BS.chunk(self._microbatches))
         self._schedule.step(
             *([inputs_BS.contiguous()] if self._layout.first else []),  # torch may compare strides
             target=targets_BS if self._layout.last else None,
@@ -188,8 +197,10 @@ class PipelineStep(nn.Module):
         )
         return torch.stack(losses).sum() if losses else torch.zeros((), device=tokens_BS.device)
 
-    def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten()) / self._microbatches
+    def _loss(self, output: Tensor, targets_BS: Tensor) -> Tensor:
+        """Returns a microbatch's part of the mean loss. Its output is its loss already: a stage's forwards
+        come in the order of the microbatches, in every schedule."""
+        return output / self._microbatches
 
     def _counter(self, stage: int) -> Callable[..., None]:
         """Returns a hook that adds the tokens of a microbatch's experts, after its forward."""

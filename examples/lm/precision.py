@@ -14,25 +14,20 @@ from torch.func import functional_call
 from moecomm.nn import SharedExperts, is_expert_parameter
 
 
-def compute(module: nn.Module, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """`module(tokens_BS)`, computed in `dtype`, that of its communicator."""
+def compute(module: nn.Module, dtype: torch.dtype, *tokens_BS: Tensor) -> Tensor:
+    """`module(*tokens_BS)`, computed in `dtype`, that of its communicator."""
     if dtype == torch.float32:
-        return module(tokens_BS)
+        return module(*tokens_BS)
     shared = {
         parameter
         for part in module.modules()
         if isinstance(part, SharedExperts)
         for parameter in part.parameters()
     }
-    with torch.autocast(tokens_BS.device.type, dtype):
+    with torch.autocast(tokens_BS[0].device.type, dtype):
         weights = {
             name: parameter.to(dtype)
             for name, parameter in module.named_parameters()
             if is_expert_parameter(parameter) or parameter in shared
         }
-        return functional_call(module, weights, (tokens_BS,))
-
-
-def logits(model: nn.Module, tokens_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """The model's float32 logits (B, S, V), computed in `dtype`."""
-    return compute(model, tokens_BS, dtype).float()
+        return functional_call(module, weights, tokens_BS)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from lm import checkpoint, data, evaluate, parallel, plots, precision
 from lm.build import (
@@ -205,10 +204,10 @@ class Trainer:
         """Accumulates the gradients of the step's microbatches. Returns loss, load and, if they are measured,
         `travel_seconds` of all of them."""
         if (piped := self.piped) is not None:
-            return precision.compute(piped, tokens_BS, self.dtype).detach(), piped.load_AE, (0.0, 0.0)
+            return precision.compute(piped, self.dtype, tokens_BS).detach(), piped.load_AE, (0.0, 0.0)
         if (merged := self.merged) is not None:
             merged.measured = measured
-            loss = precision.compute(merged, tokens_BS, self.dtype).detach()
+            loss = precision.compute(merged, self.dtype, tokens_BS).detach()
             return loss, merged.load_AE, merged.travelled if measured else (0.0, 0.0)
         losses, loads, times = [], [], []
         for part_BS in tokens_BS.chunk(self.options.microbatches):
@@ -220,9 +219,7 @@ class Trainer:
         return torch.stack(losses).sum(), torch.stack(loads).sum(0), travelled
 
     def _cross_entropy(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        inputs_BS, targets_BS = data.inputs_and_targets(tokens_BS, self.places_S)
-        logits_BSV = precision.logits(self.model, inputs_BS, self.dtype)
-        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        return precision.compute(self.model, self.dtype, *data.inputs_and_targets(tokens_BS, self.places_S))
 
     def _record(self, step: int, totals: StepTotals, *, rate: float, norm: float, seconds: float) -> Record:
         record: Record = {

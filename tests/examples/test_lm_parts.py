@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import moecomm
@@ -21,6 +20,7 @@ from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 from lm import checkpoint, data, options, plots, precision, presets, progress, ranks  # isort: skip
 from lm.attention import AttentionConfig  # isort: skip
 from lm.build import build_graphed_step, build_model, build_optimizer, learning_rate  # isort: skip
+from lm.corpus import Corpus  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.merged import MergedStep  # isort: skip
 from lm.metrics import MetricsFile, StepTotals, Totals, last_load, read_metrics, travel_seconds  # isort: skip
@@ -41,6 +41,15 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / ".hidden").write_text("hidden\n")
     return tmp_path
+
+
+def test_text_shorter_than_a_window(tree: Path, tmp_path: Path) -> None:
+    chosen = options.parse(["--data", str(tree), "--seq", "131072", "--out", str(tmp_path / "run")])
+    with pytest.raises(UsageError) as caught:
+        Corpus(chosen)
+    assert "tokens of training text, --seq 131072 needs more: give more text, or a smaller --seq" in str(
+        caught.value
+    )
 
 
 def test_folder_gives_its_text_files_in_order(tree: Path) -> None:
@@ -188,14 +197,13 @@ def test_merged_microbatches_have_the_same_bits(dtype: torch.dtype, tmp_path: Pa
         step.measured = True
         for _ in range(4):
             if merged:
-                losses = [precision.compute(step, tokens_BS, dtype).detach()]
+                losses = [precision.compute(step, dtype, tokens_BS).detach()]
                 found.append(step.load_AE)
                 assert step.travelled[0] > 0
             else:
                 losses, loads = [], []
                 for part_BS in tokens_BS.chunk(3):
-                    logits_BSV = precision.logits(model, part_BS[:, :-1], dtype)
-                    loss = F.cross_entropy(logits_BSV.flatten(0, 1), part_BS[:, 1:].flatten()) / 3
+                    loss = precision.compute(model, dtype, part_BS[:, :-1], part_BS[:, 1:]) / 3
                     loss.backward()
                     losses.append(loss.detach())
                     loads.append(last_load(model))

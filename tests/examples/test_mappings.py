@@ -82,6 +82,10 @@ PIPELINES = (
 )
 
 
+LONG = "--dim 16 --layers 1 --heads 1 --kv-heads 1 --seq 8192 --batch 1 --steps 2 --eval-windows 1"
+"""A model of one long window, beside MODEL."""
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pools]:
     yield from cpu_pools()
@@ -123,7 +127,7 @@ def run(pool: Pools, text_folder: Path, tmp_path_factory: pytest.TempPathFactory
         }
         for record in records:  # all layers are there, each with all tokens of the step
             for load in record.get("load", ()):
-                assert sum(load) == 8 * 32 * 2
+                assert sum(load) == 2 * (8192 if flags.startswith(LONG) else 8 * 32)
         if out is None:
             shutil.rmtree(folder)
             kept[world, flags] = curve
@@ -233,6 +237,25 @@ def test_a_run_goes_on_with_other_stages(mapping: str, run: Run, tmp_path: Path)
     require_same(run(2, f"{STAGED} {mapping} --resume", tmp_path), alone, f"resumed {mapping}")
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "",
+        pytest.param("--window 128 --sinks --rope-factor 4 --rope-positions 2048", marks=pytest.mark.slow),
+        pytest.param(
+            "--attention latent --no-qk-norm --kv-heads 0 --head-dim 8 --q-rank 8 --kv-rank 8 --rope-dim 8 "
+            "--value-dim 4 --rope-factor 4 --rope-positions 2048 --rope-mscale 1",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["grouped", "windows and sinks", "latent"],
+)
+def test_a_long_window_trains_as_in_one_process(kind: str, run: Run) -> None:
+    found, alone = run(2, f"{LONG} {kind} --cp 2"), run(1, f"{LONG} {kind}")
+    apart = {name: difference(found[name], alone[name]) for name in alone}
+    assert len(found["loss"]) == 2 and max(apart.values()) < BOUND, apart
+
+
 # -- what does not fit -------------------------------------------------------------------------------------
 
 WRONG = {
@@ -309,6 +332,6 @@ def test_layers_are_shared_out_evenly(tmp_path: Path) -> None:
         chosen = options.parse([*MODEL.split(), *flags, str(tmp_path), "--schedule", schedule])
         layouts = [lay_out(chosen, place) for place in range(2)]
         assert layouts[0].owners == owners and [len(each) for each in layouts[0].layers] == sizes
-        parts = ["embedding", *(f"blocks.{layer}" for layer in range(7)), "norm", "output"]
+        parts = ["embedding", *(f"blocks.{layer}" for layer in range(7)), "head"]
         assert [sum(layout.holds(part) for layout in layouts) for part in parts] == [1] * len(parts)
-        assert layouts[0].holds("embedding") and layouts[owners[-1]].holds("output")
+        assert layouts[0].holds("embedding") and layouts[owners[-1]].holds("head")

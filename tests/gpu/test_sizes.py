@@ -12,6 +12,7 @@ from tests.gpu import harness
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import Job
 from tests.multirank.harness import RankPool
+from tests.multirank.test_dispatch_combine import test_tokens_of_a_long_window  # noqa: F401
 from tests.oracle import DTYPES
 
 

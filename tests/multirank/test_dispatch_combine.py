@@ -104,6 +104,42 @@ def test_large_rows(pool: Pools, dtype: str, seed: int) -> None:
     check(pool(2), [base, replace(base, layout="rank", num_sms=1)])
 
 
+def _move_a_long_window(rank: int, world_size: int) -> list[str]:
+    """Moves 65 536 tokens of each rank to eight of 64 experts and back, half of a window of 131 072. A row
+    tells its source and token, in digits that bfloat16 holds, and so does its sum. On GPUs the rows of the
+    output take 7.5 GB, with more than 2^31 elements."""
+    tokens, top_k, experts = 65_536, 8, 64
+    hidden = 16 if ranks.on_cpu() else 7168
+
+    def brought(source: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers_T = torch.arange(tokens, device=ranks.device()) + source * tokens
+        digits_TH = torch.stack([numbers_T // 128**i % 128 for i in range(4)], dim=1).repeat(1, hidden // 4)
+        choices_K = torch.arange(0, experts, experts // top_k, device=ranks.device())
+        return digits_TH.bfloat16(), (numbers_T * numbers_T // 7).unsqueeze(1).add(choices_K) % experts
+
+    every = [brought(source) for source in range(world_size)]
+    x_TH, ids_TK = every[rank]
+    sizes = {"num_experts": experts, "hidden": hidden, "top_k": top_k, "max_tokens": tokens}
+    with ranks.communicator(**sizes, dtype=torch.bfloat16) as comm:
+        out = comm.dispatch(x_TH, ids_TK)
+        first, end = rank * comm.num_local_experts, 0
+        problems: list[str] = []
+        for expert in range(comm.num_local_experts):
+            want = [x[(ids == first + expert).any(1)] for x, ids in every]
+            begin, end = end, end + sum(map(len, want))
+            if int(out.offsets[expert]) != end or not torch.equal(out.tokens[begin:end], torch.cat(want)):
+                problems.append(f"the rows of expert {first + expert} are not its tokens'")
+        if len(out.tokens) != end:
+            problems.append(f"{len(out.tokens)} rows, expected {end}")
+        if not torch.equal(comm.combine(out.tokens, out.handle), top_k * x_TH):
+            problems.append("the sums of the tokens are not eight times the tokens")
+    return problems
+
+
+def test_tokens_of_a_long_window(pool: Pools) -> None:
+    oracle.assert_none(pool(2)(_move_a_long_window))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_thread_counts_give_the_same_bits(pool: Pools, size: int, seed: int) -> None:
     base = Case(tokens=(37,) * size, num_experts=4 * size, hidden=264, top_k=4, dtype="bfloat16", seed=seed)

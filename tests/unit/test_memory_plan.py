@@ -63,11 +63,7 @@ def test_formula(ranks: int, top_k: int, dtype: torch.dtype) -> None:
 
 def test_sections_follow_each_other() -> None:
     plan = _plan()
-    end = 0
-    for _, offset, size in plan.sections:
-        assert offset == end and offset % PAGE == 0 and size > 0
-        end += size
-    assert end == plan.total_bytes
+    _require_one_after_another(plan)
     assert plan.committed_bytes == min(offset for name, offset, _ in plan.sections if name == "input rows")
 
 
@@ -107,6 +103,29 @@ def test_sizes_that_no_window_can_have(changes: dict[str, Any], words: list[str]
 def test_what_this_version_has_not() -> None:
     with pytest.raises(moecomm.Unsupported, match="wire is 'fp8'"):
         _plan(wire="fp8")
+
+
+LONG = {"hidden": 7168, "top_k": 8, "max_tokens": 65_536, "dtype": torch.bfloat16}
+"""Half of a window of 131 072 tokens of DeepSeek-V3: 939 524 096 bytes of rows."""
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 72])
+def test_long_windows(ranks: int) -> None:
+    """Sections, and distances between them, of more than 2^32 bytes."""
+    plan = _plan(**LONG, ranks=ranks, num_experts=16 * ranks)
+    rows = 65_536 * 7168 * 2
+    assert _sizes(plan, "token rows") == _sizes(plan, "input rows") == [rows] * 2
+    assert _sizes(plan, "combine slots") == [min(ranks, 8) * rows] * 2
+    _require_one_after_another(plan)
+    assert plan.total_bytes > (4 + 2 * min(ranks, 8)) * rows > 1 << 32
+
+
+def _require_one_after_another(plan: moecomm.MemoryPlan) -> None:
+    end = 0
+    for _, offset, size in plan.sections:
+        assert offset == end and offset % PAGE == 0 and size > 0
+        end += size
+    assert end == plan.total_bytes
 
 
 def test_planning_allocates_nothing() -> None:
@@ -186,11 +205,16 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     assert _sizes(plan, "arrival flags") == pages(ranks * (512 + 1) * 8)[:1]
     assert _sizes(plan, "credit flags") == pages(ranks * (512 + 1) * 8)[:1]
     assert plan.ranks == ranks and plan.total_bytes == plan.committed_bytes
-    end = 0
-    for _, offset, size in plan.sections:
-        assert offset == end and offset % PAGE == 0 and size > 0
-        end += size
-    assert end == plan.total_bytes
+    _require_one_after_another(plan)
+
+
+@needs_cuda_part
+@pytest.mark.parametrize("ranks", [2, 8, 72])
+def test_long_windows_on_cuda(ranks: int) -> None:
+    plan = _device_plan(**LONG, ranks=ranks, num_experts=16 * ranks)
+    assert _sizes(plan, "rows") == [min(ranks, 8) * 65_536 * 7168 * 2] * 2
+    assert _sizes(plan, "packed routes") == [ranks * 65_536 * 8 * 4] * 2
+    _require_one_after_another(plan)
 
 
 @needs_cuda_part
