@@ -125,10 +125,10 @@ class Transformer(nn.Module):
         return self.cos_SD[:length], self.sin_SD[:length]
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """The first block's input (B, S, H)."""
+        """The first block's input (B, S, H), float32."""
         # The embedding may serve as output matrix too and is small for that; here it is scaled back to unit
         # size.
-        return self.embedding(tokens_BS) * math.sqrt(self.config.dim)
+        return self.embedding(tokens_BS).float() * math.sqrt(self.config.dim)
 
     def head(self, x_BSH: Tensor) -> Tensor:
         """Logits (B, S, V) of the last block's result."""

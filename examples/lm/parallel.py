@@ -57,7 +57,7 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
     """Splits the attention of a model over the ranks of the folding's TP and CP groups, in place. All ranks
     call it together, each with the whole weights, which are the same everywhere."""
     if folding.tp > 1:
-        mesh = folding.dense_mesh(device.type)["tp"]
+        mesh = attention_mesh(folding, device)["tp"]
         for block in _blocks(model):
             _split_heads(block, mesh, folding)
         model.gathered = folding.tp
@@ -68,6 +68,15 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
         model.cos_SD, model.sin_SD = model.cos_SD[places_S], model.sin_SD[places_S]
         for block in _blocks(model):
             block.attention.core = ContextCore(block.attention.core, folding, rank)
+
+
+def attention_mesh(folding: ParallelFolding, device: torch.device) -> DeviceMesh:
+    """Returns the ranks of this rank's stage as a mesh ("dp_cp", "tp"): the ranks that hold equal parts of
+    attention's weights, and those that hold all parts. All ranks of the job call together."""
+    groups = [folding.group("dp-cp"), folding.group("tp")]
+    columns = dist.get_process_group_ranks(groups[0])
+    ranks = torch.tensor([folding.group_of("tp", rank) for rank in columns], dtype=torch.int)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_cp", "tp"))
 
 
 def _blocks(model: Transformer) -> list[Any]:

@@ -239,7 +239,10 @@ def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     placements = enumerate(parameter.placements)
-    return tuple(parameter.device_mesh.get_group(number) for number, place in placements if place.is_shard())
+    # FSDP2 places what tensor parallelism has split as a kind of shard that says it is none.
+    return tuple(
+        parameter.device_mesh.get_group(number) for number, place in placements if not place.is_replicate()
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
