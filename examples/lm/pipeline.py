@@ -130,6 +130,12 @@ class Pipeline(nn.Module):
         return x if self.layout.last else x.new_empty(0)
 
 
+class _Stage(pipelining.PipelineStage):
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Leaves weights as they are. torch, as of 2.13, has FSDP2 take them back here, before the first
+        microbatch, and `lm.sharding` gathers them but once a step."""
+
+
 class PipelineStep(nn.Module):
     """Forward and backward of a step. Its parameters are the model's, and get the gradient of the mean loss.
 
@@ -151,7 +157,7 @@ class PipelineStep(nn.Module):
         tokens_BS = torch.zeros(batch, length, dtype=torch.int64, device=example_BSH.device)
         logits_BSV = example_BSH.new_empty(batch, length, pipeline.model.config.vocab, device="meta")
         stages: list[Any] = [
-            pipelining.PipelineStage(
+            _Stage(
                 stage,
                 number,
                 options.stages,

@@ -4,8 +4,9 @@ Over which ranks a weight is sharded follows from which ranks have equal ones (d
 
     matrices of the model               the ranks of the pipeline stage, TP x CP x DP
     matrices that TP has split          DP x CP
-    experts                             EDP; those of which a rank has the only copy stay as they are
-    norms, biases and sinks             none: they are few, and `sync_gradients` averages their gradients
+    experts                             EDP
+    norms, biases and sinks             none, as they are few; nor experts of which a rank has the only copy:
+                                        `sync_gradients` averages the gradients of both
 
 Each block is a unit of its own, gathered for its forward, again for its backward, and meanwhile given back;
 its experts, its shared experts and what TP has split are units within it. While a block computes, the next
@@ -32,7 +33,7 @@ from lm.model import Block, Transformer
 from lm.options import Options
 from lm.parallel import attention_mesh
 from lm.precision import EXPERTS
-from moecomm.nn import SharedExperts, fully_shard_experts
+from moecomm.nn import SharedExperts, fully_shard_experts, is_expert_parameter
 from moecomm.parallel import ParallelFolding
 
 
@@ -105,16 +106,19 @@ def _shard(
     """Makes the units, the inner ones first."""
     stage = DeviceMesh.from_group(folding.group("tp-cp-dp"), device.type, mesh_dim_names=("stage",))
     experts = {p for part in model.modules() if isinstance(part, EXPERTS) for p in part.parameters()}
-    vectors = {p for p in model.parameters() if p.ndim < 2 and p not in experts}
-    dense: dict[str, Any] = {"mesh": stage, "mp_policy": policy, "ignored_params": vectors}
+    whole = {p for p in model.parameters() if p.ndim < 2 and p not in experts}
+    dense: dict[str, Any] = {"mesh": stage, "mp_policy": policy, "ignored_params": whole}
 
     def place(parameter: nn.Parameter) -> Shard:
         """Shards by expert, or by row where the ranks would get unequally many experts."""
         by_row = parameter.shape[0] % folding.edp and folding.etp == 1
         return Shard(1 if by_row and parameter.shape[1] % folding.edp == 0 else 0)
 
-    mesh = folding.expert_mesh(device.type)["edp"]
-    fully_shard_experts(model, mesh, mp_policy=of_experts, shard_placement_fn=place)
+    if folding.edp > 1:
+        mesh = folding.expert_mesh(device.type)["edp"]
+        fully_shard_experts(model, mesh, mp_policy=of_experts, shard_placement_fn=place)
+    else:
+        whole |= set(filter(is_expert_parameter, model.parameters()))
     for part in list(model.modules()):
         if isinstance(part, SharedExperts):
             fully_shard(part, mesh=stage, mp_policy=of_experts)

@@ -159,7 +159,9 @@ def clip_grad_norm(
         square = squares.setdefault(groups, _zero(trained))
         gradient = _found_gradient(parameter)
         if gradient is not None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
+            on_cpu = _local(gradient).device.type == "cpu"
+            dtype = torch.float64 if on_cpu else torch.promote_types(parameter.dtype, torch.float32)
             square += torch.linalg.vector_norm(_local(gradient), dtype=dtype).double().square()
     for groups, square in squares.items():
         for over in groups:
