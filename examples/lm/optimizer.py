@@ -62,6 +62,16 @@ class AdamW(torch.optim.Optimizer):
             for slices in _slices([part for part in parts if not part.is_float32]):
                 _update_slices(slices, group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads copies of what `state_dict` returned, with their dtypes; torch's own would give each the
+        parameter's."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            given = state_dict["state"].get(number, {})
+            self.state[parameter] = {name: each.to(parameter.device).clone() for name, each in given.items()}
+
     def _part(self, parameter: Tensor) -> _Part:
         """Returns what there is of a parameter on this rank; its state is made the first time."""
         state = self.state[parameter]
