@@ -49,7 +49,9 @@ class Sharding:
         by_unit = {} if self._by_step else {"param_dtype": dtype}  # else `precision.compute` casts
         narrow = options.weights == "bfloat16"
         of_experts = MixedPrecisionPolicy(**by_unit, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
+        )
         _shard(model, folding, device, policy, of_experts)
         self._units: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for unit in self._units:

@@ -158,7 +158,9 @@ def test_what_is_no_number_is_seen_in_the_weight(bits: int) -> None:
     assert bool(weight.isnan().all()) and bool(under_test._master(part).isnan().all())
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 3.4028234e38, 1.00390625, -3.0])
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 3.4028234e38, 1.00390625, -3.0]
+)
 def test_a_master_is_kept_exactly(value: float) -> None:
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     made = AdamW([{"params": [weight]}], **SETTINGS)
