@@ -81,8 +81,16 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._moments)
             if parameter.dtype == torch.bfloat16:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state.get("remainder"))
-        return _Part(*map(_local, tensors), state["step"])  # type: ignore[arg-type]
+        assert parameter.grad is not None
+        remainder = state.get("remainder")
+        return _Part(
+            _local(parameter),
+            _local(parameter.grad).contiguous(),
+            _local(state["exp_avg"]),
+            _local(state["exp_avg_sq"]),
+            None if remainder is None else _local(remainder),
+            state["step"],
+        )
 
 
 class _Part(NamedTuple):
@@ -97,19 +105,23 @@ class _Part(NamedTuple):
 
     @property
     def is_float32(self) -> bool:
-        return all(tensor.dtype == torch.float32 for tensor in self[:4])  # type: ignore[union-attr]
+        return all(tensor.dtype == torch.float32 for tensor in self[:4])
 
     def slices(self) -> Iterator[_Part]:
         """Yields slices of at most SLICE elements."""
-        flat = [None if tensor is None else tensor.view(-1) for tensor in self[:5]]
         for begin in range(0, self.weight.numel(), SLICE):
-            end = begin + SLICE
-            yield _Part(*(None if each is None else each[begin:end] for each in flat), self.step)  # type: ignore[arg-type]
+            weight, grad, exp_avg, exp_avg_sq = (_flat(tensor, begin) for tensor in self[:4])
+            remainder = None if self.remainder is None else _flat(self.remainder, begin)
+            yield _Part(weight, grad, exp_avg, exp_avg_sq, remainder, self.step)
 
 
-def _local(tensor: Tensor | None) -> Tensor | None:
+def _local(tensor: Tensor) -> Tensor:
     """Returns this rank's shard, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(tensor: Tensor, begin: int) -> Tensor:
+    return tensor.view(-1)[begin : begin + SLICE]
 
 
 def _slices(parts: list[_Part]) -> Iterator[list[_Part]]:
@@ -134,13 +146,13 @@ def _update_slices(parts: list[_Part], group: dict[str, Any]) -> None:
     """Updates slices by way of float32 copies."""
     columns = [list(column) for column in zip(*(part[:4] for part in parts), strict=True)]
     masters = [_master(part) for part in parts]
-    copies = [masters, *(_as_float32(column) for column in columns[1:])]  # type: ignore[arg-type]
+    copies = [masters, *(_as_float32(column) for column in columns[1:])]
     _update(list(zip(*copies, strict=True)), [part.step for part in parts], group)
     for part, master in zip(parts, masters, strict=True):
         _set_master(part, master)
     for column, copy in zip(columns[2:], copies[2:], strict=True):
         if copy is not column:
-            torch._foreach_copy_(column, copy)  # type: ignore[arg-type]
+            torch._foreach_copy_(column, copy)
 
 
 def _as_float32(tensors: list[Tensor]) -> list[Tensor]:

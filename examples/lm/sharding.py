@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer in shards, one a rank, and weights whole only while they are needed.
+"""FSDP2: weights, gradients and optimizer in shards, and a rank has whole weights only while it needs them.
 
 Over which ranks a weight is sharded follows from which ranks have equal ones (docs/folding.md):
 
@@ -20,6 +20,7 @@ scattered after the last: `Sharding.step`. In between a rank has all weights and
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lm.model import Block, Transformer
 from lm.options import Options
-from lm.parallel import attention_mesh
 from lm.precision import EXPERTS
 from moecomm.nn import SharedExperts, fully_shard_experts, is_expert_parameter
 from moecomm.parallel import ParallelFolding
@@ -41,8 +41,14 @@ class Sharding:
     """A model that is sharded, in place, by all ranks of the job together; attention is split before."""
 
     def __init__(
-        self, model: Transformer, options: Options, folding: ParallelFolding, device: torch.device
+        self,
+        model: Transformer,
+        options: Options,
+        folding: ParallelFolding,
+        device: torch.device,
+        mesh: DeviceMesh | None,
     ) -> None:
+        """mesh: as `lm.parallel.split_attention` returns it."""
         self._model: Any = model
         self._by_step = options.merged or folding.pp > 1
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else None
@@ -52,7 +58,7 @@ class Sharding:
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
         )
-        _shard(model, folding, device, policy, of_experts)
+        _shard(model, folding, device, mesh, policy, of_experts)
         self._units: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for unit in self._units:
             if device.type == "cpu":
@@ -102,6 +108,7 @@ def _shard(
     model: Transformer,
     folding: ParallelFolding,
     device: torch.device,
+    split: DeviceMesh | None,
     policy: MixedPrecisionPolicy,
     of_experts: MixedPrecisionPolicy,
 ) -> None:
@@ -124,13 +131,13 @@ def _shard(
     for part in list(model.modules()):
         if isinstance(part, SharedExperts):
             fully_shard(part, mesh=stage, mp_policy=of_experts)
-    if folding.tp > 1:
-        _shard_attention(model, folding, device, dense)
+    if split is not None:
+        _shard_attention(model, folding, split["dp_cp"], dense)
     for block in _blocks(model):
         fully_shard(block, **dense)
-    for name in ("output",) if model.config.tied else ("embedding", "output"):
-        if isinstance(part := getattr(model, name, None), nn.Module):
-            fully_shard(part, **dense)
+    for name in () if model.config.tied else ("embedding", "output"):
+        if hasattr(model, name):  # a stage of a pipeline may have none
+            fully_shard(getattr(model, name), **dense)
     fully_shard(model, **dense)  # the embedding, if it is the output too: whole for the time of a microbatch
     for part in (*_blocks(model)[-1:], getattr(model, "output", None)):
         if isinstance(part, FSDPModule):
@@ -138,17 +145,16 @@ def _shard(
 
 
 def _shard_attention(
-    model: Transformer, folding: ParallelFolding, device: torch.device, dense: dict[str, Any]
+    model: Transformer, folding: ParallelFolding, mesh: DeviceMesh, dense: dict[str, Any]
 ) -> None:
     """Makes units of what TP has split, and of the products of latents, which it has not."""
-    copies, mesh = folding.size("dp-cp"), attention_mesh(folding, device)["dp_cp"]
     for block in _blocks(model):
         attention = block.attention
         split = {parameter for parameter in attention.parameters() if isinstance(parameter, DTensor)}
         for part in attention.children():
             if any(p.ndim >= 2 and p not in split for p in part.parameters()):
                 fully_shard(part, **dense)
-        if copies == 1:
+        if mesh.size() == 1:
             dense["ignored_params"] |= split
             continue
         unit = fully_shard(attention, **{**dense, "mesh": mesh})
@@ -160,7 +166,7 @@ def _gather_ahead(model: Transformer) -> None:
     """Gathers the next block while one computes. By itself torch does so as far as the host runs ahead of the
     GPU, and a layer with experts has it wait."""
     blocks = [[part for part in block.modules() if isinstance(part, FSDPModule)] for block in _blocks(model)]
-    for units, following in zip(blocks, blocks[1:], strict=False):
+    for units, following in itertools.pairwise(blocks):
         units[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(units[::-1])
     if isinstance(model.embedding, FSDPModule):

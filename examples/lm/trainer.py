@@ -62,10 +62,10 @@ class Trainer:
         torch.manual_seed(options.seed)
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
-        parallel.split_attention(self.model, folding, ranks.device)
+        mesh = parallel.split_attention(self.model, folding, ranks.device)
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.parameters = self._count_parameters()
-        self.sharding = Sharding(self.model, options, folding, ranks.device) if options.fsdp else None
+        self.sharding = Sharding(self.model, options, folding, ranks.device, mesh) if options.fsdp else None
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)

@@ -181,3 +181,19 @@ def test_no_slice_is_longer_than_a_slice(seed: int) -> None:
     sizes = [sum(each.weight.numel() for each in slices) for slices in found]
     assert max(sizes) <= under_test.SLICE and sum(sizes) == sum(each.numel() for each in ours)
     assert any(len(slices) > 1 for slices in found)
+
+
+BYTES = {("float32", "float32"): 16, ("float32", "bfloat16"): 12, ("bfloat16", "float32"): 14}
+BYTES["bfloat16", "bfloat16"] = 10
+
+
+@pytest.mark.parametrize(("weights_in", "moments"), BYTES)
+def test_bytes_of_a_parameter(weights_in: str, moments: str, seed: int) -> None:
+    """What docs/memory.md says of weight, gradient and optimizer."""
+    ours = weights(seed, getattr(torch, weights_in))
+    made = AdamW(groups(ours), **SETTINGS, moments=getattr(torch, moments))
+    steps(made, ours, [gradients(seed, 0, getattr(torch, weights_in))])
+    for weight in ours:
+        assert weight.grad is not None
+        kept = [weight, weight.grad, *(each for name, each in made.state[weight].items() if name != "step")]
+        assert sum(each.element_size() for each in kept) == BYTES[weights_in, moments]

@@ -287,7 +287,8 @@ def test_a_run_goes_on_with_shards_of_another_mapping(kind: str, run: Run, tmp_p
 
 def test_bfloat16_weights_and_moments(run: Run, tmp_path: Path) -> None:
     """They learn as float32 ones do, and a run that is resumed has the bits of one that is not."""
-    flags = "--dtype bfloat16 --weights bfloat16 --moments bfloat16 --fsdp --ep 1 --microbatches 2 --save-every 10"
+    flags = "--dtype bfloat16 --weights bfloat16 --moments bfloat16 --fsdp --ep 1 --microbatches 2"
+    flags += " --save-every 10"
     unbroken = run(2, flags, tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
     assert run(2, f"{flags} --resume", tmp_path) == unbroken
@@ -331,9 +332,8 @@ def test_a_rank_has_its_share_of_all_that_is_kept(
     assert len(told[0]) == 2 + 2 * 9
     for name, (count, _) in told[0].items():
         rows = 64 if name.endswith("shared.w_in") else 32
-        for each in told:
-            assert each[name][0] == count
-            assert all(count <= 4 * room <= count + 4 * rows for room in each[name][1]), (name, each[name])
+        for rooms in zip(*(each[name][1] for each in told), strict=True):
+            assert sum(rooms) >= count and 4 * max(rooms) <= count + 4 * rows, (name, rooms)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ WRONG = {
     "--no-tied --pp 2 --microbatches 2 --merged": "--merged with --pp 2 needs --schedule dualpipev",
     "--no-tied --pp 2 --sample 3": "--sample: text is written by ranks that hold all layers: not with --pp 2",
     "--graph --fsdp": "--graph: a graph is of weights that stay where they are: not with --fsdp",
-    "--pp 8 --layers 8 --no-tied --batch 8 --microbatches 8 --fsdp": "--fsdp: a stage of --pp 8 has 1 rank, and",
+    "--pp 8 --layers 8 --no-tied --microbatches 8 --fsdp": "--fsdp: a stage of --pp 8 has 1 rank, and",
     "--weights bfloat16": "--weights bfloat16 needs --dtype bfloat16, not float32",
     "--weights float16": "argument --weights: invalid choice: 'float16'",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
