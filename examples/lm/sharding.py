@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,8 @@ def _shard_attention(
     model: Transformer, folding: ParallelFolding, mesh: DeviceMesh, dense: dict[str, Any]
 ) -> None:
     """Makes units of what TP has split, and of the products of latents, which it has not."""
+    # What TP has split ends in a view, to which a block adds out of place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     for block in _blocks(model):
         attention = block.attention
         split = {parameter for parameter in attention.parameters() if isinstance(parameter, DTensor)}
