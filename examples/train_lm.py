@@ -18,8 +18,8 @@ transformer, and leaves in --out: metrics.jsonl, loss.png, expert_load.png, chec
 checkpoint.
 
 The pieces are in `lm/`, each short: options, presets (sizes), ranks (processes), data, model, attention, head
-(the loss), parallel (windows and attention over ranks), pipeline (layers over ranks), precision, trainer (the
-loop), metrics, speed (TFLOP/s and MFU, on GPUs), checkpoint.
+(the loss), parallel (windows and attention over ranks), pipeline (layers over ranks), sharding (FSDP2),
+precision, optimizer, trainer (the loop), metrics, speed (TFLOP/s and MFU, on GPUs), checkpoint.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import moecomm
 from lm.attention import AttentionConfig
 from lm.errors import UsageError
 from lm.model import FeedForward, ModelConfig, Transformer
+from lm.optimizer import AdamW
 from lm.options import Options
+from lm.precision import EXPERTS
 from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter
 from moecomm.parallel import ParallelFolding
 
@@ -28,8 +29,8 @@ def build_model(
     folding: ParallelFolding | None = None,
     holds: Callable[[str], bool] = lambda part: True,
 ) -> Transformer:
-    """The same float32 weights on every rank, device and folding, from torch's default generator. A stage of
-    a pipeline has some of them: `holds` as in Transformer.
+    """The same weights on every rank, device and folding, from torch's default generator; float32, or rounded
+    to bfloat16 (`narrow`). A stage of a pipeline has some of them: `holds` as in Transformer.
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, and
@@ -64,7 +65,17 @@ def build_model(
             elif name.endswith("router.weight"):
                 parameter.mul_(0.1)
     model.drop_meta()
+    if options.weights == "bfloat16":
+        narrow(model)
     return model
+
+
+def narrow(model: Transformer) -> None:
+    """Makes matrices and experts bfloat16. Norms, biases and sinks stay float32, and are few."""
+    experts = {p for part in model.modules() if isinstance(part, EXPERTS) for p in part.parameters()}
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 or parameter in experts:
+            parameter.data = parameter.data.bfloat16()
 
 
 def moe_config(options: Options) -> MoEConfig:
@@ -170,7 +181,7 @@ def build_graphed_step(
     return GraphedStep(forward_backward, model, pool=pool, headroom=HEADROOM)
 
 
-def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
+def build_optimizer(model: Transformer, options: Options) -> AdamW:
     def is_matrix(name: str, parameter: torch.Tensor) -> bool:
         return parameter.ndim >= 2 and not name.endswith((".b_in", ".b_out"))  # the experts' biases, (L, ...)
 
@@ -180,9 +191,7 @@ def build_optimizer(model: Transformer, options: Options) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    # The fused update takes no list in which some parameters are split by tensor parallelism, and some not.
-    fused = not any(isinstance(p, DTensor) for p in model.parameters())
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=fused, foreach=False)
+    return AdamW(groups, lr=options.lr, betas=(0.9, 0.95), moments=getattr(torch, options.moments))
 
 
 def learning_rate(step: int, options: Options) -> float:

@@ -69,8 +69,8 @@ class Transformer(nn.Module):
     """`make_ffn(layer)` returns a module that maps (B, S, H) to (B, S, H), for the layers 0, 1, ... in order.
 
     A rank of a pipeline holds some of the parts "embedding", "blocks.0", "blocks.1", ... and "head". All are
-    made, one after another, and those of other ranks are on the meta device from then on,
-    until `drop_meta` removes them.
+    made, one after another, and those of other ranks are on the meta device from then on, until `drop_meta`
+    removes them.
     """
 
     cos_SD: Tensor
@@ -130,10 +130,10 @@ class Transformer(nn.Module):
         return self.cos_SD[:length], self.sin_SD[:length]
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """The first block's input (B, S, H)."""
+        """The first block's input (B, S, H), float32."""
         # The embedding may serve as output matrix too and is small for that; here it is scaled back to unit
         # size.
-        return self.embedding(tokens_BS) * math.sqrt(self.config.dim)
+        return self.embedding(tokens_BS).float() * math.sqrt(self.config.dim)
 
     def finish(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """What `Head` makes of the last block's result."""

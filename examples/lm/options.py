@@ -76,6 +76,8 @@ FIXED = (
     "scaling_factor",
     "num_groups",
     "topk_groups",
+    "weights",
+    "moments",
 )
 # These belong to one call and not to the run.
 PER_CALL = (
@@ -91,6 +93,7 @@ PER_CALL = (
     "etp",
     "schedule",
     "stages_per_rank",
+    "fsdp",
     "device",
     "preset",
     "compile",
@@ -118,6 +121,7 @@ class Options:
     etp: int
     schedule: str | None
     stages_per_rank: int | None
+    fsdp: bool
     device: str
     compile: bool
     graph: bool
@@ -126,6 +130,8 @@ class Options:
     preset: str
     dtype: str
     expert_precision: str
+    weights: str
+    moments: str
     seed: int
     steps: int
     batch: int
@@ -240,6 +246,9 @@ def check_ranks(options: Options, world: int) -> ParallelFolding:
         raise UsageError(str(error)) from None
     _check_experts(options)
     _check_batch(options, folding)
+    if options.fsdp and folding.size("tp-cp-dp") == 1:
+        ranks = "there is 1 rank" if options.pp == 1 else f"a stage of --pp {options.pp} has 1 rank"
+        raise UsageError(f"--fsdp: {ranks}, and shards need 2 or more")
     if options.pp > 1:
         from lm.pipeline import schedule_class
 
@@ -281,6 +290,10 @@ def _check(options: Options) -> None:
             )
     _check_split(options)
     _check_pipeline(options)
+    if options.fsdp and options.graph:
+        raise UsageError("--graph: a graph is of weights that stay where they are: not with --fsdp")
+    if options.weights == "bfloat16" and options.dtype != "bfloat16":
+        raise UsageError(f"--weights bfloat16 needs --dtype bfloat16, not {options.dtype}")
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -502,7 +515,19 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the arithmetic, and of rows between ranks; weights and optimizer are float32 with either",
+        help="of the arithmetic, and of rows between ranks",
+    )
+    add(
+        "--weights",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of matrices; of a bfloat16 one the optimizer has the other 16 bits of a float32 one",
+    )
+    add(
+        "--moments",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="both of the optimizer, which computes in float32",
     )
     add(
         "--expert-precision",
@@ -569,6 +594,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         metavar="N",
         help="of --pp: stages on a rank (default: 1 with 1f1b, 2 with the others)",
+    )
+    add(
+        "--fsdp",
+        action="store_true",
+        help="shard weights, gradients and optimizer: matrices over the ranks of a stage, experts over those "
+        "that hold the same",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the ranks compute")
     add(

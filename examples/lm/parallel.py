@@ -54,13 +54,15 @@ def _context_places(seq: int, cp: int, rank: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
-def split_attention(model: Transformer, folding: ParallelFolding, device: torch.device) -> None:
+def split_attention(model: Transformer, folding: ParallelFolding, device: torch.device) -> DeviceMesh | None:
     """Splits the attention of a model over the ranks of the folding's TP and CP groups, in place. All ranks
-    call it together, each with the whole weights, which are the same everywhere."""
+    call it together, each with the whole weights, which are the same everywhere. With TP it returns the ranks
+    of this one's stage as a mesh ("dp_cp", "tp"): those that hold the same parts, and those that hold all."""
+    mesh = None
     if folding.tp > 1:
-        mesh = folding.dense_mesh(device.type)["tp"]
+        mesh = _attention_mesh(folding, device)
         for block in _blocks(model):
-            _split_heads(block, mesh, folding)
+            _split_heads(block, mesh["tp"], folding)
         model.gathered = folding.tp
     if folding.cp > 1:
         folding.group("cp")  # made here, by all ranks: stages of a pipeline first use it at other times
@@ -70,6 +72,14 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
         for block in _blocks(model):
             block.attention.gather_keys = GatherKeys(folding)
             block.attention.core = ContextCore(block.attention.core, folding, rank)
+    return mesh
+
+
+def _attention_mesh(folding: ParallelFolding, device: torch.device) -> DeviceMesh:
+    groups = [folding.group("dp-cp"), folding.group("tp")]
+    columns = dist.get_process_group_ranks(groups[0])
+    ranks = torch.tensor([folding.group_of("tp", rank) for rank in columns], dtype=torch.int)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_cp", "tp"))
 
 
 def _blocks(model: Transformer) -> list[Any]:

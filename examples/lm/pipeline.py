@@ -136,6 +136,12 @@ class Pipeline(nn.Module):
         return x if self.layout.last else x.new_zeros(())
 
 
+class _Stage(pipelining.PipelineStage):
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Leaves weights as they are. torch, as of 2.13, has FSDP2 take them back here, before the first
+        microbatch, and `lm.sharding` gathers them but once a step."""
+
+
 class PipelineStep(nn.Module):
     """Forward and backward of a step. Its parameters are the model's, and get the gradient of the mean loss.
 
@@ -157,7 +163,7 @@ class PipelineStep(nn.Module):
         example_BSH = pipeline.buffer(batch, length)
         tokens_BS = torch.zeros(batch, length, dtype=torch.int64, device=example_BSH.device)
         stages: list[Any] = [
-            pipelining.PipelineStage(
+            _Stage(
                 stage,
                 number,
                 options.stages,

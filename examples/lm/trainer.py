@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from lm.options import Options
 from lm.pipeline import Pipeline, PipelineStep, lay_out
 from lm.progress import StepProgress
 from lm.ranks import Ranks, describe
+from lm.sharding import Sharding
 from lm.speed import measure_speed
 from lm.stop import StopRequest
 from moecomm.nn import MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
@@ -60,10 +62,12 @@ class Trainer:
         torch.manual_seed(options.seed)
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
-        parallel.split_attention(self.model, folding, ranks.device)
+        mesh = parallel.split_attention(self.model, folding, ranks.device)
         if options.compile:
             self.model.compile_blocks()
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
+        self.parameters = self._count_parameters()
+        self.sharding = Sharding(self.model, options, folding, ranks.device, mesh) if options.fsdp else None
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
         self.saver = checkpoint.Saver(self.out / "checkpoints", ranks)
@@ -75,7 +79,6 @@ class Trainer:
                     f"--steps {options.steps}"
                 )
         set_loss_scale(self.model, 1 / options.microbatches)
-        self.parameters = self._count_parameters()
         self.speed = measure_speed(options, self.parameters[1], vocab, ranks.world, ranks.device)
         self.totals = Totals()
         self.graphed = (
@@ -169,7 +172,8 @@ class Trainer:
             seq=options.seq,
             part=slice(first, first + self.local_batch),
         ).to(self.ranks.device)
-        loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
+        with self.sharding.step() if self.sharding else nullcontext():
+            loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm = clip_grad_norm(self.model, options.clip, pp_group=pp_group)
@@ -210,7 +214,9 @@ class Trainer:
             loss = precision.compute(merged, self.dtype, tokens_BS).detach()
             return loss, merged.load_AE, merged.travelled if measured else (0.0, 0.0)
         losses, loads, times = [], [], []
-        for part_BS in tokens_BS.chunk(self.options.microbatches):
+        for number, part_BS in enumerate(tokens_BS.chunk(self.options.microbatches), 1):
+            if self.sharding is not None:
+                self.sharding.begin(last=number == self.options.microbatches)
             losses.append((self.graphed or self._forward_backward)(part_BS).detach())
             loads.append(last_load(self.model))
             if measured:  # a layer has the times of its last forward and backward alone
@@ -245,16 +251,17 @@ class Trainer:
         return record
 
     def _validate(self, progress: StepProgress) -> float:
-        value = evaluate.validation_loss(
-            self.pipeline or self.model,
-            self.corpus.validation_N,
-            windows=self.options.eval_windows,
-            batch=self.eval_batch,
-            seq=self.options.seq,
-            dtype=self.dtype,
-            ranks=self.ranks,
-            places_S=self.places_S,
-        )
+        with self.sharding.evaluation() if self.sharding else nullcontext():
+            value = evaluate.validation_loss(
+                self.pipeline or self.model,
+                self.corpus.validation_N,
+                windows=self.options.eval_windows,
+                batch=self.eval_batch,
+                seq=self.options.seq,
+                dtype=self.dtype,
+                ranks=self.ranks,
+                places_S=self.places_S,
+            )
         step = self.run_state.step
         if self.ranks.first:
             self.metrics.write({"step": step, "val_loss": value})
@@ -264,14 +271,15 @@ class Trainer:
     def _sample(self) -> None:
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode(self.options.prompt.encode()).tolist() or [tokenizer.end_of_text]
-        tokens = evaluate.sample(
-            self.model,
-            prompt,
-            count=self.options.sample,
-            seed=self.options.seed,
-            dtype=self.dtype,
-            device=self.ranks.device,
-        )
+        with self.sharding.evaluation() if self.sharding else nullcontext():
+            tokens = evaluate.sample(
+                self.model,
+                prompt,
+                count=self.options.sample,
+                seed=self.options.seed,
+                dtype=self.dtype,
+                device=self.ranks.device,
+            )
         text = tokenizer.decode(tokens)
         if self.ranks.first:
             (self.out / "sample.txt").write_text(text + "\n", encoding="utf-8")

@@ -159,7 +159,9 @@ def clip_grad_norm(
         square = squares.setdefault(groups, _zero(trained))
         gradient = _found_gradient(parameter)
         if gradient is not None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            # On a CPU torch adds one number after another: in float32 a shard's sum would show in the norm.
+            on_cpu = _local(gradient).device.type == "cpu"
+            dtype = torch.float64 if on_cpu else torch.promote_types(parameter.dtype, torch.float32)
             square += torch.linalg.vector_norm(_local(gradient), dtype=dtype).double().square()
     for groups, square in squares.items():
         for over in groups:
@@ -239,7 +241,10 @@ def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     placements = enumerate(parameter.placements)
-    return tuple(parameter.device_mesh.get_group(number) for number, place in placements if place.is_shard())
+    # FSDP2 places what tensor parallelism has split as a kind of shard that says it is none.
+    return tuple(
+        parameter.device_mesh.get_group(number) for number, place in placements if not place.is_replicate()
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moecomm.nn import sharded_state
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 from tests.multirank.conftest import Pools, cpu_pools
 
@@ -23,7 +25,7 @@ from lm import options, ranks  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.metrics import read_metrics  # isort: skip
 from lm.pipeline import lay_out  # isort: skip
-from lm.trainer import train  # isort: skip
+from lm.trainer import Trainer, train  # isort: skip
 
 WORLD, STEPS = 8, 20
 BOUND = 2e-6
@@ -79,6 +81,26 @@ PIPELINES = (
     "--pp 2 --ep 2 --etp 2 --microbatches 2 --schedule zero-bubble",
     "--tp 2 --cp 2 --pp 2 --ep 4 --microbatches 8 --schedule zbv",
     "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev --merged",
+)
+
+SHARDED_BY_DEFAULT = ((4, "--tp 2 --ep 2 --microbatches 2"),)
+"""With --fsdp: ranks and mapping."""
+SHARDED = (
+    *SHARDED_BY_DEFAULT,
+    (WORLD, "--ep 1"),
+    (WORLD, "--ep 4"),
+    (WORLD, "--ep 8"),
+    (WORLD, "--ep 2 --etp 2"),
+    (WORLD, "--cp 2 --ep 2 --microbatches 2"),
+    (WORLD, "--tp 2 --cp 2 --ep 2 --etp 2 --microbatches 2"),
+    (WORLD, "--tp 4 --cp 2 --ep 4 --etp 2"),
+    (WORLD, "--tp 2 --ep 8 --microbatches 2 --merged"),
+    (WORLD, "--cp 2 --ep 2 --etp 2 --microbatches 2 --merged"),
+    (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 2"),
+    (WORLD, "--cp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --schedule interleaved"),
+    (WORLD, "--pp 2 --ep 1 --microbatches 2 --schedule zero-bubble"),
+    (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule zbv"),
+    (WORLD, "--tp 2 --pp 2 --ep 2 --microbatches 4 --schedule dualpipev --merged"),
 )
 
 
@@ -162,6 +184,12 @@ def test_mapping_trains_in_stages_as_one_process_does(mapping: str, run: Run) ->
     require_same(run(WORLD, f"{STAGED} {mapping}"), alone, mapping)
 
 
+@pytest.mark.parametrize(("world", "mapping"), SHARDED if ALL else SHARDED_BY_DEFAULT)
+def test_shards_train_as_one_process_does(world: int, mapping: str, run: Run) -> None:
+    model = STAGED if "--pp" in mapping else ""
+    require_same(run(world, f"{model} {mapping} --fsdp"), run(1, model), f"{world}: {mapping}")
+
+
 @pytest.mark.parametrize(
     "schedule",
     ["interleaved", "zero-bubble", "dualpipev --merged", pytest.param("zbv", marks=pytest.mark.slow)],
@@ -207,6 +235,13 @@ def test_kinds_of_models_train_as_one_process_does(kind: str, run: Run) -> None:
 @pytest.mark.parametrize("mapping", ["--tp 2 --ep 8", "--cp 2 --ep 4 --etp 2"])
 def test_compiled_blocks_train_as_one_process_does(mapping: str, run: Run) -> None:
     require_same(run(WORLD, f"{mapping} --compile"), run(1, ""), f"{mapping} --compile")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models_train_in_shards(kind: str, run: Run) -> None:
+    mapping = "--tp 2 --cp 2 --ep 2 --etp 2"
+    require_same(run(WORLD, f"{KINDS[kind]} {mapping} --fsdp"), run(1, KINDS[kind]), f"{kind} {mapping}")
 
 
 @pytest.mark.slow
@@ -256,6 +291,80 @@ def test_a_long_window_trains_as_in_one_process(kind: str, run: Run) -> None:
     assert len(found["loss"]) == 2 and max(apart.values()) < BOUND, apart
 
 
+def test_a_run_goes_on_with_and_without_shards(run: Run, tmp_path: Path) -> None:
+    """Ten steps without shards, five with and five without."""
+    alone = run(1, "")
+    require_same(run(2, "--save-every 10", tmp_path), alone, "before")
+    for flags in ("--fsdp --ep 1 --save-every 5", "--ep 2"):
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+        require_same(run(2, f"{flags} --resume", tmp_path), alone, f"resumed {flags}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_a_run_goes_on_with_shards_of_another_mapping(kind: str, run: Run, tmp_path: Path) -> None:
+    """Each time from the checkpoint of step 10 that the run before it has written."""
+    model = f"{KINDS.get(kind, '')} --save-every 10"
+    alone = run(1, KINDS.get(kind, ""))
+    require_same(run(WORLD, f"{model} --fsdp --tp 2 --cp 2 --ep 2 --etp 2", tmp_path), alone, "before")
+    for flags in ("--cp 2 --ep 4 --resume", "--ep 2 --etp 2", "--fsdp --tp 2 --ep 1 --resume"):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-000000{20 if 'resume' in flags else 10}")
+        if "resume" not in flags:  # a new run, without shards, for the one after it
+            shutil.rmtree(tmp_path)
+        require_same(run(WORLD, f"{model} {flags}", tmp_path), alone, flags)
+
+
+def test_bfloat16_weights_and_moments(run: Run, tmp_path: Path) -> None:
+    """They learn as float32 ones do, and a run that is resumed has the bits of one that is not."""
+    flags = "--dtype bfloat16 --weights bfloat16 --moments bfloat16 --fsdp --ep 1 --microbatches 2"
+    flags += " --save-every 10"
+    unbroken = run(2, flags, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    assert run(2, f"{flags} --resume", tmp_path) == unbroken
+    assert unbroken["loss"] == pytest.approx(run(1, "")["loss"], abs=0.05)
+
+
+def test_shards_write_the_same_text_in_bfloat16(run: Run, tmp_path: Path) -> None:
+    """Of two ranks sums have the same bits in either order."""
+    model = "--dtype bfloat16 --ep 1 --microbatches 2 --shared-experts 1 --shared-gate --sample 12"
+    curves = [run(2, f"{model} {flags}", tmp_path / f"with {flags}") for flags in ("", "--fsdp")]
+    require_same(curves[1], curves[0], "bfloat16")
+    texts = [(tmp_path / f"with {flags}" / "sample.txt").read_bytes() for flags in ("", "--fsdp")]
+    assert texts[0] == texts[1] and len(texts[0]) > len("def ")
+
+
+def elements(rank: int, world: int, arguments: list[str]) -> dict[str, tuple[int, list[int]]]:
+    """Of each parameter that is sharded: the elements that all ranks share out, and the room that this one
+    has for its own, in the weight and in each moment."""
+    chosen = options.parse(arguments)
+    folding = options.check_ranks(chosen, world)
+    trainer = Trainer(chosen, ranks.Ranks(rank, world, torch.device("cpu"), folding), Never())  # type: ignore[arg-type]
+    found = {}
+    with trainer.comm:
+        sharded_state(trainer.model, trainer.optimizer)  # which makes the optimizer's
+        for name, parameter in trainer.model.named_parameters():
+            state = trainer.optimizer.state[parameter]
+            tensors: list[Any] = [parameter, state["exp_avg"], state["exp_avg_sq"]]
+            if parameter.ndim >= 2:
+                parts = folding.size("etp-ep") if ".experts." in name else 1
+                local = [each.to_local().untyped_storage().nbytes() // 4 for each in tensors]
+                found[name] = parameter.numel() * parts, local
+    return found
+
+
+@pytest.mark.parametrize("mapping", ["--tp 2 --ep 2", "--ep 1 --etp 2", "--ep 2 --experts 2"])
+def test_a_rank_has_its_share_of_all_that_is_kept(
+    mapping: str, pool: Pools, text_folder: Path, tmp_path: Path
+) -> None:
+    flags = f"{MODEL} {mapping} --fsdp --shared-experts 1 --no-tied --qkv-bias"
+    told = pool(4)(elements, [*flags.split(), "--data", str(text_folder), "--out", str(tmp_path)])
+    assert len(told[0]) == 2 + 2 * 9
+    for name, (count, _) in told[0].items():
+        rows = 64 if name.endswith("shared.w_in") else 32
+        for rooms in zip(*(each[name][1] for each in told), strict=True):
+            assert sum(rooms) >= count and 4 * max(rooms) <= count + 4 * rows, (name, rooms)
+
+
 # -- what does not fit -------------------------------------------------------------------------------------
 
 WRONG = {
@@ -289,6 +398,10 @@ WRONG = {
     f"{STAGED} --pp 2 --microbatches 4": "--batch 8 is 2 windows a rank, which do not divide into",
     "--no-tied --pp 2 --microbatches 2 --merged": "--merged with --pp 2 needs --schedule dualpipev",
     "--no-tied --pp 2 --sample 3": "--sample: text is written by ranks that hold all layers: not with --pp 2",
+    "--graph --fsdp": "--graph: a graph is of weights that stay where they are: not with --fsdp",
+    "--pp 8 --layers 8 --no-tied --microbatches 8 --fsdp": "--fsdp: a stage of --pp 8 has 1 rank, and",
+    "--weights bfloat16": "--weights bfloat16 needs --dtype bfloat16, not float32",
+    "--weights float16": "argument --weights: invalid choice: 'float16'",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
 }
 
@@ -299,6 +412,11 @@ def test_mappings_that_do_not_fit(flags: str, tmp_path: Path) -> None:
         options.check_ranks(options.parse([*MODEL.split(), *flags.split(), "--out", str(tmp_path)]), WORLD)
     message = str(caught.value)
     assert WRONG[flags] in message and "\n" not in message
+
+
+def test_a_single_rank_has_no_shards(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--fsdp: there is 1 rank, and shards need 2 or more"):
+        options.check_ranks(options.parse([*MODEL.split(), "--fsdp", "--out", str(tmp_path)]), 1)
 
 
 def test_a_schedule_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

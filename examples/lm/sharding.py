@@ -1,0 +1,182 @@
+"""FSDP2: weights, gradients and optimizer in shards, and a rank has whole weights only while it needs them.
+
+Over which ranks a weight is sharded follows from which ranks have equal ones (docs/folding.md):
+
+    matrices of the model               the ranks of the pipeline stage, TP x CP x DP
+    matrices that TP has split          DP x CP
+    experts                             EDP
+    norms, biases and sinks             none, as they are few; nor experts of which a rank has the only copy:
+                                        `sync_gradients` averages the gradients of both
+
+Each block is a unit of its own, gathered for its forward, again for its backward, and meanwhile given back;
+its experts, its shared experts and what TP has split are units within it. While a block computes, the next
+one is gathered. Gradients of microbatches add up, and the last one's backward scatters their sums.
+
+Merged microbatches and schedules of pipelines cut blocks into nodes and turn from one to another, so that no
+block is ever done before the step is. There all is gathered before the first microbatch, and gradients are
+scattered after the last: `Sharding.step`. In between a rank has all weights and gradients of its stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lm.model import Block, Transformer
+from lm.options import Options
+from lm.precision import EXPERTS
+from moecomm.nn import SharedExperts, fully_shard_experts, is_expert_parameter
+from moecomm.parallel import ParallelFolding
+
+
+class Sharding:
+    """A model that is sharded, in place, by all ranks of the job together; attention is split before."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: Options,
+        folding: ParallelFolding,
+        device: torch.device,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        """mesh: as `lm.parallel.split_attention` returns it."""
+        self._model: Any = model
+        self._by_step = options.merged or folding.pp > 1
+        dtype = torch.bfloat16 if options.dtype == "bfloat16" else None
+        by_unit = {} if self._by_step else {"param_dtype": dtype}  # else `precision.compute` casts
+        narrow = options.weights == "bfloat16"
+        of_experts = MixedPrecisionPolicy(**by_unit, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
+        )
+        _shard(model, folding, device, mesh, policy, of_experts)
+        self._units: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        for unit in self._units:
+            if device.type == "cpu":
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if self._by_step:
+            self._remove_hooks()
+        else:
+            _gather_ahead(model)
+
+    def _remove_hooks(self) -> None:
+        # torch has no public names for this and what `step` does, as of 2.13. Its own pipelines use these.
+        for unit in self._units:
+            state = unit._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+        self._model._get_fsdp_state()._lazy_init()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Is around the forwards and backwards of a step's microbatches. After it `grad` has the shards."""
+        if self._by_step:
+            self._gather()
+        yield
+        if self._by_step:
+            self._model._get_fsdp_state()._root_post_backward_final_callback()
+
+    def begin(self, *, last: bool) -> None:
+        """Begins a microbatch. last: it is the step's last one."""
+        if not self._by_step:
+            self._model.set_requires_gradient_sync(last)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Is around forwards without a backward."""
+        if self._by_step:
+            self._gather()
+        yield
+        for unit in self._units:
+            unit.reshard()
+
+    def _gather(self) -> None:
+        for unit in self._units:
+            unit.unshard()
+
+
+def _shard(
+    model: Transformer,
+    folding: ParallelFolding,
+    device: torch.device,
+    split: DeviceMesh | None,
+    policy: MixedPrecisionPolicy,
+    of_experts: MixedPrecisionPolicy,
+) -> None:
+    """Makes the units, the inner ones first."""
+    stage = DeviceMesh.from_group(folding.group("tp-cp-dp"), device.type, mesh_dim_names=("stage",))
+    experts = {p for part in model.modules() if isinstance(part, EXPERTS) for p in part.parameters()}
+    whole = {p for p in model.parameters() if p.ndim < 2 and p not in experts}
+    dense: dict[str, Any] = {"mesh": stage, "mp_policy": policy, "ignored_params": whole}
+
+    def place(parameter: nn.Parameter) -> Shard:
+        """Shards by expert, or by row where the ranks would get unequally many experts."""
+        by_row = parameter.shape[0] % folding.edp and folding.etp == 1
+        return Shard(1 if by_row and parameter.shape[1] % folding.edp == 0 else 0)
+
+    if folding.edp > 1:
+        mesh = folding.expert_mesh(device.type)["edp"]
+        fully_shard_experts(model, mesh, mp_policy=of_experts, shard_placement_fn=place)
+    else:
+        whole |= set(filter(is_expert_parameter, model.parameters()))
+    for part in list(model.modules()):
+        if isinstance(part, SharedExperts):
+            fully_shard(part, mesh=stage, mp_policy=of_experts)
+    if split is not None:
+        _shard_attention(model, folding, split["dp_cp"], dense)
+    for block in _blocks(model):
+        fully_shard(block, **dense)
+    for name in () if model.config.tied else ("embedding", "head"):
+        if hasattr(model, name):  # a stage of a pipeline may have none
+            fully_shard(getattr(model, name), **dense)
+    fully_shard(model, **dense)  # the embedding, if it is the output too: whole for the time of a microbatch
+    for part in (*_blocks(model)[-1:], getattr(model, "head", None)):
+        if isinstance(part, FSDPModule):
+            part.set_reshard_after_forward(False)  # its backward comes right after
+
+
+def _shard_attention(
+    model: Transformer, folding: ParallelFolding, mesh: DeviceMesh, dense: dict[str, Any]
+) -> None:
+    """Makes units of what TP has split, and of the products of latents, which it has not."""
+    # What TP has split ends in a view, to which a block adds out of place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
+    for block in _blocks(model):
+        attention = block.attention
+        split = {parameter for parameter in attention.parameters() if isinstance(parameter, DTensor)}
+        for part in attention.children():
+            if any(p.ndim >= 2 and p not in split for p in part.parameters()):
+                fully_shard(part, **dense)
+        if mesh.size() == 1:
+            dense["ignored_params"] |= split
+            continue
+        unit = fully_shard(attention, **{**dense, "mesh": mesh})
+        # The tokens of all TP ranks have contributed already, and gradients are of the mean over the stage.
+        unit.set_gradient_divide_factor(float(folding.size("tp-cp-dp")))
+
+
+def _gather_ahead(model: Transformer) -> None:
+    """Gathers the next block while one computes. By itself torch does so as far as the host runs ahead of the
+    GPU, and a layer with experts has it wait."""
+    blocks = [[part for part in block.modules() if isinstance(part, FSDPModule)] for block in _blocks(model)]
+    for units, following in itertools.pairwise(blocks):
+        units[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(units[::-1])
+    if isinstance(model.embedding, FSDPModule):
+        model.embedding.set_modules_to_forward_prefetch(blocks[0])
+    if isinstance(model.head, FSDPModule):
+        blocks[-1][0].set_modules_to_forward_prefetch([model.head])
+
+
+def _blocks(model: Transformer) -> list[Any]:
+    return [block for block in model.modules() if isinstance(block, Block)]
