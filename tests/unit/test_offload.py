@@ -1,0 +1,217 @@
+"""What autograd saves goes to host memory and comes back: with the bits of a backward without it, in an order of
+copies and waits that never reads or frees memory too early."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn import ActivationOffload, recompute_outputs
+from moecomm.nn.offload import Pairs
+
+BLOCKS, WIDTH = 4, 16
+
+
+class LateCopies:
+    """A stream that makes a copy as late as it may: when somebody waits for it. Memory of the device is not a
+    number before its copy has come, and a copy out of memory that nobody holds any more is an error."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[int, Tensor, weakref.ref[Tensor]]] = []
+        self.held: list[Tensor] = []
+        self.issued = 0
+        self.log: list[str] = []
+        self.host_buffers = 0
+
+    def require_usable(self) -> None:
+        pass
+
+    def start(self, pairs: Pairs) -> Any:
+        self.issued += 1
+        self.log.append(f"start {self.issued}")
+        self.queue += [(self.issued, to, weakref.ref(origin)) for to, origin in pairs]
+        # What is in host memory stays there; slices of it are objects of this call alone.
+        self.held += [origin for _, origin in pairs if hasattr(origin, "_of_host") or origin._base is not None]
+        return self.issued
+
+    def wait(self, event: Any) -> None:
+        self.log.append(f"wait {event}")
+        while self.queue and self.queue[0][0] <= event:
+            _, to, origin = self.queue.pop(0)
+            found = origin()
+            assert found is not None, "memory was let go of before it was copied"
+            to.copy_(found)
+
+    def empty_host(self, nbytes: int) -> Tensor:
+        self.host_buffers += 1
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def empty_here(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN as float32
+
+    def hold(self, here: Tensor) -> None:
+        self.held.append(here)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).sigmoid())
+
+
+class Thrifty(Block):
+    """With a norm that is computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        with recompute_outputs(self.norm, (x,), h):
+            return x + self.down(self.up(h).sigmoid())
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+def make(kind: type[Block] = Block) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(kind() for _ in range(BLOCKS))
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def forward(model: nn.ModuleList, x: Tensor, offload: ActivationOffload | None = None) -> Tensor:
+    for block in model:
+        if offload is None:
+            x = block(x)
+        else:
+            with offload:
+                x = block(x)
+    return x.square().sum()
+
+
+def gradients(model: nn.ModuleList) -> list[Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return [each for each in found if each is not None]
+
+
+def late(model: nn.Module, **options: Any) -> tuple[ActivationOffload, LateCopies]:
+    offload, copies = ActivationOffload(model, min_bytes=64, **options), LateCopies()
+    offload._copies = offload._buffers._copies = copies
+    return offload, copies
+
+
+Order = Callable[[nn.ModuleList, ActivationOffload | None], None]
+
+
+def one(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    forward(model, inputs(0), offload).backward()
+
+
+def accumulated(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    for number in range(3):
+        forward(model, inputs(number), offload).backward()
+
+
+def ahead(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    """As a first stage of a pipeline: forwards are ahead of the backwards, which come in their order."""
+    losses = [forward(model, inputs(number), offload) for number in range(3)]
+    for number, loss in enumerate(losses):
+        loss.backward()
+        losses.append(forward(model, inputs(number + 3), offload)) if number < 2 else None
+    for loss in losses[3:]:
+        loss.backward()
+
+
+def backwards_reversed(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    for loss in [forward(model, inputs(number), offload) for number in range(3)][::-1]:
+        loss.backward()
+
+
+def given_up(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    """A forward whose backward never comes, and one whose backward ends in the middle."""
+    forward(model, inputs(5), offload)
+    x = inputs(6)
+    middle = None
+    for number, block in enumerate(model):
+        with offload or torch.enable_grad():
+            x = block(x)
+        middle = x if number == 1 else middle
+    assert middle is not None
+    torch.autograd.grad(x.sum(), middle)
+    del x, middle
+    forward(model, inputs(0), offload).backward()
+
+
+def twice(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    loss = forward(model, inputs(0), offload)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", [Block, Thrifty, Checkpointed])
+@pytest.mark.parametrize("order", [one, accumulated, ahead, backwards_reversed, given_up, twice])
+def test_gradients_have_the_same_bits(order: Order, kind: type[Block]) -> None:
+    """Twice, with the same host memory."""
+    model = make()
+    order(model, None)
+    wanted = gradients(model)
+    model = make(kind)
+    offload, copies = late(model)
+    taken = []
+    for _ in range(3):
+        order(model, offload)
+        for found, same in zip(gradients(model), wanted, strict=True):
+            assert torch.equal(found, same)
+        taken.append(copies.host_buffers)
+        gc.collect()
+    assert taken[0] > 0 and taken[2] == taken[1] == taken[0]
+    free = sum(len(each) for each in offload._buffers._free.values())
+    assert free == copies.host_buffers  # all came back
+    plain = ActivationOffload(model, min_bytes=64)
+    order(model, plain)
+    assert all(map(torch.equal, gradients(model), wanted)) and plain.moved_bytes > 0
+
+
+def test_the_order_of_copies() -> None:
+    """Blocks 1 to 4 go out; each is let go of at the end of the next; 3, 2, 1 come back, one ahead."""
+    model = make()
+    offload, copies = late(model)
+    loss = forward(model, inputs(0), offload)
+    assert copies.log == ["start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3"]
+    copies.log.clear()
+    loss.backward()
+    # The fourth is still there; 5, 6 and 7 bring back the third, second and first.
+    assert copies.log == ["start 5", "wait 5", "start 6", "wait 6", "start 7", "wait 7"]
+
+
+def living(offload: ActivationOffload, run: Callable[[], Any]) -> int:
+    """Returns the bytes of activations on the device after a forward."""
+    gc.collect()
+    before = {id(each) for each in _tensors()}
+    kept = run()
+    gc.collect()
+    new = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors() if id(each) not in before}
+    del kept
+    host = {each.data_ptr() for each in _tensors() if each.dtype == torch.uint8 and each.data_ptr() in new and each.numel() & (each.numel() - 1) == 0}
+    return sum(size for memory, size in new.items() if memory not in host)
+
+
+def _tensors() -> Iterator[Tensor]:
+    return (each for each in gc.get_objects() if isinstance(each, Tensor))
