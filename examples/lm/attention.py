@@ -12,6 +12,7 @@ with the same arguments, for sequences that are spread over ranks for example.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+
+from moecomm.nn import recompute_outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,12 @@ class GroupedAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Causal attention whose queries, and whose keys and values, come from narrow latents. Beside them each
     key has a part with a position, the same for all heads. Under tensor parallelism `share_keys` gathers that
-    part."""
+    part.
+
+    Attributes:
+        drops_up: the heads' queries, keys and values are not kept for the backward, but made again of the
+            results of `q_down` and `kv_down`.
+    """
 
     def __init__(self, config: AttentionConfig, layer: int) -> None:
         super().__init__()
@@ -168,24 +176,33 @@ class LatentAttention(nn.Module):
         self.out = nn.Linear(config.heads * value, config.dim, bias=False)
         self.share_keys: nn.Module = nn.Identity()
         self.core: nn.Module = AttentionCore(config.window_of(layer))
+        self.drops_up = False
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        def up(q_BSR: Tensor, kv_BSR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._make_heads(q_BSR, kv_BSR, cos_SD, sin_SD)
+
+        latents = self.q_down(x_BSH), self.kv_down(x_BSH)
+        heads = up(*latents)
+        with recompute_outputs(up, latents, heads) if self.drops_up else contextlib.nullcontext():
+            y_BNSV = self.core(*heads, None)
+        return self.out(y_BNSV.transpose(1, 2).flatten(-2))
+
+    def _make_heads(
+        self, q_BSR: Tensor, kv_BSR: Tensor, cos_SD: Tensor, sin_SD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the heads' queries and keys (B, N, S, D), and values (B, N, S, V), of the latents."""
         config = self.config
         nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
-        q_BNSD = split_heads(self.q_up(self.q_norm(self.q_down(x_BSH))), nope + rope)
-        latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, rope), dim=-1)
+        q_BNSD = split_heads(self.q_up(self.q_norm(q_BSR)), nope + rope)
+        latent_BSR, k_rope_BSD = kv_BSR.split((config.kv_rank, rope), dim=-1)
         k_rope_BSD = self.share_keys(k_rope_BSD)
         kv_BNSD = split_heads(self.kv_up(self.kv_norm(latent_BSR)), nope + value)
         k_nope_BNSD, v_BNSV = kv_BNSD.split((nope, value), dim=-1)
         q_nope_BNSD, q_rope_BNSD = q_BNSD.split((nope, rope), dim=-1)
         k_rope_BNSD = rotate(k_rope_BSD.unsqueeze(1), cos_SD, sin_SD).expand(-1, k_nope_BNSD.shape[1], -1, -1)
-        y_BNSV = self.core(
-            torch.cat((q_nope_BNSD, rotate(q_rope_BNSD, cos_SD, sin_SD)), dim=-1),
-            torch.cat((k_nope_BNSD, k_rope_BNSD), dim=-1),
-            v_BNSV,
-            None,
-        )
-        return self.out(y_BNSV.transpose(1, 2).flatten(-2))
+        q_BNSD = torch.cat((q_nope_BNSD, rotate(q_rope_BNSD, cos_SD, sin_SD)), dim=-1)
+        return q_BNSD, torch.cat((k_nope_BNSD, k_rope_BNSD), dim=-1), v_BNSV
 
 
 Attention = GroupedAttention | LatentAttention

@@ -38,6 +38,7 @@ from lm.options import Options
 from lm.pipeline import Pipeline, PipelineStep, lay_out
 from lm.progress import StepProgress
 from lm.ranks import Ranks, describe
+from lm.recompute import save_memory
 from lm.speed import measure_speed
 from lm.stop import StopRequest
 from moecomm.nn import MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
@@ -61,6 +62,7 @@ class Trainer:
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
         parallel.split_attention(self.model, folding, ranks.device)
+        save_memory(self.model, options)
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
         self.optimizer = build_optimizer(self.model, options)
         self.run_state = checkpoint.RunState(step=0, data_fingerprint=self.corpus.fingerprint)
@@ -83,7 +85,7 @@ class Trainer:
         )
         self.merged = self.pipeline = self.piped = None
         if folding.pp > 1:
-            self.pipeline = Pipeline(self.model, layout, ranks)
+            self.pipeline = Pipeline(self.model, layout, ranks, merged=options.merged)
             self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
         elif options.merged:
             self.merged = MergedStep(self.model, options.microbatches, self.places_S)

@@ -104,7 +104,11 @@ class ActivationOffload:
         if self._open is not None or saving_hooks() is not None:
             raise InvalidArgument(
                 "ActivationOffload is entered within "
-                + ("itself" if self._open is not None else "torch.utils.checkpoint or other saved_tensors_hooks")
+                + (
+                    "itself"
+                    if self._open is not None
+                    else "torch.utils.checkpoint or other saved_tensors_hooks"
+                )
                 + ", must be the outermost: put it around the whole block"
             )
         self._copies.require_usable()
@@ -124,8 +128,8 @@ class ActivationOffload:
             return
         if changed is not None:
             raise InvalidArgument(
-                f"a tensor of shape {tuple(changed.shape)} and dtype {changed.dtype} was changed in place after "
-                "autograd had saved it, must stay as it is within ActivationOffload"
+                f"a tensor of shape {tuple(changed.shape)} and dtype {changed.dtype} was changed in place "
+                "after autograd had saved it, must stay as it is within ActivationOffload"
             )
         self.moved_bytes += block.copy_out()
         before, self._leaving = self._leaving and self._leaving(), weakref.ref(block)

@@ -185,6 +185,57 @@ def test_a_stage_without_experts(run: Run) -> None:
     require_same(run(4, f"{model} {mapping}"), run(1, model), f"dense stage {mapping}")
 
 
+LATENT = (
+    "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 --kv-rank 8 --rope-dim 4 "
+    "--value-dim 6 --shared-experts 1"
+)
+SAVING_BY_DEFAULT = (("", "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,moe --offload 1"),)
+SAVING = (
+    *SAVING_BY_DEFAULT,
+    ("", "--tp 2 --ep 8 --recompute norms --offload 1"),
+    ("", "--tp 2 --ep 4 --etp 2 --recompute attention,fc1"),
+    ("", "--cp 2 --ep 8 --recompute all --offload 1"),
+    ("", "--cp 2 --ep 2 --etp 2 --recompute norms,attention,dispatch"),
+    ("", "--tp 2 --ep 4 --microbatches 2 --offload 1"),
+    ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged --recompute norms,attention,dispatch --offload 1"),
+    (LATENT, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1 --offload 1"),
+    (LATENT, "--tp 2 --ep 4 --recompute all"),
+    (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe --offload 1"),
+    (STAGED, "--cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved --recompute all --offload 1"),
+    (STAGED, "--pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1 --offload 1"),
+    (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
+    (
+        STAGED,
+        "--pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute norms,fc1 --offload 1",
+    ),
+)
+"""Models, and mappings with parts that are computed again or kept on the host."""
+
+
+@pytest.mark.parametrize("model, mapping", SAVING if ALL else SAVING_BY_DEFAULT)
+def test_mapping_that_saves_memory_trains_as_one_process_does(model: str, mapping: str, run: Run) -> None:
+    require_same(run(WORLD, f"{model} {mapping}".strip()), run(1, model), mapping)
+
+
+SAME_BITS = ("", "norms", "attention,fc1", "moe", "all", "norms,dispatch", "norms --offload 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "model", ["", f"{LATENT} --recompute mla-up,shared", f"{STAGED} --pp 2 --microbatches 2"]
+)
+def test_what_is_computed_again_has_the_same_bits(model: str, dtype: str, run: Run) -> None:
+    """On two ranks, in float32 and under autocast."""
+    plain = run(2, f"{model.partition(' --recompute')[0]} --dtype {dtype}")
+    for parts in SAME_BITS:
+        _, _, of_model = model.partition("--recompute ")
+        chosen = ",".join(each for each in (of_model, parts) if each)
+        flags = f"{model.partition(' --recompute')[0]} --dtype {dtype} --recompute {chosen}" if chosen else ""
+        if flags:
+            assert run(2, flags) == plain, flags
+
+
 KINDS = {
     "windows, sinks and biases": "--window 5 --sinks --qkv-bias --out-bias --expert-bias --activation "
     "swiglu_clamped --no-tied --shared-experts 1",
@@ -260,6 +311,11 @@ WRONG = {
     f"{STAGED} --pp 2 --microbatches 4": "--batch 8 is 2 windows a rank, which do not divide into",
     "--no-tied --pp 2 --microbatches 2 --merged": "--merged with --pp 2 needs --schedule dualpipev",
     "--no-tied --pp 2 --sample 3": "--sample: text is written by ranks that hold all layers: not with --pp 2",
+    "--recompute mla-up": "--recompute mla-up is of --attention latent, not of grouped",
+    "--recompute shared": "--recompute shared needs --shared-experts, above 0",
+    "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up, shared",
+    "--microbatches 2 --merged --recompute fc1,moe": "--recompute moe: merged microbatches have the layer in",
+    "--offload --graph": "--offload: a graph keeps its memory between replays: not with --graph",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
 }
 
