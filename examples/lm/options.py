@@ -324,8 +324,8 @@ def _check_memory(options: Options) -> None:
     for name in options.recompute:
         if options.merged and name in ("moe", "all"):
             raise UsageError(
-                f"--recompute {name}: merged microbatches have the layer in parts, around which no checkpoint "
-                "goes: give attention, fc1, dispatch or shared with --merged"
+                f"--recompute {name}: merged microbatches have the layer in parts, around which no "
+                "checkpoint goes: give attention, fc1, dispatch or shared with --merged"
             )
     if "mla-up" in options.recompute and options.attention != "latent":
         raise UsageError(f"--recompute mla-up is of --attention latent, not of {options.attention}")

@@ -69,7 +69,8 @@ def checkpointed(module: nn.Module) -> Run:
 
     def run(function: Run, *tensors: Tensor) -> Tensor:
         # In bfloat16 the weights of experts are casts for the time of the forward (lm.precision).
-        casts = {name: each for name, each in holder.named_parameters() if not isinstance(each, nn.Parameter)}
+        weights: dict[str, Tensor] = dict(holder.named_parameters())
+        casts = {name: each for name, each in weights.items() if not isinstance(each, nn.Parameter)}
         # A block draws no random numbers, and a capture could not save their state.
         return checkpoint(
             lambda *tensors: (

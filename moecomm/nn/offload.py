@@ -132,7 +132,8 @@ class ActivationOffload:
                 "after autograd had saved it, must stay as it is within ActivationOffload"
             )
         self.moved_bytes += block.copy_out()
-        before, self._leaving = self._leaving and self._leaving(), weakref.ref(block)
+        before = None if self._leaving is None else self._leaving()
+        self._leaving = weakref.ref(block)
         if before is not None:
             before.let_go()
 
@@ -154,8 +155,9 @@ class ActivationOffload:
         if block is None or not moves:
             # A tensor with its graph would hold the node that keeps it.
             return tensor if tensor.is_leaf else tensor.detach()
-        place = (local.dtype, local.shape, local.stride(), local.storage_offset())
-        return _Saved(block.part(local), *place, tensor._spec if isinstance(tensor, DTensor) else None)
+        spec = tensor._spec if isinstance(tensor, DTensor) else None
+        offset = int(local.storage_offset())
+        return _Saved(block.part(local), local.dtype, local.shape, local.stride(), offset, spec)
 
 
 _OF_PARAMETERS = frozenset(
@@ -299,7 +301,7 @@ class _Block:
             return
         self._has_begun = True
         self.fetch()
-        before = self._before and self._before()
+        before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()
 

@@ -83,7 +83,7 @@ class _Likeness(NamedTuple):
 
 
 def _likeness(tensor: Tensor) -> _Likeness:
-    return _Likeness(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+    return _Likeness(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Source:
@@ -138,8 +138,8 @@ class _Source:
         memory = tensor.untyped_storage().data_ptr()
         for number, output in enumerate(self._outputs):
             if memory == output.untyped_storage().data_ptr() and tensor.dtype is output.dtype:
-                place = (tuple(tensor.stride()), tensor.storage_offset())
-                return _Again(number, tensor.dtype, tensor.shape, *place)
+                offset = int(tensor.storage_offset())
+                return _Again(number, tensor.dtype, tensor.shape, tensor.stride(), offset)
         node = tensor.grad_fn
         while node is not None and node.name() in _SAME_VALUES:
             node = node.next_functions[0][0]

@@ -202,38 +202,43 @@ SAVING = (
     (LATENT, "--tp 2 --ep 4 --recompute all"),
     (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe --offload 1"),
     (STAGED, "--cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved --recompute all --offload 1"),
-    (STAGED, "--pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1 --offload 1"),
+    (
+        STAGED,
+        "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1 --offload 1",
+    ),
     (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
     (
         STAGED,
-        "--pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute norms,fc1 --offload 1",
+        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute fc1 --offload 1",
     ),
 )
 """Models, and mappings with parts that are computed again or kept on the host."""
 
 
-@pytest.mark.parametrize("model, mapping", SAVING if ALL else SAVING_BY_DEFAULT)
+@pytest.mark.parametrize(("model", "mapping"), SAVING if ALL else SAVING_BY_DEFAULT)
 def test_mapping_that_saves_memory_trains_as_one_process_does(model: str, mapping: str, run: Run) -> None:
     require_same(run(WORLD, f"{model} {mapping}".strip()), run(1, model), mapping)
 
 
-SAME_BITS = ("", "norms", "attention,fc1", "moe", "all", "norms,dispatch", "norms --offload 1")
+SAME_BITS = {
+    "attention by heads": ("", ("norms", "attention,fc1", "moe", "all", "norms,dispatch --offload 1")),
+    "latent attention, a shared expert": (
+        LATENT,
+        ("mla-up,shared,norms", "shared,moe", "mla-up --offload 1"),
+    ),
+    "two stages": (f"{STAGED} --pp 2 --microbatches 2", ("norms,moe", "all --offload 1")),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "model", ["", f"{LATENT} --recompute mla-up,shared", f"{STAGED} --pp 2 --microbatches 2"]
-)
-def test_what_is_computed_again_has_the_same_bits(model: str, dtype: str, run: Run) -> None:
+@pytest.mark.parametrize("kind", SAME_BITS)
+def test_what_is_computed_again_has_the_same_bits(kind: str, dtype: str, run: Run) -> None:
     """On two ranks, in float32 and under autocast."""
-    plain = run(2, f"{model.partition(' --recompute')[0]} --dtype {dtype}")
-    for parts in SAME_BITS:
-        _, _, of_model = model.partition("--recompute ")
-        chosen = ",".join(each for each in (of_model, parts) if each)
-        flags = f"{model.partition(' --recompute')[0]} --dtype {dtype} --recompute {chosen}" if chosen else ""
-        if flags:
-            assert run(2, flags) == plain, flags
+    model, choices = SAME_BITS[kind]
+    plain = run(2, f"{model} --dtype {dtype}")
+    for chosen in choices:
+        assert run(2, f"{model} --dtype {dtype} --recompute {chosen}") == plain, chosen
 
 
 KINDS = {
@@ -313,7 +318,7 @@ WRONG = {
     "--no-tied --pp 2 --sample 3": "--sample: text is written by ranks that hold all layers: not with --pp 2",
     "--recompute mla-up": "--recompute mla-up is of --attention latent, not of grouped",
     "--recompute shared": "--recompute shared needs --shared-experts, above 0",
-    "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up, shared",
+    "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up",
     "--microbatches 2 --merged --recompute fc1,moe": "--recompute moe: merged microbatches have the layer in",
     "--offload --graph": "--offload: a graph keeps its memory between replays: not with --graph",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
