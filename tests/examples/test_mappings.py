@@ -208,8 +208,9 @@ SAVING = (
     ),
     (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
     (
-        STAGED,
-        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute fc1 --offload 1",
+        f"{STAGED} --shared-experts 1",
+        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute norms,fc1,shared "
+        "--offload 1",
     ),
 )
 """Models, and mappings with parts that are computed again or kept on the host."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moecomm.errors import InvalidArgument
 from moecomm.nn import ActivationOffload, recompute_outputs
 from moecomm.nn.offload import Pairs
 
@@ -197,3 +198,93 @@ def test_the_order_of_copies() -> None:
     # The fourth is still there; 5, 6 and 7 bring back the third, second and first, each asked for by the one
     # after it, before that one waits for its own.
     assert copies.log == ["start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"]
+
+
+def test_host_memory_has_a_bound() -> None:
+    """What does not fit stays on the device."""
+    model = make()
+    forward(model, inputs(0)).backward()
+    wanted = gradients(model)
+    offload, _ = late(model, host_bytes=3000)
+    for _ in range(2):
+        forward(model, inputs(0), offload).backward()
+        assert all(map(torch.equal, gradients(model), wanted))
+        assert 2000 < offload.taken_bytes <= 3000
+    assert 0 < offload.moved_bytes <= 2 * offload.taken_bytes
+
+
+def test_parameters_and_buffers_stay() -> None:
+    model = make()
+    model.register_buffer("scale", torch.rand(7, WIDTH))
+    offload = ActivationOffload(model, min_bytes=1)
+    x = inputs(0).requires_grad_()
+    with offload, torch.autocast("cpu", torch.bfloat16):
+        y = model[0].up(x * model.get_buffer("scale"))
+    assert offload.moved_bytes == x.numel() * 2  # the product's input in bfloat16
+    y.sum().backward()
+
+
+def test_what_is_refused() -> None:
+    model = make()
+    offload = ActivationOffload(model, min_bytes=1)
+    for options in ({"min_bytes": 0}, {"host_bytes": -1}):
+        with pytest.raises(
+            InvalidArgument, match=f"{next(iter(options))} is {next(iter(options.values()))}, must"
+        ):
+            ActivationOffload(model, **options)
+    with pytest.raises(InvalidArgument, match="model has no parameters, must be"):
+        ActivationOffload(nn.Identity())
+    with (
+        offload,
+        pytest.raises(InvalidArgument, match="entered within itself, must be the outermost"),
+        offload,
+    ):
+        pass
+    with pytest.raises(InvalidArgument, match=r"entered within torch\.utils\.checkpoint or other"):
+        checkpoint(lambda x: forward(model, x, offload), inputs(0), use_reentrant=False)
+    x = inputs(0).requires_grad_()
+    with (
+        pytest.raises(
+            InvalidArgument, match=r"shape \(7, 16\) and dtype torch\.float32 was changed in place"
+        ),
+        offload,
+    ):
+        (x * 1).exp().add_(1)
+    with pytest.raises(ZeroDivisionError), offload:
+        _ = forward(model, x) / (1 / 0)
+    forward(model, x, offload).backward()  # it can be used after all of these
+
+
+def test_outputs_must_be_the_same_again() -> None:
+    norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    x, calls = inputs(0).requires_grad_(), []
+
+    def changing(x: Tensor) -> Tensor:
+        calls.append(x)
+        return norm(x)[: 8 - len(calls)]
+
+    h = changing(x)
+    with recompute_outputs(changing, (x,), h):
+        y = linear(h)
+    with pytest.raises(InvalidArgument, match=r"make returned .* must return what it did before"):
+        y.sum().backward()
+
+
+def test_outputs_are_made_once_for_all_that_need_them() -> None:
+    calls = []
+    norm, products = nn.RMSNorm(WIDTH), nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(3))
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(torch.is_autocast_enabled("cpu"))
+        y: Tensor = norm(x)
+        return y
+
+    x = inputs(0).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        h = counted(x)
+        with recompute_outputs(counted, (x,), h):
+            y = sum(each(h).float().sum() for each in products)
+    assert isinstance(y, Tensor)
+    y.backward(retain_graph=True)
+    y.backward()
+    assert calls == [True, True, True]  # in the forward, and once in each backward
