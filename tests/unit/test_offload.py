@@ -21,10 +21,10 @@ BLOCKS, WIDTH = 4, 16
 
 class LateCopies:
     """A stream that makes a copy as late as it may: when somebody waits for it. Memory of the device is not a
-    number before its copy has come, and a copy out of memory that nobody holds any more is an error."""
+    number before its copy has come, and a copy of or to memory that nobody holds any more is an error."""
 
     def __init__(self) -> None:
-        self.queue: list[tuple[int, Tensor, weakref.ref[Tensor]]] = []
+        self.queue: list[tuple[int, Callable[[], Tensor | None], Callable[[], Tensor | None]]] = []
         self.held: list[Tensor] = []
         self.issued = 0
         self.log: list[str] = []
@@ -36,18 +36,16 @@ class LateCopies:
     def start(self, pairs: Pairs) -> Any:
         self.issued += 1
         self.log.append(f"start {self.issued}")
-        self.queue += [(self.issued, to, weakref.ref(origin)) for to, origin in pairs]
-        # What is in host memory stays there; slices of it are objects of this call alone.
-        self.held += [origin for _, origin in pairs if origin._base is not None]
+        self.queue += [(self.issued, _watch(to), _watch(origin)) for to, origin in pairs]
         return self.issued
 
     def wait(self, event: Any) -> None:
         self.log.append(f"wait {event}")
         while self.queue and self.queue[0][0] <= event:
-            _, to, origin = self.queue.pop(0)
-            found = origin()
-            assert found is not None, "memory was let go of before it was copied"
-            to.copy_(found)
+            _, to, origin = (each if isinstance(each, int) else each() for each in self.queue.pop(0))
+            assert isinstance(to, Tensor), "memory was let go of before a copy came"
+            assert isinstance(origin, Tensor), "memory was let go of before it was copied"
+            to.copy_(origin)
 
     def empty_host(self, nbytes: int) -> Tensor:
         self.host_buffers += 1
@@ -58,6 +56,12 @@ class LateCopies:
 
     def hold(self, here: Tensor) -> None:
         self.held.append(here)
+
+
+def _watch(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """Returns a function that returns the tensor, or None once nobody holds it (on the device). Of host buffers
+    slices are copied."""
+    return weakref.ref(tensor) if tensor._base is None else lambda: tensor
 
 
 class Block(nn.Module):
