@@ -3,7 +3,9 @@ the rest."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm import options, precision  # isort: skip
 from lm.build import assemble, moe_config  # isort: skip
-from lm.model import Block  # isort: skip
+from lm.model import Block, run_plainly  # isort: skip
 from lm.recompute import overlap_config, save_memory  # isort: skip
+
+TOKENS = 64
+Measure = Callable[..., tuple[int, list[Tensor]]]
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
@@ -87,14 +92,12 @@ def chosen(folder: Path, flags: str) -> options.Options:
     return options.parse([*flags.split(), "--device", "cpu", "--dtype", "bfloat16", "--out", str(folder)])
 
 
-def measure(
-    folder: Path, flags: str, tokens: int, recompute: str, *, offload: int = 0, backward: bool = True
-) -> tuple[int, list[Tensor]]:
-    """Returns the bytes that a block keeps of so many tokens, or with `offload` (KiB) that it moves, and all
-    gradients, if the backward is wanted."""
-    parts = f"{flags} --seq {tokens} --layers 1 --vocab 64 --recompute={recompute}"
-    wanted = chosen(folder, parts + (f" --offload {offload}" if offload else ""))
-    moe = moe_config(wanted)
+@contextlib.contextmanager
+def one_block(folder: Path, flags: str, tokens: int = TOKENS) -> Iterator[Measure]:
+    """measure(recompute, offload=0, backward=True) returns the bytes that a block keeps for its backward, or
+    with `offload` (KiB) that it moves, and all gradients, if the backward is wanted."""
+    flags = f"{flags} --seq {tokens} --layers 1 --vocab 64"
+    moe = moe_config(chosen(folder, flags))
     with moecomm.Communicator(
         num_experts=moe.num_experts,
         hidden=moe.hidden,
@@ -104,28 +107,36 @@ def measure(
         device="cpu",
     ) as comm:
         torch.manual_seed(1)
-        layer = lambda: MoELayer(moe, comm, overlap=overlap_config(wanted))  # noqa: E731
-        model = assemble(wanted, 64, layer, lambda part: part == "blocks.0")
+        model = assemble(
+            chosen(folder, flags), 64, lambda: MoELayer(moe, comm), lambda part: part == "blocks.0"
+        )
         model.drop_meta()
         (block,) = (each for each in model.modules() if isinstance(each, Block))
         block.float()
-        save_memory(model, wanted)
         whole = One(block, model.positions(tokens))
-        x = torch.randn(1, tokens, wanted.dim).requires_grad_()
-        if offload:
-            y = precision.compute(whole, x * 1, torch.bfloat16)
-            assert block.offload is not None
-            kept = block.offload.moved_bytes
-        else:
+
+        def measure(recompute: str, *, offload: int = 0, backward: bool = True) -> tuple[int, list[Tensor]]:
+            wanted = chosen(
+                folder, f"{flags} --recompute={recompute}" + f" --offload {offload}" * bool(offload)
+            )
+            block.runs = dict.fromkeys(block.runs, run_plainly)
+            block.ffn.overlap = overlap_config(wanted)
+            save_memory(model, wanted)
+            model.zero_grad()
+            torch.manual_seed(2)
+            x = torch.randn(1, tokens, wanted.dim).requires_grad_()
             counter = Kept(model)
-            with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda kept: kept):
+            hooks = torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda kept: kept)
+            with contextlib.nullcontext() if offload else hooks:
                 y = precision.compute(whole, x * 1, torch.bfloat16)
-            kept = counter.nbytes()
-        if not backward:
-            return kept, []
-        y.square().sum().backward()
-        gradients = [x.grad, *(each.grad for each in block.parameters())]
-        return kept, [each for each in gradients if each is not None]
+            kept = counter.nbytes() if block.offload is None else block.offload.moved_bytes
+            if not backward:
+                return kept, []
+            y.square().sum().backward()
+            gradients = [x.grad, *(each.grad for each in block.parameters())]
+            return kept, [each for each in gradients if each is not None]
+
+        yield measure
 
 
 class One(torch.nn.Module):
@@ -160,7 +171,6 @@ SMALL_LATENT = (
     "--dim 96 --attention latent --no-qk-norm --heads 4 --head-dim 24 --q-rank 40 --kv-rank 28 --rope-dim 8 "
     "--value-dim 16 --experts 8 --top-k 2 --ffn 40 --shared-experts 1 --aux-coef 0"
 )
-TOKENS = 64
 FREED = {  # bytes a token, by hand: bfloat16 has 2, float32 4
     # three copies for the products, the router's input and the experts'
     (SMALL, "norms"): 3 * 96 * 2 + 96 * 4 + 96 * 2,
@@ -178,25 +188,31 @@ FREED = {  # bytes a token, by hand: bfloat16 has 2, float32 4
 
 def test_each_part_frees_what_it_says(fused: None, tmp_path: Path) -> None:
     for model in (SMALL, SMALL_LATENT):
-        before, wanted = measure(tmp_path, model, TOKENS, "")
-        for (of, part), freed in FREED.items():
-            if of == model:
-                kept, gradients = measure(tmp_path, model, TOKENS, part)
-                assert before - kept == freed * TOKENS, (part, (before - kept) / TOKENS, freed)
-                assert all(map(torch.equal, gradients, wanted)), part
-        # A block keeps its input; with attention alone, or the experts alone, the input of the part.
-        everything, gradients = measure(tmp_path, model, TOKENS, "all")
-        assert everything == 96 * 4 * TOKENS and all(map(torch.equal, gradients, wanted))
-        parts, gradients = measure(tmp_path, model, TOKENS, "attention,moe")
-        assert parts == 2 * 96 * 4 * TOKENS and all(map(torch.equal, gradients, wanted))
+        with one_block(tmp_path, model) as measure:
+            before, wanted = measure("")
+            for (of, part), freed in FREED.items():
+                if of == model:
+                    kept, gradients = measure(part)
+                    assert before - kept == freed * TOKENS, (part, (before - kept) / TOKENS, freed)
+                    assert all(map(torch.equal, gradients, wanted)), part
+            # A block keeps its input; with attention and the experts apart, the input of each.
+            for part, inputs in (("all", 1), ("attention,moe", 2)):
+                kept, gradients = measure(part)
+                assert kept == inputs * 96 * 4 * TOKENS and all(map(torch.equal, gradients, wanted)), part
 
 
 def test_all_large_tensors_go_to_the_host(fused: None, tmp_path: Path) -> None:
-    for model, part in ((SMALL, "norms,fc1"), (SMALL, "all"), (SMALL_LATENT, "moe,mla-up,shared,dispatch")):
-        kept, wanted = measure(tmp_path, model, TOKENS, part)
-        moved, gradients = measure(tmp_path, model, TOKENS, part, offload=1)
-        assert kept - 6 * TOKENS * 16 < moved <= kept, (part, kept, moved)  # some numbers a token stay
-        assert all(map(torch.equal, gradients, wanted)), part
+    for model, parts in ((SMALL, ("norms,fc1", "all")), (SMALL_LATENT, ("", "moe,mla-up,shared,dispatch"))):
+        with one_block(tmp_path, model) as measure:
+            for part in parts:
+                kept, wanted = measure(part)
+                moved, gradients = measure(part, offload=1)
+                assert kept - 6 * TOKENS * 16 < moved <= kept, (
+                    part,
+                    kept,
+                    moved,
+                )  # some numbers a token stay
+                assert all(map(torch.equal, gradients, wanted)), part
 
 
 # As many experts as a token has, so that the weights fit. Its rows are as many, the router's scores fewer.
@@ -217,9 +233,7 @@ def test_the_table_of_the_page(preset: str, fused: None, tmp_path: Path) -> None
         [cell.strip() for cell in row.strip("|").split("|")] for row in table[0].strip().split("\n")
     )
     column = head.index(preset)
-    for row in rows:
-        parts = "" if row[0] == "nothing" else row[0].strip("`")
-        if row[column] != "-":
-            flags = f"--preset {preset} {PUBLISHED[preset]}"
-            kept, _ = measure(tmp_path, flags, TOKENS, parts, backward=False)
-            assert f"{kept / TOKENS / 1000:.1f}" == row[column], row
+    with one_block(tmp_path, f"--preset {preset} {PUBLISHED[preset]}", 16) as measure:
+        for row in (each for each in rows if each[column] != "-"):
+            kept, _ = measure("" if row[0] == "nothing" else row[0].strip("`"), backward=False)
+            assert f"{kept / 16 / 1000:.1f}" == row[column], row

@@ -59,8 +59,8 @@ class LateCopies:
 
 
 def _watch(tensor: Tensor) -> Callable[[], Tensor | None]:
-    """Returns a function that returns the tensor, or None once nobody holds it (on the device). Of host buffers
-    slices are copied."""
+    """Returns a function that returns the tensor, or None once nobody holds it. Of the host's buffers, which
+    stay, slices are copied."""
     return weakref.ref(tensor) if tensor._base is None else lambda: tensor
 
 
