@@ -236,4 +236,4 @@ def test_the_table_of_the_page(preset: str, fused: None, tmp_path: Path) -> None
     with one_block(tmp_path, f"--preset {preset} {PUBLISHED[preset]}", 16) as measure:
         for row in (each for each in rows if each[column] != "-"):
             kept, _ = measure("" if row[0] == "nothing" else row[0].strip("`"), backward=False)
-            assert f"{kept / 16 / 1000:.1f}" == row[column], row
+            assert abs(kept / 16 / 1000 - float(row[column])) < 0.06, (row, kept)
