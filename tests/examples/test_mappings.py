@@ -216,7 +216,10 @@ SAVING = (
 """Models, and mappings with parts that are computed again or kept on the host."""
 
 
-@pytest.mark.parametrize(("model", "mapping"), SAVING if ALL else SAVING_BY_DEFAULT)
+@pytest.mark.parametrize(
+    ("model", "mapping"),
+    [pytest.param(*each, id=" ".join(each).strip()) for each in (SAVING if ALL else SAVING_BY_DEFAULT)],
+)
 def test_mapping_that_saves_memory_trains_as_one_process_does(model: str, mapping: str, run: Run) -> None:
     require_same(run(WORLD, f"{model} {mapping}".strip()), run(1, model), mapping)
 
