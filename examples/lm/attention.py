@@ -12,6 +12,7 @@ products is one call of the module `core`. Both may be replaced, for sequences t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.checkpoint import checkpoint
 
 from lm.errors import RunError
+from moecomm.nn import recompute_outputs
 
 LOGITS_BYTES = 1 << 28
 """Bytes that the logits of one call may take: on GPUs where torch has no better kernel, and of the CPU's
@@ -238,7 +240,12 @@ class GroupedAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Causal attention whose queries, and whose keys and values, come from narrow latents. Beside them each
     key has a part with a position, the same for all heads. Under tensor parallelism `share_latents` gathers
-    the latents of keys and values, with that part."""
+    the latents of keys and values, with that part.
+
+    Attributes:
+        drops_up: the heads' queries, keys and values are not kept for the backward, but made again of the
+            latents.
+    """
 
     def __init__(self, config: AttentionConfig, layer: int) -> None:
         super().__init__()
@@ -254,28 +261,48 @@ class LatentAttention(nn.Module):
         self.share_latents: nn.Module = nn.Identity()
         self.gather_keys: nn.Module = KeepKeys()
         self.core: nn.Module = AttentionCore(config.window_of(layer), config.logit_scale)
+        self.drops_up = False
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         config = self.config
-        nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
-        q_BNSD = split_heads(self.q_up(self.q_norm(self.q_down(x_BSH))), nope + rope)
-        q_nope_BNSD, q_rope_BNSD = q_BNSD.split((nope, rope), dim=-1)
-        latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, rope), dim=-1)
+        q_BSR = self.q_down(x_BSH)
+        latent_BSR, k_rope_BSD = self.kv_down(x_BSH).split((config.kv_rank, config.rope_dim), dim=-1)
         dtype = latent_BSR.dtype  # norms and rotations compute in float32, also within autocast
         shared_BSR = torch.cat((self.kv_norm(latent_BSR).to(dtype), k_rope_BSD), dim=-1)
-        latent_BSR, k_rope_BSD = self.share_latents(shared_BSR).split((config.kv_rank, rope), dim=-1)
+        latent_BSR, k_rope_BSD = self.share_latents(shared_BSR).split(
+            (config.kv_rank, config.rope_dim), dim=-1
+        )
         k_rope_BSD = rotate(k_rope_BSD, cos_SD, sin_SD).to(dtype)
         # Latents are what is gathered: keys and values are wider by the number of heads.
-        latent_B1SR, k_rope_B1SD = self.gather_keys(latent_BSR.unsqueeze(1), k_rope_BSD.unsqueeze(1))
+        gathered = self.gather_keys(latent_BSR.unsqueeze(1), k_rope_BSD.unsqueeze(1))
+
+        def up(q_BSR: Tensor, latent_B1SR: Tensor, k_rope_B1SD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._make_heads(q_BSR, latent_B1SR, k_rope_B1SD, cos_SD, sin_SD)
+
+        latents = q_BSR, *gathered
+        heads = up(*latents)
+        with recompute_outputs(up, latents, heads) if self.drops_up else contextlib.nullcontext():
+            y_BNSV = self.core(*heads, None)
+        return self.out(y_BNSV.transpose(1, 2).flatten(-2))
+
+    def _make_heads(
+        self, q_BSR: Tensor, latent_B1SR: Tensor, k_rope_B1SD: Tensor, cos_SD: Tensor, sin_SD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the heads' queries and keys (B, N, S, D), and values (B, N, S, V), of the latents. There
+        may be more keys than queries (`gather_keys`)."""
+        config = self.config
+        nope, rope, value = config.head_dim, config.rope_dim, config.value_dim
+        q_BNSD = split_heads(self.q_up(self.q_norm(q_BSR)), nope + rope)
+        q_nope_BNSD, q_rope_BNSD = q_BNSD.split((nope, rope), dim=-1)
+        q_rope_BNSD = rotate(q_rope_BNSD, cos_SD, sin_SD).to(latent_B1SR.dtype)
         kv_BNSD = split_heads(F.linear(latent_B1SR.squeeze(1), local(self.kv_up.weight)), nope + value)
         k_nope_BNSD, v_BNSV = kv_BNSD.split((nope, value), dim=-1)
-        y_BNSV = self.core(
-            torch.cat((q_nope_BNSD, rotate(q_rope_BNSD, cos_SD, sin_SD).to(dtype)), dim=-1),
-            torch.cat((k_nope_BNSD, k_rope_B1SD.expand(-1, k_nope_BNSD.shape[1], -1, -1)), dim=-1),
+        k_rope_BNSD = k_rope_B1SD.expand(-1, k_nope_BNSD.shape[1], -1, -1)
+        return (
+            torch.cat((q_nope_BNSD, q_rope_BNSD), dim=-1),
+            torch.cat((k_nope_BNSD, k_rope_BNSD), dim=-1),
             v_BNSV,
-            None,
         )
-        return self.out(y_BNSV.transpose(1, 2).flatten(-2))
 
 
 Attention = GroupedAttention | LatentAttention

@@ -15,6 +15,7 @@ from lm.model import FeedForward, ModelConfig, Transformer
 from lm.optimizer import AdamW
 from lm.options import Options
 from lm.precision import EXPERTS
+from lm.recompute import overlap_config
 from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, is_expert_parameter
 from moecomm.parallel import ParallelFolding
 
@@ -41,7 +42,8 @@ def build_model(
     """
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
-    model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding), holds)
+    overlap = overlap_config(options)
+    model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding, overlap=overlap), holds)
     model = model.float()  # those of experts: see precision
 
     def draw(weight: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from moecomm.overlap import Stages, run_microbatches
 def cut(model: Transformer, block: Any) -> Any:
     """Returns the nodes of a block of the model; one without experts is a single node."""
     if not isinstance(block.ffn, MoELayer):
-        return lambda x_BSH: block(x_BSH, *model.positions(x_BSH.shape[1]))
+        return whole(model, block)
     return MoEBlock(lambda x_BSH: block.before(x_BSH, *model.positions(x_BSH.shape[1])), block.ffn)
+
+
+def whole(model: Transformer, block: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a block of the model as a function of its input."""
+    return lambda x_BSH: block(x_BSH, *model.positions(x_BSH.shape[1]))
 
 
 class MergedStep(nn.Module):

@@ -8,10 +8,11 @@ output.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from lm.attention import AttentionConfig, make_attention, rope_table
 from lm.head import Head
+from moecomm.nn import ActivationOffload, recompute_outputs
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -47,22 +49,64 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x_BSH)) * self.up(x_BSH))
 
 
+Run = Callable[..., Tensor]
+
+
+def run_plainly(function: Run, *tensors: Tensor) -> Tensor:
+    return function(*tensors)
+
+
 class Block(nn.Module):
+    """A pre-norm block. What it keeps for its backward is set by `lm.recompute.save_memory`.
+
+    Attributes:
+        runs: how a part is computed, run(function, *tensors): "attention" and "moe", each with the norm
+            before it, and "all", the block.
+        drops_attention_norm: the norm's result is not kept but made again.
+        drops_ffn_norm: the same of the other norm.
+        offload: where tensors are kept that autograd saves; None: on the device.
+    """
+
     def __init__(self, config: ModelConfig, layer: int, ffn: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = make_attention(config.attention, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = ffn
+        self.runs: dict[str, Run] = dict.fromkeys(("all", "attention", "moe"), run_plainly)
+        self.drops_attention_norm = self.drops_ffn_norm = False
+        self.offload: ActivationOffload | None = None
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        x_BSH, h_BSH = self.before(x_BSH, cos_SD, sin_SD)
-        return x_BSH + self.ffn(h_BSH)
+        with self.offload or contextlib.nullcontext():
+            return self.runs["all"](self._compute, x_BSH, cos_SD, sin_SD)
 
     def before(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual after the attention, and the input of the feed-forward layer."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), cos_SD, sin_SD)
-        return x_BSH, self.ffn_norm(x_BSH)
+        with self.offload or contextlib.nullcontext():
+            x_BSH = x_BSH + self.runs["attention"](self._attend, x_BSH, cos_SD, sin_SD)
+            return x_BSH, self.ffn_norm(x_BSH)
+
+    def _compute(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        x_BSH = x_BSH + self.runs["attention"](self._attend, x_BSH, cos_SD, sin_SD)
+        return x_BSH + self.runs["moe"](self._feed, x_BSH)
+
+    def _attend(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        h_BSH = self.attention_norm(x_BSH)
+        with dropped(h_BSH, self.attention_norm, x_BSH, self.drops_attention_norm):
+            return self.attention(h_BSH, cos_SD, sin_SD)
+
+    def _feed(self, x_BSH: Tensor) -> Tensor:
+        h_BSH = self.ffn_norm(x_BSH)
+        with dropped(h_BSH, self.ffn_norm, x_BSH, self.drops_ffn_norm):
+            return self.ffn(h_BSH)
+
+
+def dropped(
+    h_BSH: Tensor, norm: nn.Module, x_BSH: Tensor, drops: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context for what uses a norm's result h; if `drops`, h is made again for the backward."""
+    return recompute_outputs(norm, (x_BSH,), h_BSH) if drops else contextlib.nullcontext()
 
 
 class Transformer(nn.Module):

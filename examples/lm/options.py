@@ -30,6 +30,8 @@ SCHEDULES = {
 }
 V_SCHEDULES = ("zbv", "dualpipev")
 
+RECOMPUTED = ("norms", "mla-up", "shared", "fc1", "dispatch", "moe", "attention", "all")
+
 # A checkpoint is bound to these: another value would be another model or another stream of batches.
 FIXED = (
     "data",
@@ -127,6 +129,8 @@ class Options:
     graph: bool
     microbatches: int
     merged: bool
+    recompute: list[str]
+    offload: int | None
     preset: str
     dtype: str
     expert_precision: str
@@ -294,6 +298,7 @@ def _check(options: Options) -> None:
         raise UsageError("--graph: a graph is of weights that stay where they are: not with --fsdp")
     if options.weights == "bfloat16" and options.dtype != "bfloat16":
         raise UsageError(f"--weights bfloat16 needs --dtype bfloat16, not {options.dtype}")
+    _check_memory(options)
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -335,6 +340,22 @@ def _check_split(options: Options) -> None:
             f"--aux-loss sequence is of whole windows on a rank: not with {given}; give --aux-loss batch or "
             "--aux-coef 0"
         )
+
+
+def _check_memory(options: Options) -> None:
+    """Is there what is to be computed again or kept on the host?"""
+    for name in options.recompute:
+        if options.merged and name in ("moe", "all"):
+            raise UsageError(
+                f"--recompute {name}: merged microbatches have the layer in parts, around which no "
+                "checkpoint goes: give attention, fc1, dispatch or shared with --merged"
+            )
+    if "mla-up" in options.recompute and options.attention != "latent":
+        raise UsageError(f"--recompute mla-up is of --attention latent, not of {options.attention}")
+    if "shared" in options.recompute and not options.shared_experts:
+        raise UsageError("--recompute shared needs --shared-experts, above 0")
+    if options.offload is not None and options.graph:
+        raise UsageError("--offload: a graph keeps its memory between replays: not with --graph")
 
 
 def _check_pipeline(options: Options) -> None:
@@ -445,6 +466,16 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number of at least 1")
     return value
+
+
+def _recomputed(text: str) -> list[str]:
+    names = text.split(",") if text else []
+    for name in names:
+        if name not in RECOMPUTED:
+            raise argparse.ArgumentTypeError(
+                f"invalid choice: {name!r} (choose from {', '.join(RECOMPUTED)})"
+            )
+    return names
 
 
 def _whole(text: str) -> int:
@@ -626,6 +657,23 @@ def _parser() -> argparse.ArgumentParser:
         default=False,
         help="compute one microbatch's backward beside the next one's transfers, and the reverse; the losses "
         "are the same, and two H200 were no faster with it",
+    )
+    add(
+        "--recompute",
+        type=_recomputed,
+        default=[],
+        metavar="PART,...",
+        help=f"what is computed again in the backward instead of kept, of {', '.join(RECOMPUTED)} (default: "
+        "nothing)",
+    )
+    add(
+        "--offload",
+        type=_count,
+        nargs="?",
+        const=1024,
+        metavar="KIB",
+        help="keep activations of at least so many KiB in the host's memory until the backward (default: "
+        "none; 1024 without a number)",
     )
 
     add = parser.add_argument_group("output").add_argument

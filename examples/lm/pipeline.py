@@ -26,7 +26,7 @@ from torch.distributed import pipelining
 
 from lm.data import inputs_and_targets
 from lm.errors import UsageError
-from lm.merged import cut
+from lm.merged import cut, whole
 from lm.metrics import last_load
 from lm.model import Transformer
 from lm.options import SCHEDULES, V_SCHEDULES, Options
@@ -101,17 +101,19 @@ class Pipeline(nn.Module):
         targets: the targets (B, S) of the next forwards of the last stage, in their order.
     """
 
-    def __init__(self, model: Transformer, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, layout: Layout, ranks: Ranks, *, merged: bool = False) -> None:
+        """merged: blocks are cut into nodes, for microbatches that are computed beside each other."""
         super().__init__()
         self.model, self.layout, self._device = model, layout, ranks.device
-        self.group = ranks.folding.group("pp")
+        self.group, self._merged = ranks.folding.group("pp"), merged
         self.targets: list[Tensor] = []
         # A list, which hides them from this module: their parameters are the model's.
         self.stages = [(number, MergedStage(self._blocks(number))) for number in layout.own]
 
     def _blocks(self, stage: int) -> list[Any]:
         model, layout = self.model, self.layout
-        blocks: list[Any] = [cut(model, model.blocks[str(layer)]) for layer in layout.layers[stage]]
+        own = [model.blocks[str(layer)] for layer in layout.layers[stage]]
+        blocks: list[Any] = [cut(model, block) if self._merged else whole(model, block) for block in own]
         if stage == 0:
             blocks.insert(0, model.embed)
         if stage == len(layout.layers) - 1:

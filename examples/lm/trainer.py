@@ -38,6 +38,7 @@ from lm.options import Options
 from lm.pipeline import Pipeline, PipelineStep, lay_out
 from lm.progress import StepProgress
 from lm.ranks import Ranks, describe
+from lm.recompute import save_memory
 from lm.sharding import Sharding
 from lm.speed import measure_speed
 from lm.stop import StopRequest
@@ -63,6 +64,7 @@ class Trainer:
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
         mesh = parallel.split_attention(self.model, folding, ranks.device)
+        save_memory(self.model, options)
         if options.compile:
             self.model.compile_blocks()
         self.places_S = parallel.own_places(options.seq, folding, ranks.place, ranks.device)
@@ -88,7 +90,7 @@ class Trainer:
         )
         self.merged = self.pipeline = self.piped = None
         if folding.pp > 1:
-            self.pipeline = Pipeline(self.model, layout, ranks)
+            self.pipeline = Pipeline(self.model, layout, ranks, merged=options.merged)
             self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
         elif options.merged:
             self.merged = MergedStep(self.model, options.microbatches, self.places_S)

@@ -22,13 +22,16 @@ from moecomm.nn.graphed import GraphedStep
 from moecomm.nn.layer import MoELayer, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
 from moecomm.nn.merged import MoEBlock
+from moecomm.nn.offload import ActivationOffload
 from moecomm.nn.overlap_config import OverlapConfig
 from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.nn.plans import keep_plans
 from moecomm.nn.pool import ActivationPool
+from moecomm.nn.recompute import recompute_outputs
 from moecomm.nn.router import Routing, TopKRouter
 
 __all__ = [
+    "ActivationOffload",
     "ActivationPool",
     "GraphedStep",
     "GroupedExperts",
@@ -47,6 +50,7 @@ __all__ = [
     "load_balancing_loss",
     "mark_expert_parameter",
     "prepare_ddp",
+    "recompute_outputs",
     "set_loss_scale",
     "sharded_state",
     "sync_gradients",

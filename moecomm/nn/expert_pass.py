@@ -152,6 +152,8 @@ class Call(NamedTuple):
     """Within a checkpoint that keeps plans, those that were kept; else None."""
     turns: Turns | None = None
     """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
+    keep_shared: bool = True
+    """False: the first product of the shared experts is not kept, and is computed again in the backward."""
 
     def capacities(self) -> dict[str, Any]:
         """Returns the capacity as a dispatch takes it. Rank-major rows are never more than expert-major ones,
@@ -258,6 +260,8 @@ class Forward:
             with stages("shared"):
                 self._shared_fc1()
                 shared_TH = self._shared_fc2()
+            if not call.keep_shared:
+                self._shared_inner_TI = None
         yield
         turns.finish()
         assert out is not None
@@ -296,7 +300,7 @@ class Forward:
     def again(self) -> None:
         """Computes anew the tensors of `kept`, along the known plan."""
         call = self.call
-        has_shared = self.weights.shared_in is not None
+        has_shared = self.weights.shared_in is not None and call.keep_shared
         stages = call.stages()
         side = call.beside(wanted=has_shared and call.keep != "nothing")
         if call.keep != "nothing":
@@ -323,7 +327,11 @@ class Forward:
             _, z_PF = self._fc1()
         rows_PH = self._fc2(z_PF)
         y_TH = self.call.comm.combine(rows_PH, self.known.expert_handle)
-        return y_TH if self.weights.shared_in is None else y_TH.add_(self._shared_fc2())
+        if self.weights.shared_in is None:
+            return y_TH
+        if not self.call.keep_shared:
+            self._shared_fc1()
+        return y_TH.add_(self._shared_fc2())
 
     def kept(self, need_in: bool) -> tuple[Tensor | None, ...]:
         """Returns the tensors that a backward needs besides the weights. Tensors in the pool are not among
@@ -419,6 +427,9 @@ def backward(
             rows_PH, *inner = call.pool.restore(ctx.ticket._replace(table=last))
             inner_PI = inner[0] if inner else None
     if has_shared:
+        if shared_inner_TI is None:
+            with stages("shared_again"):
+                shared_inner_TI = x_TH @ shared_in
         with stages("shared_grad"):
             grad_shared = _shared_backward(
                 grad_y_TH,

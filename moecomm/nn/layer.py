@@ -127,7 +127,7 @@ class MoELayer(nn.Module):
     parameters for the experts; where it is something else, a checkpoint loads at the same number of ranks
     only. Autograd does the backward, and the dispatch is hidden under the shared experts, whose ffn_hidden
     and activation the config has. Without effect then, and so refused, are expert_precision, a pool, and of
-    `overlap` beside_sms, defer_weights, record and another keep than "all" (instead, use
+    `overlap` keep_shared=False, beside_sms, defer_weights, record and another keep than "all" (instead, use
     torch.utils.checkpoint within the module).
 
     Attributes:
@@ -261,8 +261,8 @@ class MoELayer(nn.Module):
             )
         self._overlap = overlap
 
-    keep, beside_sms, defer_weights, record, engine = map(
-        _InOverlap, ("keep", "beside_sms", "defer_weights", "record", "engine")
+    keep, keep_shared, beside_sms, defer_weights, record, engine = map(
+        _InOverlap, ("keep", "keep_shared", "beside_sms", "defer_weights", "record", "engine")
     )
 
     def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
@@ -359,6 +359,7 @@ class MoELayer(nn.Module):
             self.pool if with_capacity else None,
             self._overflow if with_capacity else None,
             self._plans,
+            keep_shared=overlap.keep_shared,
         )
 
     def _weights(self) -> Weights:

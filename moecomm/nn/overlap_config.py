@@ -13,7 +13,7 @@ Keep = Literal["all", "rows", "nothing"]
 I) values. "rows": the rows; the first product is made again. "nothing": the rows are sent once more along the
 kept plan, together with the gradients, and the first product is made again."""
 
-IN_ORDER = {"keep": "all", "beside_sms": None, "defer_weights": False, "record": False}
+IN_ORDER = {"keep": "all", "keep_shared": True, "beside_sms": None, "defer_weights": False, "record": False}
 """The only values of the fields that mean the layer's own backward, where autograd differentiates instead."""
 
 
@@ -27,9 +27,12 @@ class OverlapConfig:
     Attributes:
         overlap: True: transfers beside products. False: one stage after another, on one stream,
             differentiated by autograd, with the same bits in the output and in the experts' gradients. keep,
-            beside_sms, defer_weights and record would have no effect then, and must have their defaults.
+            keep_shared, beside_sms, defer_weights and record would have no effect then, and must have their
+            defaults.
         keep: what a forward keeps of the experts' rows for its backward: "all", "rows" (the first product is
             computed again) or "nothing" (the rows are dispatched again, along the kept plan).
+        keep_shared: whether a forward keeps the shared experts' first product. False: the backward computes
+            it again, beside the gradients on their way to the experts.
         beside_sms: SMs of the gradients' way home, beside the gradients of the experts' first weights, which
             leave it so many: from 2 to half of the GPU. None: by the layer's sizes
             (`moecomm.overlap.sms_beside_wgrad`), for products in bfloat16, or the communicator's SMs where
@@ -43,13 +46,14 @@ class OverlapConfig:
 
     overlap: bool = True
     keep: Keep = "all"
+    keep_shared: bool = True
     beside_sms: int | None = None
     defer_weights: bool = False
     record: bool = False
     engine: Engine | None = None
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "defer_weights", "record"):
+        for name in ("overlap", "keep_shared", "defer_weights", "record"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         self._require(self.keep in ("all", "rows", "nothing"), "keep", "'all', 'rows' or 'nothing'")
         engines = (None, "sm", "copy", "auto")

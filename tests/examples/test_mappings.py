@@ -217,6 +217,66 @@ def test_a_stage_without_experts(run: Run) -> None:
     require_same(run(4, f"{model} {mapping}"), run(1, model), f"dense stage {mapping}")
 
 
+LATENT = (
+    "--attention latent --no-qk-norm --kv-heads 0 --head-dim 4 --q-rank 12 --kv-rank 8 --rope-dim 4 "
+    "--value-dim 6 --shared-experts 1"
+)
+SAVING_BY_DEFAULT = (("", "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,moe --offload 1"),)
+SAVING = (
+    *SAVING_BY_DEFAULT,
+    ("", "--tp 2 --ep 8 --recompute norms --offload 1"),
+    ("", "--tp 2 --ep 4 --etp 2 --recompute attention,fc1"),
+    ("", "--cp 2 --ep 8 --recompute all --offload 1"),
+    ("", "--cp 2 --ep 2 --etp 2 --recompute norms,attention,dispatch"),
+    ("", "--tp 2 --ep 4 --microbatches 2 --offload 1"),
+    ("", "--tp 2 --cp 2 --ep 8 --microbatches 2 --merged --recompute norms,attention,dispatch --offload 1"),
+    (LATENT, "--tp 2 --cp 2 --ep 4 --etp 2 --recompute norms,mla-up,shared,fc1 --offload 1"),
+    (LATENT, "--tp 2 --ep 4 --recompute all"),
+    (STAGED, "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 2 --recompute norms,moe --offload 1"),
+    (STAGED, "--cp 2 --pp 2 --ep 4 --microbatches 4 --schedule interleaved --recompute all --offload 1"),
+    (
+        STAGED,
+        "--tp 2 --pp 2 --ep 2 --etp 2 --microbatches 4 --schedule zbv --recompute attention,fc1 --offload 1",
+    ),
+    (f"{STAGED} {LATENT}", "--tp 2 --pp 2 --ep 4 --microbatches 4 --recompute mla-up,shared,dispatch"),
+    (
+        f"{STAGED} --shared-experts 1",
+        "--tp 2 --pp 2 --ep 4 --microbatches 4 --schedule dualpipev --merged --recompute norms,fc1,shared "
+        "--offload 1",
+    ),
+)
+"""Models, and mappings with parts that are computed again or kept on the host."""
+
+
+@pytest.mark.parametrize(
+    ("model", "mapping"),
+    [pytest.param(*each, id=" ".join(each).strip()) for each in (SAVING if ALL else SAVING_BY_DEFAULT)],
+)
+def test_mapping_that_saves_memory_trains_as_one_process_does(model: str, mapping: str, run: Run) -> None:
+    require_same(run(WORLD, f"{model} {mapping}".strip()), run(1, model), mapping)
+
+
+SAME_BITS = {
+    "attention by heads": ("", ("norms", "attention,fc1", "moe", "all", "norms,dispatch --offload 1")),
+    "latent attention, a shared expert": (
+        LATENT,
+        ("mla-up,shared,norms", "shared,moe", "mla-up --offload 1"),
+    ),
+    "two stages": (f"{STAGED} --pp 2 --microbatches 2", ("norms,moe", "all --offload 1")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", SAME_BITS)
+def test_what_is_computed_again_has_the_same_bits(kind: str, dtype: str, run: Run) -> None:
+    """On two ranks, in float32 and under autocast."""
+    model, choices = SAME_BITS[kind]
+    plain = run(2, f"{model} --dtype {dtype}")
+    for chosen in choices:
+        assert run(2, f"{model} --dtype {dtype} --recompute {chosen}") == plain, chosen
+
+
 KINDS = {
     "windows, sinks and biases": "--window 5 --sinks --qkv-bias --out-bias --expert-bias --activation "
     "swiglu_clamped --no-tied --shared-experts 1",
@@ -402,6 +462,11 @@ WRONG = {
     "--pp 8 --layers 8 --no-tied --microbatches 8 --fsdp": "--fsdp: a stage of --pp 8 has 1 rank, and",
     "--weights bfloat16": "--weights bfloat16 needs --dtype bfloat16, not float32",
     "--weights float16": "argument --weights: invalid choice: 'float16'",
+    "--recompute mla-up": "--recompute mla-up is of --attention latent, not of grouped",
+    "--recompute shared": "--recompute shared needs --shared-experts, above 0",
+    "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up",
+    "--microbatches 2 --merged --recompute fc1,moe": "--recompute moe: merged microbatches have the layer in",
+    "--offload --graph": "--offload: a graph keeps its memory between replays: not with --graph",
     "--no-tied --pp 2 --graph": "--graph: a graph is of a step on all layers: not with --pp 2",
 }
 

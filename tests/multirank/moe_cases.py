@@ -194,6 +194,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlapped": {},
     "rows kept": {"keep": "rows"},
     "nothing kept": {"keep": "nothing"},
+    "nothing kept, of the shared experts neither": {"keep": "nothing", "keep_shared": False},
     "weights later": {"defer_weights": True},
     "nothing kept, weights later": {"keep": "nothing", "defer_weights": True},
 }

@@ -238,7 +238,7 @@ CASES = {
     "autocast, recomputed": Case("EDE", 3, SHARED, autocast=True, recompute=True),
     "sequences": Case("EE", 3, {**SHARED, "aux_loss": "sequence", "aux_loss_coef": 0.1}, sequences=True),
     "rows kept": Case("EE", 3, SHARED, overlap={"keep": "rows"}),
-    "nothing kept": Case("EE", 3, SHARED, overlap={"keep": "nothing"}),
+    "nothing kept": Case("EE", 3, SHARED, overlap={"keep": "nothing", "keep_shared": False}),
     "recomputed": Case("EDE", 3, {**SHARED, **LOSSES, "jitter": 0.1}, recompute=True, dropout=0.2),
     "recomputed, nothing kept": Case("EE", 4, overlap={"keep": "nothing"}, recompute=True),
     "capacity": Case("EE", 3, {**SHARED, **FIXED}),

@@ -555,7 +555,7 @@ def test_a_layer_takes_an_overlap_config_as_a_whole() -> None:
                 layer.overlap = value  # type: ignore[assignment]
         with pytest.raises(InvalidArgument, match="engine is 'sm', must be that of the layer's communicator"):
             layer.overlap = OverlapConfig(engine="sm")
-        for name in ("keep", "beside_sms", "defer_weights", "record", "engine"):
+        for name in ("keep", "keep_shared", "beside_sms", "defer_weights", "record", "engine"):
             with pytest.raises(
                 AttributeError, match=rf"{name} is in the layer's OverlapConfig: set layer\.overlap = "
             ):
@@ -588,6 +588,7 @@ def test_an_overlap_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"record": "yes"}, "True or False"),
         ({"engine": "dma"}, "None, 'sm', 'copy' or 'auto'"),
         ({"keep": "rows", "overlap": False}, "'all' with overlap=False"),
+        ({"keep_shared": False, "overlap": False}, "True with overlap=False"),
         ({"beside_sms": 0, "overlap": False}, "None with overlap=False"),
         ({"defer_weights": True, "overlap": False}, "False with overlap=False"),
         ({"record": True, "overlap": False}, "False with overlap=False"),

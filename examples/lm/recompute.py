@@ -1,0 +1,85 @@
+"""What a block keeps for its backward: parts that are computed again, and what goes to the host's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from lm.attention import LatentAttention
+from lm.model import Block, Run, Transformer
+from lm.options import Options
+from moecomm.nn import ActivationOffload, MoELayer, OverlapConfig, keep_plans
+
+
+def overlap_config(options: Options) -> OverlapConfig:
+    """Returns what the layers with experts keep."""
+    chosen = options.recompute
+    return OverlapConfig(
+        keep="nothing" if "dispatch" in chosen else "rows" if "fc1" in chosen else "all",
+        keep_shared="shared" not in chosen,
+    )
+
+
+def save_memory(model: Transformer, options: Options) -> None:
+    """Makes the model's blocks compute again what --recompute says, and keep the rest as --offload says."""
+    chosen = set(options.recompute)
+    offload = None
+    if options.offload is not None:
+        offload = ActivationOffload(model, min_bytes=options.offload * 1024)
+    for block in model.modules():
+        if not isinstance(block, Block):
+            continue
+        block.offload = offload
+        parts = {"all", "attention", "moe"} & chosen
+        if not isinstance(block.ffn, MoELayer):
+            parts -= {"moe"}
+        for part in parts:
+            block.runs[part] = checkpointed(block if part == "all" else getattr(block, HELD[part]))
+        # What a checkpoint computes again keeps nothing in between.
+        block.drops_attention_norm = "norms" in chosen and not parts & {"all", "attention"}
+        block.drops_ffn_norm = "norms" in chosen and not parts & {"all", "moe"}
+        if isinstance(block.attention, LatentAttention):
+            block.attention.drops_up = "mla-up" in chosen and not parts & {"all", "attention"}
+
+
+HELD = {"attention": "attention", "moe": "ffn"}
+"""The modules of a block that its parts are named by."""
+
+
+class _Holder(nn.Module):
+    """Calls functions while the weights of a module may be others (torch.func.functional_call)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Run, *tensors: Tensor) -> Tensor:
+        return function(*tensors)
+
+
+def checkpointed(module: nn.Module) -> Run:
+    """Returns run(function, *tensors), which computes function(*tensors), a part of a block that has the
+    module, and keeps the tensors alone. Layers with experts in it go along the plans of the first time."""
+    holder = _Holder(module)
+    has_experts = any(isinstance(each, MoELayer) for each in module.modules())
+    options: dict[str, Any] = {"context_fn": keep_plans(module)} if has_experts else {}
+
+    def run(function: Run, *tensors: Tensor) -> Tensor:
+        # In bfloat16 the weights of experts are casts for the time of the forward (lm.precision).
+        weights: dict[str, Tensor] = dict(holder.named_parameters())
+        casts = {name: each for name, each in weights.items() if not isinstance(each, nn.Parameter)}
+        # A block draws no random numbers, and a capture could not save their state.
+        return checkpoint(
+            lambda *tensors: (
+                functional_call(holder, casts, (function, *tensors)) if casts else function(*tensors)
+            ),
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **options,
+        )
+
+    return run

@@ -1,0 +1,169 @@
+"""Outputs of a cheap module that autograd does not keep for their consumer, but has made again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecomm.errors import InvalidArgument
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+_SAME_VALUES = frozenset(("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
+"""The nodes of autograd's graph whose result has its input's values, perhaps in another dtype or shape."""
+
+
+def saving_hooks() -> Hooks | None:
+    """Returns the saved_tensors_hooks that are active, of which autograd calls the innermost alone."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+@contextlib.contextmanager
+def recompute_outputs(
+    make: Callable[..., Tensor | Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    outputs: Tensor | Sequence[Tensor],
+) -> Iterator[None]:
+    """Makes autograd keep the inputs of a module in place of its outputs, for what is computed in the block.
+
+        h = norm(x)
+        with recompute_outputs(norm, (x,), h):
+            y = ffn(h)
+
+    Where the block's backward needs `outputs`, or copies of them in another dtype or shape (autocast makes
+    some), make(*inputs) computes them again, without gradients and in the same autocast mode, once for all
+    that need them. The backward of `make` itself is the one of the first time. So this is for a module whose
+    backward needs its inputs and not its outputs: a norm, or products of narrow inputs with wide outputs.
+
+    Args:
+        make: a function of the inputs that returns the same bits each time; it draws no random numbers.
+        inputs: tensors, which the graph keeps.
+        outputs: what make(*inputs) has returned: a tensor, or several.
+
+    Hooks that were active before (torch.autograd.graph.saved_tensors_hooks), such as those of
+    torch.utils.checkpoint and ActivationOffload, see the inputs and all other tensors that the block saves.
+    Tensors made of the outputs by other operations are kept as ever. Raises InvalidArgument in the backward
+    if `make` returns tensors of other shapes or dtypes.
+    """
+    source = _Source(make, tuple(inputs), _as_tuple(outputs), saving_hooks())
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(source.pack, source.unpack):
+            yield
+    finally:
+        source.forget_outputs()
+
+
+def _as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+class _Again(NamedTuple):
+    """What autograd keeps in place of a tensor made of outputs[number]."""
+
+    number: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...] | None
+    """The strides of a view of the output's memory at `offset`; None: the values in their order."""
+    offset: int
+
+
+class _Likeness(NamedTuple):
+    """The properties of an output that a second one must have too."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+def _likeness(tensor: Tensor) -> _Likeness:
+    return _Likeness(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+class _Source:
+    """The inputs and the function of which outputs are made again; `pack` and `unpack` are the hooks."""
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        around: Hooks | None,
+    ) -> None:
+        self._make, self._outputs, self._around = make, outputs, around
+        self._likeness = [_likeness(each) for each in outputs]
+        self._inputs = [self._keep(each) for each in inputs]
+        kind = outputs[0].device.type
+        self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        self._made: tuple[Tensor, ...] = ()
+        self._users = self._left = 0
+
+    def forget_outputs(self) -> None:
+        """Lets go of the outputs, at the end of the block."""
+        self._outputs = ()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Returns what autograd keeps in place of a tensor."""
+        found = self._find(tensor)
+        if found is None:
+            return self._keep(tensor)
+        self._users += 1
+        self._left = self._users
+        return found
+
+    def unpack(self, kept: Any) -> Tensor:
+        """Returns the tensor in whose place autograd has kept this."""
+        if not isinstance(kept, _Again):
+            return self._restore(kept)
+        if not self._made:
+            self._made = self._compute()
+        made = self._made[kept.number]
+        self._left -= 1
+        if self._left == 0:  # a graph that is kept for a second backward has them made once more
+            self._made, self._left = (), self._users
+        if kept.strides is not None:
+            return made.as_strided(kept.shape, kept.strides, kept.offset)
+        return made.to(kept.dtype).reshape(kept.shape)
+
+    def _find(self, tensor: Tensor) -> _Again | None:
+        """Returns how a tensor is made of an output; None if it is not."""
+        if type(tensor) is not Tensor or not tensor.numel():
+            return None
+        memory = tensor.untyped_storage().data_ptr()
+        for number, output in enumerate(self._outputs):
+            if memory == output.untyped_storage().data_ptr() and tensor.dtype is output.dtype:
+                offset = int(tensor.storage_offset())
+                return _Again(number, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        node = tensor.grad_fn
+        while node is not None and node.name() in _SAME_VALUES:
+            node = node.next_functions[0][0]
+            for number, output in enumerate(self._outputs):
+                whole = tensor.numel() == output.numel()
+                if whole and node is output.grad_fn and tensor.is_contiguous() and output.is_contiguous():
+                    return _Again(number, tensor.dtype, tensor.shape, None, 0)
+        return None
+
+    def _keep(self, tensor: Tensor) -> Any:
+        if self._around is not None:
+            return self._around[0](tensor)
+        # A tensor with its graph would hold the node that keeps it.
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def _restore(self, kept: Any) -> Tensor:
+        return kept if self._around is None else self._around[1](kept)
+
+    def _compute(self) -> tuple[Tensor, ...]:
+        inputs = [self._restore(each) for each in self._inputs]
+        kind, enabled, dtype = self._autocast
+        with torch.no_grad(), torch.autocast(kind, dtype, enabled=enabled):
+            made = _as_tuple(self._make(*inputs))
+        found = [_likeness(each) for each in made]
+        if found != self._likeness:
+            raise InvalidArgument(f"make returned {found}, must return what it did before: {self._likeness}")
+        return made

@@ -1,0 +1,294 @@
+"""What autograd saves goes to host memory and comes back: with the bits of a backward without it, in an order
+of copies and waits that never reads or frees memory too early."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn import ActivationOffload, recompute_outputs
+from moecomm.nn.offload import Pairs
+
+BLOCKS, WIDTH = 4, 16
+
+
+class LateCopies:
+    """A stream that makes a copy as late as it may: when somebody waits for it. Memory of the device is not a
+    number before its copy has come, and a copy of or to memory that nobody holds any more is an error."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[int, Callable[[], Tensor | None], Callable[[], Tensor | None]]] = []
+        self.held: list[Tensor] = []
+        self.issued = 0
+        self.log: list[str] = []
+        self.host_buffers = 0
+
+    def require_usable(self) -> None:
+        pass
+
+    def start(self, pairs: Pairs) -> Any:
+        self.issued += 1
+        self.log.append(f"start {self.issued}")
+        self.queue += [(self.issued, _watch(to), _watch(origin)) for to, origin in pairs]
+        return self.issued
+
+    def wait(self, event: Any) -> None:
+        self.log.append(f"wait {event}")
+        while self.queue and self.queue[0][0] <= event:
+            _, to, origin = (each if isinstance(each, int) else each() for each in self.queue.pop(0))
+            assert isinstance(to, Tensor), "memory was let go of before a copy came"
+            assert isinstance(origin, Tensor), "memory was let go of before it was copied"
+            to.copy_(origin)
+
+    def empty_host(self, nbytes: int) -> Tensor:
+        self.host_buffers += 1
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def empty_here(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN as float32
+
+    def hold(self, here: Tensor) -> None:
+        self.held.append(here)
+
+
+def _watch(tensor: Tensor) -> Callable[[], Tensor | None]:
+    """Returns a function that returns the tensor, or None once nobody holds it. Of the host's buffers, which
+    stay, slices are copied."""
+    return weakref.ref(tensor) if tensor._base is None else lambda: tensor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).sigmoid())
+
+
+class Thrifty(Block):
+    """With a norm that is computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        with recompute_outputs(self.norm, (x,), h):
+            return x + self.down(self.up(h).sigmoid())
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+def make(kind: type[Block] = Block) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(kind() for _ in range(BLOCKS))
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def forward(model: nn.ModuleList, x: Tensor, offload: ActivationOffload | None = None) -> Tensor:
+    for block in model:
+        if offload is None:
+            x = block(x)
+        else:
+            with offload:
+                x = block(x)
+    return x.square().sum()
+
+
+def gradients(model: nn.ModuleList) -> list[Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return [each for each in found if each is not None]
+
+
+def late(model: nn.Module, **options: Any) -> tuple[ActivationOffload, LateCopies]:
+    offload, copies = ActivationOffload(model, min_bytes=64, **options), LateCopies()
+    offload._copies = offload._buffers._copies = copies
+    return offload, copies
+
+
+Order = Callable[[nn.ModuleList, ActivationOffload | None], None]
+
+
+def one(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    forward(model, inputs(0), offload).backward()
+
+
+def accumulated(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    for number in range(3):
+        forward(model, inputs(number), offload).backward()
+
+
+def ahead(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    """As a first stage of a pipeline: forwards are ahead of the backwards, which come in their order."""
+    losses = [forward(model, inputs(number), offload) for number in range(2)]
+    for number in range(2, 4):
+        losses.pop(0).backward()
+        losses.append(forward(model, inputs(number), offload))
+    for loss in losses:
+        loss.backward()
+
+
+def backwards_reversed(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    for loss in [forward(model, inputs(number), offload) for number in range(3)][::-1]:
+        loss.backward()
+
+
+def given_up(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    """A forward whose backward never comes, and one whose backward ends in the middle."""
+    forward(model, inputs(5), offload)
+    x = inputs(6)
+    middle = None
+    for number, block in enumerate(model):
+        with offload or torch.enable_grad():
+            x = block(x)
+        middle = x if number == 1 else middle
+    assert middle is not None
+    torch.autograd.grad(x.sum(), middle)
+    del x, middle
+    forward(model, inputs(0), offload).backward()
+
+
+def twice(model: nn.ModuleList, offload: ActivationOffload | None) -> None:
+    loss = forward(model, inputs(0), offload)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", [Block, Thrifty, Checkpointed])
+@pytest.mark.parametrize("order", [one, accumulated, ahead, backwards_reversed, given_up, twice])
+def test_gradients_have_the_same_bits(order: Order, kind: type[Block]) -> None:
+    """Twice, with the same host memory."""
+    model = make()
+    order(model, None)
+    wanted = gradients(model)
+    model = make(kind)
+    offload, copies = late(model)
+    taken = []
+    for _ in range(3):
+        order(model, offload)
+        for found, same in zip(gradients(model), wanted, strict=True):
+            assert torch.equal(found, same)
+        taken.append(copies.host_buffers)
+    assert taken[0] > 0 and taken[2] == taken[1] == taken[0]
+    free = sum(len(each) for each in offload._buffers._free.values())
+    assert free == copies.host_buffers  # all came back
+    plain = ActivationOffload(model, min_bytes=64)
+    order(model, plain)
+    assert all(map(torch.equal, gradients(model), wanted)) and plain.moved_bytes > 0
+
+
+def test_the_order_of_copies() -> None:
+    """Blocks 1 to 4 go out; each is let go of at the end of the next; 3, 2, 1 come back, one ahead."""
+    model = make()
+    offload, copies = late(model)
+    loss = forward(model, inputs(0), offload)
+    assert copies.log == ["start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3"]
+    copies.log.clear()
+    loss.backward()
+    # The fourth is still there; 5, 6 and 7 bring back the third, second and first, each asked for by the one
+    # after it, before that one waits for its own.
+    assert copies.log == ["start 5", "start 6", "wait 5", "start 7", "wait 6", "wait 7"]
+
+
+def test_host_memory_has_a_bound() -> None:
+    """What does not fit stays on the device."""
+    model = make()
+    forward(model, inputs(0)).backward()
+    wanted = gradients(model)
+    offload, _ = late(model, host_bytes=3000)
+    for _ in range(2):
+        forward(model, inputs(0), offload).backward()
+        assert all(map(torch.equal, gradients(model), wanted))
+        assert 2000 < offload.taken_bytes <= 3000
+    assert 0 < offload.moved_bytes <= 2 * offload.taken_bytes
+
+
+def test_parameters_and_buffers_stay() -> None:
+    model = make()
+    model.register_buffer("scale", torch.rand(7, WIDTH))
+    offload = ActivationOffload(model, min_bytes=1)
+    x = inputs(0).requires_grad_()
+    with offload, torch.autocast("cpu", torch.bfloat16):
+        y = model[0].up(x * model.get_buffer("scale"))
+    assert offload.moved_bytes == x.numel() * 2  # the product's input in bfloat16
+    y.sum().backward()
+
+
+def test_what_is_refused() -> None:
+    model = make()
+    offload = ActivationOffload(model, min_bytes=1)
+    for options in ({"min_bytes": 0}, {"host_bytes": -1}):
+        with pytest.raises(
+            InvalidArgument, match=f"{next(iter(options))} is {next(iter(options.values()))}, must"
+        ):
+            ActivationOffload(model, **options)
+    with pytest.raises(InvalidArgument, match="model has no parameters, must be"):
+        ActivationOffload(nn.Identity())
+    with (
+        offload,
+        pytest.raises(InvalidArgument, match="entered within itself, must be the outermost"),
+        offload,
+    ):
+        pass
+    with pytest.raises(InvalidArgument, match=r"entered within torch\.utils\.checkpoint or other"):
+        checkpoint(lambda x: forward(model, x, offload), inputs(0), use_reentrant=False)
+    x = inputs(0).requires_grad_()
+    with (
+        pytest.raises(
+            InvalidArgument, match=r"shape \(7, 16\) and dtype torch\.float32 was changed in place"
+        ),
+        offload,
+    ):
+        (x * 1).exp().add_(1)
+    with pytest.raises(ZeroDivisionError), offload:
+        _ = forward(model, x) / (1 / 0)
+    forward(model, x, offload).backward()  # it can be used after all of these
+
+
+def test_outputs_must_be_the_same_again() -> None:
+    norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    x, calls = inputs(0).requires_grad_(), []
+
+    def changing(x: Tensor) -> Tensor:
+        calls.append(x)
+        return norm(x)[: 8 - len(calls)]
+
+    h = changing(x)
+    with recompute_outputs(changing, (x,), h):
+        y = linear(h)
+    with pytest.raises(InvalidArgument, match=r"make returned .* must return what it did before"):
+        y.sum().backward()
+
+
+def test_outputs_are_made_once_for_all_that_need_them() -> None:
+    calls = []
+    norm, products = nn.RMSNorm(WIDTH), nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(3))
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(torch.is_autocast_enabled("cpu"))
+        y: Tensor = norm(x)
+        return y
+
+    x = inputs(0).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        h = counted(x)
+        with recompute_outputs(counted, (x,), h):
+            y = sum(each(h).float().sum() for each in products)
+    assert isinstance(y, Tensor)
+    y.backward(retain_graph=True)
+    y.backward()
+    assert calls == [True, True, True]  # in the forward, and once in each backward
