@@ -181,8 +181,8 @@ FREED = {  # bytes a token, by hand: bfloat16 has 2, float32 4
     (SMALL, "dispatch"): 2 * (2 * 40 + 96) * 2,
     # two copies of the norm's result: q_down and kv_down
     (SMALL_LATENT, "norms"): 2 * 96 * 2 + 96 * 4 + 96 * 2,
-    # queries and keys, keys without position with values, less the result of q_down and the keys' rotated part;
-    # the latents of keys and values are kept in any case
+    # queries and keys, keys without position with values, less the result of q_down and the keys' rotated
+    # part; the latents of keys and values are kept in any case
     (SMALL_LATENT, "mla-up"): (2 * 4 * 32 + 4 * 40 - 40 - 8) * 2,
     (SMALL_LATENT, "mla-up,norms"): (2 * 4 * 32 + 4 * 40 - 40 - 8) * 2 + 2 * 96 * 2 + 96 * 4 + 96 * 2,
 }
