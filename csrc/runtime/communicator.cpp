@@ -80,7 +80,7 @@ void Communicator::connect_threads(std::vector<std::byte*> bases) {
 void Communicator::make_signals(const std::vector<int64_t>& pids) {
   signals_ = std::make_unique<shm::Signals>(layout_, bases_, config_.rank, pids, config_.timeout_seconds,
                                             config_.host_ranks);
-  late_seconds_.resize(pids.size());
+  late_seconds_.resize(static_cast<size_t>(config_.shape.ranks));
 }
 
 void Communicator::connect_nodes(std::unique_ptr<Transport> transport, std::unique_ptr<tcp::Links> links) {

@@ -67,7 +67,7 @@ void test_sections() {
       end += section.bytes;
     }
     CHECK(end == w.total_bytes);
-    std::vector<int64_t> fields{w.sources, w.state, w.losses, w.route_counts};
+    std::vector<int64_t> fields{w.sources, w.state, w.losses, w.late_ns, w.route_counts};
     for (const auto* pair : {w.error_text, w.counts, w.packed_routes, w.places, w.weights, w.weight_grads})
       fields.insert(fields.end(), pair, pair + 2);
     fields.insert(fields.end(), {w.arrived, w.credits, w.rows[0], w.rows[1]});
