@@ -27,8 +27,8 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   }
 }
 
-/// Waits for every rank's record of `epoch`, and counts how long for which. Whole block; false for all threads
-/// if one of them waits in vain.
+/// Waits for every rank's record of `epoch`, and counts how long for which. Whole block; false for all
+/// threads if one of them waits in vain.
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   const bool counts = blockIdx.x == 0;
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;

@@ -184,7 +184,8 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
                                                                                 : rounded(values, 16);
   const int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
   int64_t total = kPage;  // kernel state
-  for (const int64_t once : {128 * R, 16 * R, 16 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
+  for (const int64_t once :
+       {128 * R, 16 * R, 8 * R, 16 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
     total += rounded(once, kPage);
   for (const int64_t twice :
        {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
@@ -214,14 +215,14 @@ void test_worked_example() {
   // 4 ranks, 4096 tokens of 7168 bfloat16, top-8 of 64 experts: a row has 14336 bytes, a token 4 slots.
   const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::same};
   const DeviceWindow w = DeviceWindow::make(shape);
-  int64_t total = 3 * 4096;                         // signals, kernel state, lost peers
+  int64_t total = 4 * 4096;                         // signals, kernel state, lost peers, waits by rank
   total += 8192;                                    // 16 blocks' counts for 64 experts and 4 ranks
   total += 2 * (4096 + 4096);                       // error texts, counts
   total += 2 * (524288 + 65536 + 524288 + 131072);  // packed routes, places, weights, gradients of weights
   total += 69632;          // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
   total += 69632;          // credits of 2048 chunks, and one more each
   total += 2 * 234881024;  // 4096 * 4 rows
-  CHECK(w.total_bytes == total && total == 472428544);
+  CHECK(w.total_bytes == total && total == 472432640);
   CHECK(w.stage_tokens == 4096);
 }
 
