@@ -314,6 +314,7 @@ def test_first_steps_do_not_count_as_speed() -> None:
             wait_seconds=0.0,
             exposed_seconds=math.nan if step == 3 else seconds / 4 if step else 50.0,
             load_AE=torch.ones(1, 1),
+            late_R=[0.0],
             stop=False,
         )
         totals.add(found, tokens=100, wall_seconds=seconds)
