@@ -163,10 +163,10 @@ class Transformer(nn.Module):
                     delattr(parent, name)
 
     def compile_blocks(self) -> None:
-        """Compiles what the blocks compute before their experts; blocks of a kind share what is compiled."""
+        """Compiles the blocks' attention with its norm; blocks of a kind share what is compiled."""
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            block.before = torch.compile(block.before)  # type: ignore[method-assign]
+            block._attend = torch.compile(block._attend)  # type: ignore[method-assign]
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions that attention sees of an input of so many, both (S, D/2)."""

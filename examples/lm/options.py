@@ -299,6 +299,10 @@ def _check(options: Options) -> None:
     if options.weights == "bfloat16" and options.dtype != "bfloat16":
         raise UsageError(f"--weights bfloat16 needs --dtype bfloat16, not {options.dtype}")
     _check_memory(options)
+    if options.compile and (
+        options.offload is not None or {"norms", "mla-up", "attention", "all"} & set(options.recompute)
+    ):
+        raise UsageError("--compile: not with --offload, nor with --recompute of what it compiles")
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -636,7 +640,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--compile",
         action="store_true",
-        help="torch.compile what is before the experts, norms and attention; half a minute at the start",
+        help="torch.compile attention with its norm; takes half a minute at the start",
     )
     add(
         "--graph",

@@ -468,6 +468,7 @@ WRONG = {
     "--weights bfloat16": "--weights bfloat16 needs --dtype bfloat16, not float32",
     "--weights float16": "argument --weights: invalid choice: 'float16'",
     "--recompute mla-up": "--recompute mla-up is of --attention latent, not of grouped",
+    "--compile --recompute norms": "--compile: not with --offload, nor with --recompute of what it compiles",
     "--recompute shared": "--recompute shared needs --shared-experts, above 0",
     "--recompute norms,core": "argument --recompute: invalid choice: 'core' (choose from norms, mla-up",
     "--microbatches 2 --merged --recompute fc1,moe": "--recompute moe: merged microbatches have the layer in",
