@@ -173,7 +173,6 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
 
     import torch
     from lm import presets
-    from lm.model import Block
     from lm.trainer import Trainer
 
     from moecomm.nn import MoELayer
@@ -188,8 +187,8 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(options, joined, stop=False)
     if variant == TORCH:
-        for block in trainer.model.modules():
-            if isinstance(block, Block) and isinstance(block.ffn, MoELayer):
+        for block in trainer.model.own_blocks():
+            if isinstance(block.ffn, MoELayer):
                 block.ffn = PlainFfn(block.ffn)
     records = [trainer.step(step)[0] for step in range(1, plan.steps + 1)]
     seconds = [each["seconds"] for each in records[plan.warmup : -1]]

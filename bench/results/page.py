@@ -82,7 +82,7 @@ def groups_of(records: Records) -> list[Group]:
     found = [
         Group(name, content, paths)
         for name, content in records.items()
-        if not is_native(content) and content["program"] != "train_perf"
+        if not is_native(content)
         for paths in record.comparisons(content["rows"])
     ]
     return [each for each in found if MOECOMM in each.paths or OVERLAPPED in each.paths]

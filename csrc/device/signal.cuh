@@ -37,7 +37,10 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x) {
     arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
                          EpochFlag{&comm.record(comm.own, peer, epoch).epoch, epoch});
-    if (counts) late_ns[peer] += ptx::global_nanoseconds() - start;
+    // Nothing is returned, so that nobody waits for the memory.
+    if (counts)
+      atomicAdd(reinterpret_cast<unsigned long long*>(&late_ns[peer]),
+                static_cast<unsigned long long>(ptx::global_nanoseconds() - start));
   }
   arrived = __syncthreads_and(arrived);
   if (counts && threadIdx.x == 0) comm.state().wait_ns += ptx::global_nanoseconds() - start;

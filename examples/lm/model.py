@@ -162,11 +162,14 @@ class Transformer(nn.Module):
                 if part is not self.blocks and any(each.is_meta for each in part.parameters()):
                     delattr(parent, name)
 
+    def own_blocks(self) -> list[Any]:
+        """Returns the Blocks that this rank holds, in the order of the layers."""
+        return list(self.blocks.values())
+
     def compile_blocks(self) -> None:
         """Compiles the blocks' attention with its norm; blocks of a kind share what is compiled."""
-        for block in self.blocks.values():
-            assert isinstance(block, Block)
-            block._attend = torch.compile(block._attend)  # type: ignore[method-assign]
+        for block in self.own_blocks():
+            block._attend = torch.compile(block._attend)
 
     def positions(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions that attention sees of an input of so many, both (S, D/2)."""

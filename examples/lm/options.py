@@ -299,10 +299,6 @@ def _check(options: Options) -> None:
     if options.weights == "bfloat16" and options.dtype != "bfloat16":
         raise UsageError(f"--weights bfloat16 needs --dtype bfloat16, not {options.dtype}")
     _check_memory(options)
-    if options.compile and (
-        options.offload is not None or {"norms", "mla-up", "attention", "all"} & set(options.recompute)
-    ):
-        raise UsageError("--compile: not with --offload, nor with --recompute of what it compiles")
     if options.graph and options.microbatches > 1:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
@@ -360,6 +356,10 @@ def _check_memory(options: Options) -> None:
         raise UsageError("--recompute shared needs --shared-experts, above 0")
     if options.offload is not None and options.graph:
         raise UsageError("--offload: a graph keeps its memory between replays: not with --graph")
+    if options.compile and (
+        options.offload is not None or {"norms", "mla-up", "attention", "all"} & set(options.recompute)
+    ):
+        raise UsageError("--compile: not with --offload, nor with --recompute of what it compiles")
 
 
 def _check_pipeline(options: Options) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lm.attention import GroupedAttention, LatentAttention
-from lm.model import Block, Transformer
+from lm.model import Transformer
 from moecomm.parallel import Coordinates, ParallelFolding
 
 # torch 2.13 has new names for these two, and warns of the old ones.
@@ -61,7 +61,7 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
     mesh = None
     if folding.tp > 1:
         mesh = _attention_mesh(folding, device)
-        for block in _blocks(model):
+        for block in model.own_blocks():
             _split_heads(block, mesh["tp"], folding)
         model.gathered = folding.tp
     if folding.cp > 1:
@@ -69,7 +69,7 @@ def split_attention(model: Transformer, folding: ParallelFolding, device: torch.
         rank = folding.coordinates(dist.get_rank()).cp
         places_S = _context_places(model.config.max_seq, folding.cp, rank).to(device)
         model.cos_SD, model.sin_SD = model.cos_SD[places_S], model.sin_SD[places_S]
-        for block in _blocks(model):
+        for block in model.own_blocks():
             block.attention.gather_keys = GatherKeys(folding)
             block.attention.core = ContextCore(block.attention.core, folding, rank)
     return mesh
@@ -80,10 +80,6 @@ def _attention_mesh(folding: ParallelFolding, device: torch.device) -> DeviceMes
     columns = dist.get_process_group_ranks(groups[0])
     ranks = torch.tensor([folding.group_of("tp", rank) for rank in columns], dtype=torch.int)
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_cp", "tp"))
-
-
-def _blocks(model: Transformer) -> list[Any]:
-    return [block for block in model.modules() if isinstance(block, Block)]
 
 
 def _split_heads(block: Any, mesh: DeviceMesh, folding: ParallelFolding) -> None:

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from lm.attention import LatentAttention
-from lm.model import Block, Run, Transformer
+from lm.model import Run, Transformer
 from lm.options import Options
 from moecomm.nn import ActivationOffload, MoELayer, OverlapConfig, keep_plans
 
@@ -29,9 +29,7 @@ def save_memory(model: Transformer, options: Options) -> None:
     offload = None
     if options.offload is not None:
         offload = ActivationOffload(model, min_bytes=options.offload * 1024)
-    for block in model.modules():
-        if not isinstance(block, Block):
-            continue
+    for block in model.own_blocks():
         block.offload = offload
         parts = {"all", "attention", "moe"} & chosen
         if not isinstance(block.ffn, MoELayer):

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lm.model import Block, Transformer
+from lm.model import Transformer
 from lm.options import Options
 from lm.precision import EXPERTS
 from moecomm.nn import SharedExperts, fully_shard_experts, is_expert_parameter
@@ -134,13 +134,13 @@ def _shard(
             fully_shard(part, mesh=stage, mp_policy=of_experts)
     if split is not None:
         _shard_attention(model, folding, split["dp_cp"], dense)
-    for block in _blocks(model):
+    for block in model.own_blocks():
         fully_shard(block, **dense)
     for name in () if model.config.tied else ("embedding", "head"):
         if hasattr(model, name):  # a stage of a pipeline may have none
             fully_shard(getattr(model, name), **dense)
     fully_shard(model, **dense)  # the embedding, if it is the output too: whole for the time of a microbatch
-    for part in (*_blocks(model)[-1:], getattr(model, "head", None)):
+    for part in (*model.own_blocks()[-1:], getattr(model, "head", None)):
         if isinstance(part, FSDPModule):
             part.set_reshard_after_forward(False)  # its backward comes right after
 
@@ -151,7 +151,7 @@ def _shard_attention(
     """Makes units of what TP has split, and of the products of latents, which it has not."""
     # What TP has split ends in a view, to which a block adds out of place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
-    for block in _blocks(model):
+    for block in model.own_blocks():
         attention = block.attention
         split = {parameter for parameter in attention.parameters() if isinstance(parameter, DTensor)}
         for part in attention.children():
@@ -168,7 +168,9 @@ def _shard_attention(
 def _gather_ahead(model: Transformer) -> None:
     """Gathers the next block while one computes. By itself torch does so as far as the host runs ahead of the
     GPU, and a layer with experts has it wait."""
-    blocks = [[part for part in block.modules() if isinstance(part, FSDPModule)] for block in _blocks(model)]
+    blocks = [
+        [part for part in block.modules() if isinstance(part, FSDPModule)] for block in model.own_blocks()
+    ]
     for units, following in itertools.pairwise(blocks):
         units[0].set_modules_to_forward_prefetch(following)
         following[0].set_modules_to_backward_prefetch(units[::-1])
@@ -176,7 +178,3 @@ def _gather_ahead(model: Transformer) -> None:
         model.embedding.set_modules_to_forward_prefetch(blocks[0])
     if isinstance(model.head, FSDPModule):
         blocks[-1][0].set_modules_to_forward_prefetch([model.head])
-
-
-def _blocks(model: Transformer) -> list[Any]:
-    return [block for block in model.modules() if isinstance(block, Block)]
