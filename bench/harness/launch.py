@@ -25,7 +25,7 @@ WITHOUT_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""All paths are compared without the links' multicast, unless the environment says otherwise."""
+"""The variables without which paths would use the links' multicast; set unless the environment has them."""
 
 
 def run(plan: Sequence[Options], limit_s: float = math.inf) -> int:

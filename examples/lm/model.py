@@ -183,5 +183,5 @@ class Transformer(nn.Module):
         return self.embedding(tokens_BS).float() * math.sqrt(self.config.dim)
 
     def finish(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """What `Head` makes of the last block's result."""
+        """Returns what `Head` makes of the last block's result."""
         return self.head(x_BSH, targets_BS, self.embedding.weight if self.config.tied else None)

@@ -73,7 +73,7 @@ def test_a_variant_that_computes_something_else_is_found(pool: Pools, text_folde
         ("--variants moecomm,nccl", "'nccl'"),
         ("--timed-steps 0", "at least 1"),
         ("--resume", "--resume"),
-        ("--out /tmp/there", "--out"),
+        ("--out there", "--out"),
         ("--merged --microbatches 2", "--merged"),
         ("--etp 2", "--etp"),
     ],
