@@ -62,7 +62,7 @@ def test_long_windows_keep_no_logits(kind: str, queries: int, seed: int) -> None
     factor = torch.randn(1, 8, queries, value_width, device="cuda")
     found = []
     for attend, to in ((AttentionCore(), dtype), (attend_by_slices, torch.float32)):
-        parts = [each.to(to).requires_grad_() for each in (q, k, v)]
+        parts = [each.detach().to(to).requires_grad_() for each in (q, k, v)]
         extra = (None,) if isinstance(attend, AttentionCore) else (0, None, width**-0.5)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
