@@ -1,8 +1,9 @@
 """AdamW (arXiv 1711.05101) for weights and moments of float32 or bfloat16, with arithmetic in float32.
 
-torch's fused update takes tensors of one dtype. Float32 ones it gets as they are. Of others it gets float32
-copies of a slice at a time, so that what is needed beside weights, gradients and moments does not grow with
-the model.
+torch's fused update takes tensors of one dtype. Float32 ones it gets as they are. On GPUs a large one of
+others is updated by a kernel that torch.compile makes, which reads and writes everything once. Of the rest
+torch's update gets float32 copies of a slice at a time, so that what is needed beside weights, gradients and
+moments does not grow with the model.
 
 A bfloat16 weight has a float32 master, of which it is the nearest bfloat16. The master is not kept: the
 optimizer has what is left of its bits, 16 a weight, as a signed difference:
@@ -16,7 +17,8 @@ Weights and states may be DTensors, of FSDP2 and of tensor parallelism: a rank u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 SLICE = 1 << 23  # elements that are float32 copies at a time
+KERNEL_ROW = 1024  # a kernel takes tensors as rows of it, and knows by that that they are aligned
+KERNEL_ELEMENTS = range(1 << 18, 1 << 31)  # of tensors that are worth a kernel, and whose indices are 32 bits
 
 
 class AdamW(torch.optim.Optimizer):
@@ -59,7 +63,9 @@ class AdamW(torch.optim.Optimizer):
             parts = [part for part in parts if part.weight.numel()]  # some ranks may have no shard
             plain = [part for part in parts if part.is_float32]
             _update([part[:4] for part in plain], [part.step for part in plain], group)
-            for slices in _slices([part for part in parts if not part.is_float32]):
+            others = [part for part in parts if not part.is_float32]
+            _update_by_kernel([part for part in others if part.has_kernel], group)
+            for slices in _slices([part for part in others if not part.has_kernel]):
                 _update_slices(slices, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,6 +112,11 @@ class _Part(NamedTuple):
     @property
     def is_float32(self) -> bool:
         return all(tensor.dtype == torch.float32 for tensor in self[:4])
+
+    @property
+    def has_kernel(self) -> bool:
+        elements = self.weight.numel()
+        return self.weight.is_cuda and elements in KERNEL_ELEMENTS and elements % KERNEL_ROW == 0
 
     def slices(self) -> Iterator[_Part]:
         """Yields slices of at most SLICE elements."""
@@ -168,21 +179,82 @@ def _master(part: _Part) -> Tensor:
     """Returns the float32 weights: those of the parameter itself, or a bfloat16 one's masters."""
     if part.remainder is None:
         return part.weight
-    bits = part.weight.view(torch.int16).to(torch.int32).mul_(1 << 16)
-    return bits.add_(part.remainder).view(torch.float32)
+    return _joined(part.weight.view(torch.int16), part.remainder)
 
 
 def _set_master(part: _Part, master: Tensor) -> None:
-    """Writes a master's bits into weight and remainder; of two bfloat16 numbers that are equally near the
+    """Writes a master's bits into weight and remainder."""
+    if part.remainder is not None:
+        _split(master, part.weight.view(torch.int16), part.remainder)
+
+
+def _joined(high: Tensor, remainder: Tensor) -> Tensor:
+    """Returns the masters of weights whose bits are `high`."""
+    return high.to(torch.int32).mul_(1 << 16).add_(remainder).view(torch.float32)
+
+
+def _split(master: Tensor, high: Tensor, remainder: Tensor) -> None:
+    """Writes masters as weights' bits and remainders; of two bfloat16 numbers that are equally near the
     weight is that of the larger magnitude."""
-    if part.remainder is None:
-        return
     bits = master.view(torch.int32)
     nearest = bits.bitwise_right_shift(15).add_(1).bitwise_right_shift_(1)
     # A NaN of which all bits are set would become zero.
-    nearest = torch.minimum(nearest, bits.bitwise_right_shift(31).bitwise_or_(0x7FFF), out=nearest)
-    part.weight.view(torch.int16).copy_(nearest)
-    part.remainder.copy_(torch.sub(bits, nearest.mul_(1 << 16), out=nearest))
+    nearest = torch.minimum(nearest, bits.bitwise_right_shift(31).bitwise_or_(0x7FFF))
+    high.copy_(nearest)
+    remainder.copy_(bits.sub(nearest.mul_(1 << 16)))
+
+
+def _update_by_kernel(parts: list[_Part], group: dict[str, Any]) -> None:
+    """Updates each part by one kernel. What it takes beside tensors and constants is on the GPU, so that no
+    step compiles anew and none waits."""
+    if not parts:
+        return
+    kernel, (beta1, beta2), lr = _compiled_update(), group["betas"], group["lr"]
+    steps = torch.stack([part.step for part in parts]).double()
+    sizes = (lr / (1 - beta1**steps)).float()
+    roots = (1 - beta2**steps).sqrt().float()
+    kept = torch.full_like(sizes, 1 - lr * group["weight_decay"])
+    for part, *numbers in zip(parts, sizes, roots, kept, strict=True):
+        weight, grad, exp_avg, exp_avg_sq, remainder = (
+            None if tensor is None else tensor.view(-1, KERNEL_ROW) for tensor in part[:5]
+        )
+        assert weight is not None
+        bits = weight if remainder is None else weight.view(torch.int16)
+        kernel(bits, grad, exp_avg, exp_avg_sq, remainder, *numbers, beta1, beta2, group["eps"])
+
+
+@functools.cache
+def _compiled_update() -> Callable[..., None]:
+    return torch.compile(_update_one)
+
+
+def _update_one(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    remainder: Tensor | None,
+    size: Tensor,
+    root: Tensor,
+    kept: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Does torch's fused update of one tensor. weight: with a remainder its bits, as int16. size: the
+    learning rate over the first moment's correction. root: of the second moment's correction. kept: what
+    weight decay leaves of a weight."""
+    master = weight if remainder is None else _joined(weight, remainder)
+    gradient = grad.float()
+    first = exp_avg.float() * beta1 + gradient * (1 - beta1)
+    second = exp_avg_sq.float() * beta2 + gradient * gradient * (1 - beta2)
+    master = master * kept - size * first / (second.sqrt() / root + eps)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    if remainder is None:
+        weight.copy_(master)
+    else:
+        _split(master, weight, remainder)
 
 
 def _update(tensors: list[Any], steps: list[Tensor], group: dict[str, Any]) -> None:

@@ -85,6 +85,37 @@ def test_a_bfloat16_weight_is_the_nearest_of_a_float32_one(seed: int) -> None:
         assert bool(((weight.detach() == other) | tie).all())
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_compiled_for_gpus_is_the_same_update(
+    dtype: torch.dtype, moments: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Step by step from the same state, since roundings of moments would drive two runs apart; here without
+    the compiler."""
+    made = []
+    for _ in range(2):
+        parameters = [torch.nn.Parameter(each.detach()[:, :64]) for each in weights(seed, dtype)[1:2]]
+        made.append(
+            (AdamW([{"params": parameters, "weight_decay": 0.1}], **SETTINGS, moments=moments), parameters)
+        )
+    monkeypatch.setattr(under_test, "KERNEL_ROW", 64)
+    monkeypatch.setattr(under_test, "_compiled_update", lambda: under_test._update_one)
+    for step in range(6):
+        grads = [gradients(seed, step, dtype)[1]]
+        for compiled, (each, parameters) in enumerate(made):
+            monkeypatch.setattr(under_test._Part, "has_kernel", property(lambda part, it=compiled: bool(it)))
+            steps(each, parameters, [grads])
+        (plain, (one,)), (other, (two,)) = made
+        found, wanted = masters(other, [two])[0], masters(plain, [one])[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+        for name in ("exp_avg", "exp_avg_sq"):
+            bound = 2 * BFLOAT16 if moments == torch.bfloat16 else 1e-6
+            found, wanted = other.state[two][name], plain.state[one][name]
+            torch.testing.assert_close(found, wanted, rtol=bound, atol=1e-6 * wanted.abs().max().item())
+        other.load_state_dict(plain.state_dict())
+        two.data.copy_(one.data)
+
+
 def test_updates_too_small_for_bfloat16_add_up(seed: int) -> None:
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     made = AdamW([{"params": [weight]}], lr=1e-4, betas=(0.9, 0.95))

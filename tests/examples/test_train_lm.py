@@ -229,10 +229,14 @@ def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
     wait_until(lambda: processes_naming(folder) == [], "the ranks' end")
 
 
-def test_a_lost_rank_is_made_good_by_a_restart(text_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mapping", [[], ["--pp=2", "--microbatches=4", "--no-tied"]], ids=["experts", "stages of a pipeline"]
+)
+def test_a_lost_rank_is_made_good_by_a_restart(mapping: list[str], text_folder: Path, tmp_path: Path) -> None:
     """torchrun starts the ranks again, which go on from the newest checkpoint as if nothing had been."""
     folder = tmp_path / "run"
     arguments = [*SMALL_MODEL, "--steps=150", "--eval-every=150", "--save-every=20", "--data", text_folder]
+    arguments += mapping
     program = [EXAMPLES / "train_lm.py", *arguments, "--out", folder]
     process = subprocess.Popen(
         [
