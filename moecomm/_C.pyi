@@ -103,6 +103,7 @@ class Communicator:
 class WireFormat(Enum):
     same = 0
     fp8 = 1
+    mxfp8 = 2
 
 class DeviceShape:
     def __init__(

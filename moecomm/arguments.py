@@ -7,12 +7,7 @@ from typing import Any
 import torch
 
 from moecomm.errors import InvalidArgument, InvalidRouting
-from moecomm.types import Layout
-
-WIRE_FP8 = torch.float8_e4m3fn
-"""The type of the values that wire="fp8" sends, with a float32 scale for each SCALE_COLUMNS columns of a row;
-the last group of a row may have fewer columns."""
-SCALE_COLUMNS = 128
+from moecomm.types import WIRE_FORMATS, Layout
 
 _MOST_ALIGNMENT = 1 << 20
 
@@ -76,10 +71,16 @@ def require_ends(ends_L: torch.Tensor, device: torch.device, whose: str) -> None
 
 
 def check_rows(
-    name: str, rows_XH: Any, count: int | None, hidden: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    rows_XH: Any,
+    count: int | None,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    whose: str = "the communicator's dtype",
 ) -> None:
     """Checks that `rows_XH` is (count, hidden) of `dtype` on `device`; count None allows any number of
-    rows."""
+    rows. `whose`: what has that dtype."""
     if _is(rows_XH, (count, hidden), dtype, device):
         return
     require_tensor(name, rows_XH, device)
@@ -89,7 +90,6 @@ def check_rows(
             f"expected ({'any' if count is None else count}, hidden = {hidden})"
         )
     if rows_XH.dtype != dtype:
-        whose = "the wire's" if dtype == WIRE_FP8 else "the communicator's dtype"
         raise InvalidArgument(f"{name} is {rows_XH.dtype}, expected {whose} {dtype}")
 
 
@@ -127,15 +127,19 @@ def check_dispatch(
     dtype: torch.dtype,
     device: torch.device,
     x_scales: Any = None,
+    wire: str | None = None,
 ) -> None:
     """Checks the tensors of a dispatch, all but the values of the expert ids, which the runtime checks as it
-    copies them. With `x_scales`, x has the dtype that wire="fp8" sends."""
-    check_rows("x", x_TH, None, hidden, dtype if x_scales is None else WIRE_FP8, device)
-    if x_scales is not None:
+    copies them. With `x_scales`, x is in the format `wire`, which a communicator has."""
+    if x_scales is None or wire is None:
+        check_rows("x", x_TH, None, hidden, dtype, device)
+    else:
+        travels = WIRE_FORMATS[wire]
+        check_rows("x", x_TH, None, hidden, travels.values, device, "the wire's")
         require_tensor("scales of x", x_scales, device)
-        _require_dtype("scales of x", x_scales, torch.float32)
-        shape = (x_TH.shape[0], -(-hidden // SCALE_COLUMNS))
-        _require_shape("scales of x", x_scales, shape, f"(T, hidden / {SCALE_COLUMNS} rounded up)")
+        _require_dtype("scales of x", x_scales, travels.scales)
+        shape = travels.scales_shape(x_TH.shape[0], hidden)
+        _require_shape("scales of x", x_scales, shape, f"(T, hidden / {travels.scale_columns} rounded up)")
     tokens = x_TH.shape[0]
     if tokens > max_tokens:
         raise InvalidArgument(f"x has {tokens} tokens, expected at most max_tokens = {max_tokens}")
@@ -165,7 +169,7 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
         return
     if not isinstance(dequantize, bool):
         raise InvalidArgument(f"dequantize is {dequantize!r}, expected a bool")
-    if wire == "fp8":
+    if wire is not None:
         return
     if not dequantize:
         raise InvalidArgument(

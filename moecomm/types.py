@@ -31,6 +31,37 @@ PlanViews = Callable[[str], torch.Tensor]
 """Makes the view of that name, one of PLAN_VIEWS."""
 
 
+@dataclass(frozen=True)
+class WireFormat:
+    """A format in which rows of a dispatch can travel (docs/data_formats.md): values with a scale for each
+    `scale_columns` columns of a row; its last scale may have fewer. csrc/layout/wire_format.hpp has its
+    bytes.
+
+    Attributes:
+        name: Communicator's `wire`.
+        values: the dtype of the values.
+        scales: the dtype of the scales.
+    """
+
+    name: str
+    values: torch.dtype
+    scales: torch.dtype
+    scale_columns: int
+
+    def scales_shape(self, rows: int, hidden: int) -> tuple[int, int]:
+        """Returns the shape of the scales of `rows` rows."""
+        return rows, -(-hidden // self.scale_columns)
+
+
+WIRE_FORMATS = {
+    each.name: each
+    for each in (
+        WireFormat("fp8", torch.float8_e4m3fn, torch.float32, 128),
+        WireFormat("mxfp8", torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
+    )
+}
+
+
 def as_group(group: AnyGroup | None, name: str = "group") -> Group | None:
     """Returns the process group of a one-dimensional DeviceMesh; a process group or None is returned as it
     is.
@@ -131,8 +162,9 @@ class DispatchOutput:
             the expert layout, where they are `weights`, and if the dispatch had none.
         topk_idx: rank layout: (P, K) int32 local expert ids, -1 where the expert is elsewhere. None in the
             expert layout.
-        scales: with `dequantize=False`: (P, ceil(H / 128)) float32, one for each 128 columns of `tokens`,
-            which are float8_e4m3fn then; value = tokens * scale. None otherwise.
+        scales: with `dequantize=False` those of `tokens`, which are float8_e4m3fn then: value = tokens *
+            scale. wire="fp8": (P, ceil(H / 128)) float32, one for each 128 columns. "mxfp8":
+            (P, ceil(H / 32)) float8_e8m0fnu. None otherwise.
     """
 
     tokens: torch.Tensor

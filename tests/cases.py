@@ -192,7 +192,8 @@ def _all_inputs(case: Case) -> tuple[list[np.ndarray], list[np.ndarray], list[np
     """Rows as they arrive, ids, and weights of all ranks."""
     ranks = range(case.size)
     x = [case.x(rank) for rank in ranks]
-    x = [reference.through_fp8(each, case.dtype) for each in x] if case.wire == "fp8" else x
+    if case.wire is not None:
+        x = [reference.through_wire(each, case.dtype, case.wire) for each in x]
     return (
         x,
         [case.ids(rank) for rank in ranks],

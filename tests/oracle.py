@@ -96,8 +96,8 @@ class Oracle:
         self.ids_NK = torch.cat([each.ids_TK for each in self.all]).long()
         self.weights_NK = torch.cat([each.weights_TK for each in self.all])
         self.x_NH = torch.cat([each.x_TH for each in self.all])
-        if job.wire == "fp8":
-            self.x_NH = through_fp8(self.x_NH)
+        if job.wire is not None:
+            self.x_NH = through_wire(self.x_NH, job.wire)
         self.rows = [rows(job, owner, self.ids_NK) for owner in range(job.size)]
         self.mine = self.rows[self.rank]
         self.needed = [each.needed for each in self.rows]
@@ -279,30 +279,55 @@ class Oracle:
         self.problems.append(f"rank {self.rank}: {text}; {self.job}")
 
 
-def quantised(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8 e4m3 data (T,H) and float32 scales (T, ceil(H / 128)); the contract is in tests/reference.py."""
+SCALE_COLUMNS = {"fp8": 128, "mxfp8": 32}
+
+
+def quantised(x_TH: torch.Tensor, wire: str = "fp8") -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 e4m3 data (T,H) and scales (T, blocks); the contract is in tests/reference.py."""
+    columns = SCALE_COLUMNS[wire]
     count, hidden = x_TH.shape
-    blocks = -(-hidden // 128)
-    wide = torch.zeros(count, blocks * 128, device=x_TH.device)
+    blocks = -(-hidden // columns)
+    wide = torch.zeros(count, blocks * columns, device=x_TH.device)
     wide[:, :hidden] = x_TH.float()
-    wide = wide.view(count, blocks, 128)
+    wide = wide.view(count, blocks, columns)
     # By a tensor on the device: torch multiplies with the reciprocal of a Python number instead.
     largest = torch.full((1,), 448.0, device=x_TH.device)
-    scales = (
-        wide.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax(2) / largest
-    ).clamp_min(2.0**-126)
-    data = (wide * (torch.ones_like(scales) / scales)[:, :, None]).clamp(-448, 448)
-    return data.view(count, blocks * 128)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
+    amax = wide.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().amax(2)
+    scales = (amax / largest).clamp_min(2.0**-126)
+    if wire == "mxfp8":
+        scales = _e8m0(amax / largest)
+    factors = factors_of(scales)
+    inverse = torch.where(factors.isnan(), 0.0, torch.ones_like(factors) / factors)
+    data = (wide * inverse[:, :, None]).clamp(-448, 448)
+    return data.view(count, -1)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def dequantised(data_TH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    whole = scales.repeat_interleave(128, 1)[:, : data_TH.shape[1]]
+def _e8m0(x: torch.Tensor) -> torch.Tensor:
+    """The least powers of two that are not below float32 x, as float8_e8m0fnu; NaN for infinity."""
+    mantissa, exponent = torch.frexp(x.double())
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    codes = torch.where(x > 0, exponent.clamp_min(-127), -127) + 127
+    return torch.where(x.isinf(), 255, codes).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def factors_of(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of a wire format as float32."""
+    if scales.dtype == torch.float32:
+        return scales
+    codes = scales.view(torch.uint8)
+    return torch.where(codes == 255, torch.nan, torch.pow(2.0, codes.double() - 127)).float()
+
+
+def dequantised(
+    data_TH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, wire: str = "fp8"
+) -> torch.Tensor:
+    whole = factors_of(scales).repeat_interleave(SCALE_COLUMNS[wire], 1)[:, : data_TH.shape[1]]
     return (data_TH.float() * whole).to(dtype)
 
 
-def through_fp8(x_TH: torch.Tensor) -> torch.Tensor:
-    """Rows after the fp8 wire."""
-    return torch.cat([dequantised(*quantised(part), x_TH.dtype) for part in x_TH.split(CHUNK)])
+def through_wire(x_TH: torch.Tensor, wire: str) -> torch.Tensor:
+    """Rows after they have travelled in a wire format."""
+    return torch.cat([dequantised(*quantised(part, wire), x_TH.dtype, wire) for part in x_TH.split(CHUNK)])
 
 
 def play(comm: Any, case: Case, rank: int, *, gradients: bool = True) -> list[str]:

@@ -58,56 +58,82 @@ def as_e4m3(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.float32(np.nan), np.copysign(E4M3[nearest], x)).astype(np.float32)
 
 
-def quantised(x: np.ndarray, block: int = 128) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (T,H) as the fp8 wire carries them: e4m3 data (T,H), held in float32, and scales (T, blocks).
+SCALE_COLUMNS = {"fp8": 128, "mxfp8": 32}
+"""Columns of a row that share a scale, by the wire format."""
 
-    A block is 128 columns of a row, the last one what is left. Its scale is amax / 448, at least 2^-126,
-    where amax is the largest magnitude (a NaN does not count); data is x * (1 / scale) in e4m3. All of this
-    in float32.
+
+def quantised(x: np.ndarray, wire: str = "fp8", block: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (T,H) as a wire format carries them: e4m3 data (T,H), held in float32, and scales (T, blocks).
+
+    A block is so many columns of a row as share a scale, or `block` ones, the last one what is left. amax is
+    its largest magnitude (a NaN does not count). The scale of fp8 is amax / 448, at least 2^-126; that of
+    mxfp8 the least power of two that is not below amax / 448, at least 2^-127, and NaN for an infinity. Data
+    is x * (1 / scale) in e4m3, x * 0 where the scale is NaN. All of this in float32.
     """
     x = x.astype(np.float32)
-    starts = range(0, x.shape[1], block)
+    columns = block or SCALE_COLUMNS[wire]
+    starts = range(0, x.shape[1], columns)
     data, scales = np.zeros_like(x), np.zeros((len(x), len(starts)), np.float32)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for b, start in enumerate(starts):
-            part = x[:, start : start + block]
+            part = x[:, start : start + columns]
             amax = np.where(np.isnan(part), np.float32(0), np.abs(part)).max(1, initial=0)
-            scale = np.maximum(amax / np.float32(448), np.float32(2.0**-126))
-            data[:, start : start + block] = as_e4m3(part * (np.float32(1) / scale)[:, None])
+            quotient = amax / np.float32(448)
+            scale = (
+                powers_of_two(quotient) if wire == "mxfp8" else np.maximum(quotient, np.float32(2.0**-126))
+            )
+            inverse = np.where(np.isnan(scale), np.float32(0), np.float32(1) / scale)
+            data[:, start : start + columns] = as_e4m3(part * inverse[:, None])
             scales[:, b] = scale
     return data, scales
 
 
-def dequantised(data: np.ndarray, scales: np.ndarray, dtype: str, block: int = 128) -> np.ndarray:
+def powers_of_two(x: np.ndarray) -> np.ndarray:
+    """The least power of two that is not below each float32, at least 2^-127; NaN for infinity."""
+    mantissa, exponent = np.frexp(np.where(np.isinf(x), np.float32(1), x).astype(np.float64))
+    exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+    least = np.ldexp(1.0, np.where(x > 0, np.maximum(exponent, -127), -127))
+    return np.where(np.isinf(x), np.nan, least).astype(np.float32)
+
+
+def dequantised(
+    data: np.ndarray, scales: np.ndarray, dtype: str, wire: str = "fp8", block: int | None = None
+) -> np.ndarray:
     """data * scale in float32, rounded to the dtype."""
     with np.errstate(over="ignore", invalid="ignore"):
-        whole = np.repeat(scales, block, 1)[:, : data.shape[1]]
+        whole = np.repeat(scales, block or SCALE_COLUMNS[wire], 1)[:, : data.shape[1]]
         return rounded(data.astype(np.float32) * whole, dtype).astype(wide(dtype))
 
 
-def through_fp8(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Rows of `dtype` after the fp8 wire."""
-    return dequantised(*quantised(x), dtype)
+def through_wire(x: np.ndarray, dtype: str, wire: str = "fp8") -> np.ndarray:
+    """Rows of `dtype` after they have travelled in a wire format."""
+    return dequantised(*quantised(x, wire), dtype, wire)
 
 
-def fp8_error_bound(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns how far `through_fp8` may move each element of finite float64 x that `dtype` can hold.
+def wire_error_bound(x: np.ndarray, dtype: str, wire: str = "fp8") -> np.ndarray:
+    """Returns how far `through_wire` may move each element of finite float64 x that `dtype` can hold.
 
     With s the block's scale and v = x / s, |v| <= 448: e4m3 keeps four significant bits, so its numbers near
     v are 2^-3 |v| apart at most, or 2^-9 where v is subnormal; the nearest is within
         |x| * 2^-4  or  s * 2^-10, whichever is more     (with |x| at amax itself: amax * 16/448).
     amax / 448, 1 / s, x * (1/s) and data * s each round in float32, 2^-24 of |x| each, and near a tie the
-    first three can turn the choice, which then costs as much again: 2^-21 |x| covers all of it. The last
-    rounding, to the dtype, adds half an ulp of the result. No element moves by more than
-    amax * (1/28 + 2^-21 + half an epsilon of the dtype).
+    first three can turn the choice, which then costs as much again: 2^-21 |x| covers all of it. (With mxfp8 s
+    is a power of two, and nothing but e4m3 rounds; s is less than twice amax / 448.) The last rounding, to
+    the dtype, adds half an ulp of the result. No element moves by more than amax * (1/28 + 2^-21 + half an
+    epsilon of the dtype); with mxfp8, where amax may be anything from 224 to 448 times s, by amax * (1/16 +
+    half an epsilon of the dtype).
     """
-    _, scales = quantised(x)
-    s = np.repeat(scales.astype(np.float64), 128, 1)[:, : x.shape[1]]
+    _, scales = quantised(x, wire)
+    s = np.repeat(scales.astype(np.float64), SCALE_COLUMNS[wire], 1)[:, : x.shape[1]]
     size = np.abs(x)
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}[dtype]
     tiny = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24, "float64": 2.0**-149}[dtype]
     bound = np.maximum(size * 2.0**-4, s * 2.0**-10) + size * 2.0**-21
     return bound + unit * (size + bound) + tiny
+
+
+LARGEST_MOVE = {"fp8": 1 / 28 + 2.0**-21, "mxfp8": 1 / 16}
+"""The most that a value moves before it is rounded to the dtype, in parts of its block's largest."""
 
 
 @dataclass

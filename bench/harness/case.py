@@ -111,7 +111,8 @@ class Case:
         options = self.options
         if options.wire is None or options.program == "combine" or options.kept_handle:
             return self.point.row_bytes
-        return self.point.hidden + 4 * -(-self.point.hidden // inputs.SCALE_BLOCK)
+        columns, dtype = inputs.SCALES[options.wire]
+        return self.point.hidden + -(-self.point.hidden // columns) * dtype.itemsize
 
     @property
     def useful_R(self) -> list[int]:

@@ -21,9 +21,10 @@ Ids = npt.NDArray[np.int32]
 Limit = tuple[
     int, int
 ]  # group-limited routing: of so many nodes the experts of a token are on at most so many
+SCALES = {"fp8": (128, torch.float32), "mxfp8": (32, torch.float8_e8m0fnu)}
+"""Columns that share a scale, and its dtype, by the wire format."""
 # Streams keep the random numbers of different inputs apart.
 _ROUTING, _ROWS, _WEIGHTS, SHUFFLES, _BYTES, _EXPERTS = 1, 2, 3, 5, 6, 7
-SCALE_BLOCK = 128  # columns that share a scale in the fp8 wire format
 
 
 def _rng(seed: int, *key: int) -> np.random.Generator:
@@ -237,26 +238,42 @@ def answer(rows_NH: torch.Tensor, key_N: torch.Tensor) -> torch.Tensor:
     return (rows_NH.to(dtype) * scale[:, None]).to(rows_NH.dtype)
 
 
-def quantised(rows_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in the fp8 wire format: (N, H) float8_e4m3fn and (N, ceil(H / 128)) float32 scales.
+def quantised(rows_NH: torch.Tensor, wire: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in a wire format: (N, H) float8_e4m3fn and (N, blocks) scales of its dtype.
 
-    For each block of 128 columns scale = max(amax / 448, 2^-126), data = x * (1 / scale), to nearest even and
-    at most 448 in magnitude. Divisions are of tensors by tensors: by a number, torch would multiply with its
-    inverse, which rounds otherwise.
+    For each block of columns data = x * (1 / scale), to nearest even and at most 448 in magnitude. The scale
+    of fp8 is max(amax / 448, 2^-126), that of mxfp8 the least power of two from 2^-127 on that is not below
+    amax / 448. Rows are finite. Divisions are of tensors by tensors: by a number, torch would multiply with
+    its inverse, which rounds otherwise.
     """
     count, hidden = rows_NH.shape
-    blocks = -(-hidden // SCALE_BLOCK)
-    padded = torch.zeros(count, blocks * SCALE_BLOCK, dtype=torch.float32, device=rows_NH.device)
+    columns = SCALES[wire][0]
+    blocks = -(-hidden // columns)
+    padded = torch.zeros(count, blocks * columns, dtype=torch.float32, device=rows_NH.device)
     padded[:, :hidden] = rows_NH
-    grouped = padded.view(count, blocks, SCALE_BLOCK)
+    grouped = padded.view(count, blocks, columns)
     amax = grouped.abs().amax(2)
-    scales = torch.div(amax, torch.full_like(amax, 448.0)).clamp_min(2.0**-126)
-    inverse = torch.div(torch.ones_like(scales), scales)
+    scales = torch.div(amax, torch.full_like(amax, 448.0))
+    if wire == "mxfp8":
+        exponents = scales.double().clamp_min(2.0**-127).log2().ceil()
+        scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        scales = scales.clamp_min(2.0**-126)
+    spread = factors(scales)
+    inverse = torch.div(torch.ones_like(spread), spread)
     scaled = (grouped * inverse[:, :, None]).clamp_(-448.0, 448.0)
     return scaled.view(count, -1)[:, :hidden].to(torch.float8_e4m3fn), scales
 
 
-def dequantised(data_NH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(N, H) rows of `dtype` from the fp8 wire format."""
-    spread = scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, : data_NH.shape[1]]
+def factors(scales: torch.Tensor) -> torch.Tensor:
+    """Returns the scales of a wire format in float32."""
+    if scales.dtype == torch.float32:
+        return scales
+    return torch.exp2(scales.view(torch.uint8).double() - 127).float()
+
+
+def dequantised(data_NH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, wire: str) -> torch.Tensor:
+    """(N, H) rows of `dtype` from a wire format."""
+    columns = SCALES[wire][0]
+    spread = factors(scales).repeat_interleave(columns, dim=1)[:, : data_NH.shape[1]]
     return (data_NH.to(torch.float32) * spread).to(dtype)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 OPERATIONS = ("dispatch", "combine", "alltoall")
 LAYER = "moe_layer"
 PROGRAMS = (*OPERATIONS, LAYER)
+WIRES = ("fp8", "mxfp8")  # formats in which rows can travel
 MOECOMM = "moecomm"  # the path of an operation that is moecomm's own
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ROUTINGS = ("uniform", "zipf", "one-hot", "balanced")
@@ -182,7 +183,7 @@ class Options:
     layout: Literal["expert", "rank"] = "expert"
     alignment: int = 1
     capacity: int | str | None = None  # rows, "auto" or None
-    wire: str | None = None  # None: rows travel in their type; fp8
+    wire: str | None = None  # None: rows travel in their type; else one of WIRES
     dequantize: bool = True
     kept_handle: str | None = None  # None | plain | weighted
     graph: bool = False

@@ -130,7 +130,7 @@ def wrong_dispatch(
     """Values of a dispatch result that differ, bit for bit, from what `rows` and the sources' data call for.
 
     Rows, padding rows (zero), counts, offsets, weights and local ids are all looked at. Rows past the last
-    offset of a result of fixed capacity are unspecified and are not. With `wire` fp8 the rows are those
+    offset of a result of fixed capacity are unspecified and are not. With a `wire` format the rows are those
     that quantising on the way leaves.
     """
     if got.tokens.shape != (rows.num_rows if capacity is None else capacity, key.hidden):
@@ -160,11 +160,11 @@ def wrong_dispatch(
 def _wrong_rows(got: Received, row: Tensor, x_NH: Tensor, wire: str | None) -> int:
     if wire is None:
         return _differing(got.tokens[row], x_NH)
-    values, scales = inputs.quantised(x_NH)
+    values, scales = inputs.quantised(x_NH, wire)
     if got.scales is None:
-        return _differing(got.tokens[row], inputs.dequantised(values, scales, x_NH.dtype))
+        return _differing(got.tokens[row], inputs.dequantised(values, scales, x_NH.dtype, wire))
     sent = _differing(got.tokens.view(torch.uint8)[row], values.view(torch.uint8))
-    return sent + _differing(got.scales[row], scales)
+    return sent + _differing(inputs.factors(got.scales)[row], inputs.factors(scales))
 
 
 def wrong_backward(

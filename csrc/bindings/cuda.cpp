@@ -52,8 +52,8 @@ py::dict stats_dict(DeviceCommunicator& self) {
 void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
                     uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
                     int64_t positions, uintptr_t plan, uintptr_t stream) {
-  self.begin_dispatch({pointer(x), pointer<float>(x_scales), pointer<void>(ids), wide_ids, pointer(weights),
-                       tokens, layout, alignment, capacity, positions, pointer<int32_t>(plan)},
+  self.begin_dispatch({pointer(x), pointer(x_scales), pointer<void>(ids), wide_ids, pointer(weights), tokens,
+                       layout, alignment, capacity, positions, pointer<int32_t>(plan)},
                       stream_of(stream));
 }
 
@@ -61,15 +61,16 @@ void finish_dispatch(DeviceCommunicator& self, int64_t rows, int64_t positions, 
                      uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
                      uintptr_t out_index_weights, uintptr_t stream) {
   self.finish_dispatch(rows, positions,
-                       {pointer(out), pointer<float>(out_scales), pointer(out_weights),
-                        pointer<int32_t>(out_ids), pointer<int32_t>(out_index), pointer(out_index_weights)},
+                       {pointer(out), pointer(out_scales), pointer(out_weights), pointer<int32_t>(out_ids),
+                        pointer<int32_t>(out_index), pointer(out_index_weights)},
                        stream_of(stream));
 }
 
 }  // namespace
 
 void bind_cuda(py::module_& m, void (*interrupt)()) {
-  py::enum_<WireFormat>(m, "WireFormat").value("same", WireFormat::same).value("fp8", WireFormat::fp8);
+  py::enum_<WireFormat> formats(m, "WireFormat");
+  for (const WireFormat wire : kWireFormats) formats.value(wire_entry(wire).name, wire);
   py::class_<DeviceShape>(m, "DeviceShape")
       .def(py::init([](int32_t ranks, int64_t num_experts, int32_t top_k, int64_t hidden, int64_t max_tokens,
                        DType dtype, WireFormat wire, int32_t ranks_per_node, bool copies) {

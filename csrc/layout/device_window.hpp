@@ -54,14 +54,15 @@ struct DeviceShape {
     const int32_t value = wire_entry(wire).value_bytes;
     return value == 0 ? row_bytes() : hidden * value;
   }
-  /// Scales of a row on the wire.
-  MOECOMM_HD int64_t wire_scales() const {
-    const int32_t columns = wire_entry(wire).scale_columns;
-    return columns == 0 ? 0 : (hidden + columns - 1) / columns;
+  /// Bytes of the scales of a row on the wire.
+  MOECOMM_HD int64_t wire_scale_bytes() const {
+    const WireEntry entry = wire_entry(wire);
+    const int32_t columns = entry.scale_columns;
+    return columns == 0 ? 0 : (hidden + columns - 1) / columns * entry.scale_bytes;
   }
   MOECOMM_HD int64_t wire_row_bytes() const {
     if (wire == WireFormat::same) return row_bytes();
-    const int64_t bytes = wire_data_bytes() + 4 * wire_scales();
+    const int64_t bytes = wire_data_bytes() + wire_scale_bytes();
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }

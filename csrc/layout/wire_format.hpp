@@ -1,6 +1,7 @@
 // The formats in which rows of a dispatch travel, a line of a table each. Layout, memory plan and runtime
 // take what they know of a format from its line; how values are written and read is the format's verbs,
-// Wire<format> in kernels/gpu/wire_element.cuh. A new format is a line here and its verbs there.
+// Wire<format> in kernels/gpu/wire_element.cuh. A new format is a line here with its place in kWireFormats,
+// its verbs there, and the dtypes of its tensors in moecomm/types.py.
 #pragma once
 
 #include <cstdint>
@@ -10,23 +11,31 @@
 namespace moecomm {
 
 enum class WireFormat : int32_t {
-  same = 0,  ///< in its dtype
-  fp8 = 1,   ///< e4m3 with one float32 scale for each 128 columns
+  same = 0,   ///< in its dtype
+  fp8 = 1,    ///< e4m3 with one float32 scale for each 128 columns
+  mxfp8 = 2,  ///< e4m3 with one power of two, e8m0, for each 32 columns
 };
 
+inline constexpr WireFormat kWireFormats[] = {WireFormat::same, WireFormat::fp8, WireFormat::mxfp8};
+inline constexpr int kWireFormatCount = sizeof(kWireFormats) / sizeof(kWireFormats[0]);
+
 struct WireEntry {
+  const char* name;
   int32_t value_bytes;    ///< 0: those of dtype
-  int32_t scale_columns;  ///< columns that share a float32 scale, behind the values; 0: there are none
+  int32_t scale_columns;  ///< columns that share a scale, behind the values; 0: there are none
+  int32_t scale_bytes;
 };
 
 MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
   switch (wire) {
     case WireFormat::fp8:
-      return {1, 128};
+      return {"fp8", 1, 128, 4};
+    case WireFormat::mxfp8:
+      return {"mxfp8", 1, 32, 1};
     case WireFormat::same:
       break;
   }
-  return {0, 0};
+  return {"same", 0, 0, 0};
 }
 
 }  // namespace moecomm

@@ -202,7 +202,7 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   check_cuda(cudaEventCreateWithFlags(&copied_, cudaEventDisableTiming), "cudaEventCreate");
   check_cuda(cudaStreamCreateWithFlags(&copy_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
 
-  for (const WireFormat wire : {WireFormat::same, WireFormat::fp8}) {
+  for (const WireFormat wire : kWireFormats) {
     device::Comm comm{};
     comm.window = window_.with_wire(wire);
     comm.rank = config_.rank;

@@ -45,9 +45,9 @@ struct DeviceConfig {
 
 /// Arguments of a dispatch. Addresses are in this device's memory.
 struct DeviceDispatch {
-  const std::byte* x;     ///< [tokens][hidden]; with x_scales in the wire format
-  const float* x_scales;  ///< [tokens][scales a row], or null
-  const void* ids;        ///< [tokens][top_k], int64 if wide_ids, else int32
+  const std::byte* x;         ///< [tokens][hidden]; with x_scales in the wire format
+  const std::byte* x_scales;  ///< [tokens][scales a row], or null
+  const void* ids;            ///< [tokens][top_k], int64 if wide_ids, else int32
   bool wide_ids;
   const std::byte* weights;  ///< weight type [tokens][top_k], or null
   int64_t tokens;
@@ -73,7 +73,7 @@ struct DeviceRedispatch {
 
 struct DeviceOutput {
   std::byte* out;                ///< [rows][hidden]; with out_scales in the wire format
-  float* out_scales;             ///< [rows][scales a row], or null
+  std::byte* out_scales;         ///< [rows][scales a row], or null
   std::byte* out_weights;        ///< weight type [rows] (rank layout: [rows][top_k]), or null
   int32_t* out_ids;              ///< rank layout: [rows][top_k], or null
   int32_t* out_index;            ///< rank layout: [positions], or null
@@ -198,10 +198,10 @@ class DeviceCommunicator {
   const NodeMap nodes_;
 
   std::unique_ptr<Pinned> pinned_;
-  std::byte** bases_ = nullptr;             // in device memory
-  std::vector<std::byte*> host_bases_;      // the same
-  std::unique_ptr<device::Comm> comms_[2];  // by WireFormat
-  cudaStream_t side_stream_ = nullptr;      // for a kernel that sends and can't be in the caller's stream
+  std::byte** bases_ = nullptr;                            // in device memory
+  std::vector<std::byte*> host_bases_;                     // the same
+  std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
+  cudaStream_t side_stream_ = nullptr;  // for a kernel that sends and can't be in the caller's stream
   cudaEvent_t fork_ = nullptr, join_ = nullptr;
   cudaStream_t copy_stream_ = nullptr;  // for copies beside the caller's stream
   cudaEvent_t copied_ = nullptr;        // they are done

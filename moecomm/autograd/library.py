@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from moecomm.arguments import SCALE_COLUMNS, WIRE_FP8, weight_dtype
+from moecomm.arguments import weight_dtype
 from moecomm.autograd.functions import combine_backward, dispatch_backward
 from moecomm.backends import Backend, DispatchCall, TensorPlan
 from moecomm.errors import CommunicatorClosed
@@ -121,11 +121,13 @@ def _fake_dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
         topk_idx_PK, index_Q = new((P, K), dtype=torch.int32), new(Q, dtype=torch.int32)
         if weights is not None:
             index_weights_Q = new(Q, dtype=weights.dtype)
-    if not call.dequantize:
-        scales = new((P, -(-H // SCALE_COLUMNS)), dtype=torch.float32)
+    tokens_dtype = backend.dtype
+    if backend.wire is not None and not call.dequantize:
+        scales = new(backend.wire.scales_shape(P, H), dtype=backend.wire.scales)
+        tokens_dtype = backend.wire.values
     return _all_there(
         call.x_TH,
-        new((P, H), dtype=backend.dtype if call.dequantize else WIRE_FP8),
+        new((P, H), dtype=tokens_dtype),
         weights,
         topk_idx_PK,
         scales,

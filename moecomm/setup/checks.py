@@ -14,6 +14,7 @@ from moecomm.arguments import require_integer
 from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.setup.memory_plan import CUDA_DTYPES, window_shape
+from moecomm.types import WIRE_FORMATS
 
 DEFAULT_TIMEOUT = 60.0
 """The default deadline of a wait, in seconds."""
@@ -64,8 +65,9 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
         raise Unsupported(
             f"wire is {wire!r}: on the {device.type} rows travel in their own dtype; pass wire=None"
         )
-    if wire != "fp8":
-        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
+    if wire not in WIRE_FORMATS:
+        names = ", ".join(map(repr, WIRE_FORMATS))
+        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype), {names}")
     if hidden % 16 != 0:
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
 

@@ -117,7 +117,7 @@ def device_shape(
         hidden=hidden,
         max_tokens=max_tokens,
         dtype=NATIVE_DTYPES[dtype],
-        wire=_C.WireFormat.fp8 if wire == "fp8" else _C.WireFormat.same,
+        wire=getattr(_C.WireFormat, wire or "same"),
         ranks_per_node=ranks if ranks_per_node is None else ranks_per_node,
         copies=copies,
     )

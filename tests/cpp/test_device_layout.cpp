@@ -15,7 +15,12 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kFewestStaged = 64;  // tokens
-constexpr WireFormat kWires[] = {WireFormat::same, WireFormat::fp8};
+
+/// Bytes of the scales of a row in a format.
+int64_t scale_bytes(WireFormat wire, int64_t hidden) {
+  if (wire == WireFormat::fp8) return (hidden + 127) / 128 * 4;
+  return wire == WireFormat::mxfp8 ? (hidden + 31) / 32 : 0;
+}
 
 int64_t rounded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -27,7 +32,7 @@ void for_each_shape(const Body& body) {
       for (const int64_t hidden : {16, 272, 7168})
         for (const int64_t tokens : {1, 63, 64, 65, 513, 4096, 4100, 16385, 70001})
           for (const DType dtype : {DType::float32, DType::bfloat16})
-            for (const WireFormat wire : kWires)
+            for (const WireFormat wire : kWireFormats)
               body(DeviceShape{ranks, top_k, int64_t{32} * ranks, hidden, tokens, dtype, wire});
 }
 
@@ -47,9 +52,9 @@ void test_chunks() {
 
 void test_rows_on_the_wire() {
   for_each_shape([](const DeviceShape& s) {
-    const int64_t scales = s.wire == WireFormat::fp8 ? (s.hidden + 127) / 128 * 4 : 0;
+    const int64_t scales = scale_bytes(s.wire, s.hidden);
     CHECK(s.wire_row_bytes() % 16 == 0 && s.wire_row_bytes() >= s.wire_data_bytes() + scales);
-    CHECK(s.wire_row_bytes() < s.wire_data_bytes() + scales + (s.wire == WireFormat::fp8 ? 128 : 16));
+    CHECK(s.wire_row_bytes() < s.wire_data_bytes() + scales + (s.wire == WireFormat::same ? 16 : 128));
     CHECK(s.wire_row_bytes() <= s.row_bytes());
   });
   const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::fp8};
@@ -159,7 +164,7 @@ void test_stage() {
     const DeviceWindow w = DeviceWindow::make(shape);
     const int64_t room = w.rows[1] - w.rows[0];
     CHECK(room == w.total_bytes - w.rows[1]);
-    for (const WireFormat wire : kWires) {
+    for (const WireFormat wire : kWireFormats) {
       const DeviceWindow other = w.with_wire(wire);
       CHECK(other.shape.wire == wire && other.total_bytes == w.total_bytes && other.rows[1] == w.rows[1]);
       CHECK(other.with_wire(shape.wire).stage_tokens == w.stage_tokens);
@@ -178,7 +183,7 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t element = s.dtype == DType::float32 ? 4 : 2;
   const int64_t weight = 4;
   const int64_t row = s.hidden * element;
-  const int64_t values = s.hidden + (s.hidden + 127) / 128 * 4;
+  const int64_t values = s.hidden + scale_bytes(s.wire, s.hidden);
   const int64_t lines = rounded(values, 128), wire = s.wire == WireFormat::same ? row
                                                      : lines <= row             ? lines
                                                                                 : rounded(values, 16);

@@ -475,9 +475,9 @@ def test_formats_page_has_the_values_of_the_reference() -> None:
     np.testing.assert_array_equal(quantised[0], [float(cell) for cell in data])
     stored = torch.from_numpy(quantised[0]).to(torch.float8_e4m3fn).view(torch.uint8)
     assert stored.tolist() == [int(cell, 16) for cell in bits]
-    arrived = reference.through_fp8(values, "float32")[0]
+    arrived = reference.through_wire(values, "float32")[0]
     np.testing.assert_array_equal(arrived, [float(cell) for cell in back])
-    assert (abs(arrived - values[0]) <= reference.fp8_error_bound(values, "float32")[0]).all()
+    assert (abs(arrived - values[0]) <= reference.wire_error_bound(values, "float32")[0]).all()
 
 
 def test_routing_page_has_the_rows_of_a_dispatch() -> None:

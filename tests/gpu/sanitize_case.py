@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from moecomm.types import WIRE_FORMATS
 from tests import oracle
 from tests.gpu import harness
 from tests.gpu.harness import Job
@@ -35,7 +36,9 @@ def jobs(size: int) -> list[Job]:
         replace(base, routing="one-rank", dtype="float32", hidden=124),
     ]
     if not harness.on_cpu():
-        some += [replace(base, wire="fp8", hidden=272), replace(base, wire="fp8", hidden=144, layout="rank")]
+        for wire in WIRE_FORMATS:
+            travels = replace(base, wire=wire, hidden=272)
+            some += [travels, replace(travels, hidden=144, layout="rank")]
     return some
 
 

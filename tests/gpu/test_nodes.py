@@ -21,12 +21,12 @@ from tests.gpu import (
     test_bad_input,
     test_cpu_backend,
     test_faults,
-    test_fp8,
     test_graphs,
     test_lifetime,
     test_sizes,
     test_small_cases,
     test_streams,
+    test_wire_formats,
 )
 from tests.gpu.conftest import Pools
 from tests.gpu.harness import GpuPool, Job
@@ -46,8 +46,8 @@ SAME_AS_ON_ONE_NODE: list[Callable[..., None]] = [
     test_sizes.test_experts,
     test_sizes.test_routing,
     test_sizes.test_many_tokens_all_to_one_rank,
-    test_fp8.test_small_cases_match_the_reference,
-    test_fp8.test_data_and_scales,
+    test_wire_formats.test_small_cases_match_the_reference,
+    test_wire_formats.test_data_and_scales,
     test_graphs.test_routing_changes_between_replays,
     test_graphs.test_overflow_in_some_replays,
     test_graphs.test_two_captured_layers_with_gemms,

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from moecomm import _C
-from moecomm.arguments import WIRE_FP8
 from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.cuda import CudaBackend
 
@@ -231,7 +230,8 @@ class LoopbackNative:
     ) -> None:
         self.received = rows
         tokens, top_k = self.ids_shape
-        hidden, columns = self.shape.hidden, -(-self.shape.hidden // 128)
+        hidden, mx = self.shape.hidden, self.shape.wire == "mxfp8"
+        columns, scale_type = -(-hidden // (32 if mx else 128)), torch.uint8 if mx else torch.float32
         begun = self.begun
         x_scales, fields = begun["x_scales"], self._plan(begun["plan"])
         by_rank = begun["layout"] == _C.RowLayout.rank
@@ -241,11 +241,11 @@ class LoopbackNative:
         places = place_of if by_rank else position_of
         index_Q = memory(index, (positions,), torch.int32)
         index_weights_Q = memory(index_weights, (positions,), self.weight)
-        source_TH = memory(begun["x"], (tokens, hidden), WIRE_FP8 if x_scales else self.dtype)
-        source_scales = memory(x_scales, (tokens, columns), torch.float32)
+        source_TH = memory(begun["x"], (tokens, hidden), torch.float8_e4m3fn if x_scales else self.dtype)
+        source_scales = memory(x_scales, (tokens, columns), scale_type)
         handed_on = out_scales != NOT_THERE
-        rows_PH = memory(out, (rows, hidden), WIRE_FP8 if handed_on else self.dtype)
-        scales_P = memory(out_scales, (rows, columns), torch.float32)
+        rows_PH = memory(out, (rows, hidden), torch.float8_e4m3fn if handed_on else self.dtype)
+        scales_P = memory(out_scales, (rows, columns), scale_type)
         given = memory(begun["weights"], (tokens, top_k), self.weight)
         got = memory(weights, (rows, top_k) if by_rank else (rows,), self.weight)
         ids_PK = memory(ids, (rows, top_k), torch.int32)
@@ -454,7 +454,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "DeviceShape": DeviceShape,
         "DeviceCommunicator": LoopbackNative,
-        "WireFormat": SimpleNamespace(same="same", fp8="fp8"),
+        "WireFormat": SimpleNamespace(same="same", fp8="fp8", mxfp8="mxfp8"),
         "device_plan_fields": device_plan_fields,
         "device_window_sections": lambda shape: [("control", 0, 4096), ("rows", 4096, 8192)],
         "device_window_bytes": lambda shape: 12288,

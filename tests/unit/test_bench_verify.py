@@ -84,15 +84,17 @@ def test_fresh_ids_have_the_same_traffic() -> None:
     assert torch.equal(before.flatten().sort().values, found.topk_idx_TK.flatten().sort().values)
 
 
-def test_quantised_rows_are_those_of_the_reference(seed: int) -> None:
+@pytest.mark.parametrize("wire", reference.SCALE_COLUMNS)
+def test_quantised_rows_are_those_of_the_reference(wire: str, seed: int) -> None:
     """Bit for bit, on rows of several magnitudes, a zero block, and columns that fill no block."""
     x_NH = inputs.rows(DataKey(seed, 0, 9, 200, "bfloat16"), 0, CPU) * torch.logspace(-30, 8, 9)[:, None]
     x_NH[4] = 0
-    values, scales = inputs.quantised(x_NH)
-    want_values, want_scales = reference.quantised(x_NH.float().numpy())
-    assert np.array_equal(values.float().numpy(), want_values) and np.array_equal(scales.numpy(), want_scales)
-    back = inputs.dequantised(values, scales, torch.bfloat16).float().numpy()
-    assert np.array_equal(back, reference.dequantised(want_values, want_scales, "bfloat16"))
+    values, scales = inputs.quantised(x_NH, wire)
+    want_values, want_scales = reference.quantised(x_NH.float().numpy(), wire)
+    assert np.array_equal(values.float().numpy(), want_values)
+    assert np.array_equal(inputs.factors(scales).numpy(), want_scales)
+    back = inputs.dequantised(values, scales, torch.bfloat16, wire).float().numpy()
+    assert np.array_equal(back, reference.dequantised(want_values, want_scales, "bfloat16", wire))
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------

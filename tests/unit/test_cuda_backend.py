@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moecomm
-from moecomm.arguments import WIRE_FP8, check_dispatch, check_wire_options
+from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
 
@@ -162,18 +162,29 @@ class TestOperations:
         assert out.tokens.shape == (0, 8) and out.offsets.tolist() == [0] * 4
         assert comm.combine(out.tokens, out.handle, weights=out.weights).shape == (0, 8)
 
-    def test_fp8_goes_through_as_it_is(self) -> None:
-        comm, _, _ = _comm(wire="fp8", hidden=144)
-        data_TH = torch.randn(5, 144).to(WIRE_FP8)
-        scales_TS = torch.rand(5, 2)
+    @pytest.mark.parametrize(
+        ("wire", "scales_TS"),
+        [("fp8", torch.rand(5, 2)), ("mxfp8", torch.rand(5, 5).to(torch.float8_e8m0fnu))],
+        ids=["fp8", "mxfp8"],
+    )
+    def test_quantised_rows_go_through_as_they_are(self, wire: str, scales_TS: torch.Tensor) -> None:
+        comm, _, _ = _comm(wire=wire, hidden=144)
+        data_TH = torch.randn(5, 144).to(torch.float8_e4m3fn)
         weights_TK = torch.rand(5, 2).requires_grad_()
         out = comm.dispatch((data_TH, scales_TS), IDS_TK, weights_TK, dequantize=False)
         rows = [1, 3, 0, 2, 3, 0, 2]
-        assert out.tokens.dtype == WIRE_FP8 and torch.equal(out.tokens.float(), data_TH[rows].float())
-        assert out.scales is not None and torch.equal(out.scales, scales_TS[rows])
+        assert out.tokens.dtype == torch.float8_e4m3fn and torch.equal(
+            out.tokens.float(), data_TH[rows].float()
+        )
+        assert out.scales is not None and out.scales.dtype == scales_TS.dtype
+        assert torch.equal(out.scales.view(torch.uint8), scales_TS.view(torch.uint8)[rows])
         assert out.tokens.grad_fn is None
-        with pytest.raises(moecomm.InvalidArgument, match=r"scales of x has shape \(5, 1\).* = \(5, 2\)"):
+        shapes = rf"scales of x has shape \(5, 1\).* = \(5, {scales_TS.shape[1]}\)"
+        with pytest.raises(moecomm.InvalidArgument, match=shapes):
             comm.dispatch((data_TH, scales_TS[:, :1]), IDS_TK)
+        other = torch.float32 if wire == "mxfp8" else torch.float16
+        with pytest.raises(moecomm.InvalidArgument, match=f"scales of x is {other}"):
+            comm.dispatch((data_TH, scales_TS.to(other)), IDS_TK)
 
 
 @pytest.mark.usefixtures("loopback")
@@ -194,7 +205,7 @@ class TestErrors:
         with pytest.raises(moecomm.InvalidArgument, match="dequantize is False"):
             comm.dispatch(x_TH, ids_TK, dequantize=False)
         with pytest.raises(moecomm.InvalidArgument, match="x is a pair"):
-            comm.dispatch((x_TH.to(WIRE_FP8), torch.ones(5, 1)), ids_TK)
+            comm.dispatch((x_TH.to(torch.float8_e4m3fn), torch.ones(5, 1)), ids_TK)
 
     def test_not_while_a_graph_is_captured(self) -> None:
         comm, native, gpu = _comm()

@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moecomm
-from moecomm.arguments import WIRE_FP8
 from moecomm.autograd import library as operators
 from tests.unit.loopback import loopback
 
@@ -273,7 +272,7 @@ def test_operators_are_what_they_say(layout: str) -> None:
 def test_shapes_on_a_device_that_is_not_there(layout: str) -> None:
     comm = moecomm.Communicator(**{**SIZES, "hidden": 144}, wire="fp8")
     with FakeTensorMode():
-        data_TH = torch.empty(5, 144, dtype=WIRE_FP8, device="meta")
+        data_TH = torch.empty(5, 144, dtype=torch.float8_e4m3fn, device="meta")
         scales, ids_TK = torch.empty(5, 2, device="meta"), torch.empty(5, 2, dtype=torch.int64, device="meta")
         weights_TK = torch.empty(5, 2, device="meta")
         by_rank = layout == "rank"
@@ -284,7 +283,7 @@ def test_shapes_on_a_device_that_is_not_there(layout: str) -> None:
         shapes = [(20, 144), (20, 2) if by_rank else (20,), (20, 2) if by_rank else (0,), (20, 2)]
         assert [tuple(each.shape) for each in found[:4]] == shapes
         assert [tuple(each.shape) for each in found[4:6]] == [(30,) if by_rank else (0,)] * 2
-        assert found[0].dtype == WIRE_FP8 and found[6].shape == (comm._plan_fields.words,)
+        assert found[0].dtype == torch.float8_e4m3fn and found[6].shape == (comm._plan_fields.words,)
         assert all(each.device.type == "meta" for each in found)
         rows_PH = torch.empty(20, 144, device="meta")
         y_TH = torch.ops.moecomm.combine(comm._id, rows_PH, None, found[6], layout, 5, 20)

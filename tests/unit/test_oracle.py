@@ -29,6 +29,7 @@ JOBS = [
     replace(JOB, routing="empty"),
     replace(JOB, tokens=(9,), num_experts=4, top_k=4),
     replace(JOB, wire="fp8", hidden=136),
+    replace(JOB, wire="mxfp8", hidden=136),
 ]
 
 
@@ -42,8 +43,8 @@ class _Reference:
     def __init__(self, job: Job, rank: int) -> None:
         given = [cases.inputs(job, source, CPU) for source in range(job.size)]
         x = [_numpy(each.x_TH) for each in given]
-        if job.wire == "fp8":
-            x = [reference.through_fp8(each, job.dtype) for each in x]
+        if job.wire is not None:
+            x = [reference.through_wire(each, job.dtype, job.wire) for each in x]
         self.job, self.rank = job, rank
         self.sent = [
             reference.dispatch(

@@ -18,12 +18,12 @@ namespace moecomm::gpu {
 
 /// Rows that go out from their home: a dispatch, or (with a plan that is known) the backward of a combine.
 struct SendArguments {
-  Operation operation;       ///< dispatch or redispatch
-  const std::byte* x;        ///< rows [tokens]
-  const float* x_scales;     ///< [tokens][scales a row] where x is in the wire format already, else null
-  const void* ids;           ///< dispatch: [tokens][top_k]
-  bool wide_ids;             ///< int64 ids
-  const std::byte* weights;  ///< dispatch: weight type [tokens][top_k], or null
+  Operation operation;        ///< dispatch or redispatch
+  const std::byte* x;         ///< rows [tokens]
+  const std::byte* x_scales;  ///< [tokens][scales a row] where x is in the wire format already, else null
+  const void* ids;            ///< dispatch: [tokens][top_k]
+  bool wide_ids;              ///< int64 ids
+  const std::byte* weights;   ///< dispatch: weight type [tokens][top_k], or null
   int32_t* plan;
   int64_t tokens;
   int64_t alignment;
@@ -48,7 +48,7 @@ struct ReceiveArguments {
   int64_t rows;       ///< of the output
   int64_t positions;  ///< in expert-major order; in the expert layout the rows
   std::byte* out;
-  float* out_scales;  ///< where rows are handed on in the wire format: [rows][scales a row]
+  std::byte* out_scales;  ///< where rows are handed on in the wire format: [rows][scales a row]
   std::byte* out_weights;
   int32_t* out_ids;              ///< rank layout: [rows][top_k]
   int32_t* out_index;            ///< rank layout: [positions] the row of each, or null

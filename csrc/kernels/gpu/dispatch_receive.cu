@@ -172,7 +172,7 @@ class CopyOut {
         epoch_(epoch),
         ring_(memory.pieces, memory.barriers),
         values_(pieces_of(comm.window.shape.wire_data_bytes(), kCopyPiece)),
-        scale_bytes_(args.out_scales != nullptr ? 4 * comm.window.shape.wire_scales() : 0),
+        scale_bytes_(args.out_scales != nullptr ? comm.window.shape.wire_scale_bytes() : 0),
         // Scales are one more piece, if their rows lie as bulk copies want it.
         pieces_(values_.count + (scale_bytes_ > 0 && scale_bytes_ % 16 == 0 && scale_bytes_ <= kCopyPiece)) {}
 
@@ -189,8 +189,7 @@ class CopyOut {
       const int i = store.token(), count = counts[i];
       const int32_t* const rows = meta + i * comm_.top_k();
       const bool values = store.piece < values_.count;
-      std::byte* const out =
-          values ? args_.out + offset(store.piece) : reinterpret_cast<std::byte*>(args_.out_scales);
+      std::byte* const out = values ? args_.out + offset(store.piece) : args_.out_scales;
       const int64_t stride = values ? values_.total : scale_bytes_;
       for (int j = 0; j < count; ++j) store_piece(out + rows[j] * stride, piece, size(store.piece));
       commit_stores();
@@ -210,13 +209,10 @@ class CopyOut {
   }
 
   __device__ void hand_on_scales(const Item& item, int i, const int32_t* rows, int count) {
-    const int64_t number = scale_bytes_ / 4;
-    const float* const scales = reinterpret_cast<const float*>(
-        arrived_row(comm_, args_, epoch_, item, item.begin + i) + values_.total);
-    for (int64_t s = lane_id(); s < number; s += 32) {
-      const float scale = __ldcg(&scales[s]);
-      for (int j = 0; j < count; ++j) args_.out_scales[rows[j] * number + s] = scale;
-    }
+    const std::byte* const scales = arrived_row(comm_, args_, epoch_, item, item.begin + i) + values_.total;
+    for (int j = 0; j < count; ++j)
+      copy_scales(args_.out_scales + rows[j] * scale_bytes_, scales, static_cast<uint32_t>(scale_bytes_),
+                  scale_bytes_);
   }
 
   const Comm& comm_;
@@ -248,7 +244,8 @@ class DequantiseOut {
     Fetched now, next;
     const auto fetch = [&](Fetched& piece) {
       const std::byte* const row = arrived_row(comm_, args_, epoch_, item, item.begin + load.token());
-      const float* const scales = reinterpret_cast<const float*>(row + comm_.window.shape.wire_data_bytes());
+      const auto* const scales =
+          reinterpret_cast<const typename W::Scale*>(row + comm_.window.shape.wire_data_bytes());
       const int vectors = static_cast<int>(pieces_.size(load.piece) / 16);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -256,7 +253,7 @@ class DequantiseOut {
         if (v >= vectors) continue;
         const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
         piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column));
-        piece.scales[step] = __ldcg(&scales[column / W::kScaleColumns]);
+        piece.scales[step] = W::factor(__ldcg(&scales[column / W::kScaleColumns]));
       }
       load.advance(pieces_.count);
     };
@@ -405,8 +402,8 @@ class ScaleOut {
   OutRing out_;
 };
 
-__device__ void zero(void* memory, int64_t bytes) {
-  for (int64_t i = lane_id(); i < bytes / 4; i += 32) static_cast<uint32_t*>(memory)[i] = 0;
+__device__ void zero(std::byte* memory, int64_t bytes) {
+  for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
 /// Zeroes the alignment rows of local expert `e`.
@@ -419,7 +416,7 @@ __device__ void zero_padding(const Comm& comm, const ReceiveArguments& args, int
   const int64_t row_bytes = wire ? s.wire_data_bytes() : s.row_bytes(), weight = weight_bytes(s.dtype);
   uint4* const out = reinterpret_cast<uint4*>(args.out + first * row_bytes);
   for (int64_t i = lane_id(); i < rows * row_bytes / 16; i += 32) out[i] = {};
-  if (wire) zero(args.out_scales + first * s.wire_scales(), rows * s.wire_scales() * 4);
+  if (wire) zero(args.out_scales + first * s.wire_scale_bytes(), rows * s.wire_scale_bytes());
   if (args.out_weights != nullptr) zero(args.out_weights + first * weight, rows * weight);
   if (args.dots != nullptr) zero(args.dots + first * weight, rows * weight);
 }

@@ -170,16 +170,15 @@ class CopyRows {
 
   /// A token's scales, which the caller has; their rows need not be aligned as bulk copies want it.
   __device__ void send_scales(int64_t begin, int i, const ChunkMeta& meta) {
-    const int64_t number = comm_.window.shape.wire_scales();
-    const float* const from = args_.x_scales + (begin + i) * number;
-    for (int64_t first = 0; first < number; first += kScaleBuffer) {
+    const int64_t bytes = comm_.window.shape.wire_scale_bytes();
+    const std::byte* const from = args_.x_scales + (begin + i) * bytes;
+    for (int64_t first = 0; first < bytes; first += kScaleBuffer) {
       wait_stores_read<0>();
-      const int part = static_cast<int>(min(number - first, int64_t{kScaleBuffer}));
-      for (int s = lane_id(); s < part; s += 32) scales_[s] = from[first + s];
+      const auto part = static_cast<uint32_t>(min(bytes - first, int64_t{kScaleBuffer}));
+      copy_scales(scales_, from + first, part, bytes);
       publish_piece();
       for (int j = 0; j < meta.counts[i]; ++j)
-        store_piece(paths_.to(begin, i, j, meta) + pieces_.total + first * 4,
-                    reinterpret_cast<const std::byte*>(scales_), (part * 4 + 15) / 16 * 16);
+        store_piece(paths_.to(begin, i, j, meta) + pieces_.total + first, scales_, (part + 15) / 16 * 16);
       commit_stores();
     }
   }
@@ -188,7 +187,7 @@ class CopyRows {
   const SendArguments& args_;
   RowPaths<kNodes> paths_;
   LoadRing<kCopyStages, kCopyPiece> ring_;
-  float* const scales_;
+  std::byte* const scales_;
   const Pieces pieces_;
 };
 
@@ -197,25 +196,29 @@ template <DType dtype, WireFormat wire, bool kNodes>
 class QuantiseRows {
   using E = Element<dtype>;
   using W = Wire<wire>;
+  using Scale = typename W::Scale;
   static constexpr int kScaleColumns = W::kScaleColumns;
   static constexpr int kSteps = kSumPiece / 512;
   static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
   static constexpr int kBlockLanes = kScaleColumns / E::kVector;
-  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes <= 32);
+  static constexpr int kPieceScales = kColumns / kScaleColumns;  ///< of a piece
+  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 4 && kBlockLanes <= 32);
+  static_assert(kPieceScales * sizeof(Scale) % 16 == 0);
   static constexpr int kRowStage = kWarpBytes / kOutStages;
-  static_assert(kRowStage / kScaleColumns <= kScaleBuffer / kOutStages);
+  static_assert(kRowStage / kScaleColumns * sizeof(Scale) <= kScaleBuffer / kOutStages);
 
   /// The scales of a piece's blocks, one block a lane: of a step's lanes [0, kBlockLanes) a quarter each
   /// knows about step 0, 1, 2 and 3.
   struct BlockScales {
     static constexpr int kHalf = kBlockLanes / 2, kQuarter = kBlockLanes / 4;
-    float scale, inverse;
+    Scale scale;
+    float inverse;
 
     __device__ float inverse_of(int step) const {
       const int from = (lane_id() & ~(kBlockLanes - 1)) | (step & 2 ? kHalf : 0) | (step & 1 ? kQuarter : 0);
       return __shfl_sync(0xffffffffu, inverse, from);
     }
-    __device__ void store(float* to, int vectors) const {
+    __device__ void store(Scale* to, int vectors) const {
       const int lane = lane_id(), step = (lane & kHalf ? 2 : 0) | (lane & kQuarter ? 1 : 0);
       const int v = step * 32 + (lane & ~(kBlockLanes - 1));  // the block's first
       if ((lane & (kQuarter - 1)) == 0 && v < vectors) to[v / kBlockLanes] = scale;
@@ -240,8 +243,8 @@ class QuantiseRows {
     float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
 #pragma unroll
     for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
-    const float scale = W::scale(largest);
-    return {scale, __fdiv_rn(1.0f, scale)};
+    const Scale scale = W::scale(largest);
+    return {scale, W::inverse(scale)};
   }
 
  public:
@@ -269,10 +272,9 @@ class QuantiseRows {
       const int vectors = static_cast<int>(pieces_.size(store.piece) / 16);
       std::byte* const out = out_.piece(store.piece);
       const int first = out_.first(store.piece);
-      float* const stage_scales =
-          whole_ ? reinterpret_cast<float*>(out_.stage() + comm_.window.shape.wire_data_bytes())
-                 : scales_ + out_.number() * (kScaleBuffer / kOutStages);
-      float* const out_scales = stage_scales + (store.piece - first) * (kColumns / kScaleColumns);
+      std::byte* const stage_scales = whole_ ? out_.stage() + comm_.window.shape.wire_data_bytes()
+                                             : scales_ + out_.number() * (kScaleBuffer / kOutStages);
+      Scale* const out_scales = reinterpret_cast<Scale*>(stage_scales) + (store.piece - first) * kPieceScales;
       const BlockScales blocks = scale_blocks(now, vectors);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -293,7 +295,7 @@ class QuantiseRows {
       }
       publish_piece();
       const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
-      const uint32_t scales = (columns + kScaleColumns - 1) / kScaleColumns;
+      const uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
       for (int j = 0; j < count; ++j) {
         std::byte* const row = paths_.to(begin, i, j, meta);
         if (whole_) {
@@ -301,8 +303,8 @@ class QuantiseRows {
           continue;
         }
         store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
-        store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kColumns / kScaleColumns * 4),
-                    reinterpret_cast<const std::byte*>(stage_scales), (scales * 4 + 15) / 16 * 16);
+        store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kPieceScales * sizeof(Scale)),
+                    stage_scales, (scale_bytes + 15) / 16 * 16);
       }
       commit_stores();
       announcer.group_committed();
@@ -314,7 +316,7 @@ class QuantiseRows {
   const Comm& comm_;
   const SendArguments& args_;
   const RowPaths<kNodes> paths_;
-  float* const scales_;
+  std::byte* const scales_;
   const Pieces pieces_;
   const bool whole_;  ///< a row with its scales goes out in one store
   OutRing out_;

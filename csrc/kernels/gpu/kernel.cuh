@@ -18,7 +18,7 @@ using device::PlanView;
 struct WarpMemory {
   std::byte* pieces;
   uint64_t* barriers;
-  float* scales;
+  std::byte* scales;
 };
 
 __device__ inline WarpMemory warp_memory(BlockMemory& block) {
@@ -271,13 +271,13 @@ struct Conversions {
 };
 
 /// Calls use.operator()<Of<dtype, wire>::kernel>() for the rows of a shape that travel in another format.
-template <template <DType, WireFormat> class Of, class Use>
+template <template <DType, WireFormat> class Of, class Use, int number = 0>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
-  switch (shape.wire) {
-    case WireFormat::fp8:
-      return with_dtype<Conversions<Of, WireFormat::fp8>::template Kernel>(shape.dtype, use);
-    case WireFormat::same:
-      break;
+  if constexpr (number < kWireFormatCount) {
+    constexpr WireFormat wire = kWireFormats[number];
+    if constexpr (wire != WireFormat::same)
+      if (shape.wire == wire) return with_dtype<Conversions<Of, wire>::template Kernel>(shape.dtype, use);
+    return with_conversion<Of, Use, number + 1>(shape, use);
   }
   return cudaErrorInvalidValue;
 }

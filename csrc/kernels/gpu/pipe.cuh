@@ -18,8 +18,8 @@ inline constexpr int kWarpBytes = 16384;                  ///< of shared memory 
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
 inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< pieces that are computed with
-inline constexpr int kScaleBuffer = 128;  ///< scales of a row that the caller has quantised, a part
-inline constexpr int kOutStages = 2, kOutPiece = 4096;  ///< results on their way out
+inline constexpr int kScaleBuffer = 512;                  ///< bytes of a row's scales, a part of them
+inline constexpr int kOutStages = 2, kOutPiece = 4096;    ///< results on their way out
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
 static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
 
@@ -31,7 +31,7 @@ struct MemoryOfWarps {
   int32_t from[warps][kMaxChunk];      ///< likewise, with a token of a chunk
   int32_t counts[warps][kMaxChunk];    ///< entries of meta for each token of a chunk
   uint64_t barriers[warps][8];
-  alignas(16) float scales[warps][kScaleBuffer];
+  alignas(16) std::byte scales[warps][kScaleBuffer];
   int32_t shared_word;
 };
 
@@ -57,6 +57,18 @@ __device__ inline bool first_with(int32_t value) {
 __device__ inline void copy_by_lanes(void* to, const void* from, uint32_t bytes) {
   for (uint32_t i = lane_id(); i < bytes / 16; i += 32)
     static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+}
+
+/// `bytes` of the scales of a row, which has `row_bytes` of them, by all lanes. Rows of scales lie one behind
+/// another: in words where they have whole ones.
+__device__ inline void copy_scales(std::byte* to, const std::byte* from, uint32_t bytes, int64_t row_bytes) {
+  if (row_bytes % 4 == 0) {
+    for (uint32_t i = lane_id(); i < bytes / 4; i += 32)
+      reinterpret_cast<uint32_t*>(to)[i] = __ldcg(reinterpret_cast<const uint32_t*>(from) + i);
+    return;
+  }
+  for (uint32_t i = lane_id(); i < bytes; i += 32)
+    to[i] = static_cast<std::byte>(__ldcg(reinterpret_cast<const uint8_t*>(from) + i));
 }
 
 /// Pieces on their way in, in order. All lanes call every function.

@@ -1,5 +1,5 @@
-// Arithmetic on elements of rows, and the e4m3 wire format. The same rounding as the CPU kernels: products
-// are rounded before they are added.
+// Arithmetic on elements of rows, and the formats in which they travel. The same rounding as the CPU kernels:
+// products are rounded before they are added.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -19,13 +19,12 @@ __device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
 template <WireFormat wire>
 struct Wire;
 
-template <>
-struct Wire<WireFormat::fp8> {
-  static constexpr int kScaleColumns = wire_entry(WireFormat::fp8).scale_columns;
-  static_assert(wire_entry(WireFormat::fp8).value_bytes == 1);
+/// What the formats have in common whose values are e4m3.
+template <WireFormat wire>
+struct E4m3Wire {
+  static constexpr int kScaleColumns = wire_entry(wire).scale_columns;
+  static_assert(wire_entry(wire).value_bytes == 1);
 
-  /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
-  __device__ static float scale(float amax) { return e4m3::scale(amax); }
   /// Values times `inverse` as e4m3, to nearest even, saturating.
   __device__ static uint32_t write(const float* in, float inverse) { return e4m3::write(in, inverse); }
   /// e4m3 values times `scale`.
@@ -38,6 +37,40 @@ struct Wire<WireFormat::fp8> {
       out[2 * i] = __fmul_rn(pair.x, scale);
       out[2 * i + 1] = __fmul_rn(pair.y, scale);
     }
+  }
+};
+
+template <>
+struct Wire<WireFormat::fp8> : E4m3Wire<WireFormat::fp8> {
+  using Scale = float;
+  static_assert(sizeof(Scale) == wire_entry(WireFormat::fp8).scale_bytes);
+
+  /// The scale of a block whose largest magnitude is `amax` (docs/data_formats.md).
+  __device__ static Scale scale(float amax) { return e4m3::scale(amax); }
+  /// What values are multiplied by to quantise them.
+  __device__ static float inverse(Scale scale) { return e4m3::inverse(scale); }
+  /// What they are multiplied by when they are read.
+  __device__ static float factor(Scale scale) { return scale; }
+};
+
+template <>
+struct Wire<WireFormat::mxfp8> : E4m3Wire<WireFormat::mxfp8> {
+  using Scale = uint8_t;  ///< e8m0: 2^(scale - 127); 255 is NaN
+  static_assert(sizeof(Scale) == wire_entry(WireFormat::mxfp8).scale_bytes);
+
+  /// The least power of two that is no less than amax / 448; NaN for an infinity.
+  __device__ static Scale scale(float amax) {
+    const uint32_t bits = __float_as_uint(__fdiv_rn(amax, 448.0f));
+    const uint32_t exponent = bits >> 23, mantissa = bits & 0x7fffff;
+    return static_cast<Scale>(exponent + (exponent > 0 ? mantissa > 0 : mantissa > 0x400000));
+  }
+  /// 0 for NaN.
+  __device__ static float inverse(Scale scale) {
+    return scale == 255 ? 0.0f : factor(static_cast<Scale>(254 - scale));
+  }
+  __device__ static float factor(Scale scale) {
+    const uint32_t bits = scale == 0 ? 0x400000u : scale == 255 ? 0x7fffffffu : uint32_t{scale} << 23;
+    return __uint_as_float(bits);
   }
 };
 

@@ -1,4 +1,4 @@
-"""The reference of the fp8 wire: against torch's own conversion, against float64, and worked by hand."""
+"""The reference of the wire formats: against torch's own conversion, against float64, and worked by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_quantised_rows_are_torchs(dtype: str, hidden: int, seed: int) -> None:
         np.testing.assert_array_equal(data[:, 128 * b : 128 * (b + 1)], want.float().numpy())
         np.testing.assert_array_equal(scales[:, b], scale.numpy())
         back = (want.float() * scale[:, None]).to(getattr(torch, dtype))
-        got = reference.through_fp8(x, dtype)[:, 128 * b : 128 * (b + 1)]
+        got = reference.through_wire(x, dtype)[:, 128 * b : 128 * (b + 1)]
         np.testing.assert_array_equal(got, back.to(torch.from_numpy(got).dtype).numpy())
 
 
@@ -63,7 +63,7 @@ def test_a_row_by_hand() -> None:
     x = np.array([[896.0, 100.0, -3.0, 0.0]], np.float32)
     data, scales = reference.quantised(x)
     assert scales.tolist() == [[2.0]] and data.tolist() == [[448.0, 48.0, -1.5, 0.0]]
-    assert reference.through_fp8(x, "bfloat16").tolist() == [[896.0, 96.0, -3.0, 0.0]]
+    assert reference.through_wire(x, "bfloat16").tolist() == [[896.0, 96.0, -3.0, 0.0]]
 
 
 def test_zero_tiny_infinite_and_nan() -> None:
@@ -80,17 +80,35 @@ def test_zero_tiny_infinite_and_nan() -> None:
     assert np.isnan(back[3, 0]) and back[3, 1] == 448 and not back[3, 2:].any()
 
 
+def test_a_scale_of_mxfp8_is_the_least_power_of_two() -> None:
+    """Of the quotient amax / 448, by hand: at a power of two, above it, at the ends, and special ones."""
+    quotients = [0.0, 2.0**-149, 2.0**-127, 2.0**-126, 1.0, 1.0000001, 1.5, 2.0, 3.0, 2.0**100, np.inf]
+    scales = [2.0**-127, 2.0**-127, 2.0**-127, 2.0**-126, 1.0, 2.0, 2.0, 2.0, 4.0, 2.0**100, np.nan]
+    np.testing.assert_array_equal(reference.powers_of_two(np.array(quotients, np.float32)), scales)
+    x = np.zeros((3, 64), np.float32)
+    x[0, :3] = [7.0, 0.3, np.nan]
+    x[1, 40] = -500.0
+    x[2, 3] = np.inf
+    data, scales_of_x = reference.quantised(x, "mxfp8")
+    assert scales_of_x[:2].tolist() == [[2.0**-6, 2.0**-127], [2.0**-127, 2.0]]
+    assert data[0, :2].tolist() == [448, 20] and np.isnan(data[0, 2]) and data[1, 40] == -256
+    back = reference.dequantised(data, scales_of_x, "float32", "mxfp8")
+    assert np.isnan(back[2, :32]).all() and not back[2, 32:].any() and back[1, 40] == -512
+
+
+@pytest.mark.parametrize("wire", reference.SCALE_COLUMNS)
 @pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_error_against_float64_is_within_the_bound(dtype: str, seed: int) -> None:
+def test_error_against_float64_is_within_the_bound(dtype: str, wire: str, seed: int) -> None:
+    columns = reference.SCALE_COLUMNS[wire]
     rng = np.random.default_rng(seed)
     spread = 6 if dtype == "float16" else 30
     x = rng.standard_normal((400, 328)) * np.exp2(rng.integers(-spread, spread, (400, 1)))
     x[::3] *= np.exp2(rng.integers(-12, 3, x[::3].shape))  # blocks whose small elements become subnormal
     x = reference.rounded(x.astype(reference.wide(dtype)), dtype).astype(np.float64)
-    error = np.abs(reference.through_fp8(x, dtype).astype(np.float64) - x)
-    bound = reference.fp8_error_bound(x, dtype)
+    error = np.abs(reference.through_wire(x, dtype, wire).astype(np.float64) - x)
+    bound = reference.wire_error_bound(x, dtype, wire)
     assert (error <= bound).all(), (error / bound).max()
     assert (error / bound).max() > 0.9, "the bound is not idle"
-    amax = np.abs(x[:, :128]).max(1, keepdims=True)
-    most = amax * (1 / 28 + 2.0**-21 + torch.finfo(getattr(torch, dtype)).eps / 2) + 2.0**-24
-    assert (error[:, :128] <= most).all()
+    amax = np.abs(x[:, :columns]).max(1, keepdims=True)
+    move = reference.LARGEST_MOVE[wire] + torch.finfo(getattr(torch, dtype)).eps / 2
+    assert (error[:, :columns] <= amax * move + 2.0**-24).all()

@@ -1,4 +1,5 @@
-"""The fp8 wire: bit for bit what the contract says, within the bound of the error, in all ways to use it."""
+"""Formats of rows on their way: bit for bit what the contract says, and within the bound of the error, in all
+ways to use them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moecomm.types import WIRE_FORMATS
 from tests import cases, oracle, reference
 from tests.cases import Case
 from tests.gpu import harness
@@ -22,27 +24,29 @@ from tests.oracle import DTYPES, Oracle
 pytestmark = pytest.mark.usefixtures("cuda_only")  # the CPU backend has no other wire than the dtype
 
 
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_small_cases_match_the_reference(pool: Pools, size: int, dtype: str, seed: int) -> None:
+def test_small_cases_match_the_reference(pool: Pools, size: int, dtype: str, wire: str, seed: int) -> None:
     base = Case(
         tokens=(9, 0, 12)[-size:],
         num_experts=4 * size,
         hidden=144,
         top_k=3,
         dtype=dtype,
-        wire="fp8",
+        wire=wire,
         routing="holes",
         seed=seed,
     )
-    some = [replace(base, hidden=hidden) for hidden in (16, 112, 128, 272)]
+    some = [replace(base, hidden=hidden) for hidden in (16, 48, 112, 128, 272)]
     some += [replace(base, layout="rank"), replace(base, alignment=8, slack=3), replace(base, slack=-2)]
     check_small(pool(size), some)
 
 
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_special_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
-    """NaN, infinities, subnormals and the largest numbers; an infinity takes its block of 128 with it."""
+def test_special_values(pool: Pools, most_ranks: int, dtype: str, wire: str, seed: int) -> None:
+    """NaN, infinities, subnormals and the largest numbers; an infinity takes its block with it."""
     size = min(2, most_ranks)
     base = Case(
         tokens=(20,) * size,
@@ -50,22 +54,23 @@ def test_special_values(pool: Pools, most_ranks: int, dtype: str, seed: int) -> 
         hidden=656,
         top_k=4,
         dtype=dtype,
-        wire="fp8",
+        wire=wire,
         extremes=True,
         seed=seed,
     )
     check_small(pool(size), [base])
 
 
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 @pytest.mark.parametrize("hidden", [1024, 2880, 3600, 4096, 7168])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_real_sizes(pool: Pools, size: int, hidden: int, seed: int) -> None:
+def test_real_sizes(pool: Pools, size: int, hidden: int, wire: str, seed: int) -> None:
     job = Job(
         tokens=(1000, 0, 333, 999)[:size] if size > 1 else (1000,),
         num_experts=16 * size,
         hidden=hidden,
         top_k=8,
-        wire="fp8",
+        wire=wire,
         seed=seed,
     )
     some = [job, replace(job, layout="rank"), replace(job, alignment=128, slack=100)]
@@ -79,8 +84,9 @@ def _on_each_count_of_sms(rank: int, world_size: int, job: Job) -> list[str]:
     return problems
 
 
-def test_any_number_of_sms_gives_the_same_bits(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(tokens=(1100,) * most_ranks, num_experts=64, hidden=2896, top_k=8, wire="fp8", seed=seed)
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+def test_any_number_of_sms_gives_the_same_bits(pool: Pools, most_ranks: int, wire: str, seed: int) -> None:
+    job = Job(tokens=(1100,) * most_ranks, num_experts=64, hidden=2896, top_k=8, wire=wire, seed=seed)
     job = replace(job, num_experts=job.num_experts - job.num_experts % most_ranks)
     harness.assert_none(pool(most_ranks)(_on_each_count_of_sms, job))
 
@@ -91,15 +97,14 @@ def test_any_number_of_sms_gives_the_same_bits(pool: Pools, most_ranks: int, see
 def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
     """dequantize=False hands on what the reference's quantisation gives; also where the caller quantised."""
     problems = []
+    travels = WIRE_FORMATS[str(job.wire)]
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
-        x: Any = known.own.x_TH
+        every = [oracle.quantised(each.x_TH, travels.name) for each in known.all]
         if given:
-            data_TH, scales = oracle.quantised(known.own.x_TH)
-            # Scales of the caller's own choice, not amax / 448: they must travel as they are.
-            scales = scales * (1 + torch.arange(scales.shape[1], device=comm.device) % 3)
-            x = (data_TH, scales)
-        blocks = -(-job.hidden // 128)
+            every = [(data, _other_scales(scales)) for data, scales in every]
+        x: Any = every[rank] if given else known.own.x_TH
+        blocks = -(-job.hidden // travels.scale_columns)
         harness.poison(64 << 20)
         out = comm.dispatch(
             x,
@@ -113,50 +118,60 @@ def _handed_on(rank: int, world_size: int, job: Job, given: bool) -> list[str]:
         count = known.kept if known.capacity is None else known.capacity
         if out.tokens.dtype != torch.float8_e4m3fn or tuple(out.tokens.shape) != (count, job.hidden):
             return [f"rank {rank}: tokens are {out.tokens.dtype} {tuple(out.tokens.shape)}"]
-        if out.scales.dtype != torch.float32 or tuple(out.scales.shape) != (count, blocks):
+        if out.scales.dtype != travels.scales or tuple(out.scales.shape) != (count, blocks):
             return [f"rank {rank}: scales are {out.scales.dtype} {tuple(out.scales.shape)}"]
-        every = [oracle.quantised(each.x_TH) for each in known.all]
         data_NH = torch.cat([data.view(torch.uint8) for data, _ in every])
-        scales_N = torch.cat([scales for _, scales in every])
-        if given:
-            scales_N = scales_N * (1 + torch.arange(blocks, device=comm.device) % 3)
+        scales_N = torch.cat([scales.view(torch.uint8) for _, scales in every])
         token_P = known.mine.token_P[: known.kept]
         real_P = token_P >= 0
         got = out.tokens[: known.kept].view(torch.uint8)
         want = data_NH[token_P.clamp_min(0)]
         if not torch.equal(got[real_P], want[real_P]):
             problems.append(f"rank {rank}: data differ in {int((got[real_P] != want[real_P]).sum())} places")
-        if not torch.equal(out.scales[: known.kept][real_P], scales_N[token_P.clamp_min(0)][real_P]):
+        got_scales = out.scales[: known.kept].view(torch.uint8)
+        if not torch.equal(got_scales[real_P], scales_N[token_P.clamp_min(0)][real_P]):
             problems.append(f"rank {rank}: scales differ")
         if bool(got[~real_P].bitwise_and(0x7F).any()):
             problems.append(f"rank {rank}: an alignment row is not zero")
-        if not bool(out.scales[: known.kept][~real_P].isfinite().all()):
+        if not bool(oracle.factors_of(out.scales)[: known.kept][~real_P].isfinite().all()):
             problems.append(f"rank {rank}: the scales of an alignment row are not finite")
         if not torch.equal(out.weights[: known.kept], known.weights_P()[: known.kept]):
             problems.append(f"rank {rank}: weights differ")
         # The handle serves combine, which travels in the dtype.
         if not given:
-            rows_PH = oracle.dequantised(out.tokens, out.scales, job.torch_dtype)
+            rows_PH = oracle.dequantised(out.tokens, out.scales, job.torch_dtype, travels.name)
             known.check_combine("combine", comm.combine(known.answer(rows_PH), out.handle))
         # The caller's own (data, scales) also arrive dequantised.
         plain = comm.dispatch(x, known.own.ids_TK, alignment=job.alignment, layout=job.layout)
         data_NH = data_NH.view(torch.float8_e4m3fn)
-        want = oracle.dequantised(data_NH, scales_N, job.torch_dtype)[known.mine.token_P.clamp_min(0)]
+        scales_N = scales_N.view(travels.scales)
+        want = oracle.dequantised(data_NH, scales_N, job.torch_dtype, travels.name)[
+            known.mine.token_P.clamp_min(0)
+        ]
         want[known.mine.token_P < 0] = 0
         if not torch.equal(plain.tokens, want):
             problems.append(f"rank {rank}: dequantised rows differ")
     return problems + known.problems
 
 
+def _other_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of the caller's own choice, not amax / 448: they must travel as they are."""
+    more = torch.arange(scales.shape[1], device=scales.device) % 3
+    if scales.dtype == torch.float32:
+        return scales * (1 + more)
+    return (scales.view(torch.uint8).int() + more).clamp_max(254).to(torch.uint8).view(scales.dtype)
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 @pytest.mark.parametrize("given", [False, True], ids=["quantised on the way", "by the caller"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_data_and_scales(pool: Pools, size: int, given: bool, seed: int) -> None:
+def test_data_and_scales(pool: Pools, size: int, given: bool, wire: str, seed: int) -> None:
     job = Job(
         tokens=(300, 0, 123, 299)[-size:],
         num_experts=8 * size,
         hidden=1040,
         top_k=4,
-        wire="fp8",
+        wire=wire,
         alignment=16,
         seed=seed,
     )
@@ -172,26 +187,28 @@ def _errors(rank: int, world_size: int, job: Job) -> list[np.ndarray]:
         out = known.dispatch(comm)
         sent = torch.cat([each.x_TH for each in known.all])[known.mine.token_P].double().cpu().numpy()
         error = np.abs(out.tokens.double().cpu().numpy() - sent)
-        bound = reference.fp8_error_bound(sent, job.dtype)
-        amax = np.abs(sent.reshape(len(sent), -1, 128)).max(2).repeat(128, 1)
+        bound = reference.wire_error_bound(sent, job.dtype, str(job.wire))
+        columns = reference.SCALE_COLUMNS[str(job.wire)]
+        amax = np.abs(sent.reshape(len(sent), -1, columns)).max(2).repeat(columns, 1)
         return [(error / bound).max(initial=0), (error / amax).max(initial=0)]
 
 
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_error_against_float64(pool: Pools, most_ranks: int, dtype: str, seed: int) -> None:
-    """The bounds are derived at reference.fp8_error_bound."""
+def test_error_against_float64(pool: Pools, most_ranks: int, dtype: str, wire: str, seed: int) -> None:
+    """The bounds are derived at reference.wire_error_bound."""
     job = Job(
         tokens=(200,) * most_ranks,
         num_experts=4 * most_ranks,
         hidden=1024,
         top_k=2,
         dtype=dtype,
-        wire="fp8",
+        wire=wire,
         seed=seed,
     )
     for of_bound, of_amax in pool(most_ranks)(_errors, job):
         assert of_bound <= 1
-        assert of_amax <= 1 / 28 + 2.0**-21 + torch.finfo(getattr(torch, dtype)).eps / 2
+        assert of_amax <= reference.LARGEST_MOVE[wire] + torch.finfo(getattr(torch, dtype)).eps / 2
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -201,9 +218,9 @@ def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None]
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
         ids_TK = known.own.ids_TK
-        data_TH, scales = oracle.quantised(known.own.x_TH)
+        data_TH, scales = oracle.quantised(known.own.x_TH, str(job.wire))
         bad: dict[str, Any] = {
-            "scales of another dtype": (data_TH, scales.double()),
+            "scales of another dtype": (data_TH, oracle.factors_of(scales).double()),
             "scales too few": (data_TH, scales[:, :-1].contiguous()),
             "data of another dtype": (data_TH.float(), scales),
             "no pair": (data_TH, scales, scales),
@@ -217,10 +234,9 @@ def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None]
         return caught, problems
 
 
-def test_bad_pairs(pool: Pools, most_ranks: int, seed: int) -> None:
-    job = Job(
-        tokens=(7,) * most_ranks, num_experts=2 * most_ranks, hidden=272, top_k=2, wire="fp8", seed=seed
-    )
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+def test_bad_pairs(pool: Pools, most_ranks: int, wire: str, seed: int) -> None:
+    job = Job(tokens=(7,) * most_ranks, num_experts=2 * most_ranks, hidden=272, top_k=2, wire=wire, seed=seed)
     results = pool(most_ranks)(_bad, job)
     harness.assert_none([problems for _, problems in results])
     for caught, _ in results:
@@ -251,6 +267,6 @@ def _plain_wire_has_no_pairs(rank: int, world_size: int) -> Caught | None:
         return catch(lambda: comm.dispatch(pair, cases.tensor(case.ids(rank), None, comm.device)))
 
 
-def test_pairs_need_the_fp8_wire(pool: Pools, most_ranks: int) -> None:
+def test_pairs_need_a_wire_format(pool: Pools, most_ranks: int) -> None:
     for error in pool(most_ranks)(_plain_wire_has_no_pairs):
         assert error is not None and error.name == "InvalidArgument", error
