@@ -39,9 +39,17 @@ __device__ inline void report_failure(const Comm& comm, const WaitInfo& info, in
   ptx::store_release_sys(&broken.set, 1);
 }
 
-/// True if this rank's kernels should not even start.
+/// True if a wait of this rank has failed, so that its kernels should not go on. Threads that ask at
+/// different times may hear different answers: what a block or a warp does together hangs on one of the two
+/// below.
 __device__ inline bool already_failed(const Comm& comm) {
   return ptx::load_relaxed_sys(&comm.state().failed) != 0;
+}
+/// Whole block, which hears one answer.
+__device__ inline bool failed_for_block(const Comm& comm) { return __syncthreads_or(already_failed(comm)); }
+/// All lanes, which hear one answer.
+__device__ inline bool failed_for_warp(const Comm& comm) {
+  return __any_sync(0xffffffffu, already_failed(comm));
 }
 
 /// Whom to blame for a wait in vain: a rank that has not even begun the operation, if there is one, since the

@@ -290,3 +290,10 @@ def test_native_code_uses_no_streams() -> None:
     for path in _native_files():
         for _, name in INCLUDE.findall(_code(path)):
             assert name not in ("iostream", "fstream", "sstream", "iomanip", "regex"), f"{path}: {name}"
+
+
+def test_blocks_and_warps_hear_one_answer_about_a_failure() -> None:
+    """Threads that read the word of a failure at different times would take different ways, with different
+    barriers on them: hardware answers that with an illegal instruction, or waits without end."""
+    asking = [path.name for path in (ROOT / "csrc").rglob("*.cu*") if "already_failed(" in path.read_text()]
+    assert asking == ["wait.cuh"]

@@ -15,7 +15,7 @@ struct AnnounceArguments {
 __global__ void __launch_bounds__(kThreads, 1)
     announce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AnnounceArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && (comm.rail.others == 0 || device::wait_sent(comm, Operation::none, epoch))) {
+  if (!failed_for_block(comm) && (comm.rail.others == 0 || device::wait_sent(comm, Operation::none, epoch))) {
     char* const text = comm.mine<char>(comm.window.error_text[epoch & 1]);
     for (int i = static_cast<int>(threadIdx.x); i < kErrorText; i += kThreads) text[i] = args.text[i];
     __syncthreads();
@@ -74,7 +74,7 @@ __device__ void release_peers(const Comm& comm, const AbandonArguments& args, ui
 __global__ void __launch_bounds__(kThreads, 1)
     abandon_kernel(const __grid_constant__ Comm comm, const __grid_constant__ AbandonArguments args) {
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm)) {
+  if (!failed_for_block(comm)) {
     if (comm.window.stage_tokens < comm.window.shape.max_tokens) release_peers(comm, args, epoch);
     // Every operation waits for all records: the one after the next writes where peers read in the one before
     // this. That of a dispatch has been compared where its plan was made.

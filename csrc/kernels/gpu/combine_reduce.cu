@@ -131,7 +131,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
 template <DType dtype, Way way>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
   constexpr bool kNodes = way == Way::nodes;
-  if (already_failed(comm)) return;
+  if (failed_for_block(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
   const PlanView plan{args.plan, comm.plan_fields};
   const uint64_t id = plan.header().id;
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
   ptx::launch_dependents();
   start_clock(comm);
   reduce<dtype, way>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
-  if (args.copied && blockIdx.x == 0 && !already_failed(comm))
+  if (args.copied && blockIdx.x == 0 && !failed_for_block(comm))
     await_landing(comm, Operation::combine, comm.state().epoch + 1, args.landing);
   if (args.senders > 0) end_sending(comm);
 }

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     combine_sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
-  if (!already_failed(comm) && agree_on_operation(comm, Operation::combine, epoch)) {
+  if (!failed_for_block(comm) && agree_on_operation(comm, Operation::combine, epoch)) {
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args);
     } else {

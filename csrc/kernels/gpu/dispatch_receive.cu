@@ -423,7 +423,7 @@ __device__ void zero_padding(const Comm& comm, const ReceiveArguments& args, int
 
 /// Waits until the items of an operation can be worked on. Whole block; false if there are none.
 __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
-  if (already_failed(comm)) return false;
+  if (failed_for_block(comm)) return false;
   bool going = true;
   if (args.operation == Operation::dispatch) {
     if (threadIdx.x == 0)

@@ -458,7 +458,7 @@ __device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t
     rows.start_source(source);
     if (args.later &&
         !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers, announcer)) {
-      if (already_failed(comm)) return false;
+      if (failed_for_warp(comm)) return false;
       continue;  // called off: nobody reads it
     }
     rows.send(chunk.begin, owners.tokens, meta, announcer);
@@ -513,7 +513,7 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
 /// The work of a block.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
-  if (already_failed(comm)) {
+  if (failed_for_block(comm)) {
     if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0) make_plan(comm, args, epoch);
     return;
   }

@@ -10,8 +10,9 @@
 
 namespace moecomm::gpu {
 
-using device::already_failed;
 using device::Comm;
+using device::failed_for_block;
+using device::failed_for_warp;
 using device::PlanView;
 
 /// A warp's part of the block's shared memory.

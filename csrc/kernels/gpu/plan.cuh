@@ -177,7 +177,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   DeviceState& state = comm.state();
   __shared__ HostStatus::Verdict verdict;
   __shared__ bool agreed;
-  const bool alive = !already_failed(comm) && device::wait_records(comm, Operation::dispatch, epoch);
+  const bool alive = !failed_for_block(comm) && device::wait_records(comm, Operation::dispatch, epoch);
   if (threadIdx.x < 32) {
     HostStatus::Verdict found;
     const bool same = alive && device::compare_records(comm, epoch, found);

@@ -53,7 +53,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
       owners.insert_lanes(owner, owner >= 0);
     }
     const bool here = wait_partials(comm, home, epoch, number, owners);
-    if (!here && gpu::already_failed(comm)) return;
+    if (!here && gpu::failed_for_warp(comm)) return;
     for (uint32_t left = here ? chunk.tokens : 0; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
       const int count = __shfl_sync(0xffffffffu, counts, i);
@@ -95,7 +95,7 @@ __device__ inline void relay_weight_grads(const Comm& comm, int32_t* plan_words,
                                                             comm.pair(home, owner), comm.window.max_chunks),
                                                   epoch});
     }
-    if (!__syncthreads_and(here) && gpu::already_failed(comm)) return;
+    if (!__syncthreads_and(here) && gpu::failed_for_block(comm)) return;
     const int64_t values = plan.at(plan.fields.tokens)[home] * comm.top_k();
     const float* const from = comm.mine<float>(comm.window.relay_grads[epoch & 1]) + other * section;
     float* const to = comm.rail.weights(comm.rail.layout.outgoing_grads[epoch & 1], other);
