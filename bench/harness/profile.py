@@ -27,6 +27,8 @@ KINDS = (
 )
 """The first of these patterns that a kernel's name has is its kind."""
 REST = "elementwise and others"
+LONGEST = 20
+"""Kernels of a step that a record names."""
 Span = tuple[float, float]
 
 
@@ -59,9 +61,20 @@ def shares(kernels: Sequence[tuple[str, Span]]) -> dict[str, float]:
     return found
 
 
-def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, float]:
-    """Runs `call` and returns the `shares` of its kernels on this rank's GPU. trace: the file for a trace
-    that a browser shows (chrome://tracing, ui.perfetto.dev)."""
+def longest(kernels: Iterable[tuple[str, Span]], count: int) -> list[dict[str, Any]]:
+    """Returns the `count` names on which most time goes, with their kind, milliseconds and calls."""
+    found: dict[str, list[float]] = {}
+    for name, (start, end) in kernels:
+        found.setdefault(name, []).append((end - start) / 1e3)
+    first = sorted(found.items(), key=lambda each: -sum(each[1]))[:count]
+    return [
+        {"name": name, "kind": kind_of(name), "ms": sum(times), "calls": len(times)} for name, times in first
+    ]
+
+
+def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, Any]:
+    """Runs `call` and returns, of its kernels on this rank's GPU, "profile", their `shares`, and "kernels",
+    the `longest`. trace: the file for a trace that a browser shows (chrome://tracing, ui.perfetto.dev)."""
     kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds) as profile:
         call()
@@ -69,10 +82,9 @@ def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, fl
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(trace))
-    return shares(
-        [
-            (event.name, (event.time_range.start, event.time_range.end))
-            for event in profile.events() or ()
-            if event.device_type == DeviceType.CUDA
-        ]
-    )
+    kernels = [
+        (event.name, (event.time_range.start, event.time_range.end))
+        for event in profile.events() or ()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return {"profile": shares(kernels), "kernels": longest(kernels, LONGEST)}

@@ -150,6 +150,9 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
             for table in (train_table({"": content}), profile_table({"": content})):
                 if table:
                     print(f"\n{table}", flush=True)
+            for row in rows:
+                for each in row.get("kernels", ()):
+                    print(f"{row['path']}: {each['ms']:7.2f} ms in {each['calls']:4} x {each['name'][:90]}")
         return int(wrong > 0)
     finally:
         dist.destroy_process_group()
@@ -216,6 +219,6 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
         row["memory_bytes"] = torch.cuda.max_memory_allocated()
         if plan.profiled:
             trace = Path(plan.trace, f"{variant}-{number}.json") if plan.trace and joined.first else None
-            row["profile"] = profiled(lambda: trainer.step(plan.steps + 1), trace)
+            row |= profiled(lambda: trainer.step(plan.steps + 1), trace)
     trainer.comm.close()
     return row
