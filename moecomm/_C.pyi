@@ -104,6 +104,7 @@ class WireFormat(Enum):
     same = 0
     fp8 = 1
     mxfp8 = 2
+    nvfp4 = 3
 
 class DeviceShape:
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moecomm.errors import InvalidArgument, InvalidRouting
-from moecomm.types import WIRE_FORMATS, Layout
+from moecomm.types import WIRE_FORMATS, Layout, WireTensors
 
 _MOST_ALIGNMENT = 1 << 20
 
@@ -131,10 +131,10 @@ def check_dispatch(
 ) -> None:
     """Checks the tensors of a dispatch, all but the values of the expert ids, which the runtime checks as it
     copies them. With `x_scales`, x is in the format `wire`, which a communicator has."""
-    if x_scales is None or wire is None:
+    travels = wire_tensors(wire)
+    if x_scales is None or travels is None:
         check_rows("x", x_TH, None, hidden, dtype, device)
     else:
-        travels = WIRE_FORMATS[wire]
         check_rows("x", x_TH, None, hidden, travels.values, device, "the wire's")
         require_tensor("scales of x", x_scales, device)
         _require_dtype("scales of x", x_scales, travels.scales)
@@ -162,6 +162,11 @@ def check_weights(
     _require_shape(name, weights, shape, letters)
 
 
+def wire_tensors(wire: str | None) -> WireTensors | None:
+    """Returns the tensors in which rows can be given and handed on; None where they are in their dtype."""
+    return None if wire is None else WIRE_FORMATS[wire].tensors
+
+
 def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None:
     """Checks that rows may be given as a pair (`x_scales`), or handed on undequantized, as the wire format
     has them."""
@@ -169,17 +174,17 @@ def check_wire_options(wire: str | None, dequantize: Any, x_scales: Any) -> None
         return
     if not isinstance(dequantize, bool):
         raise InvalidArgument(f"dequantize is {dequantize!r}, expected a bool")
-    if wire is not None:
+    if wire_tensors(wire) is not None:
         return
+    why = (
+        "rows of this communicator travel in its dtype (wire=None)"
+        if wire is None
+        else f"rows are in the format of wire={wire!r} on their way alone"
+    )
     if not dequantize:
-        raise InvalidArgument(
-            "dequantize is False, expected True: rows of this communicator travel in its dtype (wire=None)"
-        )
+        raise InvalidArgument(f"dequantize is False, expected True: {why}")
     if x_scales is not None:
-        raise InvalidArgument(
-            "x is a pair (data, scales), expected rows in the communicator's dtype, in which they travel "
-            "(wire=None)"
-        )
+        raise InvalidArgument(f"x is a pair (data, scales), expected rows in the communicator's dtype: {why}")
 
 
 def check_options(

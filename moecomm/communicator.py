@@ -90,10 +90,11 @@ class Communicator:
         top_k: K, columns of `topk_idx`; tokens with fewer experts fill up with -1.
         max_tokens: the most tokens that a rank brings to one call.
         dtype: of the rows: float32, bfloat16, float16, or float64 on the CPU.
-        wire: format in which the rows of a dispatch travel; None is `dtype`. CUDA only, hidden a multiple of
-            16: "fp8" is float8_e4m3fn with a float32 scale for each 128 columns of a row, "mxfp8" with a
-            power of two, float8_e8m0fnu, for each 32 (docs/data_formats.md). Combine and the backward of both
-            travel in `dtype`.
+        wire: format in which the rows of a dispatch travel (docs/data_formats.md); None is `dtype`. CUDA
+            only, hidden a multiple of 16: "fp8" is float8_e4m3fn with a float32 scale for each 128 columns of
+            a row, "mxfp8" with a power of two, float8_e8m0fnu, for each 32. hidden a multiple of 32: "nvfp4"
+            is float4_e2m1 with a float8_e4m3fn scale for each 16 columns and a float32 one of the row.
+            Combine and the backward of both travel in `dtype`.
         device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
             A rank has a GPU of its own.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
@@ -382,9 +383,9 @@ class Communicator:
 
         Args:
             x_TH: (T, H) rows in the communicator's dtype, T at most max_tokens, different on each rank as it
-                likes. With a wire format also a pair, which has no gradient: data (T, H) float8_e4m3fn and
-                scales, with wire="fp8" (T, ceil(H / 128)) float32, with "mxfp8" (T, ceil(H / 32))
-                float8_e8m0fnu.
+                likes. With wire="fp8" or "mxfp8" also a pair, which has no gradient: data (T, H)
+                float8_e4m3fn and scales, with "fp8" (T, ceil(H / 128)) float32, with "mxfp8"
+                (T, ceil(H / 32)) float8_e8m0fnu.
             topk_idx_TK: (T, K) int32 or int64 expert ids, -1 for none; no id twice in a token.
             topk_weights_TK: (T, K) routing weights that travel along; float32 (float64 for float64 rows).
             layout: "expert": a row a (token, local expert), grouped by expert. "rank": a row a (token, rank),
@@ -395,7 +396,7 @@ class Communicator:
                 (CUDA: the next one without a capacity).
             expert_capacity: layout="rank" with a capacity: positions of the index, which are left out and
                 reported alike. None: min(K, L) times the capacity, which is always enough.
-            dequantize: with a wire format, False hands the rows on as they travelled: `tokens` in
+            dequantize: with wire="fp8" or "mxfp8", False hands the rows on as they travelled: `tokens` in
                 float8_e4m3fn and `scales`. Nothing is differentiable then.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
                 on `stream`, after what the caller's current stream holds now.

@@ -33,17 +33,30 @@ PlanViews = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A format in which rows of a dispatch can travel (docs/data_formats.md): values with a scale for each
-    `scale_columns` columns of a row; its last scale may have fewer. csrc/layout/wire_format.hpp has its
-    bytes.
+    """A format in which rows of a dispatch can travel (docs/data_formats.md): values with scales. The bytes
+    are in csrc/layout/wire_format.hpp.
 
     Attributes:
         name: Communicator's `wire`.
+        unit: a row has a multiple of so many columns.
+        tensors: how rows are given and handed on in it; None: they are neither.
+    """
+
+    name: str
+    unit: int
+    tensors: WireTensors | None
+
+
+@dataclass(frozen=True)
+class WireTensors:
+    """Rows as a tensor of values, and one of a scale for each `scale_columns` columns of a row; a row's last
+    scale may have fewer.
+
+    Attributes:
         values: the dtype of the values.
         scales: the dtype of the scales.
     """
 
-    name: str
     values: torch.dtype
     scales: torch.dtype
     scale_columns: int
@@ -56,8 +69,9 @@ class WireFormat:
 WIRE_FORMATS = {
     each.name: each
     for each in (
-        WireFormat("fp8", torch.float8_e4m3fn, torch.float32, 128),
-        WireFormat("mxfp8", torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
+        WireFormat("fp8", 16, WireTensors(torch.float8_e4m3fn, torch.float32, 128)),
+        WireFormat("mxfp8", 16, WireTensors(torch.float8_e4m3fn, torch.float8_e8m0fnu, 32)),
+        WireFormat("nvfp4", 32, None),
     )
 }
 

@@ -111,8 +111,7 @@ class Case:
         options = self.options
         if options.wire is None or options.program == "combine" or options.kept_handle:
             return self.point.row_bytes
-        columns, dtype = inputs.SCALES[options.wire]
-        return self.point.hidden + -(-self.point.hidden // columns) * dtype.itemsize
+        return inputs.wire_bytes(options.wire, self.point.hidden)
 
     @property
     def useful_R(self) -> list[int]:

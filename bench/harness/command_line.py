@@ -214,7 +214,7 @@ def build_parser(program: str) -> Parser:
             help="rows an expert's group is padded to (1)")
         add("--capacity", type=lambda text: text if text == "auto" else positive(text), metavar="ROWS",
             help="fixed rows, or auto: what the fullest rank needs (exact)")
-        add("--wire", choices=WIRES, help="rows travel as e4m3 with scales (GPUs; in their type)")
+        add("--wire", choices=WIRES, help="rows travel in that format (GPUs; in their type)")
         add("--no-dequantize", dest="dequantize", action="store_false", help="hand on data, scales")
     if program == "dispatch":
         add("--kept-handle", nargs="?", const="plain", choices=("plain", "weighted"),
@@ -500,7 +500,10 @@ def _check_together(options: Options) -> None:
         (options.graph and exact, "--graph needs --capacity: exact sizes make the host wait"),
         (by_rank and options.alignment != 1, "--alignment is for --layout expert"),
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),
-        (not options.dequantize and options.wire is None, "--no-dequantize is for --wire"),
+        (
+            not options.dequantize and options.wire in (None, "nvfp4"),
+            "--no-dequantize is for --wire fp8 and mxfp8",
+        ),
         (on_one_node and options.fabric_provider is not None, "--fabric-provider needs --ranks-per-node"),
         (options.is_layer and len(options.dtypes) > 1, "-d has to be one type for layers"),
         (

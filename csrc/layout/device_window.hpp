@@ -51,8 +51,8 @@ struct DeviceShape {
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
   /// Bytes of the values of a row on the wire; the scales follow.
   MOECOMM_HD int64_t wire_data_bytes() const {
-    const int32_t value = wire_entry(wire).value_bytes;
-    return value == 0 ? row_bytes() : hidden * value;
+    const int32_t bits = wire_entry(wire).value_bits;
+    return bits == 0 ? row_bytes() : hidden * bits / 8;
   }
   /// Bytes of the scales of a row on the wire.
   MOECOMM_HD int64_t wire_scale_bytes() const {
@@ -60,9 +60,12 @@ struct DeviceShape {
     const int32_t columns = entry.scale_columns;
     return columns == 0 ? 0 : (hidden + columns - 1) / columns * entry.scale_bytes;
   }
+  /// Where the scale of the whole row is, in a format that has one: behind the other scales.
+  MOECOMM_HD int64_t wire_row_scale() const { return wire_data_bytes() + (wire_scale_bytes() + 3) / 4 * 4; }
   MOECOMM_HD int64_t wire_row_bytes() const {
     if (wire == WireFormat::same) return row_bytes();
-    const int64_t bytes = wire_data_bytes() + wire_scale_bytes();
+    const int64_t bytes =
+        wire_entry(wire).row_scale ? wire_row_scale() + 4 : wire_data_bytes() + wire_scale_bytes();
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }

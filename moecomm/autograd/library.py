@@ -122,9 +122,9 @@ def _fake_dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
         if weights is not None:
             index_weights_Q = new(Q, dtype=weights.dtype)
     tokens_dtype = backend.dtype
-    if backend.wire is not None and not call.dequantize:
-        scales = new(backend.wire.scales_shape(P, H), dtype=backend.wire.scales)
-        tokens_dtype = backend.wire.values
+    if (handed_on := None if call.dequantize else backend.wire_tensors) is not None:
+        scales = new(handed_on.scales_shape(P, H), dtype=handed_on.scales)
+        tokens_dtype = handed_on.values
     return _all_there(
         call.x_TH,
         new((P, H), dtype=tokens_dtype),

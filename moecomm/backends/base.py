@@ -11,7 +11,7 @@ import torch
 from moecomm.errors import MoecommError
 from moecomm.setup.memory_plan import MemoryPlan
 from moecomm.setup.topology import NodeMap
-from moecomm.types import Layout, PlanViews, WireFormat, Work
+from moecomm.types import Layout, PlanViews, WireTensors, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -112,8 +112,8 @@ class Backend(Protocol):
     dtype: torch.dtype
     hidden: int
     top_k: int
-    wire: WireFormat | None
-    """The format in which rows of a dispatch travel; None: their dtype."""
+    wire_tensors: WireTensors | None
+    """The tensors in which rows of a dispatch can be given and handed on; None: in their dtype alone."""
     memory: MemoryPlan
     nodes: NodeMap
     network_lanes: int

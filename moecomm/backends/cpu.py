@@ -27,7 +27,7 @@ from moecomm.setup.devices import default_threads
 from moecomm.setup.handshake import check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import plan_memory, window_shape
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import Layout, WireFormat, Work
+from moecomm.types import Layout, WireTensors, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -92,7 +92,7 @@ class CpuBackend:
     stream = None
     copies_beside = False
     held = 0
-    wire: WireFormat | None = None
+    wire_tensors: WireTensors | None = None
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from moecomm import _C
-from moecomm.arguments import weight_dtype
+from moecomm.arguments import weight_dtype, wire_tensors
 from moecomm.backends.base import (
     DispatchCall,
     ExpertIndex,
@@ -31,7 +31,7 @@ from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupport
 from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import device_shape, plan_device_memory
 from moecomm.setup.rendezvous import Rendezvous
-from moecomm.types import WIRE_FORMATS, Work
+from moecomm.types import Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
@@ -92,7 +92,7 @@ class CudaBackend:
                 )
             has_copies = engine != "sm" and self.nodes.nodes == 1
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
-            self.wire = WIRE_FORMATS.get(arguments["wire"])
+            self.wire_tensors = wire_tensors(arguments["wire"])
             shape = device_shape(
                 ranks=rendezvous.size,
                 num_experts=arguments["num_experts"],
@@ -114,13 +114,11 @@ class CudaBackend:
                 source_ends=_slice(fields["source_ends"]),
             )
             self._check_room(rendezvous, group_info)
-            self._kinds = {  # an empty tensor of each dtype, from which new ones are made
-                each: torch.empty(0, dtype=each, device=device)
-                for each in (
-                    *(dtype, self._weight_dtype, torch.int32, torch.float32),
-                    *((self.wire.values, self.wire.scales) if self.wire is not None else ()),
-                )
-            }
+            dtypes = [dtype, self._weight_dtype, torch.int32, torch.float32]
+            if self.wire_tensors is not None:
+                dtypes += [self.wire_tensors.values, self.wire_tensors.scales]
+            # An empty tensor of each dtype, from which new ones are made.
+            self._kinds = {each: torch.empty(0, dtype=each, device=device) for each in dtypes}
             self._nowhere = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=device)
             self._nowhere_address = self._nowhere.data_ptr()
             self._native, window = self._connect(rendezvous, group_info, shape, num_sms or 0)
@@ -414,11 +412,12 @@ class CudaBackend:
         rows, positions = counts if by_rank else (counts[0], counts[0])
         weights = topk_idx_PK = scales = index = None
         try:
-            if self.wire is None or call.dequantize:
-                tokens_PH = self._empty((rows, self.hidden), self.dtype)
-            else:
-                tokens_PH = self._empty((rows, self.hidden), self.wire.values)
-                scales = self._empty(self.wire.scales_shape(rows, self.hidden), self.wire.scales)
+            handed_on = None if call.dequantize else self.wire_tensors
+            tokens_PH = self._empty(
+                (rows, self.hidden), self.dtype if handed_on is None else handed_on.values
+            )
+            if handed_on is not None:
+                scales = self._empty(handed_on.scales_shape(rows, self.hidden), handed_on.scales)
             if call.topk_weights_TK is not None:
                 weights = self._empty((rows, self.top_k) if by_rank else (rows,), self._weight_dtype)
             if by_rank:

@@ -68,8 +68,9 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
     if wire not in WIRE_FORMATS:
         names = ", ".join(map(repr, WIRE_FORMATS))
         raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype), {names}")
-    if hidden % 16 != 0:
-        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with wire={wire!r}")
+    unit = WIRE_FORMATS[wire].unit
+    if hidden % unit != 0:
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with wire={wire!r}")
 
 
 def check_engine(engine: Any, device: torch.device) -> None:

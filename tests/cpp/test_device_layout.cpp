@@ -19,6 +19,7 @@ constexpr int64_t kFewestStaged = 64;  // tokens
 /// Bytes of the scales of a row in a format.
 int64_t scale_bytes(WireFormat wire, int64_t hidden) {
   if (wire == WireFormat::fp8) return (hidden + 127) / 128 * 4;
+  if (wire == WireFormat::nvfp4) return (hidden / 16 + 3) / 4 * 4 + 4;  // and that of the row
   return wire == WireFormat::mxfp8 ? (hidden + 31) / 32 : 0;
 }
 
@@ -29,7 +30,7 @@ template <class Body>
 void for_each_shape(const Body& body) {
   for (const int32_t ranks : {1, 2, 3, 4, 8, 72})
     for (const int32_t top_k : {1, 2, 8, 32})
-      for (const int64_t hidden : {16, 272, 7168})
+      for (const int64_t hidden : {32, 288, 7168})
         for (const int64_t tokens : {1, 63, 64, 65, 513, 4096, 4100, 16385, 70001})
           for (const DType dtype : {DType::float32, DType::bfloat16})
             for (const WireFormat wire : kWireFormats)
@@ -183,7 +184,7 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t element = s.dtype == DType::float32 ? 4 : 2;
   const int64_t weight = 4;
   const int64_t row = s.hidden * element;
-  const int64_t values = s.hidden + scale_bytes(s.wire, s.hidden);
+  const int64_t values = s.hidden / (s.wire == WireFormat::nvfp4 ? 2 : 1) + scale_bytes(s.wire, s.hidden);
   const int64_t lines = rounded(values, 128), wire = s.wire == WireFormat::same ? row
                                                      : lines <= row             ? lines
                                                                                 : rounded(values, 16);

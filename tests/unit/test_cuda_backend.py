@@ -460,5 +460,9 @@ def test_statistics_begin_again() -> None:
 def test_wire_options() -> None:
     check_wire_options(None, True, None)
     check_wire_options("fp8", False, torch.zeros(1))
+    with pytest.raises(moecomm.InvalidArgument, match="wire='nvfp4' on their way alone"):
+        check_wire_options("nvfp4", False, None)
+    with pytest.raises(moecomm.InvalidArgument, match="x is a pair"):
+        check_wire_options("nvfp4", True, torch.zeros(1))
     with pytest.raises(moecomm.InvalidArgument, match="dequantize is 1"):
         check_wire_options("fp8", 1, None)

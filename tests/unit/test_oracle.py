@@ -30,6 +30,7 @@ JOBS = [
     replace(JOB, tokens=(9,), num_experts=4, top_k=4),
     replace(JOB, wire="fp8", hidden=136),
     replace(JOB, wire="mxfp8", hidden=136),
+    replace(JOB, wire="nvfp4", hidden=96),
 ]
 
 

@@ -247,13 +247,16 @@ class DequantiseOut {
       const auto* const scales =
           reinterpret_cast<const typename W::Scale*>(row + comm_.window.shape.wire_data_bytes());
       const int vectors = static_cast<int>(pieces_.size(load.piece) / 16);
+      float row_scale = 0;
+      if constexpr (W::kRowScale)
+        row_scale = __ldcg(reinterpret_cast<const float*>(row + comm_.window.shape.wire_row_scale()));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
         const int64_t column = int64_t{load.piece} * kColumns + v * E::kVector;
-        piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column));
-        piece.scales[step] = W::factor(__ldcg(&scales[column / W::kScaleColumns]));
+        piece.values[step] = __ldcg(reinterpret_cast<const Values*>(row + column * W::kValueBits / 8));
+        piece.scales[step] = W::factor(__ldcg(&scales[column / W::kScaleColumns]), row_scale);
       }
       load.advance(pieces_.count);
     };
@@ -268,7 +271,7 @@ class DequantiseOut {
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
         if (v >= vectors) continue;
-        const uint32_t* const words = reinterpret_cast<const uint32_t*>(&now.values[step]);
+        const auto* const words = reinterpret_cast<const typename W::Four*>(&now.values[step]);
         float values[E::kVector];
 #pragma unroll
         for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], now.scales[step], values + e);
@@ -285,7 +288,9 @@ class DequantiseOut {
   }
 
  private:
-  using Values = std::conditional_t<E::kVector == 8, uint2, uint32_t>;  // a vector's, of one byte each
+  static constexpr int kVectorBytes = E::kVector * W::kValueBits / 8;  // of a vector's values on the wire
+  using Values = std::conditional_t<kVectorBytes == 8, uint2,
+                                    std::conditional_t<kVectorBytes == 4, uint32_t, unsigned short>>;
   static constexpr int kSteps = kOutPiece / 512;
   struct Fetched {
     Values values[kSteps];

@@ -202,10 +202,69 @@ class QuantiseRows {
   static constexpr int kColumns = kSumPiece / 16 * E::kVector;  ///< of a piece
   static constexpr int kBlockLanes = kScaleColumns / E::kVector;
   static constexpr int kPieceScales = kColumns / kScaleColumns;  ///< of a piece
-  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 4 && kBlockLanes <= 32);
+  static constexpr int kPieceBytes = kColumns * W::kValueBits / 8;
+  static_assert(kColumns % kScaleColumns == 0 && kBlockLanes >= 2 && kBlockLanes <= 32);
   static_assert(kPieceScales * sizeof(Scale) % 16 == 0);
+  /// Where a row's scales go out apart from its values: bytes of a stage's scales, and the columns of a
+  /// stage, whose scales these are, with 16 bytes left for the scale of the row.
+  static constexpr int kStageScales = kScaleBuffer / kOutStages;
+  static constexpr int kScaledColumns = (kStageScales - 16) / int{sizeof(Scale)} * kScaleColumns;
   static constexpr int kRowStage = kWarpBytes / kOutStages;
-  static_assert(kRowStage / kScaleColumns * sizeof(Scale) <= kScaleBuffer / kOutStages);
+  static constexpr int kPartStage = kScaledColumns * W::kValueBits / 8;
+  static_assert(kStageScales % 16 == 0 && kPartStage <= kRowStage && kPartStage % kPieceBytes == 0);
+
+  /// The scales of a piece's blocks in a format with scales of rows: each lane knows those of its own blocks.
+  struct OwnScales {
+    Scale scale[kSteps];
+    float inverse[kSteps];
+
+    __device__ float inverse_of(int step) const { return inverse[step]; }
+    __device__ void store(Scale* to, int vectors) const {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int v = step * 32 + lane_id();
+        if (v % kBlockLanes == 0 && v < vectors) to[v / kBlockLanes] = scale[step];
+      }
+    }
+  };
+
+  /// A NaN or an infinity in a block is one in its scale, by the bits of NaN, which are those of the largest
+  /// number.
+  __device__ static OwnScales scale_blocks_of_row(const Strip<kSteps>& strip, int vectors, float row) {
+    OwnScales found;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t most = 0;
+      if (step * 32 + lane_id() < vectors) {
+        float values[E::kVector];
+        E::widen(strip.raw[step], values);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e)
+          most = max(most, isfinite(values[e]) ? __float_as_uint(fabsf(values[e])) : 0x7fffffffu);
+      }
+#pragma unroll
+      for (int width = kBlockLanes / 2; width > 0; width /= 2)
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
+      found.scale[step] = W::scale(__uint_as_float(most), row);
+      found.inverse[step] = W::inverse(found.scale[step], row);
+    }
+    return found;
+  }
+
+  /// The scale of a row: of its largest finite magnitude.
+  __device__ static float scale_row(const std::byte* row, int64_t bytes) {
+    float most = 0;
+    const uint4* const from = reinterpret_cast<const uint4*>(row);
+#pragma unroll 4
+    for (int v = lane_id(); v < static_cast<int>(bytes / 16); v += 32) {
+      float values[E::kVector];
+      E::widen(__ldcg(from + v), values);
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
+    }
+    for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
+    return W::row_scale(most);
+  }
 
   /// The scales of a piece's blocks, one block a lane: of a step's lanes [0, kBlockLanes) a quarter each
   /// knows about step 0, 1, 2 and 3.
@@ -243,8 +302,8 @@ class QuantiseRows {
     float largest = exchange(odd ? odd_step : even_step, odd ? even_step : odd_step, kQuarter);
 #pragma unroll
     for (int width = kQuarter / 2; width > 0; width /= 2) largest = exchange(largest, largest, width);
-    const Scale scale = W::scale(largest);
-    return {scale, W::inverse(scale)};
+    const Scale scale = W::scale(largest, 0.0f);
+    return {scale, W::inverse(scale, 0.0f)};
   }
 
  public:
@@ -255,11 +314,12 @@ class QuantiseRows {
         scales_(memory.scales),
         pieces_(full_pieces(comm.window.shape.row_bytes())),
         whole_(comm.window.wire_bytes <= kRowStage),
-        out_(memory.pieces, pieces_.count, kColumns, kRowStage) {}
+        out_(memory.pieces, pieces_.count, kPieceBytes, whole_ ? kRowStage : kPartStage) {}
 
   __device__ void send(int64_t begin, uint32_t tokens, const ChunkMeta& meta, Announcer& announcer) {
     PieceCursor load{tokens}, store{tokens};
     Strip<kSteps> now, next;
+    float row_scale = 0;
     const auto fetch = [&](Strip<kSteps>& strip) {
       strip.load(args_.x + (begin + load.token()) * pieces_.total + pieces_.offset(load.piece), 0,
                  static_cast<int>(pieces_.size(load.piece) / 16));
@@ -273,9 +333,16 @@ class QuantiseRows {
       std::byte* const out = out_.piece(store.piece);
       const int first = out_.first(store.piece);
       std::byte* const stage_scales = whole_ ? out_.stage() + comm_.window.shape.wire_data_bytes()
-                                             : scales_ + out_.number() * (kScaleBuffer / kOutStages);
+                                             : scales_ + out_.number() * kStageScales;
       Scale* const out_scales = reinterpret_cast<Scale*>(stage_scales) + (store.piece - first) * kPieceScales;
-      const BlockScales blocks = scale_blocks(now, vectors);
+      const auto blocks = [&] {
+        if constexpr (W::kRowScale) {
+          if (store.piece == 0) row_scale = scale_row(args_.x + (begin + i) * pieces_.total, pieces_.total);
+          return scale_blocks_of_row(now, vectors, row_scale);
+        } else {
+          return scale_blocks(now, vectors);
+        }
+      }();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int v = step * 32 + lane_id();
@@ -283,7 +350,7 @@ class QuantiseRows {
         if (v >= vectors) continue;
         float values[E::kVector];
         E::widen(now.raw[step], values);
-        uint32_t* const to = reinterpret_cast<uint32_t*>(out) + v * (E::kVector / 4);
+        auto* const to = reinterpret_cast<typename W::Four*>(out) + v * (E::kVector / 4);
 #pragma unroll
         for (int e = 0; e < E::kVector; e += 4) to[e / 4] = W::write(values + e, inverse);
       }
@@ -293,16 +360,23 @@ class QuantiseRows {
         store.advance(pieces_.count);
         continue;
       }
-      publish_piece();
       const uint32_t columns = pieces_.through(first, store.piece) / 16 * E::kVector;
-      const uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
+      uint32_t scale_bytes = (columns + kScaleColumns - 1) / kScaleColumns * sizeof(Scale);
+      if (W::kRowScale && store.piece + 1 == pieces_.count) {
+        // Behind the last of the row's scales, of which the stage has all or, from a multiple of 16 on, the
+        // rest.
+        const uint32_t at = (scale_bytes + 3) / 4 * 4;
+        if (lane_id() == 0) *reinterpret_cast<float*>(stage_scales + at) = row_scale;
+        scale_bytes = at + sizeof(float);
+      }
+      publish_piece();
       for (int j = 0; j < count; ++j) {
         std::byte* const row = paths_.to(begin, i, j, meta);
         if (whole_) {
           store_piece(row, out_.stage(), static_cast<uint32_t>(comm_.window.wire_bytes));
           continue;
         }
-        store_piece(row + int64_t{first} * kColumns, out_.stage(), columns);
+        store_piece(row + int64_t{first} * kPieceBytes, out_.stage(), columns * W::kValueBits / 8);
         store_piece(row + comm_.window.shape.wire_data_bytes() + first * (kPieceScales * sizeof(Scale)),
                     stage_scales, (scale_bytes + 15) / 16 * 16);
       }

@@ -18,7 +18,7 @@ inline constexpr int kWarpBytes = 16384;                  ///< of shared memory 
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
 inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< pieces that are computed with
-inline constexpr int kScaleBuffer = 512;                  ///< bytes of a row's scales, a part of them
+inline constexpr int kScaleBuffer = 544;                  ///< bytes of a row's scales, a part of them
 inline constexpr int kOutStages = 2, kOutPiece = 4096;    ///< results on their way out
 static_assert(kCopyStages * kCopyPiece == kWarpBytes);
 static_assert(kSumStages * kSumPiece + kOutStages * kOutPiece == kWarpBytes);
