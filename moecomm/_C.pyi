@@ -139,6 +139,7 @@ class DeviceCommunicator:
         device: int,
         host_ranks: int,
         first_epoch: int = 1,
+        sums: WireFormat = ...,
     ) -> None: ...
     def open_rail(self, *, job: bytes, provider: str, interface: str, lanes: int, shuffle: int) -> Rail: ...
     def connect_rail(self, rail: Rail, endpoint_addresses: list[bytes], endpoints: list[str]) -> None: ...
@@ -228,6 +229,7 @@ class DeviceCommunicator:
         y: int,
         weight_grads: int,
         out_weight_grads: int,
+        quantised: bool,
         stream: int,
         /,
     ) -> None: ...

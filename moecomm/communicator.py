@@ -36,6 +36,7 @@ from moecomm.env import read_env
 from moecomm.errors import CommunicatorClosed, InvalidArgument, MoecommError
 from moecomm.setup.checks import (
     DEFAULT_TIMEOUT,
+    check_combine_wire,
     check_dtype,
     check_engine,
     check_num_sms,
@@ -95,6 +96,10 @@ class Communicator:
             a row, "mxfp8" with a power of two, float8_e8m0fnu, for each 32. hidden a multiple of 32: "nvfp4"
             is float4_e2m1 with a float8_e4m3fn scale for each 16 columns and a float32 one of the row.
             Combine and the backward of both travel in `dtype`.
+        combine_wire: format in which the sums of a combine travel to the tokens' homes; None is `dtype`.
+            "fp8" (CUDA on one node, by SMs, hidden a multiple of 16): owners sum in float32 and send
+            float8_e4m3fn with a float32 scale for each 128 columns, and homes add these in float32. The
+            backward of dispatch, which is a combine, travels in `dtype`.
         device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
             A rank has a GPU of its own.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
@@ -148,6 +153,7 @@ class Communicator:
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
         wire: str | None = None,
+        combine_wire: str | None = None,
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
         num_sms: int | None = None,
@@ -171,6 +177,7 @@ class Communicator:
             check_dtype(dtype, place)
             check_wire(wire, place, hidden)
             check_engine(engine, place)
+            check_combine_wire(combine_wire, place, hidden, engine)
         except MoecommError as failed:
             error = failed
         rendezvous = Rendezvous(group, seconds)
@@ -181,6 +188,7 @@ class Communicator:
             "max_tokens": max_tokens,
             "dtype": str(dtype),
             "wire": wire,
+            "combine_wire": combine_wire,
             "engine": engine,
             "device": place.type,
             "ranks_per_node": ranks_per_node,
@@ -196,7 +204,8 @@ class Communicator:
         self.ranks_per_node: int = backend.nodes.ranks_per_node
         self.nodes: int = backend.nodes.nodes
         self.network_lanes: int = backend.network_lanes
-        self.dtype, self.device, self.wire = dtype, backend.device, wire
+        self.dtype, self.device = dtype, backend.device
+        self.wire, self.combine_wire = wire, combine_wire
         self.memory: MemoryPlan = backend.memory
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
@@ -218,6 +227,7 @@ class Communicator:
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
         wire: str | None = None,
+        combine_wire: str | None = None,
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
         engine: Engine = "sm",
@@ -238,6 +248,7 @@ class Communicator:
         check_dtype(dtype, place)
         check_wire(wire, place, hidden)
         check_engine(engine, place)
+        check_combine_wire(combine_wire, place, hidden, engine)
         if place.type == "cuda":
             sizes = device_shape(
                 ranks=ranks,
@@ -248,7 +259,7 @@ class Communicator:
                 dtype=dtype,
                 wire=wire,
                 ranks_per_node=ranks_per_node,
-                copies=engine != "sm" and ranks_per_node == ranks,
+                copies=engine != "sm" and ranks_per_node == ranks and combine_wire is None,
             )
             return plan_device_memory(sizes, ranks_per_node)
         shape = window_shape(
@@ -634,7 +645,7 @@ class Communicator:
                 self._check_combine(rows, handle, factors)
             except MoecommError as error:
                 backend.fail(error)
-            y_TH, _ = backend.combine(handle.plan, rows, factors, None)
+            y_TH, _ = backend.combine(handle.plan, rows, factors, None, forward=True)
             assert y_TH is not None
             return y_TH
 

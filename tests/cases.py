@@ -37,6 +37,7 @@ class Case:
     weights: bool = True
     wide_ids: bool = False
     wire: str | None = None
+    combine_wire: str | None = None
     num_sms: int | None = None
     seed: int = 0
     routing: str = "uniform"
@@ -73,6 +74,7 @@ class Case:
             "dtype": self.torch_dtype,
             "num_sms": self.num_sms,
             "wire": self.wire,
+            "combine_wire": self.combine_wire,
             "ranks_per_node": self.ranks_per_node,
             "timeout": COMM_TIMEOUT_S,
         }

@@ -162,8 +162,11 @@ class Oracle:
         found = self.weights_NK[mine.token_P.clamp_min(0), mine.place_P.clamp_min(0)]
         return torch.where(mine.token_P >= 0, found, 0)
 
-    def check_combine(self, name: str, y_TH: torch.Tensor, weighted: bool = False) -> None:
-        """y of the answers; `weighted`: times the weights that arrived (expert layout)."""
+    def check_combine(
+        self, name: str, y_TH: torch.Tensor, weighted: bool = False, forward: bool = True
+    ) -> None:
+        """y of the answers; `weighted`: times the weights that arrived (expert layout); `forward`: sums
+        travel as the communicator's combine_wire says."""
         if y_TH.dtype != self.job.torch_dtype or tuple(y_TH.shape) != tuple(self.own.x_TH.shape):
             self._say(f"{name} is {y_TH.dtype} {tuple(y_TH.shape)}")
             return
@@ -171,7 +174,8 @@ class Oracle:
         chunk = max(1, CHUNK // self.job.size)  # the sums of all owners at once
         for start in range(self.home.start, self.home.stop, chunk):
             part = slice(start, min(start + chunk, self.home.stop))
-            want = self._summed(part, kept_ONK[:, part], weighted)
+            wire = self.job.combine_wire if forward else None
+            want = self._summed(part, kept_ONK[:, part], weighted, wire)
             place = slice(part.start - self.home.start, part.stop - self.home.start)
             self._same(f"{name}[{place.start}:{place.stop}]", y_TH.detach()[place], want)
 
@@ -234,7 +238,7 @@ class Oracle:
                 kept[owner, token[token >= 0], place[token >= 0]] = True
         return kept
 
-    def _summed(self, part: slice, kept_ONK: torch.Tensor, weighted: bool) -> torch.Tensor:
+    def _summed(self, part: slice, kept_ONK: torch.Tensor, weighted: bool, wire: str | None) -> torch.Tensor:
         """The contract of combine: owners sum by ascending k and round, another node's sums are added up and
         rounded there, and the home adds by ascending owner."""
         job, x = self.job, self.x_NH[part]
@@ -250,7 +254,10 @@ class Oracle:
                 value = value * self.weights_NK[part, k, None]
             here_ON = kept_ONK.any(2) if by_rank else kept_ONK[:, :, k]
             partial_ONH += torch.where(here_ON[..., None], value, 0)
-        partial_ONH = partial_ONH.to(job.torch_dtype).to(job.accumulate)
+        if wire is None:
+            partial_ONH = partial_ONH.to(job.torch_dtype).to(job.accumulate)
+        else:
+            partial_ONH = through_wire(partial_ONH.flatten(0, 1), wire).view(partial_ONH.shape)
         per_node = job.ranks_per_node or read_env().ranks_per_node or job.size
         total = node_total = torch.zeros_like(partial_ONH[0])
         for owner, value in enumerate(partial_ONH):
@@ -410,7 +417,7 @@ def _play(comm: Any, oracle: Oracle, gradients: bool) -> None:
         oracle.check_weight_gradients(weights_TK.grad, 2.0 * len(given))
     else:
         out.tokens.backward(grads[0])
-    oracle.check_combine("gradient of dispatch", x_TH.grad)
+    oracle.check_combine("gradient of dispatch", x_TH.grad, forward=False)
 
 
 def _play_index(comm: Any, oracle: Oracle, out: Any, gradients: bool) -> None:

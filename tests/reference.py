@@ -286,18 +286,20 @@ def combine(
     dtype: str,
     weights: Sequence[np.ndarray] | None = None,
     ranks_per_node: int | None = None,
+    wire: str | None = None,
 ) -> list[np.ndarray]:
     """Returns one (T,H) array a rank from the rows (P,H), and weights (P,), of every rank.
 
     A token's home adds up what ranks of its own node have and what each other node has, by rank;
-    another node first adds up and rounds what its ranks have.
+    another node first adds up and rounds what its ranks have. `wire`: on one node, the format in which each
+    rank's sum goes home, quantised as it is, in place of a rounding.
     """
     kind = wide(dtype)
     hidden = rows[0].shape[1]
     # Infinities and NaN are summed like any other value.
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(
-            rows, dispatched, token_counts, dtype, weights, kind, hidden, ranks_per_node or len(rows)
+            rows, dispatched, token_counts, dtype, weights, kind, hidden, ranks_per_node or len(rows), wire
         )
 
 
@@ -310,6 +312,7 @@ def _combine(
     kind: type,
     hidden: int,
     ranks_per_node: int,
+    wire: str | None,
 ) -> list[np.ndarray]:
     # Shares of each (home, token): by the node they come from, in the order of ranks.
     shares: dict[tuple[int, int], dict[int, list[np.ndarray]]] = {}
@@ -325,7 +328,11 @@ def _combine(
                 value = rows[owner][p].astype(kind)
                 partial = partial + (value if weights is None else value * kind(weights[owner][p]))
             by_node = shares.setdefault((src, t), {})
-            by_node.setdefault(owner // ranks_per_node, []).append(rounded(partial, dtype))
+            if wire is None:
+                partial = rounded(partial, dtype)
+            else:
+                partial = through_wire(partial[None], "float32", wire)[0]
+            by_node.setdefault(owner // ranks_per_node, []).append(partial)
     totals: list[np.ndarray] = [np.zeros((count, hidden), kind) for count in token_counts]
     for (src, t), by_node in shares.items():
         for node, partials in by_node.items():

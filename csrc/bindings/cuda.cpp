@@ -100,12 +100,13 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   bind_network<DeviceCommunicator>(communicator, interrupt);
   communicator
       .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
-                       int32_t device, int32_t host_ranks, uint64_t first_epoch) {
+                       int32_t device, int32_t host_ranks, uint64_t first_epoch, WireFormat sums) {
              return std::make_unique<DeviceCommunicator>(
-                 DeviceConfig{shape, rank, timeout, num_sms, device, host_ranks, first_epoch});
+                 DeviceConfig{shape, rank, timeout, num_sms, device, host_ranks, first_epoch, sums});
            }),
            py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
-           py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1)
+           py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1,
+           py::arg("sums") = WireFormat::same)
       .def("link_control", &DeviceCommunicator::link_control)
       .def("unlink_control", &DeviceCommunicator::unlink_control)
       .def(
@@ -146,11 +147,11 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
            })
       .def("combine",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
-              int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads,
+              int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads, bool quantised,
               uintptr_t stream) {
              self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
                            pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
-                          stream_of(stream));
+                          quantised, stream_of(stream));
            })
       .def(
           "fail",

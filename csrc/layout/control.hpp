@@ -47,7 +47,12 @@ struct alignas(kLine) SignalRecord {
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
 
-enum Carries : uint32_t { kCarriesRows = 1, kCarriesWeights = 2, kCarriedByCopies = 4 };
+enum Carries : uint32_t {
+  kCarriesRows = 1,
+  kCarriesWeights = 2,
+  kCarriedByCopies = 4,
+  kCarriesQuantised = 8
+};
 
 /// Why a rank gave up on a peer.
 enum class Cause : uint32_t { no_signal = 0, ended = 1, closed = 2, unreachable = 3 };

@@ -125,7 +125,8 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   limit_sms(config_.num_sms);
   for (const cudaError_t error :
        {gpu::prepare_dispatch_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
-        gpu::prepare_combine_reduce(s), gpu::prepare_combine_sum(s), gpu::prepare_announce()})
+        gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
+        gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -610,13 +611,15 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   receive(output, stream);
 }
 
-void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, cudaStream_t stream) {
+void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool quantised,
+                                 cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
   abandon();
   const device::Comm& comm = *this->comm(WireFormat::same);
   gpu::CombineArguments all = arguments;
+  all.wire = quantised ? config_.sums : WireFormat::same;
   all.relay_blocks = heuristics_.relay_blocks;
   all.copied = copies_ && all.rows != nullptr;
   all.landing = all.copied ? next_landing() : 0;

@@ -39,8 +39,9 @@ struct DeviceConfig {
   double timeout_seconds;
   int32_t num_sms;  ///< of one operation; 0: as the heuristics say
   int32_t device;
-  int32_t host_ranks;        ///< ranks of this host, which share its cores
-  uint64_t first_epoch = 1;  ///< of the first operation, on all ranks
+  int32_t host_ranks;                  ///< ranks of this host, which share its cores
+  uint64_t first_epoch = 1;            ///< of the first operation, on all ranks
+  WireFormat sums = WireFormat::same;  ///< in which the sums of a combine travel if its caller says so
 };
 
 /// Arguments of a dispatch. Addresses are in this device's memory.
@@ -138,7 +139,8 @@ class DeviceCommunicator {
   /// True where the copy engine should move rows that have a product beside them.
   bool copies_pay() const;
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
-  void combine(const gpu::CombineArguments& arguments, cudaStream_t stream);
+  /// `quantised`: sums travel in the format of the configuration, else in their dtype.
+  void combine(const gpu::CombineArguments& arguments, bool quantised, cudaStream_t stream);
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 

@@ -74,7 +74,7 @@ def _dispatch(token: Tensor, comm: int, *arguments: Any) -> Tensors:
 def _combine(token: Tensor, comm: int, rows_PH: Tensor, weights_P: Tensor | None, *plan: Any) -> Tensors:
     backend = _backend(comm)
     y_TH, _ = backend.run(
-        "moecomm combine", lambda: backend.combine(TensorPlan(*plan), rows_PH, weights_P, None)
+        "moecomm combine", lambda: backend.combine(TensorPlan(*plan), rows_PH, weights_P, None, forward=True)
     )
     return _all_there(rows_PH, y_TH)
 

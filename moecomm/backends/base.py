@@ -199,9 +199,10 @@ class Backend(Protocol):
         rows_PH: torch.Tensor | None,
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
+        forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
-        weights, or None without weight_grads)."""
+        weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor, in the window if that saves a copy."""

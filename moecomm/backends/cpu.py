@@ -300,9 +300,10 @@ class CpuBackend:
         rows_PH: torch.Tensor | None,
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
+        forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
-        weights, or None without weight_grads)."""
+        weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
         plan = self._plan(plan)
         rows_PH, weights_P = _dense_or_none(rows_PH), _dense_or_none(weights_P)
         weight_grads = _dense_or_none(weight_grads)

@@ -90,7 +90,14 @@ class CudaBackend:
                     f"engine is 'copy' on {self.nodes.nodes} nodes, expected one: the copy engine serves "
                     "GPUs of one node; pass engine='auto' or 'sm'"
                 )
-            has_copies = engine != "sm" and self.nodes.nodes == 1
+            sums = arguments["combine_wire"]
+            if sums is not None and self.nodes.nodes > 1:
+                raise Unsupported(
+                    f"combine_wire is {sums!r} on {self.nodes.nodes} nodes, expected None: between nodes "
+                    "sums travel in their dtype"
+                )
+            self._sums = getattr(_C.WireFormat, sums or "same")
+            has_copies = engine != "sm" and self.nodes.nodes == 1 and sums is None
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self.wire_tensors = wire_tensors(arguments["wire"])
             shape = device_shape(
@@ -193,6 +200,7 @@ class CudaBackend:
                     device=self._gpu.index,
                     host_ranks=group_info.host_ranks(rendezvous.rank),
                     first_epoch=group_info.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
+                    sums=self._sums,
                 ),
                 link=lambda native: native.link_control(),
                 map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),
@@ -505,9 +513,10 @@ class CudaBackend:
         rows_PH: torch.Tensor | None,
         weights_P: torch.Tensor | None,
         weight_grads: torch.Tensor | None,
+        forward: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
-        weights, or None without weight_grads)."""
+        weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
         y_TH = grads_TK = None
         rows_address = weights_address = grads_address = 0
         if weights_P is not None:
@@ -530,6 +539,7 @@ class CudaBackend:
             0 if y_TH is None else self._address(y_TH),
             grads_address,
             0 if grads_TK is None else self._address(grads_TK),
+            forward,
             self._raw_stream,
         )
         self._keep(y_TH, grads_TK, rows_PH, weights_P, weight_grads, plan.blob)

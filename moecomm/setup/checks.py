@@ -73,6 +73,26 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with wire={wire!r}")
 
 
+def check_combine_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
+    """Raises Unsupported or InvalidArgument for a format in which sums of a combine can't travel."""
+    if wire is None:
+        return
+    if device.type != "cuda":
+        raise Unsupported(
+            f"combine_wire is {wire!r}: on the {device.type} sums travel in their own dtype; pass "
+            "combine_wire=None"
+        )
+    if wire != "fp8":
+        raise Unsupported(f"combine_wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
+    if hidden % 16 != 0:
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with combine_wire={wire!r}")
+    if engine == "copy":
+        raise Unsupported(
+            f"engine is 'copy' with combine_wire={wire!r}, expected 'auto' or 'sm': copies move sums in "
+            "their dtype"
+        )
+
+
 def check_engine(engine: Any, device: torch.device) -> None:
     """Raises InvalidArgument or Unsupported for an engine that can't move rows on the device."""
     if engine not in ("sm", "copy", "auto"):

@@ -221,6 +221,42 @@ def test_error_against_float64(pool: Pools, most_ranks: int, dtype: str, wire: s
         assert of_amax <= reference.LARGEST_MOVE[wire] + torch.finfo(getattr(torch, dtype)).eps / 2
 
 
+# -- sums of a combine ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sums_in_fp8(pool: Pools, size: int, dtype: str, seed: int) -> None:
+    """Combine alone travels so; the backward of a dispatch, which is a combine too, has sums in the dtype."""
+    base = Case(
+        tokens=(9, 0, 12, 30)[-size:],
+        num_experts=4 * size,
+        hidden=144,
+        top_k=3,
+        dtype=dtype,
+        combine_wire="fp8",
+        routing="holes",
+        seed=seed,
+    )
+    some = [replace(base, hidden=hidden) for hidden in (16, 128, 272)]
+    some += [replace(base, layout="rank"), replace(base, alignment=8, slack=-2), replace(base, wire="mxfp8")]
+    check_small(pool(size), some)
+
+
+@pytest.mark.parametrize("hidden", [2880, 7168])
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_sums_in_fp8(pool: Pools, size: int, hidden: int, seed: int) -> None:
+    job = Job(
+        tokens=(1000, 0, 333, 999)[:size],
+        num_experts=16 * size,
+        hidden=hidden,
+        top_k=8,
+        combine_wire="fp8",
+        seed=seed,
+    )
+    harness.assert_none(pool(size)(play, [job, replace(job, layout="rank"), replace(job, num_sms=5)]))
+
+
 # -- arguments -----------------------------------------------------------------------------------------------
 
 

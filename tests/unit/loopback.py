@@ -79,10 +79,12 @@ class LoopbackNative:
         device: Any,
         host_ranks: int,
         first_epoch: int,
+        sums: Any,
     ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
         self.num_sms = num_sms or 99
         self.calls: list[str] = []
+        self.quantised: list[bool] = []  # of combines: whether sums travel in combine_wire
         self.failed: tuple[str, str] | None = None
         self.closed = False
         self.pending: Exception | None = None
@@ -327,9 +329,11 @@ class LoopbackNative:
         y: int,
         weight_grads: int,
         out_weight_grads: int,
+        quantised: bool,
         stream: int,
     ) -> None:
         self.calls.append(f"combine@{stream}")
+        self.quantised.append(quantised)
         hidden, top_k = self.shape.hidden, self.shape.top_k
         by_rank = layout == _C.RowLayout.rank
         num_rows = int(self._places(plan, layout, tokens).max()) + 1 if tokens else 0
@@ -473,3 +477,4 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
     monkeypatch.setattr("moecomm.communicator.check_wire", lambda *arguments: None)
+    monkeypatch.setattr("moecomm.communicator.check_combine_wire", lambda *arguments: None)

@@ -12,6 +12,7 @@ import torch
 import moecomm
 from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
+from moecomm.setup.checks import check_combine_wire
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
 
 __all__ = ["loopback"]  # a fixture, which pytest finds by its name here
@@ -185,6 +186,30 @@ class TestOperations:
         other = torch.float32 if wire == "mxfp8" else torch.float16
         with pytest.raises(moecomm.InvalidArgument, match=f"scales of x is {other}"):
             comm.dispatch((data_TH, scales_TS.to(other)), IDS_TK)
+
+
+@pytest.mark.usefixtures("loopback")
+def test_results_alone_travel_in_combine_wire() -> None:
+    """The backward of a dispatch is a combine of gradients, in the dtype."""
+    comm, native, _ = _comm(combine_wire="fp8", hidden=16)
+    x_TH = torch.randn(5, 16).requires_grad_()
+    out = comm.dispatch(x_TH, IDS_TK)
+    comm.combine(out.tokens, out.handle).sum().backward()
+    assert native.quantised == [True, False] and x_TH.grad is not None
+
+
+def test_bad_formats_of_sums() -> None:
+    cuda = torch.device("cuda")
+    check_combine_wire(None, torch.device("cpu"), 7, "copy")
+    check_combine_wire("fp8", cuda, 16, "auto")
+    for arguments, error, words in (
+        (("fp8", torch.device("cpu"), 16, "sm"), moecomm.Unsupported, "on the cpu sums travel in their own"),
+        (("mxfp8", cuda, 16, "sm"), moecomm.Unsupported, "this version has None"),
+        (("fp8", cuda, 24, "sm"), moecomm.InvalidArgument, "a multiple of 16"),
+        (("fp8", cuda, 16, "copy"), moecomm.Unsupported, "engine is 'copy'"),
+    ):
+        with pytest.raises(error, match=words):
+            check_combine_wire(*arguments)
 
 
 @pytest.mark.usefixtures("loopback")

@@ -31,6 +31,8 @@ JOBS = [
     replace(JOB, wire="fp8", hidden=136),
     replace(JOB, wire="mxfp8", hidden=136),
     replace(JOB, wire="nvfp4", hidden=96),
+    replace(JOB, combine_wire="fp8", hidden=144),
+    replace(JOB, combine_wire="fp8", hidden=144, dtype="float32", layout="rank"),
 ]
 
 
@@ -90,6 +92,7 @@ class _Reference:
             list(self.job.tokens),
             dtype=self.job.dtype,
             weights=weights,
+            wire=self.job.combine_wire,
         )
         return torch.from_numpy(totals[self.rank]).to(self.job.torch_dtype)
 

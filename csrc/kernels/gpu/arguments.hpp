@@ -72,17 +72,19 @@ struct CombineArguments {
   int32_t* plan;
   int64_t tokens;
   RowLayout layout;
-  int32_t relay_blocks = 0;  ///< as in SendArguments
-  int32_t senders = 0;       ///< as in ReceiveArguments
-  bool copied = false;       ///< the copy engine moves the sums,
-  int32_t landing = 0;       ///< to this section of landed rows
+  WireFormat wire = WireFormat::same;  ///< in which sums travel, on one node and not by copies; or same
+  int32_t relay_blocks = 0;            ///< as in SendArguments
+  int32_t senders = 0;                 ///< as in ReceiveArguments
+  bool copied = false;                 ///< the copy engine moves the sums,
+  int32_t landing = 0;                 ///< to this section of landed rows
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device.
 cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
-cudaError_t prepare_combine_reduce(const DeviceShape& shape);
-cudaError_t prepare_combine_sum(const DeviceShape& shape);
+/// `sums`: the format in which sums may travel, or same.
+cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums);
+cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_announce();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.

@@ -1,5 +1,6 @@
 // Combine, owner's side: a token's rows here are summed in the order of k in float32 (times their weights),
-// rounded once, and the sum goes to this rank's slot at the token's home.
+// rounded once, or quantised where sums travel in another format, and the sum goes to this rank's slot at the
+// token's home.
 //   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
 //   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
@@ -128,7 +129,7 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
 }
 
 /// The work of a block.
-template <DType dtype, Way way>
+template <DType dtype, Way way, WireFormat wire>
 __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
   constexpr bool kNodes = way == Way::nodes;
   if (failed_for_block(comm)) return;
@@ -144,11 +145,11 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     }
   }
   if (blockIdx.x == 0)
-    signal_start(comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
-                 (args.rows != nullptr ? kCarriesRows : 0u) |
-                     (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
-                     (args.copied ? kCarriedByCopies : 0u),
-                 args.landing);
+    signal_start(
+        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+        (args.rows != nullptr ? kCarriesRows : 0u) | (args.weight_grads != nullptr ? kCarriesWeights : 0u) |
+            (args.copied ? kCarriedByCopies : 0u) | (wire != WireFormat::same ? kCarriesQuantised : 0u),
+        args.landing);
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
@@ -160,6 +161,7 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
   float* const weights = block.weights[warp_id()];
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
+  const int64_t scales_at = sum_scales_at(comm, wire);
   Claims claims(&comm.state().item_next);
 
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
@@ -194,7 +196,9 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
       const float* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
-        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors).store(to, first, vectors);
+        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors)
+            .template travelling<wire>(first, vectors)
+            .store(to, first, vectors, scales_at);
     }
     if (args.copied) continue;
     __syncwarp();
@@ -206,13 +210,13 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
   }
 }
 
-template <DType dtype, Way way>
+template <DType dtype, Way way, WireFormat wire>
 __global__ void __launch_bounds__(kReduceThreads, 1)
     combine_reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
   start_clock(comm);
-  reduce<dtype, way>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
+  reduce<dtype, way, wire>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
   if (args.copied && blockIdx.x == 0 && !failed_for_block(comm))
     await_landing(comm, Operation::combine, comm.state().epoch + 1, args.landing);
   if (args.senders > 0) end_sending(comm);
@@ -222,20 +226,32 @@ template <Way way>
 struct Reduce {
   template <DType dtype>
   struct Kernel {
-    static constexpr auto kernel = &combine_reduce_kernel<dtype, way>;
+    static constexpr auto kernel = &combine_reduce_kernel<dtype, way, WireFormat::same>;
   };
 };
+template <DType dtype>
+struct ReduceToFp8 {
+  static constexpr auto kernel = &combine_reduce_kernel<dtype, Way::whole, WireFormat::fp8>;
+};
+
+/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
+  return wire == WireFormat::fp8 ? with_dtype<ReduceToFp8>(shape.dtype, use) : with_shape<Reduce>(shape, use);
+}
 
 }  // namespace
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_shape<Reduce>(comm.window.shape, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
-cudaError_t prepare_combine_reduce(const DeviceShape& shape) {
-  return with_shape<Reduce>(shape, Prepare{sizeof(ReduceMemory)});
+cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
+  const Prepare prepare{sizeof(ReduceMemory)};
+  const cudaError_t error = with_kernel(shape, WireFormat::same, prepare);
+  return error != cudaSuccess || sums == WireFormat::same ? error : with_kernel(shape, sums, prepare);
 }
 
 }  // namespace moecomm::gpu

@@ -165,23 +165,24 @@ __device__ void write_nothing(const Comm& comm, const CombineArguments& args) {
       reinterpret_cast<uint32_t*>(args.out_weight_grads)[i] = 0;
 }
 
-/// Sums one token's strip: its slots in order, with this rank's own sum, rounded, at its turn. slot(s) is the
-/// address of a slot.
-template <DType dtype, class Slot, class Row>
+/// Sums one token's strip: its slots in order, with this rank's own sum, as if it had travelled, at its turn.
+/// slot(s) is the address of a slot.
+template <DType dtype, WireFormat wire, class Slot, class Row>
 __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, const Row& row,
-                                   const float* weights, int first, int vectors) {
+                                   const float* weights, int first, int vectors, int64_t scales_at) {
   if (token.slots == 0) return {};
-  Strip<kSteps> own;
+  SumStrip<dtype, wire, kSteps> own;
   StripSum<dtype, kSteps> sum;
   for (int base = 0; base < token.slots; base += kBatch) {
-    Strip<kSteps> strips[kBatch];
+    SumStrip<dtype, wire, kSteps> strips[kBatch];
 #pragma unroll
     for (int s = 0; s < kBatch; ++s)
       if (base + s < token.slots && base + s != token.own_slot)
-        strips[s].load(slot(base + s), first, vectors);
+        strips[s].load(slot(base + s), first, vectors, scales_at);
     // The own rows are loaded while the slots are on their way.
     if (base <= token.own_slot && token.own_slot < base + kBatch)
-      own = sum_rows<dtype, kSteps, kBatch>(token.own_rows, row, weights, first, vectors);
+      own = sum_rows<dtype, kSteps, kBatch>(token.own_rows, row, weights, first, vectors)
+                .template travelling<wire>(first, vectors);
 #pragma unroll
     for (int s = 0; s < kBatch; ++s) {
       if (base + s == token.own_slot) strips[s] = own;
@@ -191,13 +192,14 @@ __device__ Strip<kSteps> sum_token(const TokenSum& token, const Slot& slot, cons
   return sum.rounded();
 }
 
-template <DType dtype, Way way>
+template <DType dtype, Way way, WireFormat wire>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
   constexpr bool kNodes = way == Way::nodes;
   int32_t* const rows = block.sources[warp_id()];
   float* const weights = block.weights[warp_id()];
   const int64_t row_bytes = comm.window.shape.row_bytes();
   const int vectors = static_cast<int>(row_bytes / 16);
+  const int64_t scales_at = sum_scales_at(comm, wire);
   const int64_t size = chunk_tokens(args.tokens);
   // Few tokens are shared by more warps each, so that the last ones do not take long.
   const int strips = (vectors + kSteps * 32 - 1) / (kSteps * 32);
@@ -220,12 +222,12 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
     const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };
     for (int first = begin; first < end; first += kSteps * 32)
-      sum_token<dtype>(token, slot, row, factors, first, vectors)
+      sum_token<dtype, wire>(token, slot, row, factors, first, vectors, scales_at)
           .store(args.y + t * row_bytes, first, vectors);
   }
 }
 
-template <DType dtype, Way way>
+template <DType dtype, Way way, WireFormat wire>
 __global__ void __launch_bounds__(kSumThreads, 1)
     combine_sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
       write_nothing(comm, args);
     } else {
       if (args.rows != nullptr)
-        sum_tokens<dtype, way>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
+        sum_tokens<dtype, way, wire>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
@@ -246,20 +248,32 @@ template <Way way>
 struct SumOf {
   template <DType dtype>
   struct Kernel {
-    static constexpr auto kernel = &combine_sum_kernel<dtype, way>;
+    static constexpr auto kernel = &combine_sum_kernel<dtype, way, WireFormat::same>;
   };
 };
+template <DType dtype>
+struct SumOfFp8 {
+  static constexpr auto kernel = &combine_sum_kernel<dtype, Way::whole, WireFormat::fp8>;
+};
+
+/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
+  return wire == WireFormat::fp8 ? with_dtype<SumOfFp8>(shape.dtype, use) : with_shape<SumOf>(shape, use);
+}
 
 }  // namespace
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_shape<SumOf>(comm.window.shape, [&]<auto kernel>() {
+  return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
-cudaError_t prepare_combine_sum(const DeviceShape& shape) {
-  return with_shape<SumOf>(shape, Prepare{sizeof(SumMemory)});
+cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums) {
+  const Prepare prepare{sizeof(SumMemory)};
+  const cudaError_t error = with_kernel(shape, WireFormat::same, prepare);
+  return error != cudaSuccess || sums == WireFormat::same ? error : with_kernel(shape, sums, prepare);
 }
 
 }  // namespace moecomm::gpu

@@ -62,6 +62,7 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
       const auto row = [&](int j) { return first_slot + j * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
         gpu::sum_rows<dtype, kSteps, kBatch>(count, row, static_cast<const float*>(nullptr), first, vectors)
+            .rounded()
             .store(to, first, vectors);
     }
     __syncwarp();

@@ -3,6 +3,8 @@
 // into shared memory were tried: docs/performance.md.)
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/gpu/kernel.cuh"
 #include "kernels/gpu/wire_element.cuh"
 
@@ -16,14 +18,14 @@ template <int steps>
 struct Strip {
   uint4 raw[steps];
 
-  __device__ void load(const std::byte* row, int first, int vectors) {
+  __device__ void load(const std::byte* row, int first, int vectors, int64_t = 0) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
       const int v = first + s * 32 + lane_id();
       if (v < vectors) raw[s] = __ldcg(reinterpret_cast<const uint4*>(row) + v);
     }
   }
-  __device__ void store(std::byte* row, int first, int vectors) const {
+  __device__ void store(std::byte* row, int first, int vectors, int64_t = 0) const {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
       const int v = first + s * 32 + lane_id();
@@ -32,12 +34,108 @@ struct Strip {
   }
 };
 
+/// A strip of a sum that travels in a wire format. `scales_at`: where the scales of a row begin.
+template <DType dtype, WireFormat wire, int steps>
+class WireStrip {
+  using E = Element<dtype>;
+  using W = Wire<wire>;
+  static_assert(!W::kRowScale);
+  static constexpr int kBytes = E::kVector * W::kValueBits / 8;  // of a vector's values
+  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;
+  static_assert(kBlockLanes <= 32);
+  using Values = std::conditional_t<kBytes == 8, uint2, uint32_t>;
+
+ public:
+  __device__ void load(const std::byte* row, int first, int vectors, int64_t scales_at) {
+    const auto* const scales = reinterpret_cast<const typename W::Scale*>(row + scales_at);
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int v = first + s * 32 + lane_id();
+      if (v >= vectors) continue;
+      raw_[s] = __ldcg(reinterpret_cast<const Values*>(row) + v);
+      scales_[s] = __ldcg(scales + v / kBlockLanes);
+    }
+  }
+  /// Takes numbers of float32, [steps][E::kVector] of each lane. All lanes.
+  __device__ void take(const float (*values)[E::kVector], int first, int vectors) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      float most = 0;
+      if (first + s * 32 + lane_id() < vectors)
+        for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, fabsf(values[s][e]));
+#pragma unroll
+      for (int width = kBlockLanes / 2; width > 0; width /= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
+      scales_[s] = W::scale(most, 0.0f);
+      const float inverse = W::inverse(scales_[s], 0.0f);
+      auto* const words = reinterpret_cast<typename W::Four*>(&raw_[s]);
+#pragma unroll
+      for (int e = 0; e < E::kVector; e += 4) words[e / 4] = W::write(values[s] + e, inverse);
+    }
+  }
+  __device__ void store(std::byte* row, int first, int vectors, int64_t scales_at) const {
+    auto* const scales = reinterpret_cast<typename W::Scale*>(row + scales_at);
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      const int v = first + s * 32 + lane_id();
+      if (v >= vectors) continue;
+      __stcg(reinterpret_cast<Values*>(row) + v, raw_[s]);
+      if (v % kBlockLanes == 0) __stcg(scales + v / kBlockLanes, scales_[s]);
+    }
+  }
+  __device__ void read(int s, float* out) const {
+    const auto* const words = reinterpret_cast<const typename W::Four*>(&raw_[s]);
+#pragma unroll
+    for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], W::factor(scales_[s], 0.0f), out + e);
+  }
+
+ private:
+  Values raw_[steps];
+  typename W::Scale scales_[steps];
+};
+
+/// A strip of a sum as it travels from an owner to the token's home.
+template <DType dtype, WireFormat wire, int steps>
+using SumStrip = std::conditional_t<wire == WireFormat::same, Strip<steps>, WireStrip<dtype, wire, steps>>;
+
+/// Where the scales of a sum begin that travels in `wire`.
+__device__ inline int64_t sum_scales_at(const Comm& comm, WireFormat wire) {
+  return comm.window.shape.hidden * wire_entry(wire).value_bits / 8;
+}
+
 /// The sum of strips.
 template <DType dtype, int steps>
 class StripSum {
   using E = Element<dtype>;
 
  public:
+  /// Zero.
+  __device__ void clear() {
+#pragma unroll
+    for (int s = 0; s < steps; ++s)
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) total_[s][e] = 0;
+  }
+  template <WireFormat wire>
+  __device__ void add_strip(const WireStrip<dtype, wire, steps>& strip, bool first) {
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      float values[E::kVector];
+      strip.read(s, values);
+      accumulate(s, values, first);
+    }
+  }
+  /// The sum as it travels. All lanes.
+  template <WireFormat wire>
+  __device__ SumStrip<dtype, wire, steps> travelling(int first, int vectors) const {
+    if constexpr (wire == WireFormat::same) {
+      return rounded();
+    } else {
+      WireStrip<dtype, wire, steps> strip;
+      strip.take(total_, first, vectors);
+      return strip;
+    }
+  }
   __device__ void add_strip(const Strip<steps>& strip, bool first) {
 #pragma unroll
     for (int s = 0; s < steps; ++s) {
@@ -73,13 +171,13 @@ class StripSum {
   float total_[steps][E::kVector];
 };
 
-/// The rounded sum of a strip of rows[0..count), times weights[j] if there are weights; zero without rows.
-/// row(j) is the address of the j-th.
+/// The sum of a strip of rows[0..count), times weights[j] if there are weights; zero without rows. row(j) is
+/// the address of the j-th.
 template <DType dtype, int steps, int batch, class Row>
-__device__ inline Strip<steps> sum_rows(int count, const Row& row, const float* weights, int first,
-                                        int vectors) {
-  if (count == 0) return {};
+__device__ inline StripSum<dtype, steps> sum_rows(int count, const Row& row, const float* weights, int first,
+                                                  int vectors) {
   StripSum<dtype, steps> sum;
+  if (count == 0) sum.clear();
   for (int base = 0; base < count; base += batch) {
     Strip<steps> strips[batch];
 #pragma unroll
@@ -94,7 +192,7 @@ __device__ inline Strip<steps> sum_rows(int count, const Row& row, const float* 
         sum.add_strip(strips[j], base + j == 0);
     }
   }
-  return sum.rounded();
+  return sum;
 }
 
 /// Returns the row of this lane's (token, k) that has the gradient of its weight; negative: none has.
