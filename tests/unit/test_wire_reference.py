@@ -81,7 +81,7 @@ def test_zero_tiny_infinite_and_nan() -> None:
 
 
 def test_a_scale_of_mxfp8_is_the_least_power_of_two() -> None:
-    """Of the quotient amax / 448, by hand: at a power of two, above it, at the ends, and special ones."""
+    """The scales of quotients amax / 448, by hand: powers of two, what is above one, the ends, infinity."""
     quotients = [0.0, 2.0**-149, 2.0**-127, 2.0**-126, 1.0, 1.0000001, 1.5, 2.0, 3.0, 2.0**100, np.inf]
     scales = [2.0**-127, 2.0**-127, 2.0**-127, 2.0**-126, 1.0, 2.0, 2.0, 2.0, 4.0, 2.0**100, np.nan]
     np.testing.assert_array_equal(reference.powers_of_two(np.array(quotients, np.float32)), scales)

@@ -234,24 +234,16 @@ struct ReduceToFp8 {
   static constexpr auto kernel = &combine_reduce_kernel<dtype, Way::whole, WireFormat::fp8>;
 };
 
-/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
-template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return wire == WireFormat::fp8 ? with_dtype<ReduceToFp8>(shape.dtype, use) : with_shape<Reduce>(shape, use);
-}
-
 }  // namespace
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
+  return with_sums<Reduce, ReduceToFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
   });
 }
 
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
-  const Prepare prepare{sizeof(ReduceMemory)};
-  const cudaError_t error = with_kernel(shape, WireFormat::same, prepare);
-  return error != cudaSuccess || sums == WireFormat::same ? error : with_kernel(shape, sums, prepare);
+  return prepare_sums<Reduce, ReduceToFp8>(shape, sums, sizeof(ReduceMemory));
 }
 
 }  // namespace moecomm::gpu

@@ -256,24 +256,16 @@ struct SumOfFp8 {
   static constexpr auto kernel = &combine_sum_kernel<dtype, Way::whole, WireFormat::fp8>;
 };
 
-/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
-template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return wire == WireFormat::fp8 ? with_dtype<SumOfFp8>(shape.dtype, use) : with_shape<SumOf>(shape, use);
-}
-
 }  // namespace
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
+  return with_sums<SumOf, SumOfFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
   });
 }
 
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums) {
-  const Prepare prepare{sizeof(SumMemory)};
-  const cudaError_t error = with_kernel(shape, WireFormat::same, prepare);
-  return error != cudaSuccess || sums == WireFormat::same ? error : with_kernel(shape, sums, prepare);
+  return prepare_sums<SumOf, SumOfFp8>(shape, sums, sizeof(SumMemory));
 }
 
 }  // namespace moecomm::gpu
