@@ -25,8 +25,8 @@ __device__ inline uint64_t begun_epoch(const Comm& comm, int32_t rank) {
 }
 
 /// Tells the host, once, that a wait ended in vain because of `peer`.
-__device__ inline void report_failure(const Comm& comm, const WaitInfo& info, int32_t peer, Cause cause,
-                                      int32_t first) {
+__device__ __noinline__ inline void report_failure(const Comm& comm, const WaitInfo& info, int32_t peer,
+                                                   Cause cause, int32_t first) {
   if (atomicCAS(&comm.state().failed, 0u, 1u) != 0) return;
   HostStatus::Broken& broken = comm.host->broken;
   broken.peer = peer;
@@ -63,6 +63,34 @@ __device__ inline int32_t missing_rank(const Comm& comm, const WaitInfo& info) {
   return info.peer;
 }
 
+/// What a wait that goes on finds when it looks at more than what it waits for.
+enum class Outlook { wait, ended, lost, late };
+
+/// Looks at what else may end a wait that has been going on for `waited` nanoseconds.
+__device__ __noinline__ inline Outlook look_around(const Comm& comm, const WaitInfo& info, uint64_t waited) {
+  if (already_failed(comm) ||
+      (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
+    return Outlook::ended;
+  const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
+  // Data of a rank on another node comes through the local rank of its rail.
+  if (ptx::load_acquire_sys(&losses[info.peer].set) != 0 ||
+      ptx::load_acquire_sys(&losses[comm.relay_rank(info.peer)].set) != 0)
+    return Outlook::lost;
+  return waited > comm.timeout_ns ? Outlook::late : Outlook::wait;
+}
+
+/// Tells the host why a wait ends in vain: a peer is lost, or it is late.
+__device__ __noinline__ inline void report_wait(const Comm& comm, const WaitInfo& info, Outlook outlook) {
+  if (outlook == Outlook::late) {
+    report_failure(comm, info, missing_rank(comm, info), Cause::no_signal, comm.rank);
+    return;
+  }
+  const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
+  const PeerLoss& own = losses[info.peer];
+  const PeerLoss& loss = ptx::load_acquire_sys(&own.set) != 0 ? own : losses[comm.relay_rank(info.peer)];
+  report_failure(comm, info, loss.peer, loss.cause, loss.first);
+}
+
 /// Polls every Read::kInterval nanoseconds until read.arrived(), which acquires. False if it never will:
 /// after the deadline, when the host has lost a peer, or after another failure.
 template <class Read>
@@ -79,24 +107,12 @@ __device__ inline bool wait_until(const Comm& comm, const WaitInfo& info, const 
     const uint64_t now = ptx::global_nanoseconds();
     if (now < look) continue;
     look = now + kLookAround;
-    if (already_failed(comm) ||
-        (info.until_called_off && ptx::load_relaxed_sys(&comm.state().cancelled) == info.expected))
-      return false;
-    const PeerLoss* const losses = comm.mine<PeerLoss>(comm.window.losses);
-    // Data of a rank on another node comes through the local rank of its rail.
-    const PeerLoss& own = losses[info.peer];
-    const bool peer_lost = ptx::load_acquire_sys(&own.set) != 0;
-    const PeerLoss& loss = peer_lost ? own : losses[comm.relay_rank(info.peer)];
-    const bool lost = peer_lost || ptx::load_acquire_sys(&loss.set) != 0;
-    // A signal that a peer gave before it ended counts.
-    if (lost && !read.arrived()) {
-      report_failure(comm, info, loss.peer, loss.cause, loss.first);
-      return false;
-    }
-    if (now - start > comm.timeout_ns && !read.arrived()) {
-      report_failure(comm, info, missing_rank(comm, info), Cause::no_signal, comm.rank);
-      return false;
-    }
+    const Outlook outlook = look_around(comm, info, now - start);
+    if (outlook == Outlook::wait) continue;
+    if (outlook == Outlook::ended) return false;
+    if (read.arrived()) return true;  // a signal that a peer gave before it ended counts
+    report_wait(comm, info, outlook);
+    return false;
   }
 }
 

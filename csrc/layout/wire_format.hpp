@@ -1,7 +1,8 @@
 // The formats in which rows of a dispatch travel, a line of a table each. Layout, memory plan and runtime
 // take what they know of a format from its line; how values are written and read is the format's verbs,
 // Wire<format> in kernels/gpu/wire_element.cuh. A new format is a line here with its place in kWireFormats,
-// its verbs there, and the dtypes of its tensors in moecomm/types.py.
+// its verbs there, the dtypes of its tensors in moecomm/types.py, and its name in CMakeLists.txt, where each
+// format's kernels that send are an object of their own.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +42,15 @@ MOECOMM_HD constexpr WireEntry wire_entry(WireFormat wire) {
       break;
   }
   return {"same", 0, 0, 0, false};
+}
+
+/// Returns use.operator()<wire>(), with `wire` as a constant.
+template <int number = 0, class Use>
+auto with_wire(WireFormat wire, const Use& use) {
+  if constexpr (number + 1 < kWireFormatCount) {
+    if (wire != kWireFormats[number]) return with_wire<number + 1>(wire, use);
+  }
+  return use.template operator()<kWireFormats[number]>();
 }
 
 }  // namespace moecomm

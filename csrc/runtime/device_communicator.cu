@@ -87,6 +87,21 @@ WindowShape control_shape(const DeviceShape& shape) {
   return {shape.ranks, 1, 4, 1, DType::float32};
 }
 
+/// Loads the kernels that send rows as they are, and those that bring them into the format of the shape.
+cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
+  const cudaError_t error = gpu::prepare_dispatch_send<WireFormat::same>(shape, bulk);
+  if (error != cudaSuccess) return error;
+  return with_wire(shape.wire,
+                   [&]<WireFormat wire>() { return gpu::prepare_dispatch_send<wire>(shape, bulk); });
+}
+
+cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
+                        const gpu::SendArguments& arguments) {
+  return with_wire(arguments.quantise ? comm.window.shape.wire : WireFormat::same, [&]<WireFormat wire>() {
+    return gpu::launch_dispatch_send<wire>(launch, comm, arguments);
+  });
+}
+
 }  // namespace
 
 struct DeviceCommunicator::Pinned {
@@ -123,10 +138,9 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
   overlaps_ = major >= 9;
   limit_sms(config_.num_sms);
-  for (const cudaError_t error :
-       {gpu::prepare_dispatch_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
-        gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
-        gpu::prepare_announce()})
+  for (const cudaError_t error : {prepare_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
+                                  gpu::prepare_combine_reduce(s, config_.sums),
+                                  gpu::prepare_combine_sum(s, config_.sums), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -450,9 +464,9 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   const int blocks = only_announces ? 1
                      : copies_      ? heuristics_.each_blocks()
                                     : heuristics_.send_blocks + heuristics_.relay_blocks;
-  check_cuda(gpu::launch_dispatch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false),
-                                       *comm(wire), arguments),
-             "launch of a dispatch (sending)");
+  check_cuda(
+      launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false), *comm(wire), arguments),
+      "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later, held_};
   pending_stream_ = stream;
   if (!arguments.copied) return;
@@ -513,7 +527,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   start(stream);
   if (begun.later) {
     sent.later = sent.apart = true;
-    check_cuda(gpu::launch_dispatch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
+    check_cuda(launch_send(launch(side_stream_, begun.blocks, false), *comm(begun.wire), sent),
                "launch of a dispatch (sending what waits for room)");
   }
   if (sent.apart) join_side(stream);

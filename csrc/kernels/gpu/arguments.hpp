@@ -79,7 +79,9 @@ struct CombineArguments {
   int32_t landing = 0;                 ///< to this section of landed rows
 };
 
-/// Loads all kernels that a communicator of `shape` may launch onto the current device.
+/// Loads all kernels that a communicator of `shape` may launch onto the current device: those that send rows
+/// in `wire`, and so on.
+template <WireFormat wire>
 cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
 /// `sums`: the format in which sums may travel, or same.
@@ -97,6 +99,8 @@ struct Launch {
   bool paired;
 };
 
+/// `wire`: same for rows that go out as they are.
+template <WireFormat wire>
 cudaError_t launch_dispatch_send(const Launch& launch, const device::Comm& comm,
                                  const SendArguments& arguments);
 cudaError_t launch_dispatch_receive(const Launch& launch, const device::Comm& comm,

@@ -8,6 +8,9 @@
 // whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
 // started before those that read: so the first one ends whatever else is put on the stream after it.
 //
+// The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt): its kernels
+// take by far the longest of all to compile.
+//
 // Where the copy engine moves the rows (`copied`), this kernel works out the routes, brings rows that travel
 // in another format into it, and ends when the windows of others may be written.
 //
@@ -26,6 +29,9 @@ namespace moecomm::gpu {
 namespace {
 
 using gpu::RelayBlocks;
+
+/// Rows that this object's kernels send travel in this format.
+constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 
 /// Owners of the tokens of a chunk.
 struct ChunkOwners {
@@ -480,6 +486,21 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
   announcer.flush();
 }
 
+/// Sends all rows of this rank, or those that take another's place.
+template <Way way, class Rows>
+__device__ __noinline__ void send_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                      WarpMemory memory, const ChunkMeta& meta) {
+  if (warp_id() >= args.warps) return;
+  Rows rows(comm, args, epoch, memory);
+  // Rows to other nodes never wait for owners on this one, which may wait for what comes from there: half of
+  // the warps see to it first. They have places of their own, so none of them is sent later.
+  const int passes = way == Way::nodes && !args.later ? 2 : 1;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; ++pass)
+    send_rows<way>(comm, args, epoch, rows,
+                   passes == 2 && pass == warp_id() % 2 ? Reach::others : Reach::node, meta);
+}
+
 /// Fills `meta` with the owners on this node of a rail rank's tokens.
 __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int32_t other,
                                     const gpu::RelayChunk& chunk, const ChunkMeta& meta) {
@@ -501,8 +522,8 @@ __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int3
 
 /// Rows of the rail, as they arrive; as those of this rank, only such as take another's place or only others.
 /// False if they do not arrive.
-__device__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, WarpMemory memory,
-                           const ChunkMeta& meta) {
+__device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                        WarpMemory memory, const ChunkMeta& meta) {
   const PlanView plan{args.plan, comm.plan_fields};
   const RelayState* const states = comm.mine<RelayState>(comm.window.relay_state);
   const int32_t others = comm.rail.others;
@@ -579,9 +600,7 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
     }
     if (dispatch && !wait_routed(comm, args.operation, epoch, route_blocks(args.tokens, senders))) return;
   }
-  if (warp_id() >= args.warps) return;
-  Rows rows(comm, args, epoch, warp_memory(block));
-  send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
+  send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
 }
 
 /// The work of a block.
@@ -627,17 +646,7 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
   ptx::fence_shared_to_bulk();
 #endif
   __syncthreads();
-  if (!valid || warp_id() >= args.warps) return;
-  Rows rows(comm, args, epoch, warp_memory(block));
-  if constexpr (way == Way::nodes) {
-    // Rows to other nodes never wait for owners on this one, which may wait for what comes from there:
-    // half of the warps see to it first.
-    const bool first = warp_id() % 2 == 0;
-    send_rows<way>(comm, args, epoch, rows, first ? Reach::others : Reach::node, meta);
-    send_rows<way>(comm, args, epoch, rows, first ? Reach::node : Reach::others, meta);
-  } else {
-    send_rows<way>(comm, args, epoch, rows, Reach::node, meta);
-  }
+  if (valid) send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
 }
 
 template <Way way, class Rows>
@@ -650,36 +659,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.apart) end_sending(comm);
 }
 
+/// Kernels that send rows of `dtype` in this file's format.
 template <Way way>
 struct Sending {
-  static constexpr auto as_it_is = &dispatch_send_kernel<way, CopyRows<way == Way::nodes>>;
-  template <DType dtype, WireFormat wire>
-  struct Quantising {
-    static constexpr auto kernel = &dispatch_send_kernel<way, QuantiseRows<dtype, wire, way == Way::nodes>>;
+  static constexpr bool kNodes = way == Way::nodes;
+  template <DType dtype>
+  struct Kernel {
+    using Rows =
+        std::conditional_t<kWire == WireFormat::same, CopyRows<kNodes>, QuantiseRows<dtype, kWire, kNodes>>;
+    static constexpr auto kernel = &dispatch_send_kernel<way, Rows>;
   };
 };
 
-/// Calls use.operator()<kernel>() with the kernel for rows that are quantised or not.
-template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, bool quantise, const Use& use) {
-  return with_way<Sending>(shape, [&]<class Each>() {
-    return quantise ? with_conversion<Each::template Quantising>(shape, use)
-                    : use.template operator()<Each::as_it_is>();
-  });
-}
-
 }  // namespace
 
-cudaError_t launch_dispatch_send(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return with_kernel(comm.window.shape, args.quantise, [&]<auto kernel>() {
+template <>
+cudaError_t launch_dispatch_send<kWire>(const Launch& launch, const Comm& comm, const SendArguments& args) {
+  return with_shape<Sending>(comm.window.shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
-cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk) {
-  const Prepare prepare{block_bytes(bulk)};
-  const cudaError_t error = with_kernel(shape, false, prepare);
-  return error != cudaSuccess || shape.wire == WireFormat::same ? error : with_kernel(shape, true, prepare);
+template <>
+cudaError_t prepare_dispatch_send<kWire>(const DeviceShape& shape, bool bulk) {
+  return with_shape<Sending>(shape, Prepare{block_bytes(bulk)});
 }
 
 }  // namespace moecomm::gpu

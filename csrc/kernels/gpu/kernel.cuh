@@ -287,15 +287,14 @@ struct Conversions {
 };
 
 /// Calls use.operator()<Of<dtype, wire>::kernel>() for the rows of a shape that travel in another format.
-template <template <DType, WireFormat> class Of, class Use, int number = 0>
+template <template <DType, WireFormat> class Of, class Use>
 cudaError_t with_conversion(const DeviceShape& shape, const Use& use) {
-  if constexpr (number < kWireFormatCount) {
-    constexpr WireFormat wire = kWireFormats[number];
-    if constexpr (wire != WireFormat::same)
-      if (shape.wire == wire) return with_dtype<Conversions<Of, wire>::template Kernel>(shape.dtype, use);
-    return with_conversion<Of, Use, number + 1>(shape, use);
-  }
-  return cudaErrorInvalidValue;
+  return with_wire(shape.wire, [&]<WireFormat wire>() {
+    if constexpr (wire == WireFormat::same)
+      return cudaErrorInvalidValue;
+    else
+      return with_dtype<Conversions<Of, wire>::template Kernel>(shape.dtype, use);
+  });
 }
 
 }  // namespace moecomm::gpu

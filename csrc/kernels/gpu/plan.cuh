@@ -172,7 +172,7 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, ui
 
 /// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither
 /// the host nor the receiving kernel waits for it in vain.
-__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
+__device__ __noinline__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   DeviceState& state = comm.state();
   __shared__ HostStatus::Verdict verdict;

@@ -221,8 +221,9 @@ __device__ inline void send_tables(const Comm& comm, const SendArguments& args, 
 }
 
 /// Run by blocks [0, blocks) of the send kernel. `histogram`: shared memory, overwritten.
-__device__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
-                             int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
+__device__ __noinline__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                          int blocks, int32_t* histogram, int64_t histogram_words,
+                                          int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
   const int bins = static_cast<int>(w.shape.bins()), counts = static_cast<int>(w.shape.counts());
   const int experts = static_cast<int>(w.shape.num_experts);
