@@ -306,7 +306,7 @@ def quantised(x_TH: torch.Tensor, wire: str = "fp8") -> tuple[torch.Tensor, torc
     factors = factors_of(scales)
     inverse = torch.where(factors.isnan(), 0.0, torch.ones_like(factors) / factors)
     data = (wide * inverse[:, :, None]).clamp(-448, 448)
-    return data.view(count, -1)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
+    return data.view(count, blocks * columns)[:, :hidden].to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def _e8m0(x: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None]
         "one rank's device": {"device": "cpu" if last else harness.device()},
         "one rank's num_sms": {"num_sms": 0 if last else 8},
     }
-    if world_size > 1:
+    if world_size > 1 and harness.RANKS_PER_GPU == 1:
         bad["two ranks on one GPU"] = {"device": "cuda:0"}
     caught = {}
     for name, arguments in bad.items():
