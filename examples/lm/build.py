@@ -111,6 +111,30 @@ def moe_config(options: Options) -> MoEConfig:
         raise UsageError(f"the layers with experts: {error}") from None
 
 
+def make_communicator(
+    options: Options, folding: ParallelFolding, max_tokens: int, device: torch.device
+) -> moecomm.Communicator:
+    """The communicator of all layers. Raises UsageError for rows that cannot travel as the options say."""
+
+    def wire(chosen: str) -> str | None:
+        return None if chosen == "dtype" else chosen
+
+    try:
+        return MoELayer.make_communicator(
+            moe_config(options),
+            folding,
+            max_tokens=max_tokens,
+            device=device,
+            wire=wire(options.wire),
+            combine_wire=wire(options.combine_wire),
+        )
+    except (moecomm.InvalidArgument, moecomm.Unsupported) as error:
+        if options.wire == options.combine_wire == "dtype":
+            raise
+        given = f"--wire {options.wire} --combine-wire {options.combine_wire}"
+        raise UsageError(f"{given}: {error}") from None
+
+
 def attention_config(options: Options) -> AttentionConfig:
     return AttentionConfig(
         dim=options.dim,

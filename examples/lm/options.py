@@ -134,6 +134,8 @@ class Options:
     preset: str
     dtype: str
     expert_precision: str
+    wire: str
+    combine_wire: str
     weights: str
     moments: str
     seed: int
@@ -569,6 +571,18 @@ def _parser() -> argparse.ArgumentParser:
         choices=("dtype", "fp8"),
         default="dtype",
         help="of the experts' products, forward and backward; fp8 takes H100 or H200, where it is GPUs",
+    )
+    add(
+        "--wire",
+        choices=("dtype", "fp8", "mxfp8", "nvfp4"),
+        default="dtype",
+        help="in which a dispatch's rows travel; gradients in dtype; others than dtype on GPUs",
+    )
+    add(
+        "--combine-wire",
+        choices=("dtype", "fp8"),
+        default="dtype",
+        help="in which a combine's sums travel; fp8 on GPUs of one node",
     )
 
     add = parser.add_argument_group("attention").add_argument

@@ -17,8 +17,8 @@ from lm.build import (
     build_optimizer,
     count_parameters,
     learning_rate,
+    make_communicator,
     model_vocab,
-    moe_config,
 )
 from lm.corpus import Corpus
 from lm.errors import UsageError
@@ -42,7 +42,7 @@ from lm.recompute import save_memory
 from lm.sharding import Sharding
 from lm.speed import measure_speed
 from lm.stop import StopRequest
-from moecomm.nn import MoELayer, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.nn import clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
 
 class Trainer:
@@ -54,12 +54,11 @@ class Trainer:
         self.local_batch = options.batch // ranks.folding.dp
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
-        moe = moe_config(options)  # what does not fit is refused before there is a communicator
         folding = ranks.folding
         # Windows that a rank computes at a time outside of the training, too.
         self.eval_batch = self.local_batch // (options.microbatches if folding.pp > 1 else 1)
         tokens = self.eval_batch * options.seq // (folding.tp * folding.cp)
-        self.comm = MoELayer.make_communicator(moe, folding, max_tokens=tokens, device=ranks.device)
+        self.comm = make_communicator(options, folding, tokens, ranks.device)
         torch.manual_seed(options.seed)
         layout = lay_out(options, ranks.place.pp)
         self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
@@ -308,6 +307,8 @@ class Trainer:
             }
             self.metrics.write({"step": 0, **facts})
         note = ", experts in fp8" if self.options.expert_precision == "fp8" else ""
+        if (self.comm.wire, self.comm.combine_wire) != (None, None):
+            note += f", rows sent as {self.options.wire} and their sums as {self.options.combine_wire}"
         if self.options.note:
             self._say(self.options.note)
         self._say(self.corpus.describe())
