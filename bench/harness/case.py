@@ -107,17 +107,18 @@ class Case:
 
     @property
     def wire_row_bytes(self) -> int:
-        """Bytes of a row on its way. Combine and the backward travel in the rows' own type."""
+        """Bytes of a row, or of a sum, on its way. The backward travels in the rows' own type."""
         options = self.options
-        if options.wire is None or options.program == "combine" or options.kept_handle:
+        wire = options.combine_wire if options.program == "combine" else options.wire
+        if wire is None or options.kept_handle:
             return self.point.row_bytes
-        return inputs.wire_bytes(options.wire, self.point.hidden)
+        return inputs.wire_bytes(wire, self.point.hidden)
 
     @property
     def useful_R(self) -> list[int]:
         """Bytes of each rank's result rows: one per (token, expert), or (token, rank) in the rank layout."""
         options = self.options
-        handed_on = options.wire is not None and not options.dequantize
+        handed_on = options.program == "dispatch" and options.wire is not None and not options.dequantize
         row_bytes = self.wire_row_bytes if handed_on else self.point.row_bytes
         if options.layout == "rank":
             rows: list[int] = pairs(self.ids_R, self.point.experts).sum(axis=0).tolist()

@@ -216,6 +216,9 @@ def build_parser(program: str) -> Parser:
             help="fixed rows, or auto: what the fullest rank needs (exact)")
         add("--wire", choices=WIRES, help="rows travel in that format (GPUs; in their type)")
         add("--no-dequantize", dest="dequantize", action="store_false", help="hand on data, scales")
+    if program == "combine":
+        add("--combine-wire", choices=("fp8",),
+            help="sums travel in that format (GPUs of one node; in their type)")
     if program == "dispatch":
         add("--kept-handle", nargs="?", const="plain", choices=("plain", "weighted"),
             help="the dispatch along an earlier handle, combine's backward; weighted: with weights")
@@ -497,6 +500,10 @@ def _check_together(options: Options) -> None:
         (on_cpu and options.overlap_num_sms is not None, "--overlap-num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
         (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),
+        (
+            options.combine_wire is not None and (on_cpu or not on_one_node),
+            "--combine-wire is for GPUs (--device cuda) of one node",
+        ),
         (options.graph and exact, "--graph needs --capacity: exact sizes make the host wait"),
         (by_rank and options.alignment != 1, "--alignment is for --layout expert"),
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),

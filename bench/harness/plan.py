@@ -81,6 +81,7 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         run("dispatch-fp8-on", f"{point} --wire fp8 --no-dequantize {beside_nccl}", quick=True),
         *(run(f"dispatch-{wire}", f"{point} --wire {wire} {links}") for wire in ("mxfp8", "nvfp4")),
         run("combine", f"{point} --baselines", quick=True),
+        run("combine-fp8", f"{point} --combine-wire fp8 {links}"),
         run("backward", f"{point} --kept-handle plain {links}", quick=True),
         run("backward-weighted", f"{point} --kept-handle weighted {links}", quick=True),
         run("dispatch-fixed", f"{fixed} {links}", quick=True),

@@ -219,15 +219,17 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
     expert layout: sum over k of weight * answer of expert k. rank layout: sum over owner ranks of the rank's
     answer. Rounding that is allowed, relative to the sum of magnitudes: twice to the row type (partial row,
     result), once more where ranks of a node are added up before they travel, and once for each product and
-    sum of the accumulation.
+    sum of the accumulation. Where sums travel in fp8, that of e4m3 instead of the partial row's: a sixteenth
+    of each, and below the normal numbers of e4m3 a 1024th of the scale, that of the largest of 128 columns.
     """
     key, (tokens, topk) = case.key, case.ids_TK.shape
     if got_TH.shape != (tokens, key.hidden):
         return max(tokens * key.hidden, 1)
-    device, nodes, ranks = got_TH.device, case.options.nodes, case.options.ranks
+    options, device = case.options, got_TH.device
+    nodes, ranks = options.nodes, options.ranks
     x_TH, w_TK = inputs.rows(key, case.rank, device), inputs.weights(key, case.rank, topk, device)
     who = case.ids_TK.astype(np.int64)
-    if case.options.layout == "rank":  # each owner answers once, without a weight
+    if options.layout == "rank":  # each owner answers once, without a weight
         who = np.sort(who // (case.point.experts // ranks), axis=1)
         who[:, 1:][who[:, 1:] == who[:, :-1]] = -1
         w_TK = torch.ones_like(w_TK)
@@ -243,6 +245,10 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
         want += term
         size += term.abs_()
     error = (got_TH.to(torch.float64) - want).abs_()
+    if options.combine_wire is not None:
+        allowed += 2.0**-4 + 2.0**-21
+        scales = inputs.quantised(size.float(), options.combine_wire)[1]
+        error -= min(topk, ranks) / 1024 * scales.repeat_interleave(128, dim=1)[:, : key.hidden]
     return _count(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))  # negated: NaN is wrong
 
 

@@ -36,6 +36,7 @@ def communicator(options: Options, point: Point, engine: str | None = None) -> m
             max_tokens=options.most_tokens,
             dtype=getattr(torch, point.dtype),
             wire=options.wire,
+            combine_wire=options.combine_wire,
             device=options.device,
             ranks_per_node=options.ranks_per_node,
             num_sms=point.num_sms if options.device == "cuda" else options.threads,

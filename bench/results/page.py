@@ -119,6 +119,8 @@ def _case(group: Group) -> str:
         words.append(skew_words(row))
     if options["wire"]:
         words.append(options["wire"] if options["dequantize"] else f"{options['wire']} handed on")
+    if options.get("combine_wire"):
+        words.append(f"{options['combine_wire']} sums")
     if options["graph"] or options["capacity"] is not None:
         words.append("graph" if options["graph"] else "fixed")
     if options["kept_handle"]:

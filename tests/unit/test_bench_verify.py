@@ -127,6 +127,8 @@ def test_bytes_of_fp8_are_values_and_scales_and_combine_travels_in_its_type(
     flags = "--device cuda -g 2 -b 4 --hidden 272 -d bfloat16 --experts 4 --topk 2 --wire fp8"
     dispatch, combine = one_case(flags), one_case(flags, 1, "combine")
     assert (dispatch.wire_row_bytes, combine.wire_row_bytes) == (272 + 3 * 4, 544)
+    narrow = one_case(f"{flags} --combine-wire fp8", 1, "combine")
+    assert (narrow.wire_row_bytes, narrow.useful_R) == (272 + 3 * 4, combine.useful_R)
     assert (np.array(dispatch.rows_between()) == np.array(combine.rows_between()).T).all()
     assert sum(dispatch.useful_R) == 2 * 4 * 2 * 544
 
@@ -227,10 +229,16 @@ def test_each_mistake_of_a_dispatch_is_counted(dtype: str, seed: int) -> None:
     assert wrong(Received(tokens=longer, overflow=7), rows.num_rows + 9) == 1
 
 
+@pytest.mark.parametrize("wire", [None, "fp8"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_each_mistake_of_a_combine_is_counted(layout: str) -> None:
+def test_each_mistake_of_a_combine_is_counted(
+    layout: str, wire: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check counts each mistake made in sums that the reference's own combine has made of the answers."""
+    monkeypatch.setattr(case, "device_of", lambda options: CPU)
     flags = f"-g 2 -b 20 --hidden 16 --experts 8 --topk 3 -d bfloat16 --layout {layout}"
+    if wire is not None:
+        flags += f" --device cuda --combine-wire {wire}"
     cases = [one_case(flags, rank, "combine") for rank in range(2)]
     x_R, w_R = ([each.float().numpy() for each in found] for found in (
         [one.x_TH for one in cases], [one.weights_TK for one in cases]
@@ -242,12 +250,13 @@ def test_each_mistake_of_a_combine_is_counted(layout: str) -> None:
         found = verify.answers(one.rows, one.key, one.rows.num_rows, CPU, rank if layout == "rank" else None)
         answers.append(found.float().numpy())
     weights = [each.weights for each in sent] if layout == "expert" else None
-    y_R = reference.combine(answers, sent, [20, 20], dtype="bfloat16", weights=weights)
+    y_R = reference.combine(answers, sent, [20, 20], dtype="bfloat16", weights=weights, wire=wire)
+    farther = 1.05 if wire is None else 1.3
     for one, want in zip(cases, y_R, strict=True):
         y_TH = torch.from_numpy(want).to(torch.bfloat16)
         assert verify.wrong_combine(y_TH, one) == 0
         assert verify.wrong_combine(y_TH.roll(1, 0), one) > 200
-        assert verify.wrong_combine(y_TH * 1.05, one) > 200
+        assert verify.wrong_combine(y_TH * farther, one) > 200
         assert verify.wrong_combine(y_TH[:-1], one) == 20 * 16
         case.corrupt(y_TH)
         y_TH[3, 4] = float("nan")
