@@ -902,6 +902,22 @@ class Communicator:
         """Sets all counters of `stats()` to zero."""
         self._open().reset_stats()
 
+    def last_phases(self) -> dict[str, dict[str, float]]:
+        """Returns when the last operation of each kind passed its phases on this GPU, in seconds after its
+        first block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
+        and that of dispatch as a combine.
+
+        "announced": this rank's record has gone to all ranks, in a dispatch after the routes of all tokens;
+        "agreed": the records of all ranks are here; "planned": the plan of what arrives here is made;
+        "sent": the last of this rank's rows, or sums, has been sent, which may be at any time after
+        "announced"; "ended". A phase that an operation does not have is left out ("planned" of all but
+        dispatches), and so are those that it has yet to pass: synchronize the stream before. Operations in
+        replays of a graph count. Asking waits for a small copy from the device.
+
+        Raises Unsupported on the CPU.
+        """
+        return self._open().last_phases()
+
     @property
     def group(self) -> Group | None:
         """The process group of the ranks; None stands for this process alone. Raises CommunicatorClosed after

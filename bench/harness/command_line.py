@@ -216,6 +216,8 @@ def build_parser(program: str) -> Parser:
             help="fixed rows, or auto: what the fullest rank needs (exact)")
         add("--wire", choices=WIRES, help="rows travel in that format (GPUs; in their type)")
         add("--no-dequantize", dest="dequantize", action="store_false", help="hand on data, scales")
+        add("--phases", action="store_true",
+            help="GPUs: show when moecomm's operation passes its phases, by stamps in its kernels")
     if program == "combine":
         add("--combine-wire", choices=("fp8",),
             help="sums travel in that format (GPUs of one node; in their type)")
@@ -499,6 +501,7 @@ def _check_together(options: Options) -> None:
         (on_cpu and options.num_sms != (None,), "--num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.overlap_num_sms is not None, "--overlap-num-sms is for GPUs (--device cuda)"),
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
+        (on_cpu and options.phases, "--phases is for GPUs (--device cuda)"),
         (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),
         (
             options.combine_wire is not None and (on_cpu or not on_one_node),

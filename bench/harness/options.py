@@ -185,6 +185,7 @@ class Options:
     capacity: int | str | None = None  # rows, "auto" or None
     wire: str | None = None  # None: rows travel in their type; else one of WIRES
     combine_wire: str | None = None  # likewise the sums of a combine: None or "fp8"
+    phases: bool = False  # show when moecomm's operation passes its phases
     dequantize: bool = True
     kept_handle: str | None = None  # None | plain | weighted
     graph: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -174,6 +175,8 @@ class _Benchmark:
         if options.late is not None:
             for one in comms.values():
                 self.say(report.lateness(_late_seconds(one)))
+        if options.phases and comm is not None and paths and paths[0].own:
+            self.say(report.phases(self._phases(comm, paths[0])))
         _sample(entries, samples)
         timings |= {key: Timing(tuple(slowest(taken))) for key, taken in samples.items()}
         for entry in entries:
@@ -245,6 +248,22 @@ class _Benchmark:
             return call()
 
         return replace(entry, calls={phase: partial(late, call) for phase, call in entry.calls.items()})
+
+    def _phases(self, comm: moecomm.Communicator, path: Path) -> dict[str, float]:
+        """Returns when moecomm's operation passes its phases, medians of calls that all ranks begin together;
+        of each phase that of the rank where it comes last."""
+        kind = "combine" if self.options.program == "combine" else "dispatch"
+        taken = []
+        for _ in range(self.options.iters):
+            if path.before is not None:
+                path.before()
+            torch.cuda.synchronize()
+            sum_over_ranks(0)
+            path.calls[CALL]()
+            torch.cuda.synchronize()
+            taken.append(comm.last_phases()[kind])
+        medians = {name: statistics.median(each[name] for each in taken) for name in taken[0]}
+        return dict(zip(medians, slowest(list(medians.values())), strict=True))
 
     def _host(self, path: Path, phase: str) -> float | None:
         if self.options.device == "cpu":

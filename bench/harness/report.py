@@ -115,6 +115,12 @@ def lateness(seconds: Sequence[float]) -> str:
     return f"# the others waited most for rank {slowest}; ms in all: {ranks}"
 
 
+def phases(passed: Mapping[str, float]) -> str:
+    """Formats when an operation passes its phases, in seconds after its beginning."""
+    found = ", ".join(f"{name} {number(seconds, 1e6, 1)}" for name, seconds in passed.items())
+    return f"# us after the operation began on a GPU, on the rank where it comes last: {found}"
+
+
 def header(options: Options, flush_bytes: int) -> str:
     """Formats the command, what of it was found out here, and the machine as comment lines."""
     made = "  ".join(f"{name} {version}" for name, version in machine.versions(options.device).items())

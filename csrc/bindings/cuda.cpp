@@ -49,6 +49,19 @@ py::dict stats_dict(DeviceCommunicator& self) {
   return out;
 }
 
+py::dict phases_dict(DeviceCommunicator& self) {
+  const DeviceCounters counters = self.counters();
+  py::dict out;
+  for (const Operation operation : {Operation::dispatch, Operation::combine}) {
+    py::dict passed;
+    for (int phase = 0; phase < kPhases; ++phase)
+      if (const double seconds = counters.phases[clock_of(operation)][phase]; seconds > 0)
+        passed[kPhaseNames[phase]] = seconds;
+    out[operation_name(operation)] = passed;
+  }
+  return out;
+}
+
 void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
                     uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
                     int64_t positions, uintptr_t plan, uintptr_t stream) {
@@ -162,6 +175,7 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("check", &DeviceCommunicator::check)
       .def("close", &DeviceCommunicator::close, Release())
       .def("stats", &stats_dict)
+      .def("phases", &phases_dict)
       .def("reset_stats",
            [](DeviceCommunicator& self) {
              self.stats() = DeviceStats{};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/error.hpp"
+#include "device/clock.cuh"
 #include "device/wait.cuh"
 
 namespace moecomm::device {
@@ -43,7 +44,10 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
                 static_cast<unsigned long long>(ptx::global_nanoseconds() - start));
   }
   arrived = __syncthreads_and(arrived);
-  if (counts && threadIdx.x == 0) comm.state().wait_ns += ptx::global_nanoseconds() - start;
+  if (counts && threadIdx.x == 0) {
+    comm.state().wait_ns += ptx::global_nanoseconds() - start;
+    note_phase(comm, operation, Phase::agreed);
+  }
   return arrived;
 }
 

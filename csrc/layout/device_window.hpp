@@ -115,6 +115,29 @@ struct PeerLoss {
 };
 static_assert(sizeof(PeerLoss) == 16);
 
+/// What an operation passes on a GPU, in this order but for `sent`, which lies anywhere behind `announced`.
+enum class Phase : int32_t {
+  announced,  ///< this rank has announced it: in a dispatch, with the routes of all its tokens
+  agreed,     ///< all ranks have, and do the same
+  planned,    ///< a dispatch: the plan of what arrives here is made
+  sent,       ///< the last of this rank's rows, or sums, has been sent
+  ended,
+};
+inline constexpr const char* kPhaseNames[] = {"announced", "agreed", "planned", "sent", "ended"};
+inline constexpr int kPhases = sizeof(kPhaseNames) / sizeof(kPhaseNames[0]);
+
+/// When the newest operation of a kind began and passed its phases, in nanoseconds of the GPU's clock. A
+/// phase that it has not, or not yet, is that of an earlier one.
+struct PhaseClock {
+  uint64_t started;
+  uint64_t passed[kPhases];
+};
+
+/// The operations that a PhaseClock is for: dispatch and the backward of combine, where rows go out, or
+/// combine and the backward of dispatch, where sums come home.
+MOECOMM_HD constexpr int clock_of(Operation operation) { return operation == Operation::combine ? 1 : 0; }
+inline constexpr int kClocks = 2;
+
 /// State that a rank's kernels keep between operations, in its own window; peers never touch it. Counters are
 /// zero between operations.
 struct DeviceState {
@@ -133,16 +156,16 @@ struct DeviceState {
   uint32_t send_done;                     ///< blocks of the kernel that sends, where it may run longer
   alignas(kLine) uint32_t route_counted;  ///< blocks
   alignas(kLine) uint32_t route_done;     ///< blocks
-  alignas(kLine) uint64_t started_ns;     ///< the operation under way, by the clock of this GPU
-  uint64_t dispatch_ns, combine_ns;       ///< statistics since construction: time of operations,
-  uint64_t wait_ns;                       ///< of it waiting for other ranks to begin theirs,
-  uint64_t rows_out, bytes_wire;          ///< and what arrived
-  alignas(kLine) uint64_t bad_id;         ///< index of the first bad id, all ones if there is none
-  alignas(kLine) uint64_t commands;       ///< ever given to the proxy
-  uint64_t commands_before;               ///< and by the end of the last operation
-  uint32_t relay_next;                    ///< next item of what is relayed
-  uint32_t relay_later_next;              ///< next one that takes another one's place
-  uint32_t relay_summed;                  ///< next item of what is summed for other nodes
+  alignas(kLine) PhaseClock clocks[kClocks];
+  uint64_t dispatch_ns, combine_ns;  ///< statistics since construction: time of operations,
+  uint64_t wait_ns;                  ///< of it waiting for other ranks to begin theirs,
+  uint64_t rows_out, bytes_wire;     ///< and what arrived
+  alignas(kLine) uint64_t bad_id;    ///< index of the first bad id, all ones if there is none
+  alignas(kLine) uint64_t commands;  ///< ever given to the proxy
+  uint64_t commands_before;          ///< and by the end of the last operation
+  uint32_t relay_next;               ///< next item of what is relayed
+  uint32_t relay_later_next;         ///< next one that takes another one's place
+  uint32_t relay_summed;             ///< next item of what is summed for other nodes
 };
 
 static_assert(offsetof(DeviceState, failed) == kLine && offsetof(DeviceState, cancelled) == kLine + 8 &&

@@ -698,6 +698,11 @@ DeviceCounters DeviceCommunicator::counters() {
   out.dispatch_seconds = static_cast<double>(state.dispatch_ns) * 1e-9;
   out.combine_seconds = static_cast<double>(state.combine_ns) * 1e-9;
   out.wait_seconds = static_cast<double>(state.wait_ns) * 1e-9;
+  for (int kind = 0; kind < kClocks; ++kind)
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const uint64_t started = state.clocks[kind].started, passed = state.clocks[kind].passed[phase];
+      if (passed > started) out.phases[kind][phase] = static_cast<double>(passed - started) * 1e-9;
+    }
   return out;
 }
 

@@ -219,6 +219,9 @@ class Backend(Protocol):
     def reset_stats(self) -> None:
         """Sets the counters to zero."""
 
+    def last_phases(self) -> dict[str, dict[str, float]]:
+        """Returns when the last operation of each kind passed its phases. Raises Unsupported on the CPU."""
+
     def close(self) -> None:
         """Waits for operations under way, tells the peers, and frees the window. RuntimeWarning if the thread
         that talks to other nodes does not come back (`warn_of_thread`)."""

@@ -348,6 +348,10 @@ class CpuBackend:
         """Sets the counters to zero."""
         self._native.reset_stats()
 
+    def last_phases(self) -> dict[str, dict[str, float]]:
+        """Raises Unsupported."""
+        raise Unsupported("last_phases() is of CUDA: operations on the CPU have no clock of their phases")
+
     def close(self) -> None:
         """Waits for operations under way, tells the peers, and frees the window."""
         self._order.finish()

@@ -577,6 +577,11 @@ class CudaBackend:
             self._native.reset_stats()
             self._stats_before = dict(self._native.stats())
 
+    def last_phases(self) -> dict[str, dict[str, float]]:
+        """Returns when the last operation of each kind passed its phases."""
+        with self._lock:
+            return self._native.phases()
+
     def close(self) -> None:
         """Waits for operations under way, tells the peers, and frees the window."""
         with self._lock:

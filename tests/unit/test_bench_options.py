@@ -140,6 +140,8 @@ def test_a_bad_flag_is_one_line_and_status_2(
         "alltoall --baselines gloo-tuned",
         "combine --combine-wire fp8",
         "dispatch --combine-wire fp8",
+        "dispatch --device cpu --phases",
+        "alltoall --phases",
         "moe_layer --baselines",
         "moe_layer --presets gpt-5",
         "moe_layer --variants turbo",

@@ -482,6 +482,20 @@ def test_statistics_begin_again() -> None:
     assert comm.stats() == want
 
 
+@pytest.mark.usefixtures("loopback")
+def test_phases_are_those_of_the_device() -> None:
+    comm, _, _ = _comm()
+    assert comm.last_phases()["dispatch"] == {"announced": 2e-6, "ended": 9e-6}
+
+
+def test_a_cpu_communicator_has_no_phases() -> None:
+    with (
+        moecomm.Communicator(**SIZES, device="cpu") as comm,
+        pytest.raises(moecomm.Unsupported, match=r"last_phases\(\) is of CUDA"),
+    ):
+        comm.last_phases()
+
+
 def test_wire_options() -> None:
     check_wire_options(None, True, None)
     check_wire_options("fp8", False, torch.zeros(1))

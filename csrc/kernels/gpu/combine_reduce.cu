@@ -215,10 +215,11 @@ __global__ void __launch_bounds__(kReduceThreads, 1)
     combine_reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
-  start_clock(comm);
+  device::start_clock(comm, Operation::combine);
   reduce<dtype, way, wire>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
   if (args.copied && blockIdx.x == 0 && !failed_for_block(comm))
     await_landing(comm, Operation::combine, comm.state().epoch + 1, args.landing);
+  device::note_sent(comm, Operation::combine);
   if (args.senders > 0) end_sending(comm);
 }
 

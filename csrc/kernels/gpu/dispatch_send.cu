@@ -654,8 +654,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
-  if (!args.later) start_clock(comm);
+  if (!args.later) device::start_clock(comm, args.operation);
   send<way, Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
+  device::note_sent(comm, args.operation);
   if (args.apart) end_sending(comm);
 }
 

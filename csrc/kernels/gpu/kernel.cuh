@@ -74,6 +74,7 @@ __device__ inline void signal_start(const Comm& comm, Operation operation, uint6
   record.rows_offset = landing;
   device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x),
                          static_cast<int>(blockDim.x));
+  if (threadIdx.x == 0) device::note_phase(comm, operation, Phase::announced);
   // Rows go to other nodes, in the backward of combine, as in the dispatch. In a combine they come from where
   // the rows of the dispatch went: a node gets the sums of its tokens, and all gradients of their weights.
   const bool back = operation == Operation::combine;
@@ -109,11 +110,6 @@ __device__ inline bool agree_on_operation(const Comm& comm, Operation operation,
   }
   __syncthreads();
   return agreed;
-}
-
-/// Starts the clock of an operation. Whole grid.
-__device__ inline void start_clock(const Comm& comm) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) comm.state().started_ns = ptx::global_nanoseconds();
 }
 
 /// The section of landed rows that `sender` copies to, once its record of `epoch` is here: ranks count their
@@ -184,7 +180,10 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   state.relay_later_next = 0;
   state.relay_summed = 0;
   state.commands_before = state.commands;
-  if (total != nullptr) *total += ptx::global_nanoseconds() - state.started_ns;
+  if (total != nullptr) {
+    device::note_phase(comm, operation, Phase::ended);
+    *total += ptx::global_nanoseconds() - state.clocks[clock_of(operation)].started;
+  }
   state.epoch = epoch;
 }
 

@@ -198,6 +198,7 @@ __device__ __noinline__ inline void make_plan(const Comm& comm, const SendArgume
       ptx::store_release_gpu(&state.cancelled, epoch);
     }
     ptx::store_release_gpu(&state.planned, epoch);
+    device::note_phase(comm, Operation::dispatch, Phase::planned);
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
       rows.rows = agreed ? plan.header().needed_rows : -1;

@@ -335,6 +335,7 @@ __device__ __noinline__ inline void route(const Comm& comm, const SendArguments&
     record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
   }
   device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+  if (threadIdx.x == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
   if (comm.rail.others > 0) send_tables(comm, args, record);
 }
 

@@ -1,0 +1,30 @@
+// The clock of an operation: when it began on this GPU, and when it passed its phases.
+#pragma once
+
+#include "device/comm.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/memory.cuh"
+
+namespace moecomm::device {
+
+/// Starts the clock of an operation. Whole grid.
+__device__ inline void start_clock(const Comm& comm, Operation operation) {
+  if (blockIdx.x == 0 && threadIdx.x == 0)
+    comm.state().clocks[clock_of(operation)].started = ptx::global_nanoseconds();
+}
+
+/// Notes that an operation passes a phase: the last of those that note it counts. One thread of each. Nothing
+/// is returned, so that nobody waits for the memory.
+__device__ inline void note_phase(const Comm& comm, Operation operation, Phase phase) {
+  uint64_t* const passed = &comm.state().clocks[clock_of(operation)].passed[static_cast<int>(phase)];
+  atomicMax(reinterpret_cast<unsigned long long*>(passed),
+            static_cast<unsigned long long>(ptx::global_nanoseconds()));
+}
+
+/// Notes that a block has sent its part. Whole block.
+__device__ inline void note_sent(const Comm& comm, Operation operation) {
+  __syncthreads();
+  if (threadIdx.x == 0) note_phase(comm, operation, Phase::sent);
+}
+
+}  // namespace moecomm::device

@@ -1,0 +1,43 @@
+"""When operations pass their phases, by stamps in their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import harness
+from tests.gpu.conftest import Pools
+
+pytestmark = pytest.mark.usefixtures("cuda_only")
+
+
+def _phases(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """last_phases of nothing, of a dispatch and combine, and of their backward."""
+    sizes: dict[str, Any] = {"num_experts": 4 * world_size, "hidden": 256, "top_k": 2, "max_tokens": 64}
+    ids_TK = torch.arange(128, device="cuda").view(64, 2) % (4 * world_size)
+    x_TH = torch.ones(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with harness.communicator(**sizes) as comm:
+        found = [comm.last_phases()]
+        out = comm.dispatch(x_TH, ids_TK)
+        y_TH = comm.combine(out.tokens, out.handle)
+        torch.cuda.synchronize()
+        found.append(comm.last_phases())
+        y_TH.sum().backward()
+        torch.cuda.synchronize()
+        return [*found, comm.last_phases()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_phases_come_in_order(pool: Pools, size: int) -> None:
+    for before, forward, backward in pool(size)(_phases):
+        assert before == {"dispatch": {}, "combine": {}}
+        for passed in (forward, backward):
+            for kind, phases in passed.items():
+                in_order = [phases[name] for name in ("announced", "agreed", "ended")]
+                assert in_order == sorted(in_order), (kind, phases)
+                assert phases["announced"] < phases["sent"] < phases["ended"] < 10, (kind, phases)
+        assert forward["dispatch"]["agreed"] <= forward["dispatch"]["planned"] < forward["dispatch"]["ended"]
+        assert "planned" not in forward["combine"] and "planned" not in backward["dispatch"]
+        assert backward != forward
