@@ -907,7 +907,7 @@ class Communicator:
         first block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
         and that of dispatch as a combine.
 
-        "announced": this rank's record has gone to all ranks, in a dispatch after the routes of all tokens;
+        "announced": this rank's record goes to all ranks, in a dispatch after the routes of all tokens;
         "agreed": the records of all ranks are here; "planned": the plan of what arrives here is made;
         "sent": the last of this rank's rows, or sums, has been sent, which may be at any time after
         "announced"; "ended". A phase that an operation does not have is left out ("planned" of all but

@@ -55,8 +55,8 @@ py::dict phases_dict(DeviceCommunicator& self) {
   for (const Operation operation : {Operation::dispatch, Operation::combine}) {
     py::dict passed;
     for (int phase = 0; phase < kPhases; ++phase)
-      if (const double seconds = counters.phases[clock_of(operation)][phase]; seconds > 0)
-        passed[kPhaseNames[phase]] = seconds;
+      if (const std::optional<double> seconds = counters.phases[clock_of(operation)][phase])
+        passed[kPhaseNames[phase]] = *seconds;
     out[operation_name(operation)] = passed;
   }
   return out;

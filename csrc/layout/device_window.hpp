@@ -117,7 +117,7 @@ static_assert(sizeof(PeerLoss) == 16);
 
 /// What an operation passes on a GPU, in this order but for `sent`, which lies anywhere behind `announced`.
 enum class Phase : int32_t {
-  announced,  ///< this rank has announced it: in a dispatch, with the routes of all its tokens
+  announced,  ///< this rank announces it: in a dispatch, after the routes of all its tokens have gone out
   agreed,     ///< all ranks have, and do the same
   planned,    ///< a dispatch: the plan of what arrives here is made
   sent,       ///< the last of this rank's rows, or sums, has been sent

@@ -701,7 +701,8 @@ DeviceCounters DeviceCommunicator::counters() {
   for (int kind = 0; kind < kClocks; ++kind)
     for (int phase = 0; phase < kPhases; ++phase) {
       const uint64_t started = state.clocks[kind].started, passed = state.clocks[kind].passed[phase];
-      if (passed > started) out.phases[kind][phase] = static_cast<double>(passed - started) * 1e-9;
+      if (started > 0 && passed >= started)
+        out.phases[kind][phase] = static_cast<double>(passed - started) * 1e-9;
     }
   return out;
 }

@@ -89,8 +89,8 @@ struct DeviceStats {
 struct DeviceCounters {
   uint64_t rows_out = 0, bytes_wire = 0;
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
-  std::vector<double> late_seconds;      ///< by rank
-  double phases[kClocks][kPhases] = {};  ///< seconds after the start of the last operation; 0: it has not
+  std::vector<double> late_seconds;                ///< by rank
+  std::optional<double> phases[kClocks][kPhases];  ///< seconds after the start of the last operation
 };
 
 class DeviceCommunicator {

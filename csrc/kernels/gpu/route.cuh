@@ -334,8 +334,8 @@ __device__ __noinline__ inline void route(const Comm& comm, const SendArguments&
     record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
     record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
   }
-  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
   if (threadIdx.x == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
+  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
   if (comm.rail.others > 0) send_tables(comm, args, record);
 }
 
