@@ -140,6 +140,7 @@ class DeviceCommunicator:
         host_ranks: int,
         first_epoch: int = 1,
         sums: WireFormat = ...,
+        gradients: WireFormat = ...,
     ) -> None: ...
     def open_rail(self, *, job: bytes, provider: str, interface: str, lanes: int, shuffle: int) -> Rail: ...
     def connect_rail(self, rail: Rail, endpoint_addresses: list[bytes], endpoints: list[str]) -> None: ...
@@ -216,6 +217,7 @@ class DeviceCommunicator:
         scales: int,
         other: int,
         dots: int,
+        quantised: bool,
         stream: int,
         /,
     ) -> None: ...

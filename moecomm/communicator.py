@@ -39,6 +39,7 @@ from moecomm.setup.checks import (
     check_combine_wire,
     check_dtype,
     check_engine,
+    check_gradient_wire,
     check_num_sms,
     check_ranks_per_node,
     check_sizes,
@@ -95,11 +96,14 @@ class Communicator:
             only, hidden a multiple of 16: "fp8" is float8_e4m3fn with a float32 scale for each 128 columns of
             a row, "mxfp8" with a power of two, float8_e8m0fnu, for each 32. hidden a multiple of 32: "nvfp4"
             is float4_e2m1 with a float8_e4m3fn scale for each 16 columns and a float32 one of the row.
-            Combine and the backward of both travel in `dtype`.
+            Combine and the backward of both travel in `dtype`, unless the next two say otherwise.
         combine_wire: format in which the sums of a combine travel to the tokens' homes; None is `dtype`.
             "fp8" (CUDA on one node, by SMs, hidden a multiple of 16): owners sum in float32 and send
             float8_e4m3fn with a float32 scale for each 128 columns, and homes add these in float32. The
             backward of dispatch, which is a combine, travels in `dtype`.
+        gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
+            weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire` (CUDA
+            on one node, by SMs). The backward of a combine with weights travels in `dtype`.
         device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
             A rank has a GPU of its own.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates
@@ -154,6 +158,7 @@ class Communicator:
         dtype: torch.dtype = torch.bfloat16,
         wire: str | None = None,
         combine_wire: str | None = None,
+        gradient_wire: str | None = None,
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
         num_sms: int | None = None,
@@ -178,6 +183,7 @@ class Communicator:
             check_wire(wire, place, hidden)
             check_engine(engine, place)
             check_combine_wire(combine_wire, place, hidden, engine)
+            check_gradient_wire(gradient_wire, place, hidden, engine)
         except MoecommError as failed:
             error = failed
         rendezvous = Rendezvous(group, seconds)
@@ -189,6 +195,7 @@ class Communicator:
             "dtype": str(dtype),
             "wire": wire,
             "combine_wire": combine_wire,
+            "gradient_wire": gradient_wire,
             "engine": engine,
             "device": place.type,
             "ranks_per_node": ranks_per_node,
@@ -205,7 +212,7 @@ class Communicator:
         self.nodes: int = backend.nodes.nodes
         self.network_lanes: int = backend.network_lanes
         self.dtype, self.device = dtype, backend.device
-        self.wire, self.combine_wire = wire, combine_wire
+        self.wire, self.combine_wire, self.gradient_wire = wire, combine_wire, gradient_wire
         self.memory: MemoryPlan = backend.memory
         self.timeout = seconds
         self.num_sms: int = backend.num_sms
@@ -228,6 +235,7 @@ class Communicator:
         dtype: torch.dtype = torch.bfloat16,
         wire: str | None = None,
         combine_wire: str | None = None,
+        gradient_wire: str | None = None,
         device: torch.device | str | None = None,
         ranks_per_node: int | None = None,
         engine: Engine = "sm",
@@ -249,6 +257,7 @@ class Communicator:
         check_wire(wire, place, hidden)
         check_engine(engine, place)
         check_combine_wire(combine_wire, place, hidden, engine)
+        check_gradient_wire(gradient_wire, place, hidden, engine)
         if place.type == "cuda":
             sizes = device_shape(
                 ranks=ranks,
@@ -259,7 +268,7 @@ class Communicator:
                 dtype=dtype,
                 wire=wire,
                 ranks_per_node=ranks_per_node,
-                copies=engine != "sm" and ranks_per_node == ranks and combine_wire is None,
+                copies=engine != "sm" and ranks_per_node == ranks and combine_wire is gradient_wire is None,
             )
             return plan_device_memory(sizes, ranks_per_node)
         shape = window_shape(
@@ -660,14 +669,16 @@ class Communicator:
 
     @overload
     def redispatch(
-        self, x_TH: Array, handle: Handle, *, async_op: Literal[False] = False
+        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[False] = False
     ) -> torch.Tensor: ...
 
     @overload
-    def redispatch(self, x_TH: Array, handle: Handle, *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
+    def redispatch(
+        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: Literal[True]
+    ) -> Work[torch.Tensor]: ...
 
     def redispatch(
-        self, x_TH: Array, handle: Handle, *, async_op: bool = False
+        self, x_TH: Array, handle: Handle, *, gradients: bool = False, async_op: bool = False
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Sends other rows along the plan of an earlier dispatch: no new plan, and no wait on the host.
 
@@ -678,19 +689,22 @@ class Communicator:
         Args:
             x_TH: (T, H) rows in the communicator's dtype, as many tokens as that dispatch had.
             handle: the handle of that dispatch.
+            gradients: the rows travel as the communicator's `gradient_wire` says; else in the dtype, whatever
+                the wire format. The same on all ranks.
             async_op: return a Work at once; its `wait()` gives the rows. On CUDA as for `dispatch`.
 
         Returns:
-            (P, H) rows in the dtype, in the order of that dispatch's output; they travel in the dtype too,
-            whatever the wire format.
+            (P, H) rows in the dtype, in the order of that dispatch's output.
 
         Raises:
             As combine.
         """
         run = self._redispatch_outside_graph if torch.compiler.is_compiling() else self._redispatch
-        return run(x_TH, handle, async_op)
+        return run(x_TH, handle, gradients, async_op)
 
-    def _redispatch(self, x_TH: Array, handle: Handle, async_op: bool) -> torch.Tensor | Work[torch.Tensor]:
+    def _redispatch(
+        self, x_TH: Array, handle: Handle, gradients: bool, async_op: bool
+    ) -> torch.Tensor | Work[torch.Tensor]:
         backend = self._open()
         x = shared_tensor(x_TH, self.device)
 
@@ -700,7 +714,7 @@ class Communicator:
                 check_rows("x", x, handle.num_tokens, self.hidden, self.dtype, self.device)
             except MoecommError as error:
                 backend.fail(error)
-            rows_PH, _ = backend.redispatch(handle.plan, x, None, None)
+            rows_PH, _ = backend.redispatch(handle.plan, x, None, None, gradients)
             return rows_PH
 
         def finish(rows_PH: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Case:
     wide_ids: bool = False
     wire: str | None = None
     combine_wire: str | None = None
+    gradient_wire: str | None = None
     num_sms: int | None = None
     seed: int = 0
     routing: str = "uniform"
@@ -75,6 +76,7 @@ class Case:
             "num_sms": self.num_sms,
             "wire": self.wire,
             "combine_wire": self.combine_wire,
+            "gradient_wire": self.gradient_wire,
             "ranks_per_node": self.ranks_per_node,
             "timeout": COMM_TIMEOUT_S,
         }

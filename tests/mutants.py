@@ -299,8 +299,8 @@ MUTANTS = [
     Mutant(
         "rows' gradient forgets the weights",
         "moecomm/autograd/functions.py",
-        "backend.redispatch(plan, grad_y_TH, weights_P, rows_PH)",
-        "backend.redispatch(plan, grad_y_TH, None, rows_PH)",
+        "backend.redispatch(plan, grad_y_TH, weights_P, rows_PH, gradients=True)",
+        "backend.redispatch(plan, grad_y_TH, None, rows_PH, gradients=True)",
         GRADIENTS,
     ),
     # -- the layer -----------------------------------------------------------------------------------------

@@ -193,6 +193,8 @@ class Oracle:
         for start in range(0, self.kept, CHUNK):
             part = slice(start, min(start + CHUNK, self.kept))
             want = self._gathered(grad_NH, self.mine.token_P[part])
+            if weights_P is None and self.job.gradient_wire is not None:
+                want = through_wire(want, self.job.gradient_wire).to(grad_NH.dtype)
             if weights_P is not None:
                 want = (want.to(self.job.accumulate) * weights_P[part, None]).to(grad_NH.dtype)
             empty_P = self.mine.token_P[part] < 0

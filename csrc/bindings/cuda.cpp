@@ -112,14 +112,15 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
   py::class_<DeviceCommunicator> communicator(m, "DeviceCommunicator");
   bind_network<DeviceCommunicator>(communicator, interrupt);
   communicator
-      .def(py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms,
-                       int32_t device, int32_t host_ranks, uint64_t first_epoch, WireFormat sums) {
-             return std::make_unique<DeviceCommunicator>(
-                 DeviceConfig{shape, rank, timeout, num_sms, device, host_ranks, first_epoch, sums});
-           }),
-           py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
-           py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1,
-           py::arg("sums") = WireFormat::same)
+      .def(
+          py::init([](const DeviceShape& shape, int32_t rank, double timeout, int32_t num_sms, int32_t device,
+                      int32_t host_ranks, uint64_t first_epoch, WireFormat sums, WireFormat gradients) {
+            return std::make_unique<DeviceCommunicator>(DeviceConfig{
+                shape, rank, timeout, num_sms, device, host_ranks, first_epoch, sums, gradients});
+          }),
+          py::kw_only(), py::arg("shape"), py::arg("rank"), py::arg("timeout"), py::arg("num_sms"),
+          py::arg("device"), py::arg("host_ranks"), py::arg("first_epoch") = 1,
+          py::arg("sums") = WireFormat::same, py::arg("gradients") = WireFormat::same)
       .def("link_control", &DeviceCommunicator::link_control)
       .def("unlink_control", &DeviceCommunicator::unlink_control)
       .def(
@@ -152,10 +153,10 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("copies_pay", &DeviceCommunicator::copies_pay)
       .def("redispatch",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t x, int64_t tokens,
-              int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots,
+              int64_t rows, uintptr_t out, uintptr_t scales, uintptr_t other, uintptr_t dots, bool quantised,
               uintptr_t stream) {
              self.redispatch({pointer<int32_t>(plan), layout, pointer(x), tokens, rows, pointer(out),
-                              pointer(scales), pointer(other), pointer(dots)},
+                              pointer(scales), pointer(other), pointer(dots), quantised},
                              stream_of(stream));
            })
       .def("combine",

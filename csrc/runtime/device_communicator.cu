@@ -138,9 +138,13 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
   overlaps_ = major >= 9;
   limit_sms(config_.num_sms);
-  for (const cudaError_t error : {prepare_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
-                                  gpu::prepare_combine_reduce(s, config_.sums),
-                                  gpu::prepare_combine_sum(s, config_.sums), gpu::prepare_announce()})
+  DeviceShape of_gradients = s;
+  of_gradients.wire = config_.gradients;
+  for (const cudaError_t error :
+       {prepare_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
+        prepare_send(of_gradients, overlaps_), gpu::prepare_dispatch_receive(of_gradients, overlaps_),
+        gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
+        gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -403,7 +407,7 @@ std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
       what = "the handle (the epoch of its dispatch)";
       break;
     default:
-      what = "what travels (1: rows, 2: weights, 4: by the copy engine, or their sum)";
+      what = "what travels (1: rows, 2: weights, 4: by the copy engine, 8: quantised, or their sum)";
   }
   return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
 }
@@ -614,9 +618,12 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   arguments.plan = r.plan;
   arguments.tokens = r.tokens;
   arguments.layout = r.layout;
-  send(WireFormat::same, arguments, stream);
+  const WireFormat wire = r.quantised ? config_.gradients : WireFormat::same;
+  arguments.quantise = wire != WireFormat::same;
+  send(wire, arguments, stream);
   ++stats_.dispatch_calls;
   gpu::ReceiveArguments output{};
+  output.dequantise = arguments.quantise;
   output.rows = r.rows;
   output.out = r.out;
   output.scales = r.scales;

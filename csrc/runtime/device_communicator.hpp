@@ -39,9 +39,10 @@ struct DeviceConfig {
   double timeout_seconds;
   int32_t num_sms;  ///< of one operation; 0: as the heuristics say
   int32_t device;
-  int32_t host_ranks;                  ///< ranks of this host, which share its cores
-  uint64_t first_epoch = 1;            ///< of the first operation, on all ranks
-  WireFormat sums = WireFormat::same;  ///< in which the sums of a combine travel if its caller says so
+  int32_t host_ranks;                       ///< ranks of this host, which share its cores
+  uint64_t first_epoch = 1;                 ///< of the first operation, on all ranks
+  WireFormat sums = WireFormat::same;       ///< in which the sums of a combine travel if its caller says so
+  WireFormat gradients = WireFormat::same;  ///< likewise the rows of a redispatch
 };
 
 /// Arguments of a dispatch. Addresses are in this device's memory.
@@ -70,6 +71,7 @@ struct DeviceRedispatch {
   const std::byte* scales;  ///< weight type [rows], or null
   const std::byte* other;   ///< [rows][hidden], or null
   std::byte* dots;          ///< weight type [rows], or null
+  bool quantised;           ///< they travel in the format of gradients; without scales and other
 };
 
 struct DeviceOutput {

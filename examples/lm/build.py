@@ -127,12 +127,17 @@ def make_communicator(
             device=device,
             wire=wire(options.wire),
             combine_wire=wire(options.combine_wire),
+            gradient_wire=wire(options.gradient_wire),
         )
     except (moecomm.InvalidArgument, moecomm.Unsupported) as error:
-        if options.wire == options.combine_wire == "dtype":
+        names = ("wire", "combine_wire", "gradient_wire")
+        given = {
+            f"--{name.replace('_', '-')} {getattr(options, name)}": getattr(options, name) for name in names
+        }
+        narrow = [flag for flag, wire in given.items() if wire != "dtype"]
+        if not narrow:
             raise
-        given = f"--wire {options.wire} --combine-wire {options.combine_wire}"
-        raise UsageError(f"{given}: {error}") from None
+        raise UsageError(f"{' '.join(narrow)}: {error}") from None
 
 
 def attention_config(options: Options) -> AttentionConfig:

@@ -136,6 +136,7 @@ class Options:
     expert_precision: str
     wire: str
     combine_wire: str
+    gradient_wire: str
     weights: str
     moments: str
     seed: int
@@ -583,6 +584,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("dtype", "fp8"),
         default="dtype",
         help="in which a combine's sums travel; fp8 on GPUs of one node",
+    )
+    add(
+        "--gradient-wire",
+        choices=("dtype", "fp8", "mxfp8"),
+        default="dtype",
+        help="in which gradients travel to the experts; others than dtype on GPUs of one node",
     )
 
     add = parser.add_argument_group("attention").add_argument

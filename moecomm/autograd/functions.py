@@ -36,7 +36,8 @@ def combine_backward(
 ) -> Gradients:
     """Returns the gradients of a combine's rows (P, H) and, given these rows, of its weights (P,)."""
     return backend.run(
-        "moecomm combine backward", lambda: backend.redispatch(plan, grad_y_TH, weights_P, rows_PH)
+        "moecomm combine backward",
+        lambda: backend.redispatch(plan, grad_y_TH, weights_P, rows_PH, gradients=True),
     )
 
 

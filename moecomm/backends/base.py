@@ -189,9 +189,11 @@ class Backend(Protocol):
         rows_TH: torch.Tensor,
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
+        gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None."""
+        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
+        gradient_wire."""
 
     def combine(
         self,

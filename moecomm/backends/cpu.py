@@ -277,9 +277,11 @@ class CpuBackend:
         rows_TH: torch.Tensor,
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
+        gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None."""
+        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
+        gradient_wire."""
         plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)

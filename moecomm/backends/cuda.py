@@ -90,14 +90,16 @@ class CudaBackend:
                     f"engine is 'copy' on {self.nodes.nodes} nodes, expected one: the copy engine serves "
                     "GPUs of one node; pass engine='auto' or 'sm'"
                 )
-            sums = arguments["combine_wire"]
-            if sums is not None and self.nodes.nodes > 1:
-                raise Unsupported(
-                    f"combine_wire is {sums!r} on {self.nodes.nodes} nodes, expected None: between nodes "
-                    "sums travel in their dtype"
-                )
+            for name in ("combine_wire", "gradient_wire"):
+                if arguments[name] is not None and self.nodes.nodes > 1:
+                    raise Unsupported(
+                        f"{name} is {arguments[name]!r} on {self.nodes.nodes} nodes, expected None: between "
+                        "nodes they travel in their dtype"
+                    )
+            sums, gradients = arguments["combine_wire"], arguments["gradient_wire"]
             self._sums = getattr(_C.WireFormat, sums or "same")
-            has_copies = engine != "sm" and self.nodes.nodes == 1 and sums is None
+            self._gradients = getattr(_C.WireFormat, gradients or "same")
+            has_copies = engine != "sm" and self.nodes.nodes == 1 and sums is gradients is None
             self.top_k, self.hidden = arguments["top_k"], arguments["hidden"]
             self.wire_tensors = wire_tensors(arguments["wire"])
             shape = device_shape(
@@ -201,6 +203,7 @@ class CudaBackend:
                     host_ranks=group_info.host_ranks(rendezvous.rank),
                     first_epoch=group_info.messages[0]["arguments"]["MOECOMM_FIRST_EPOCH"],
                     sums=self._sums,
+                    gradients=self._gradients,
                 ),
                 link=lambda native: native.link_control(),
                 map_peers=lambda native, names, pids: native.connect(list(window.bases), names, pids),
@@ -476,9 +479,11 @@ class CudaBackend:
         rows_TH: torch.Tensor,
         scales_P: torch.Tensor | None,
         other_PH: torch.Tensor | None,
+        gradients: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
-        <row p, other[p]> with `other_PH`, else dots is None."""
+        <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
+        gradient_wire."""
         rows_TH, rows_address = self._readable(rows_TH)
         scales_address = other_address = 0
         if scales_P is not None:
@@ -502,6 +507,7 @@ class CudaBackend:
             scales_address,
             other_address,
             0 if dots_P is None else self._address(dots_P),
+            gradients and self._gradients != _C.WireFormat.same and scales_P is None and other_PH is None,
             self._raw_stream,
         )
         self._keep(out_PH, dots_P, scales_P, other_PH, rows_TH, plan.blob)

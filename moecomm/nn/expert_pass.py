@@ -418,7 +418,7 @@ def backward(
     with side, stages("dispatch_grad", stream=COMM, communicates=True):
         if call.keep == "nothing":
             rows_PH = comm.redispatch(x_TH, handle)
-        grad_rows_PH = comm.redispatch(grad_y_TH, handle)
+        grad_rows_PH = comm.redispatch(grad_y_TH, handle, gradients=True)
     inner_PI = last
     if ctx.ticket is not None:
         with stages("from_pool"):

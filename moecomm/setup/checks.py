@@ -5,6 +5,7 @@ moecomm/arguments.py checks the arguments of its calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -75,21 +76,33 @@ def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
 
 def check_combine_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
     """Raises Unsupported or InvalidArgument for a format in which sums of a combine can't travel."""
+    _check_narrow("combine_wire", "sums", ("fp8",), wire, device, hidden, engine)
+
+
+def check_gradient_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
+    """Raises Unsupported or InvalidArgument for a format in which gradients can't travel to the experts."""
+    _check_narrow("gradient_wire", "gradients", ("fp8", "mxfp8"), wire, device, hidden, engine)
+
+
+def _check_narrow(
+    name: str, what: str, formats: Sequence[str], wire: Any, device: torch.device, hidden: int, engine: Any
+) -> None:
     if wire is None:
         return
     if device.type != "cuda":
         raise Unsupported(
-            f"combine_wire is {wire!r}: on the {device.type} sums travel in their own dtype; pass "
-            "combine_wire=None"
+            f"{name} is {wire!r}: on the {device.type} {what} travel in their own dtype; pass {name}=None"
         )
-    if wire != "fp8":
-        raise Unsupported(f"combine_wire is {wire!r}, this version has None (the rows' dtype) and 'fp8'")
-    if hidden % 16 != 0:
-        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of 16 with combine_wire={wire!r}")
+    if wire not in formats:
+        names = " and ".join(map(repr, formats))
+        raise Unsupported(f"{name} is {wire!r}, this version has None (the rows' dtype) and {names}")
+    unit = WIRE_FORMATS[wire].unit
+    if hidden % unit != 0:
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with {name}={wire!r}")
     if engine == "copy":
         raise Unsupported(
-            f"engine is 'copy' with combine_wire={wire!r}, expected 'auto' or 'sm': copies move sums in "
-            "their dtype"
+            f"engine is 'copy' with {name}={wire!r}, expected 'auto' or 'sm': copies move {what} in their "
+            "dtype"
         )
 
 

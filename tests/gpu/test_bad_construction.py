@@ -30,6 +30,7 @@ def _bad(rank: int, world_size: int, job: Job) -> tuple[dict[str, Caught | None]
         "one rank's hidden": {"hidden": 64 if last else 128},
         "one rank's wire": {"wire": "fp8" if last else None},
         "one rank's combine_wire": {"combine_wire": "fp8" if last else None},
+        "one rank's gradient_wire": {"gradient_wire": "fp8" if last else None},
         "one rank's device": {"device": "cpu" if last else harness.device()},
         "one rank's num_sms": {"num_sms": 0 if last else 8},
     }
@@ -57,6 +58,7 @@ def test_bad_arguments(pool: Pools, size: int, seed: int) -> None:
         "one rank's hidden": ("MismatchedArguments", ["hidden", "64", "128"]),
         "one rank's wire": ("MismatchedArguments", ["wire", "fp8"]),
         "one rank's combine_wire": ("MismatchedArguments", ["combine_wire", "fp8"]),
+        "one rank's gradient_wire": ("MismatchedArguments", ["gradient_wire", "fp8"]),
         "one rank's device": ("MismatchedArguments", ["device", "cpu", "cuda"]),
         "one rank's num_sms": ("InvalidArgument", ["num_sms is 0"]),
         "two ranks on one GPU": ("InvalidArgument", ["same GPU", "set_device"]),

@@ -91,7 +91,7 @@ def test_in_bfloat16(
     assert (f"{STEPS} replayed steps" in done.out) == ("--graph" in how), done.out
 
 
-@pytest.mark.parametrize("wires", ["fp8", "mxfp8", "nvfp4", "fp8 fp8"])
+@pytest.mark.parametrize("wires", ["fp8", "mxfp8", "nvfp4", "fp8 fp8 fp8"])
 def test_rows_in_narrow_formats(
     require_gpus: Callable[[int], None],
     cpu_losses: list[float],
@@ -101,12 +101,12 @@ def test_rows_in_narrow_formats(
 ) -> None:
     """Rows change their format on one rank, too."""
     require_gpus(1)
-    wire, _, combine_wire = wires.partition(" ")
-    how = [f"--wire={wire}", f"--combine-wire={combine_wire or 'dtype'}", "--dtype=bfloat16"]
+    wire, sums, gradients = wires.split() if " " in wires else (wires, "dtype", "dtype")
+    how = [f"--wire={wire}", f"--combine-wire={sums}", f"--gradient-wire={gradients}", "--dtype=bfloat16"]
     arguments = [*RUN, *how, "--device", "cuda", "--ranks", "1", "--data", text_folder]
     done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run", gpus=True)
     assert done.code == 0, done.err
-    assert f"rows sent as {wire} and their sums as {combine_wire or 'dtype'}" in done.out
+    assert f"rows sent as {wire}, their sums as {sums}, gradients as {gradients}" in done.out
     difference = (torch.tensor(_losses(tmp_path / "run")) - torch.tensor(cpu_losses)).abs()
     print(f"largest difference: {difference.max():.2e}")
     assert difference.max() < (NVFP4 if wire == "nvfp4" else BFLOAT16)

@@ -257,6 +257,44 @@ def test_many_sums_in_fp8(pool: Pools, size: int, hidden: int, seed: int) -> Non
     harness.assert_none(pool(size)(play, [job, replace(job, layout="rank"), replace(job, num_sms=5)]))
 
 
+# -- gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_in_narrow_formats(pool: Pools, size: int, dtype: str, wire: str, seed: int) -> None:
+    """The backward of a combine without weights travels so; with weights, in the dtype."""
+    base = Case(
+        tokens=(9, 0, 12, 30)[-size:],
+        num_experts=4 * size,
+        hidden=144,
+        top_k=3,
+        dtype=dtype,
+        gradient_wire=wire,
+        routing="holes",
+        seed=seed,
+    )
+    some = [replace(base, hidden=hidden) for hidden in (16, 272)]
+    some += [replace(base, layout="rank"), replace(base, alignment=8, slack=-2)]
+    some += [replace(base, wire="mxfp8"), replace(base, wire="fp8", combine_wire="fp8")]
+    check_small(pool(size), some)
+
+
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_gradients_in_narrow_formats(pool: Pools, size: int, wire: str, seed: int) -> None:
+    job = Job(
+        tokens=(1000, 0, 333, 999)[:size],
+        num_experts=16 * size,
+        hidden=7168,
+        top_k=8,
+        gradient_wire=wire,
+        seed=seed,
+    )
+    harness.assert_none(pool(size)(play, [job, replace(job, layout="rank"), replace(job, num_sms=5)]))
+
+
 # -- arguments -----------------------------------------------------------------------------------------------
 
 

@@ -125,8 +125,8 @@ def poison_tail(comm: Communicator) -> None:
             return poison(result)
         return Work(lambda: poison(result.wait()), result.is_completed)
 
-    def poisoned_rows(x: Any, handle: Any) -> Any:
-        rows = redispatch(x, handle)
+    def poisoned_rows(x: Any, handle: Any, **options: Any) -> Any:
+        rows = redispatch(x, handle, **options)
         rows.data[ends[handle.plan] :] = float("nan")
         return rows
 

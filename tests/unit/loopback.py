@@ -80,11 +80,13 @@ class LoopbackNative:
         host_ranks: int,
         first_epoch: int,
         sums: Any,
+        gradients: Any,
     ) -> None:
         self.shape, self.settings = shape, {"rank": rank, "timeout": timeout, "num_sms": num_sms}
         self.num_sms = num_sms or 99
         self.calls: list[str] = []
         self.quantised: list[bool] = []  # of combines: whether sums travel in combine_wire
+        self.gradients: list[bool] = []  # of redispatches: whether rows travel in gradient_wire
         self.failed: tuple[str, str] | None = None
         self.closed = False
         self.pending: Exception | None = None
@@ -308,9 +310,11 @@ class LoopbackNative:
         scales: int,
         other: int,
         dots: int,
+        quantised: bool,
         stream: int,
     ) -> None:
         self.calls.append(f"redispatch@{stream}")
+        self.gradients.append(quantised)
         hidden = self.shape.hidden
         source_TH, rows_PH = memory(x, (tokens, hidden), self.dtype), memory(out, (rows, hidden), self.dtype)
         scales_P, dots_P = memory(scales, (rows,), self.weight), memory(dots, (rows,), self.weight)
@@ -481,3 +485,4 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moecomm.communicator.make_backend", make)
     monkeypatch.setattr("moecomm.communicator.check_wire", lambda *arguments: None)
     monkeypatch.setattr("moecomm.communicator.check_combine_wire", lambda *arguments: None)
+    monkeypatch.setattr("moecomm.communicator.check_gradient_wire", lambda *arguments: None)

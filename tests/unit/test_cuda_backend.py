@@ -12,7 +12,7 @@ import torch
 import moecomm
 from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
-from moecomm.setup.checks import check_combine_wire
+from moecomm.setup.checks import check_combine_wire, check_gradient_wire
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
 
 __all__ = ["loopback"]  # a fixture, which pytest finds by its name here
@@ -196,6 +196,37 @@ def test_results_alone_travel_in_combine_wire() -> None:
     out = comm.dispatch(x_TH, IDS_TK)
     comm.combine(out.tokens, out.handle).sum().backward()
     assert native.quantised == [True, False] and x_TH.grad is not None
+
+
+@pytest.mark.usefixtures("loopback")
+def test_gradients_alone_travel_in_gradient_wire() -> None:
+    """Those of a combine without weights, and the rows of which redispatch is told so."""
+    comm, native, _ = _comm(gradient_wire="mxfp8", hidden=32)
+    x_TH, weights_TK = torch.randn(5, 32), torch.rand(5, 2)
+    out = comm.dispatch(x_TH, IDS_TK, weights_TK)
+    rows_PH = out.tokens.clone().requires_grad_()
+    comm.combine(rows_PH, out.handle).sum().backward()
+    comm.combine(rows_PH, out.handle, weights=out.weights).sum().backward()
+    comm.redispatch(x_TH, out.handle)
+    comm.redispatch(x_TH, out.handle, gradients=True)
+    assert native.gradients == [True, False, False, True]
+    plain, native, _ = _comm()
+    out = plain.dispatch(torch.randn(5, plain.hidden), IDS_TK)
+    plain.redispatch(torch.randn(5, plain.hidden), out.handle, gradients=True)
+    assert native.gradients == [False]
+
+
+def test_bad_formats_of_gradients() -> None:
+    cuda = torch.device("cuda")
+    check_gradient_wire("mxfp8", cuda, 32, "auto")
+    for arguments, error, words in (
+        (("fp8", torch.device("cpu"), 16, "sm"), moecomm.Unsupported, "gradients travel in their own dtype"),
+        (("nvfp4", cuda, 32, "sm"), moecomm.Unsupported, "None .* and 'fp8' and 'mxfp8'"),
+        (("fp8", cuda, 24, "sm"), moecomm.InvalidArgument, "with gradient_wire='fp8'"),
+        (("fp8", cuda, 16, "copy"), moecomm.Unsupported, "copies move gradients in their dtype"),
+    ):
+        with pytest.raises(error, match=words):
+            check_gradient_wire(*arguments)
 
 
 def test_bad_formats_of_sums() -> None:

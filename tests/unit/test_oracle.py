@@ -144,3 +144,17 @@ def test_a_wrong_bit_is_found(seed: int) -> None:
     y_TH.view(torch.int16)[2, 1] ^= 1
     found.check_combine("combine", y_TH)
     assert len(found.problems) == 2 and "tokens" in found.problems[0] and "[3, 5]" in found.problems[0]
+
+
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+def test_gradients_in_a_wire_format_are_the_reference(wire: str, seed: int) -> None:
+    job = replace(JOB, seed=seed, gradient_wire=wire, hidden=144, alignment=4)
+    like = _Reference(job, 0)
+    grad_y = [
+        reference.through_wire(_numpy(each.grad_y(each.rank)), job.dtype, wire) for each in like.oracles
+    ]
+    answers = [_numpy(each.answer(like.output(each.rank, None).tokens)) for each in like.oracles]
+    rows, _ = reference.combine_backward(grad_y, answers, like.sent, dtype=job.dtype)
+    for found, want in zip(like.oracles, rows, strict=True):
+        found.check_row_gradients("rows", torch.from_numpy(want).to(job.torch_dtype), None)
+        assert found.problems == []

@@ -637,8 +637,10 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     // Relay indices are known when all have counted.
     if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
   } else if (blockIdx.x == 0) {
-    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-                 kCarriesRows | (args.copied ? kCarriedByCopies : 0u), args.landing);
+    signal_start(
+        comm, args.operation, epoch, args.plan, args.layout, args.tokens,
+        kCarriesRows | (args.copied ? kCarriedByCopies : 0u) | (args.quantise ? kCarriesQuantised : 0u),
+        args.landing);
   }
   if (args.copied && blockIdx.x == 0) await_landing(comm, args.operation, epoch, args.landing);
   if (args.copied && !(args.operation == Operation::dispatch && comm.own_rows_travel())) return;
