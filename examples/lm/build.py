@@ -130,14 +130,12 @@ def make_communicator(
             gradient_wire=wire(options.gradient_wire),
         )
     except (moecomm.InvalidArgument, moecomm.Unsupported) as error:
-        names = ("wire", "combine_wire", "gradient_wire")
-        given = {
-            f"--{name.replace('_', '-')} {getattr(options, name)}": getattr(options, name) for name in names
-        }
-        narrow = [flag for flag, wire in given.items() if wire != "dtype"]
-        if not narrow:
+        if "wire" not in str(error):
             raise
-        raise UsageError(f"{' '.join(narrow)}: {error}") from None
+        names = ("wire", "combine_wire", "gradient_wire")
+        given = [(name.replace("_", "-"), getattr(options, name)) for name in names]
+        flags = " ".join(f"--{flag} {chosen}" for flag, chosen in given if chosen != "dtype")
+        raise UsageError(f"{flags}: {error}") from None
 
 
 def attention_config(options: Options) -> AttentionConfig:

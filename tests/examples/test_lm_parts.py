@@ -10,16 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import moecomm
 from moecomm.nn import MoELayer, set_loss_scale, update_expert_bias
 from moecomm.overlap import Span, Timeline
+from moecomm.parallel import ParallelFolding
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
 from lm import checkpoint, data, options, plots, precision, presets, progress, ranks  # isort: skip
 from lm.attention import AttentionConfig  # isort: skip
-from lm.build import build_graphed_step, build_model, build_optimizer, learning_rate  # isort: skip
+from lm.build import (  # isort: skip
+    build_graphed_step,
+    build_model,
+    build_optimizer,
+    learning_rate,
+    make_communicator,
+)
 from lm.corpus import Corpus  # isort: skip
 from lm.errors import UsageError  # isort: skip
 from lm.merged import MergedStep  # isort: skip
@@ -170,6 +178,20 @@ def test_graphs_are_of_gpus(tmp_path: Path) -> None:
         pytest.raises(UsageError, match="--graph: a graph is of GPUs, and this run is on the cpu"),
     ):
         build_graphed_step(lambda tokens: tokens, small_model(), chosen, comm)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("wire", "--wire mxfp8 --combine-wire fp8"), ("gradient_wire", "--gradient-wire fp8")],
+)
+def test_narrow_rows_are_of_gpus(name: str, given: str, tmp_path: Path) -> None:
+    chosen = options.parse([*given.split(), "--preset", "small", "--out", str(tmp_path)])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match=f"^{given}: {name} is .* on the cpu"):
+            make_communicator(chosen, ParallelFolding(world_size=1), 8, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 def small_model() -> Transformer:

@@ -323,17 +323,6 @@ def test_bad_options_give_one_line(case: str, tmp_path: Path, run_here: Callable
     assert done.err.startswith("train_lm.py: error: ") and message in done.err
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [("wire", "--wire mxfp8 --combine-wire fp8"), ("gradient_wire", "--gradient-wire fp8")],
-)
-def test_narrow_rows_are_of_gpus(name: str, given: str, text_folder: Path, tmp_path: Path) -> None:
-    arguments = [*SMALL_RUN, "--data", text_folder, "--device", "cpu", "--ranks", "2", *given.split()]
-    done = run_example("train_lm.py", *arguments, "--out", tmp_path / "run")
-    assert done.code == 2 and len(done.err.splitlines()) == 1, done
-    assert done.err.startswith(f"train_lm.py: error: {given}: {name} is ")
-
-
 def test_out_must_be_a_folder(tmp_path: Path, run_here: Callable[..., Finished]) -> None:
     path = tmp_path / "file"
     path.write_text("taken")
