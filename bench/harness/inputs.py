@@ -259,8 +259,8 @@ def quantised(rows_NH: torch.Tensor, wire: str) -> tuple[torch.Tensor, torch.Ten
         scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     else:
         scales = scales.clamp_min(2.0**-126)
-    spread = factors(scales)
-    inverse = torch.div(torch.ones_like(spread), spread)
+    of_blocks = factors(scales)
+    inverse = torch.div(torch.ones_like(of_blocks), of_blocks)
     scaled = (grouped * inverse[:, :, None]).clamp_(-448.0, 448.0)
     return scaled.view(count, -1)[:, :hidden].to(torch.float8_e4m3fn), scales
 
@@ -272,11 +272,14 @@ def factors(scales: torch.Tensor) -> torch.Tensor:
     return torch.exp2(scales.view(torch.uint8).double() - 127).float()
 
 
+def spread(scales: torch.Tensor, hidden: int, wire: str) -> torch.Tensor:
+    """Returns the scale of each column, (N, H) float32."""
+    return factors(scales).repeat_interleave(SCALES[wire][0], dim=1)[:, :hidden]
+
+
 def dequantised(data_NH: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, wire: str) -> torch.Tensor:
     """(N, H) rows of `dtype` from a wire format."""
-    columns = SCALES[wire][0]
-    spread = factors(scales).repeat_interleave(columns, dim=1)[:, : data_NH.shape[1]]
-    return (data_NH.to(torch.float32) * spread).to(dtype)
+    return (data_NH.to(torch.float32) * spread(scales, data_NH.shape[1], wire)).to(dtype)
 
 
 def wire_bytes(wire: str, hidden: int) -> int:

@@ -248,7 +248,7 @@ def wrong_combine(got_TH: Tensor, case: Case) -> int:
     if options.combine_wire is not None:
         allowed += 2.0**-4 + 2.0**-21
         scales = inputs.quantised(size.float(), options.combine_wire)[1]
-        error -= min(topk, ranks) / 1024 * scales.repeat_interleave(128, dim=1)[:, : key.hidden]
+        error -= min(topk, ranks) / 1024 * inputs.spread(scales, key.hidden, options.combine_wire)
     return _count(~(error <= size.mul_(allowed).add_(_SMALLEST[key.dtype])))  # negated: NaN is wrong
 
 

@@ -507,7 +507,7 @@ class CudaBackend:
             scales_address,
             other_address,
             0 if dots_P is None else self._address(dots_P),
-            gradients and self._gradients != _C.WireFormat.same and scales_P is None and other_PH is None,
+            gradients and scales_P is None and other_PH is None,
             self._raw_stream,
         )
         self._keep(out_PH, dots_P, scales_P, other_PH, rows_TH, plan.blob)

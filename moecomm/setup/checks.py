@@ -60,32 +60,23 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 def check_wire(wire: Any, device: torch.device, hidden: int) -> None:
     """Raises Unsupported or InvalidArgument for a format in which rows can't travel."""
-    if wire is None:
-        return
-    if device.type != "cuda":
-        raise Unsupported(
-            f"wire is {wire!r}: on the {device.type} rows travel in their own dtype; pass wire=None"
-        )
-    if wire not in WIRE_FORMATS:
-        names = ", ".join(map(repr, WIRE_FORMATS))
-        raise Unsupported(f"wire is {wire!r}, this version has None (the rows' dtype), {names}")
-    unit = WIRE_FORMATS[wire].unit
-    if hidden % unit != 0:
-        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with wire={wire!r}")
+    _check_format("wire", "rows", tuple(WIRE_FORMATS), wire, device, hidden)
 
 
 def check_combine_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
     """Raises Unsupported or InvalidArgument for a format in which sums of a combine can't travel."""
-    _check_narrow("combine_wire", "sums", ("fp8",), wire, device, hidden, engine)
+    _check_format("combine_wire", "sums", ("fp8",), wire, device, hidden)
+    _check_moved_by_sms("combine_wire", "sums", wire, engine)
 
 
 def check_gradient_wire(wire: Any, device: torch.device, hidden: int, engine: Any) -> None:
     """Raises Unsupported or InvalidArgument for a format in which gradients can't travel to the experts."""
-    _check_narrow("gradient_wire", "gradients", ("fp8", "mxfp8"), wire, device, hidden, engine)
+    _check_format("gradient_wire", "gradients", ("fp8", "mxfp8"), wire, device, hidden)
+    _check_moved_by_sms("gradient_wire", "gradients", wire, engine)
 
 
-def _check_narrow(
-    name: str, what: str, formats: Sequence[str], wire: Any, device: torch.device, hidden: int, engine: Any
+def _check_format(
+    name: str, what: str, formats: Sequence[str], wire: Any, device: torch.device, hidden: int
 ) -> None:
     if wire is None:
         return
@@ -99,7 +90,10 @@ def _check_narrow(
     unit = WIRE_FORMATS[wire].unit
     if hidden % unit != 0:
         raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {unit} with {name}={wire!r}")
-    if engine == "copy":
+
+
+def _check_moved_by_sms(name: str, what: str, wire: Any, engine: Any) -> None:
+    if wire is not None and engine == "copy":
         raise Unsupported(
             f"engine is 'copy' with {name}={wire!r}, expected 'auto' or 'sm': copies move {what} in their "
             "dtype"

@@ -86,6 +86,7 @@ class LoopbackNative:
         self.num_sms = num_sms or 99
         self.calls: list[str] = []
         self.quantised: list[bool] = []  # of combines: whether sums travel in combine_wire
+        self.narrow_gradients = gradients != "same"
         self.gradients: list[bool] = []  # of redispatches: whether rows travel in gradient_wire
         self.failed: tuple[str, str] | None = None
         self.closed = False
@@ -314,7 +315,7 @@ class LoopbackNative:
         stream: int,
     ) -> None:
         self.calls.append(f"redispatch@{stream}")
-        self.gradients.append(quantised)
+        self.gradients.append(quantised and self.narrow_gradients)
         hidden = self.shape.hidden
         source_TH, rows_PH = memory(x, (tokens, hidden), self.dtype), memory(out, (rows, hidden), self.dtype)
         scales_P, dots_P = memory(scales, (rows,), self.weight), memory(dots, (rows,), self.weight)

@@ -200,7 +200,8 @@ def test_results_alone_travel_in_combine_wire() -> None:
 
 @pytest.mark.usefixtures("loopback")
 def test_gradients_alone_travel_in_gradient_wire() -> None:
-    """Those of a combine without weights, and the rows of which redispatch is told so."""
+    """The backward of a combine without weights sends gradients so, and redispatch rows that it is told are
+    gradients; a communicator without the format sends all in the dtype."""
     comm, native, _ = _comm(gradient_wire="mxfp8", hidden=32)
     x_TH, weights_TK = torch.randn(5, 32), torch.rand(5, 2)
     out = comm.dispatch(x_TH, IDS_TK, weights_TK)
