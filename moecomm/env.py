@@ -45,6 +45,11 @@ class Env:
     """MOECOMM_FIRST_EPOCH: for tests: the number of a communicator's first operation, 1 to 2^62, the same on
     all ranks; 1 where it is not set."""
 
+    fused_tokens: int | None = None
+    """MOECOMM_FUSED_TOKENS: tokens of this rank up to which one CUDA kernel does all of an operation, where
+    the number of the heuristics is not wanted; at 0 sending and receiving are always kernels of their own.
+    Ranks need not agree on it."""
+
 
 _MOST_LANES = 64  # csrc/transport/fabric/endpoint_address.hpp
 
@@ -77,6 +82,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     lanes = _number(environ, "MOECOMM_FABRIC_LANES", int, 1, _MOST_LANES)
     shuffle = _number(environ, "MOECOMM_FABRIC_SHUFFLE", int, 1)
     first_epoch = _number(environ, "MOECOMM_FIRST_EPOCH", int, 1, 2**62)
+    fused_tokens = _number(environ, "MOECOMM_FUSED_TOKENS", int, 0)
     return Env(
         timeout=timeout,
         threads=None if threads is None else int(threads),
@@ -86,4 +92,5 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
         fabric_lanes=None if lanes is None else int(lanes),
         fabric_shuffle=None if shuffle is None else int(shuffle),
         first_epoch=None if first_epoch is None else int(first_epoch),
+        fused_tokens=None if fused_tokens is None else int(fused_tokens),
     )

@@ -62,20 +62,36 @@ py::dict phases_dict(DeviceCommunicator& self) {
   return out;
 }
 
+DeviceDispatch dispatch_of(uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids, uintptr_t weights,
+                           int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
+                           int64_t positions, uintptr_t plan) {
+  return {pointer(x), pointer(x_scales), pointer<void>(ids), wide_ids,  pointer(weights),      tokens,
+          layout,     alignment,         capacity,           positions, pointer<int32_t>(plan)};
+}
+
+DeviceOutput output_of(uintptr_t out, uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids,
+                       uintptr_t out_index, uintptr_t out_index_weights) {
+  return {pointer(out),
+          pointer(out_scales),
+          pointer(out_weights),
+          pointer<int32_t>(out_ids),
+          pointer<int32_t>(out_index),
+          pointer(out_index_weights)};
+}
+
 void begin_dispatch(DeviceCommunicator& self, uintptr_t x, uintptr_t x_scales, uintptr_t ids, bool wide_ids,
                     uintptr_t weights, int64_t tokens, RowLayout layout, int64_t alignment, int64_t capacity,
                     int64_t positions, uintptr_t plan, uintptr_t stream) {
-  self.begin_dispatch({pointer(x), pointer(x_scales), pointer<void>(ids), wide_ids, pointer(weights), tokens,
-                       layout, alignment, capacity, positions, pointer<int32_t>(plan)},
-                      stream_of(stream));
+  self.begin_dispatch(
+      dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity, positions, plan),
+      stream_of(stream));
 }
 
 void finish_dispatch(DeviceCommunicator& self, int64_t rows, int64_t positions, uintptr_t out,
                      uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
                      uintptr_t out_index_weights, uintptr_t stream) {
   self.finish_dispatch(rows, positions,
-                       {pointer(out), pointer(out_scales), pointer(out_weights), pointer<int32_t>(out_ids),
-                        pointer<int32_t>(out_index), pointer(out_index_weights)},
+                       output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
                        stream_of(stream));
 }
 
@@ -138,16 +154,18 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
               int64_t positions, uintptr_t plan, int64_t rows, int64_t out_positions, uintptr_t out,
               uintptr_t out_scales, uintptr_t out_weights, uintptr_t out_ids, uintptr_t out_index,
               uintptr_t out_index_weights, uintptr_t stream) {
-             begin_dispatch(self, x, x_scales, ids, wide_ids, weights, tokens, layout, alignment, capacity,
-                            positions, plan, stream);
-             finish_dispatch(self, rows, out_positions, out, out_scales, out_weights, out_ids, out_index,
-                             out_index_weights, stream);
+             self.dispatch(dispatch_of(x, x_scales, ids, wide_ids, weights, tokens, layout, alignment,
+                                       capacity, positions, plan),
+                           rows, out_positions,
+                           output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
+                           stream_of(stream));
            })
       .def("begin_dispatch", &begin_dispatch)
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
       .def("finish_dispatch", &finish_dispatch)
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
+      .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
       .def("use_copies", &DeviceCommunicator::use_copies)
       .def("complete", [](DeviceCommunicator& self, uintptr_t stream) { self.complete(stream_of(stream)); })
       .def("copies_pay", &DeviceCommunicator::copies_pay)

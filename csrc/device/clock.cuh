@@ -7,10 +7,14 @@
 
 namespace moecomm::device {
 
-/// Starts the clock of an operation. Whole grid.
+/// Starts the clock of an operation, and adds up what the last one took. Whole grid; the second block does
+/// it, since all ranks wait for what the first one announces.
 __device__ inline void start_clock(const Comm& comm, Operation operation) {
-  if (blockIdx.x == 0 && threadIdx.x == 0)
-    comm.state().clocks[clock_of(operation)].started = ptx::global_nanoseconds();
+  if (blockIdx.x != min(1, gridDim.x - 1) || threadIdx.x != blockDim.x - 1) return;
+  const int kind = clock_of(operation);
+  PhaseClock& clock = comm.state().clocks[kind];
+  comm.state().clocked_ns[kind] += clock.nanoseconds();
+  clock.started = ptx::global_nanoseconds();
 }
 
 /// Notes that an operation passes a phase: the last of those that note it counts. One thread of each. Nothing

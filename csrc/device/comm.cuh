@@ -53,13 +53,21 @@ struct Rail {
   }
 };
 
+/// Addresses of the windows of a node's ranks. They are parameters of a kernel, which costs no load.
+struct NodeBases {
+  int32_t first_rank;
+  std::byte* of[kMaxNodeRanks];
+
+  __device__ std::byte* operator[](int32_t rank) const { return of[rank - first_rank]; }
+};
+
 struct Comm {
   DeviceWindow window;
   int32_t rank;
   int32_t first_rank, local_ranks;  ///< of this node
   int32_t local_experts;
-  std::byte* const* bases;  ///< [ranks] windows as mapped here, in device memory
-  std::byte* own;           ///< bases[rank]
+  NodeBases bases;  ///< windows of this node's ranks as mapped here
+  std::byte* own;   ///< bases[rank]
   HostStatus* host;
   uint64_t timeout_ns;
   DevicePlan plan_fields;

@@ -30,6 +30,7 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
 
 /// Waits for every rank's record of `epoch`, and counts how long for which. Whole block; false for all
 /// threads if one of them waits in vain.
+template <class Flag = EpochFlag>
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   const bool counts = blockIdx.x == 0;
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
@@ -37,7 +38,7 @@ __device__ inline bool wait_records(const Comm& comm, Operation operation, uint6
   bool arrived = true;
   for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x) {
     arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
-                         EpochFlag{&comm.record(comm.own, peer, epoch).epoch, epoch});
+                         Flag{&comm.record(comm.own, peer, epoch).epoch, epoch});
     // Nothing is returned, so that nobody waits for the memory.
     if (counts)
       atomicAdd(reinterpret_cast<unsigned long long*>(&late_ns[peer]),

@@ -128,6 +128,14 @@ struct EpochFlag {
   }
 };
 
+/// A flag that few threads poll, of which each has nothing else to do: what has arrived is acquired at once.
+struct EagerFlag {
+  static constexpr unsigned kInterval = 32;
+  const uint64_t* address;
+  uint64_t epoch;
+  __device__ bool arrived() const { return ptx::load_acquire_sys(address) >= epoch; }
+};
+
 /// A word in host memory, which the proxy sets to an epoch or counts up. It is polled less often: reads of it
 /// share their way with the rows that go to the network.
 struct HostWord : EpochFlag {

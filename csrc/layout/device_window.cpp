@@ -109,6 +109,9 @@ void check_shape(const DeviceShape& s) {
   if (s.ranks > kMostRanks)
     refuse("the group has " + std::to_string(s.ranks) + " ranks, on CUDA at most " +
            std::to_string(kMostRanks));
+  if (s.nodes().local_ranks > kMaxNodeRanks)
+    refuse("a node has " + std::to_string(s.nodes().local_ranks) + " ranks, on CUDA at most " +
+           std::to_string(kMaxNodeRanks));
   if (s.bins() > kMostCounts)
     refuse("num_experts is " + std::to_string(s.num_experts) +
            ", on CUDA experts and ranks together are at most " + std::to_string(kMostCounts));

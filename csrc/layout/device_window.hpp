@@ -16,6 +16,7 @@
 namespace moecomm {
 
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
+inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 16;
 inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
@@ -131,6 +132,12 @@ inline constexpr int kPhases = sizeof(kPhaseNames) / sizeof(kPhaseNames[0]);
 struct PhaseClock {
   uint64_t started;
   uint64_t passed[kPhases];
+
+  /// What the operation took, if it has ended.
+  MOECOMM_HD uint64_t nanoseconds() const {
+    const uint64_t ended = passed[static_cast<int>(Phase::ended)];
+    return started != 0 && ended > started ? ended - started : 0;
+  }
 };
 
 /// The operations that a PhaseClock is for: dispatch and the backward of combine, where rows go out, or
@@ -154,10 +161,11 @@ struct DeviceState {
   alignas(kLine) uint32_t item_next;      ///< next item, where rows arrive or are reduced
   alignas(kLine) uint32_t receive_done;   ///< blocks
   uint32_t send_done;                     ///< blocks of the kernel that sends, where it may run longer
+  uint32_t begun;                         ///< blocks of a kernel that does all of an operation
   alignas(kLine) uint32_t route_counted;  ///< blocks
   alignas(kLine) uint32_t route_done;     ///< blocks
   alignas(kLine) PhaseClock clocks[kClocks];
-  uint64_t dispatch_ns, combine_ns;  ///< statistics since construction: time of operations,
+  uint64_t clocked_ns[kClocks];      ///< statistics since construction: time of operations but for the last,
   uint64_t wait_ns;                  ///< of it waiting for other ranks to begin theirs,
   uint64_t rows_out, bytes_wire;     ///< and what arrived
   alignas(kLine) uint64_t bad_id;    ///< index of the first bad id, all ones if there is none

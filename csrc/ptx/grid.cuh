@@ -20,6 +20,18 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+/// A barrier of `threads` threads of a block, a multiple of 32, who know it by `number` from 1 to 15; true if
+/// `value` is for all of them.
+__device__ __forceinline__ bool barrier_and(int number, int threads, bool value) {
+  int all;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.s32 p, %3, 0; bar.red.and.pred q, %1, %2, p; selp.s32 %0, 1, 0, q; }"
+      : "=r"(all)
+      : "r"(number), "r"(threads), "r"(static_cast<int>(value))
+      : "memory");
+  return all != 0;
+}
+
 /// Nanoseconds; ticks about every microsecond.
 __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t value;

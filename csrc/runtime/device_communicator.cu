@@ -6,6 +6,7 @@
 
 #include "common/start_thread.hpp"
 #include "device/comm.cuh"
+#include "kernels/gpu/pipe.cuh"
 #include "runtime/device_communicator.hpp"
 
 namespace moecomm {
@@ -91,8 +92,10 @@ WindowShape control_shape(const DeviceShape& shape) {
 cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
   const cudaError_t error = gpu::prepare_dispatch_send<WireFormat::same>(shape, bulk);
   if (error != cudaSuccess) return error;
-  return with_wire(shape.wire,
-                   [&]<WireFormat wire>() { return gpu::prepare_dispatch_send<wire>(shape, bulk); });
+  return with_wire(shape.wire, [&]<WireFormat wire>() {
+    const cudaError_t sending = gpu::prepare_dispatch_send<wire>(shape, bulk);
+    return sending != cudaSuccess ? sending : gpu::prepare_dispatch_fused<wire>(shape);
+  });
 }
 
 cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
@@ -100,6 +103,15 @@ cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
   return with_wire(arguments.quantise ? comm.window.shape.wire : WireFormat::same, [&]<WireFormat wire>() {
     return gpu::launch_dispatch_send<wire>(launch, comm, arguments);
   });
+}
+
+/// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
+/// team. `blocks` blocks of `warps`, of which the first takes no rows.
+constexpr int kTeamWarps = 4;
+int team_warps(int64_t items, int blocks, int warps) {
+  for (const int team : {warps, warps / 2})
+    if (items <= int64_t{blocks - 1} * (warps / team)) return team;
+  return kTeamWarps;
 }
 
 }  // namespace
@@ -144,7 +156,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
        {prepare_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
         prepare_send(of_gradients, overlaps_), gpu::prepare_dispatch_receive(of_gradients, overlaps_),
         gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
-        gpu::prepare_announce()})
+        gpu::prepare_combine_fused(s, config_.sums), gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -168,7 +180,6 @@ DeviceCommunicator::~DeviceCommunicator() {
   if (join_ != nullptr) cudaEventDestroy(join_);
   if (side_stream_ != nullptr) cudaStreamDestroy(side_stream_);
   if (watch_stream_ != nullptr) cudaStreamDestroy(watch_stream_);
-  if (bases_ != nullptr) cudaFree(bases_);
   if (registered_) cudaHostUnregister(base());
   if (all_ended) return;
   static_cast<void>(proxy_.release());
@@ -194,16 +205,10 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
   signals_ = std::make_unique<shm::Signals>(control_layout_, control, config_.rank, pids,
                                             config_.timeout_seconds, config_.host_ranks);
 
-  const auto ranks = static_cast<size_t>(config_.shape.ranks);
-  const auto first = static_cast<size_t>(nodes_.first(nodes_.node_of(config_.rank)));
-  std::vector<uintptr_t> all_bases(ranks, 0);
-  std::copy(bases.begin(), bases.end(), all_bases.begin() + static_cast<ptrdiff_t>(first));
-  void* memory = nullptr;
-  check_cuda(cudaMalloc(&memory, ranks * sizeof(std::byte*)), "cudaMalloc");
-  bases_ = static_cast<std::byte**>(memory);
-  for (const uintptr_t base : all_bases) host_bases_.push_back(reinterpret_cast<std::byte*>(base));
-  check_cuda(cudaMemcpy(bases_, all_bases.data(), ranks * sizeof(std::byte*), cudaMemcpyHostToDevice),
-             "cudaMemcpy");
+  device::NodeBases node_bases{};
+  node_bases.first_rank = nodes_.first(nodes_.node_of(config_.rank));
+  for (size_t i = 0; i < bases.size(); ++i) node_bases.of[i] = reinterpret_cast<std::byte*>(bases[i]);
+  bases_.assign(node_bases.of, node_bases.of + bases.size());
   std::byte* const own = reinterpret_cast<std::byte*>(bases[own_index()]);
   DeviceState state{};
   state.bad_id = ~uint64_t{0};
@@ -225,11 +230,11 @@ void DeviceCommunicator::connect(const std::vector<uintptr_t>& bases, const std:
     device::Comm comm{};
     comm.window = window_.with_wire(wire);
     comm.rank = config_.rank;
-    comm.first_rank = static_cast<int32_t>(first);
+    comm.first_rank = node_bases.first_rank;
     comm.local_ranks = nodes_.local_ranks;
     comm.rail = rail();
     comm.local_experts = config_.shape.local_experts();
-    comm.bases = bases_;
+    comm.bases = node_bases;
     comm.own = own;
     comm.host = pinned_->status;
     comm.timeout_ns = static_cast<uint64_t>(config_.timeout_seconds * 1e9);
@@ -303,7 +308,8 @@ void DeviceCommunicator::watch() {
 device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[static_cast<int>(wire)].get(); }
 
 void DeviceCommunicator::limit_sms(int32_t num_sms) {
-  heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1);
+  heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1,
+                                       gpu::fuses(config_.shape.ranks, config_.shape.num_experts));
 }
 
 void DeviceCommunicator::use_copies(bool copies, bool held) {
@@ -476,8 +482,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   if (!arguments.copied) return;
   const DeviceWindow& window = comm(wire)->window;
   const bool as_it_is = window.shape.wire == WireFormat::same;
-  const std::byte* const packed = host_bases_[static_cast<size_t>(config_.rank)] +
-                                  window.landed[arguments.landing] +
+  const std::byte* const packed = bases_[own_index()] + window.landed[arguments.landing] +
                                   config_.rank * window.shape.max_tokens * window.wire_bytes;
   copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.wire_bytes, window.wire_bytes,
                 arguments.landing, stream);
@@ -498,8 +503,8 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
   const int64_t flag = window_.arrived + (config_.rank * (window_.max_chunks + 1) + kCopiesChunk) *
                                              static_cast<int64_t>(sizeof(uint64_t));
   const auto copy = [&](int32_t peer, int64_t offset, const void* source, int64_t size) {
-    check_cuda(cudaMemcpyAsync(host_bases_[static_cast<size_t>(peer)] + offset, source,
-                               static_cast<size_t>(size), cudaMemcpyDeviceToDevice, on),
+    check_cuda(cudaMemcpyAsync(bases_[static_cast<size_t>(peer)] + offset, source, static_cast<size_t>(size),
+                               cudaMemcpyDeviceToDevice, on),
                "a copy to a peer");
   };
   for (int32_t i = 1; i < s.ranks; ++i) {
@@ -537,11 +542,8 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   if (sent.apart) join_side(stream);
 }
 
-void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
-  require_usable();
-  const DeviceGuard guard(config_.device);
-  complete(stream);
-  abandon();
+/// Returns the arguments of a dispatch on its sending side, and counts it.
+gpu::SendArguments DeviceCommunicator::sending(const DeviceDispatch& d) {
   gpu::SendArguments arguments{};
   arguments.operation = Operation::dispatch;
   arguments.x = d.x;
@@ -557,10 +559,72 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   arguments.layout = d.layout;
   arguments.ticket = ++ticket_;
   arguments.quantise = config_.shape.wire != WireFormat::same && d.x_scales == nullptr;
-  send(config_.shape.wire, arguments, stream);
   ++stats_.dispatch_calls;
   ++stats_.plans_made;
   stats_.rows_in += d.tokens;
+  return arguments;
+}
+
+gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positions,
+                                                    const DeviceOutput& output) const {
+  gpu::ReceiveArguments arguments{};
+  arguments.rows = rows;
+  arguments.positions = positions;
+  arguments.out = output.out;
+  arguments.out_scales = output.out_scales;
+  arguments.out_weights = output.out_weights;
+  arguments.out_ids = output.out_ids;
+  arguments.out_index = output.out_index;
+  arguments.out_index_weights = output.out_index_weights;
+  arguments.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
+  return arguments;
+}
+
+/// True where one kernel does all of an operation of `tokens` tokens whose rows travel in `wire`.
+bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
+  return !copies_ && tokens <= std::min<int64_t>(heuristics_.fused_tokens, most_fused_) &&
+         tokens <= comm(wire)->window.stage_tokens;
+}
+
+/// Starts one kernel that sends and receives.
+void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
+                                          gpu::ReceiveArguments received, cudaStream_t stream) {
+  received.operation = sent.operation;
+  received.x = sent.x;
+  received.plan = sent.plan;
+  received.layout = sent.layout;
+  const int warps = gpu::block_warps(overlaps_);
+  const int64_t items = sent.tokens * config_.shape.ranks;
+  const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps);
+  const gpu::FusedArguments arguments{sent, received, team_warps(items, blocks, warps)};
+  const device::Comm& comm = *this->comm(wire);
+  check_cuda(with_wire(comm.window.shape.wire,
+                       [&]<WireFormat travels>() {
+                         return gpu::launch_dispatch_fused<travels>(launch(stream, blocks, false), comm,
+                                                                    arguments);
+                       }),
+             "launch of a dispatch");
+}
+
+void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t positions,
+                                  const DeviceOutput& output, cudaStream_t stream) {
+  if (!fuses(config_.shape.wire, d.tokens)) {
+    begin_dispatch(d, stream);
+    return finish_dispatch(rows, positions, output, stream);
+  }
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  complete(stream);
+  abandon();
+  send_and_receive(config_.shape.wire, sending(d), receiving(rows, positions, output), stream);
+}
+
+void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {
+  require_usable();
+  const DeviceGuard guard(config_.device);
+  complete(stream);
+  abandon();
+  send(config_.shape.wire, sending(d), stream);
 }
 
 std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
@@ -594,17 +658,7 @@ void DeviceCommunicator::finish_dispatch(int64_t rows, int64_t positions, const 
   if (!pending_ || pending_->arguments.operation != Operation::dispatch)
     throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
   const DeviceGuard guard(config_.device);
-  gpu::ReceiveArguments arguments{};
-  arguments.rows = rows;
-  arguments.positions = positions;
-  arguments.out = output.out;
-  arguments.out_scales = output.out_scales;
-  arguments.out_weights = output.out_weights;
-  arguments.out_ids = output.out_ids;
-  arguments.out_index = output.out_index;
-  arguments.out_index_weights = output.out_index_weights;
-  arguments.dequantise = config_.shape.wire != WireFormat::same && output.out_scales == nullptr;
-  receive(arguments, stream);
+  receive(receiving(rows, positions, output), stream);
 }
 
 void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stream) {
@@ -620,7 +674,6 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   arguments.layout = r.layout;
   const WireFormat wire = r.quantised ? config_.gradients : WireFormat::same;
   arguments.quantise = wire != WireFormat::same;
-  send(wire, arguments, stream);
   ++stats_.dispatch_calls;
   gpu::ReceiveArguments output{};
   output.dequantise = arguments.quantise;
@@ -629,6 +682,9 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   output.scales = r.scales;
   output.other = r.other;
   output.dots = r.dots;
+  // The products with other rows are sums, which one warp has to make in its order.
+  if (r.other == nullptr && fuses(wire, r.tokens)) return send_and_receive(wire, arguments, output, stream);
+  send(wire, arguments, stream);
   receive(output, stream);
 }
 
@@ -644,6 +700,14 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   all.relay_blocks = heuristics_.relay_blocks;
   all.copied = copies_ && all.rows != nullptr;
   all.landing = all.copied ? next_landing() : 0;
+  ++stats_.combine_calls;
+  if (all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
+    // At their home few tokens are shared by many warps.
+    const int fused = heuristics_.fused_blocks(all.tokens, 1);
+    all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused, gpu::kReduceWarps);
+    check_cuda(gpu::launch_combine_fused(launch(stream, fused, false), comm, all), "launch of a combine");
+    return;
+  }
   const int blocks =
       all.copied ? heuristics_.each_blocks() : heuristics_.reduce_blocks + heuristics_.relay_blocks;
   const bool apart = !overlaps_ && !all.copied;
@@ -660,14 +724,13 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   if (all.copied) {
     // How many tokens a home has is not known here.
     const int64_t bytes = comm.window.shape.max_tokens * comm.window.shape.row_bytes();
-    copy_to_peers(host_bases_[static_cast<size_t>(config_.rank)] + window_.outgoing, bytes, bytes,
-                  comm.window.shape.row_bytes(), all.landing, stream);
+    copy_to_peers(bases_[own_index()] + window_.outgoing, bytes, bytes, comm.window.shape.row_bytes(),
+                  all.landing, stream);
     receive_copied(sum, held_, stream);
   } else {
     sum(stream);
   }
   if (apart) join_side(stream);
-  ++stats_.combine_calls;
 }
 
 void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {
@@ -702,8 +765,11 @@ DeviceCounters DeviceCommunicator::counters() {
     out.late_seconds[rank] = static_cast<double>(late_ns[rank]) * 1e-9;
   out.rows_out = state.rows_out;
   out.bytes_wire = state.bytes_wire;
-  out.dispatch_seconds = static_cast<double>(state.dispatch_ns) * 1e-9;
-  out.combine_seconds = static_cast<double>(state.combine_ns) * 1e-9;
+  double seconds[kClocks];
+  for (int kind = 0; kind < kClocks; ++kind)
+    seconds[kind] = static_cast<double>(state.clocked_ns[kind] + state.clocks[kind].nanoseconds()) * 1e-9;
+  out.dispatch_seconds = seconds[clock_of(Operation::dispatch)];
+  out.combine_seconds = seconds[clock_of(Operation::combine)];
   out.wait_seconds = static_cast<double>(state.wait_ns) * 1e-9;
   for (int kind = 0; kind < kClocks; ++kind)
     for (int phase = 0; phase < kPhases; ++phase) {

@@ -124,6 +124,12 @@ class DeviceCommunicator {
   int32_t num_sms() const { return heuristics_.all_blocks(); }
   /// Sets the SMs of operations that begin from now on; 0: as the heuristics say.
   void limit_sms(int32_t num_sms);
+  /// Up to so many tokens of this rank, one kernel does all of an operation, if it can; as the heuristics say
+  /// where this is not called. Ranks need not agree on it.
+  void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
+  /// Sends and receives, with a capacity: the two functions below in one.
+  void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,
+                cudaStream_t stream);
   /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch
   /// without it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
@@ -177,6 +183,11 @@ class DeviceCommunicator {
   gpu::Launch launch(cudaStream_t stream, int blocks, bool overlapped) const;
   void fork_side(cudaStream_t stream);
   void join_side(cudaStream_t stream);
+  gpu::SendArguments sending(const DeviceDispatch& dispatch);
+  gpu::ReceiveArguments receiving(int64_t rows, int64_t positions, const DeviceOutput& output) const;
+  bool fuses(WireFormat wire, int64_t tokens) const;
+  void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
+                        cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
   void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes, int32_t landing,
@@ -194,6 +205,7 @@ class DeviceCommunicator {
   DeviceWindow window_;
   int sms_ = 0;  // of the device
   gpu::Heuristics heuristics_;
+  int64_t most_fused_ = gpu::kMostFusedTokens;
   bool copies_ = false;  ///< the copy engine moves rows,
   bool held_ = false;    ///< beside the caller's stream
   uint64_t copied_operations_ = 0;
@@ -203,8 +215,7 @@ class DeviceCommunicator {
   const NodeMap nodes_;
 
   std::unique_ptr<Pinned> pinned_;
-  std::byte** bases_ = nullptr;                            // in device memory
-  std::vector<std::byte*> host_bases_;                     // the same
+  std::vector<std::byte*> bases_;                          // windows of this node's ranks
   std::unique_ptr<device::Comm> comms_[kWireFormatCount];  // by WireFormat
   cudaStream_t side_stream_ = nullptr;  // for a kernel that sends and can't be in the caller's stream
   cudaEvent_t fork_ = nullptr, join_ = nullptr;

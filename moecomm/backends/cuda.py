@@ -27,6 +27,7 @@ from moecomm.backends.base import (
 )
 from moecomm.backends.side_work import SideWork
 from moecomm.device.cuda_device import CudaDevice
+from moecomm.env import read_env
 from moecomm.errors import InvalidArgument, MoecommError, OutOfMemory, Unsupported, kind_of
 from moecomm.setup.handshake import GroupInfo, check_host_room, connect, describe, handshake
 from moecomm.setup.memory_plan import device_shape, plan_device_memory
@@ -212,6 +213,9 @@ class CudaBackend:
         except BaseException:
             window.close()
             raise
+        fused_tokens = read_env().fused_tokens
+        if fused_tokens is not None:
+            native.fuse_up_to(fused_tokens)
         return native, window
 
     # -- order -----------------------------------------------------------------------------------------

@@ -116,6 +116,9 @@ class LoopbackNative:
     def limit_sms(self, num_sms: int) -> None:
         self.calls.append(f"limit_sms {num_sms}")
 
+    def fuse_up_to(self, tokens: int) -> None:
+        self.calls.append(f"fuse_up_to {tokens}")
+
     def check(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:

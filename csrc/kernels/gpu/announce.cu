@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // This rank's own error is raised on the host; another rank's of the same operation gives way to it.
     device::wait_records(comm, Operation::none, epoch);
   }
-  end_operation(comm, Operation::none, epoch, 0, nullptr);
+  end_operation(comm, Operation::none, epoch, 0, false);
 }
 
 struct AbandonArguments {
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     else
       agree_on_operation(comm, args.operation, epoch);
   }
-  end_operation(comm, args.operation, epoch, args.senders, nullptr);
+  end_operation(comm, args.operation, epoch, args.senders, false);
 }
 
 }  // namespace

@@ -16,6 +16,10 @@ struct Comm;
 
 namespace moecomm::gpu {
 
+/// Warps of a block of the two sides of a combine.
+inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
+inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
+
 /// Rows that go out from their home: a dispatch, or (with a plan that is known) the backward of a combine.
 struct SendArguments {
   Operation operation;        ///< dispatch or redispatch
@@ -62,6 +66,13 @@ struct ReceiveArguments {
   bool copied;      ///< the copy engine moves the rows
 };
 
+/// Arguments of a dispatch, or of the backward of a combine, in one kernel.
+struct FusedArguments {
+  SendArguments send;
+  ReceiveArguments receive;
+  int32_t team_warps;  ///< that work on a row
+};
+
 /// Arguments of both sides of a combine.
 struct CombineArguments {
   const std::byte* rows;          ///< [rows], or null
@@ -77,6 +88,7 @@ struct CombineArguments {
   int32_t senders = 0;                 ///< as in ReceiveArguments
   bool copied = false;                 ///< the copy engine moves the sums,
   int32_t landing = 0;                 ///< to this section of landed rows
+  int32_t team_warps = 0;              ///< as in FusedArguments
 };
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device: those that send rows
@@ -84,9 +96,12 @@ struct CombineArguments {
 template <WireFormat wire>
 cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
+template <WireFormat wire>
+cudaError_t prepare_dispatch_fused(const DeviceShape& shape);
 /// `sums`: the format in which sums may travel, or same.
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums);
+cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_announce();
 
 /// A launch on a stream. `overlapped`: the kernel may start while the one before it in the stream runs.
@@ -105,10 +120,15 @@ cudaError_t launch_dispatch_send(const Launch& launch, const device::Comm& comm,
                                  const SendArguments& arguments);
 cudaError_t launch_dispatch_receive(const Launch& launch, const device::Comm& comm,
                                     const ReceiveArguments& arguments);
+template <WireFormat wire>
+cudaError_t launch_dispatch_fused(const Launch& launch, const device::Comm& comm,
+                                  const FusedArguments& arguments);
 cudaError_t launch_combine_reduce(const Launch& launch, const device::Comm& comm,
                                   const CombineArguments& arguments);
 cudaError_t launch_combine_sum(const Launch& launch, const device::Comm& comm,
                                const CombineArguments& arguments);
+cudaError_t launch_combine_fused(const Launch& launch, const device::Comm& comm,
+                                 const CombineArguments& arguments);
 /// Ends a dispatch, or the backward of a combine, of `tokens` tokens that is not received. `senders`: as in
 /// ReceiveArguments.
 cudaError_t launch_abandon(const Launch& launch, const device::Comm& comm, Operation operation,

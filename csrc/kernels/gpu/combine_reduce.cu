@@ -11,59 +11,13 @@
 // Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
 // relay them (relay_sums.cuh).
 #include "kernels/gpu/announcer.cuh"
+#include "kernels/gpu/combine_rows.cuh"
 #include "kernels/gpu/relay_sums.cuh"
-#include "kernels/gpu/strip.cuh"
 
 namespace moecomm::gpu {
 namespace {
 
 constexpr int kSteps = 4, kBatch = 2;
-
-/// Shared memory of a block: what the tokens of each warp's chunk are made of.
-struct ReduceMemory {
-  float weights[kReduceWarps][kMetaWords];
-  int32_t sources[kReduceWarps][kMetaWords];
-  int32_t counts[kReduceWarps][kMaxChunk];
-  int32_t slots[kReduceWarps][kMaxChunk];
-  int32_t shared_word;
-};
-
-/// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
-/// number, and slots[i] with where its sum goes. Returns the tokens that this rank owns experts of, as bits:
-/// their sums go home.
-__device__ uint32_t list_rows(const Comm& comm, const CombineArguments& args, int32_t home, int64_t begin,
-                              int tokens, int32_t* sources, float* weights, int32_t* counts, int32_t* slots) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  const int top_k = comm.top_k(), lane = lane_id();
-  const int64_t at = home * comm.window.shape.max_tokens + begin;
-  int32_t slot[kMaxChunk], row[kMaxChunk];
-  float weight[kMaxChunk];
-#pragma unroll
-  for (int i = 0; i < kMaxChunk; ++i) {
-    slot[i] = i < tokens ? plan.at(plan.fields.slots)[at + i] : -1;
-    row[i] = i < tokens ? planned_row(plan, args.layout, at + i, top_k) : kRowElsewhere;
-  }
-#pragma unroll
-  for (int i = 0; i < kMaxChunk; ++i)
-    weight[i] =
-        args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const float*>(args.weights)[row[i]] : 1.0f;
-  uint32_t owned = 0;
-  __syncwarp();  // all lanes are done with the chunk before
-#pragma unroll
-  for (int i = 0; i < kMaxChunk; ++i) {
-    if (slot[i] < 0) continue;
-    owned |= 1u << i;
-    const bool keep = row[i] >= 0;
-    compact(weights + i * top_k, weight[i], keep);
-    const int count = compact(sources + i * top_k, row[i], keep);
-    if (lane == 0) {
-      counts[i] = count;
-      slots[i] = slot[i];
-    }
-  }
-  __syncwarp();
-  return owned;
-}
 
 /// Sends the gradients of the weights of all other ranks' tokens. Whole block.
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
@@ -175,8 +129,8 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
     const int64_t tokens = tokens_of[home], size = chunk_tokens(tokens);
     const int64_t begin = chunk * size, end = min(begin + size, tokens);
     if (begin >= end) continue;
-    const uint32_t owned =
-        list_rows(comm, args, home, begin, static_cast<int>(end - begin), sources, weights, counts, slots);
+    const uint32_t owned = list_owned<kMaxChunk>(comm, args, home, begin, static_cast<int>(end - begin),
+                                                 sources, weights, counts, slots);
     if (owned == 0) continue;
     const bool local = !kNodes || comm.is_local(home);
     if constexpr (kNodes)

@@ -1,5 +1,6 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - some blocks first work out and announce where the rows will go (route.cuh); one then waits for what the
+//   - some blocks first work out and announce where the rows will go (route.cuh, or route_few.cuh); one then
+//   waits for what the
 //     other ranks announce, and makes the plan of what arrives here (plan.cuh)
 //   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
 //     each piece stored to the staging section of every owner, at the place of (source, token)
@@ -21,7 +22,7 @@
 #include "kernels/gpu/kernel.cuh"
 #include "kernels/gpu/plan.cuh"
 #include "kernels/gpu/relay_records.cuh"
-#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/route_few.cuh"
 #include "kernels/gpu/strip.cuh"
 #include "kernels/gpu/wire_element.cuh"
 
@@ -603,11 +604,28 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
   send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
 }
 
+// These two are called, and not a part of every kernel, since the kernels of this file take long to compile.
+__device__ __noinline__ void route_apart(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                         bool few, int blocks, int32_t* scratch, int64_t words,
+                                         int32_t* shared_word) {
+  if (few)
+    route_few(comm, args, epoch, scratch);
+  else
+    route(comm, args, epoch, blocks, scratch, words, shared_word);
+}
+__device__ __noinline__ void make_plan_apart(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                             int32_t* scratch, int64_t words) {
+  make_plan(comm, args, epoch, scratch, words);
+}
+
 /// The work of a block.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
+  int32_t* const scratch = reinterpret_cast<int32_t*>(block.pieces);
+  constexpr int64_t kScratch = sizeof(block.pieces) / sizeof(int32_t);
   if (failed_for_block(comm)) {
-    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0) make_plan(comm, args, epoch);
+    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0)
+      make_plan_apart(comm, args, epoch, scratch, kScratch);
     return;
   }
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
@@ -629,11 +647,11 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     if (!sent && !(args.operation == Operation::dispatch && blockIdx.x == 0)) return;
   }
   if (args.operation == Operation::dispatch) {
-    const int blocks = route_blocks(args.tokens, senders);
+    const bool few = way == Way::whole && few_enough(comm, args.tokens, kScratch);
+    const int blocks = few ? 1 : route_blocks(args.tokens, senders);
     if (static_cast<int>(blockIdx.x) < blocks)
-      route(comm, args, epoch, blocks, reinterpret_cast<int32_t*>(block.pieces), sizeof(block.pieces) / 4,
-            &block.shared_word);
-    if (blockIdx.x == 0) make_plan(comm, args, epoch);
+      route_apart(comm, args, epoch, few, blocks, scratch, kScratch, &block.shared_word);
+    if (blockIdx.x == 0) make_plan_apart(comm, args, epoch, scratch, kScratch);
     // Relay indices are known when all have counted.
     if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
   } else if (blockIdx.x == 0) {

@@ -17,6 +17,20 @@ inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row
   return ranks > 1 && tokens * row_bytes >= kLeastBytes && needed >= 0.5;
 }
 
+/// The most tokens of a rank that a kernel for few tokens takes: each is a chunk of its own.
+inline constexpr int kMostFusedTokens = 512;
+
+// Words of shared memory in which a block of a kernel for few tokens keeps what all ranks have announced, and
+// where rows begin.
+inline constexpr int kFusedCounts = 24576, kFusedTables = 8192;
+
+/// True where a kernel that does all of an operation can serve a shape: on one node of so many ranks.
+inline bool fuses(int64_t ranks, int64_t num_experts) {
+  const int64_t local = num_experts / ranks, counts = num_experts + ranks;
+  return counts * std::max<int64_t>(ranks, kMostFusedTokens / 32) <= kFusedCounts &&
+         (3 + ranks) * local + 3 * ranks <= kFusedTables;
+}
+
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
   int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
@@ -24,6 +38,7 @@ struct Heuristics {
   int reduce_blocks, sum_blocks;    ///< of combine
   int relay_blocks;                 ///< with several nodes, of each operation
   bool paired;                      ///< blocks in clusters of two, as a product beside them may be
+  int fused_tokens;                 ///< up to so many of a rank, one kernel does all of an operation
 
   /// The most blocks that an operation launches.
   int all_blocks() const {
@@ -33,19 +48,28 @@ struct Heuristics {
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
   int each_blocks() const { return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks); }
 
+  /// Blocks of a kernel that does all of an operation, in which each of those behind the first takes `each`
+  /// of `items`. Other ranks may bring more, so there are not too few.
+  int fused_blocks(int64_t items, int64_t each) const {
+    constexpr int64_t kLeast = 31;
+    const int64_t most = all_blocks() - 1;
+    return 1 + static_cast<int>(std::min(most, std::max(kLeast, (items + each - 1) / each)));
+  }
+
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
     return std::to_string(all_blocks()) + " SMs: dispatch " + std::to_string(send_blocks) +
            " sending (at most " + std::to_string(send_warps) + " warps each) and " +
            std::to_string(receive_blocks) + " receiving, combine " + std::to_string(reduce_blocks) +
-           " reducing and " + std::to_string(sum_blocks) + " summing" + relaying;
+           " reducing and " + std::to_string(sum_blocks) + " summing" + relaying +
+           (fused_tokens > 0 ? "; one kernel up to " + std::to_string(fused_tokens) + " tokens" : "");
   }
 };
 
 /// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
-/// nodes three are the least.
-inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes) {
+/// nodes three are the least. `fuses`: kernels for few tokens serve the shape.
+inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, bool fuses) {
   const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
   h.paired = budget > 0;
@@ -62,6 +86,7 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes) {
   // The owners of a combine read most; past what fills the links, SMs are better used at the home.
   h.reduce_blocks = std::clamp(even(total * 13 / 24), 1, std::min(26, total - 1));
   h.sum_blocks = total - h.reduce_blocks;
+  h.fused_tokens = fuses && !several_nodes ? kMostFusedTokens : 0;
   return h;
 }
 

@@ -148,11 +148,11 @@ __device__ inline void end_sending(const Comm& comm) {
   if (threadIdx.x == 0) ptx::add_acq_rel_gpu(&comm.state().send_done, 1);
 }
 
-/// The end of an operation: the last block of its last kernel gets the counters ready for the next one, and
-/// adds the time that it took to `total`, if there is one. `senders`: blocks that call end_sending; 0: none,
-/// the kernel that sends is the one before in this stream.
+/// The end of an operation: the last block of its last kernel gets the counters ready for the next one.
+/// `senders`: blocks that call end_sending; 0: none, the kernel that sends is the one before in this stream.
+/// `clocked`: the time that it took counts.
 __device__ inline void end_operation(const Comm& comm, Operation operation, uint64_t epoch, int32_t senders,
-                                     uint64_t* total, bool copied = false) {
+                                     bool clocked, bool copied = false) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Blocks that send use the counters too.
@@ -180,10 +180,18 @@ __device__ inline void end_operation(const Comm& comm, Operation operation, uint
   state.relay_later_next = 0;
   state.relay_summed = 0;
   state.commands_before = state.commands;
-  if (total != nullptr) {
-    device::note_phase(comm, operation, Phase::ended);
-    *total += ptx::global_nanoseconds() - state.clocks[clock_of(operation)].started;
-  }
+  if (clocked) device::note_phase(comm, operation, Phase::ended);
+  state.epoch = epoch;
+}
+
+/// What end_operation is to an operation of one kernel, which keeps no counters: when every block has read
+/// the epoch of the last operation, it becomes that of this one. Whole block, anywhere behind a barrier; one
+/// thread is held up.
+__device__ inline void pass_epoch(const Comm& comm, uint64_t epoch) {
+  if (threadIdx.x != blockDim.x - 1) return;
+  DeviceState& state = comm.state();
+  if (ptx::add_acq_rel_gpu(&state.begun, 1) + 1 != gridDim.x) return;
+  state.begun = 0;
   state.epoch = epoch;
 }
 

@@ -31,12 +31,42 @@ __device__ inline int64_t block_scan(int64_t value, int64_t& total) {
   return before + inclusive - value;
 }
 
-struct Counts {
-  const Comm& comm;
-  uint64_t epoch;
+/// What all sources have pushed here, [source][bin].
+__device__ inline const int32_t* pushed_counts(const Comm& comm, uint64_t epoch) {
+  return comm.mine<int32_t>(comm.window.counts[epoch & 1]);
+}
+
+/// The counts of all sources where they have been pushed.
+struct PushedCounts {
+  const int32_t* all;
+  int64_t bins;
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
-    return __ldcg(comm.mine<int32_t>(comm.window.counts[epoch & 1]) + source * comm.window.shape.counts() +
-                  bin);
+    return __ldcg(all + source * bins + bin);
+  }
+};
+
+/// A copy of them in shared memory.
+struct StagedCounts {
+  const int32_t* all;
+  int64_t bins;
+  __device__ int32_t operator()(int32_t source, int64_t bin) const { return all[source * bins + bin]; }
+};
+
+/// Where the rows of a dispatch begin and end on this rank: fields of its plan, or the same in shared memory.
+struct RowTables {
+  int32_t *expert_rows, *offsets, *ends, *bases, *source_bases, *source_ends, *tokens;  ///< as in DevicePlan
+
+  __device__ static RowTables of(const PlanView& plan) {
+    const DevicePlan& f = plan.fields;
+    return {plan.at(f.expert_rows),  plan.at(f.offsets),     plan.at(f.ends),  plan.at(f.bases),
+            plan.at(f.source_bases), plan.at(f.source_ends), plan.at(f.tokens)};
+  }
+  /// In `words`, (3 + ranks) * local experts + 3 * ranks of them.
+  __device__ static RowTables in(int32_t* words, const Comm& comm) {
+    const int32_t local = comm.local_experts, ranks = comm.ranks();
+    int32_t* const sources = words + (3 + ranks) * local;
+    return {words,   words + local,   words + 2 * local,  words + 3 * local,
+            sources, sources + ranks, sources + 2 * ranks};
   }
 };
 
@@ -59,6 +89,7 @@ __device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows&
 
 /// Tells the host if the fullest rank needs more rows (or positions in expert-major order) than their
 /// capacity, so that all know whether one was passed anywhere. Whole block; true if one was.
+template <class Counts>
 __device__ inline bool report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts,
                                        bool of_positions) {
   const DeviceShape& s = comm.window.shape;
@@ -104,11 +135,11 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   plan.header() = PlanHeader{};
 }
 
-__device__ inline void write_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
+/// Fills `tables` with where rows begin and end, and returns the header of the plan. Whole block.
+template <class Counts>
+__device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                          const Counts& counts, const RowTables& tables) {
   const DeviceShape& s = comm.window.shape;
-  const PlanView plan{args.plan, comm.plan_fields};
-  const DevicePlan& f = plan.fields;
-  const Counts counts{comm, epoch};
   const int64_t local = comm.local_experts, first_expert = comm.rank * local;
   const bool by_expert = args.layout == RowLayout::expert;
   const int64_t most_positions = by_expert ? args.capacity : args.positions;
@@ -122,11 +153,11 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
   };
   const int64_t positions =
       lay_out(local, args.alignment, expert_rows, [&](int64_t e, int64_t start, int64_t rows, int64_t end) {
-        plan.at(f.expert_rows)[e] = static_cast<int32_t>(rows);
-        plan.at(f.offsets)[e] = clamp(end, most_positions);
-        plan.at(f.ends)[e] = clamp(start + rows, most_positions);
+        tables.expert_rows[e] = static_cast<int32_t>(rows);
+        tables.offsets[e] = clamp(end, most_positions);
+        tables.ends[e] = clamp(start + rows, most_positions);
         for (int32_t source = 0; source < s.ranks; ++source) {
-          plan.at(f.bases)[source * local + e] = static_cast<int32_t>(start);
+          tables.bases[source * local + e] = static_cast<int32_t>(start);
           start += counts(source, first_expert + e);
         }
       });
@@ -138,15 +169,13 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
           return int64_t{counts(static_cast<int32_t>(source), s.num_experts + comm.rank)};
         },
         [&](int64_t source, int64_t start, int64_t, int64_t end) {
-          plan.at(f.source_bases)[source] = static_cast<int32_t>(start);
-          plan.at(f.source_ends)[source] = clamp(end, args.capacity);
+          tables.source_bases[source] = static_cast<int32_t>(start);
+          tables.source_ends[source] = clamp(end, args.capacity);
         });
   for (int64_t source = threadIdx.x; source < s.ranks; source += kThreads) {
-    plan.at(f.tokens)[source] = comm.record(comm.own, static_cast<int32_t>(source), epoch).tokens;
-    if (by_expert) plan.at(f.source_ends)[source] = 0;
+    tables.tokens[source] = comm.record(comm.own, static_cast<int32_t>(source), epoch).tokens;
+    if (by_expert) tables.source_ends[source] = 0;
   }
-  if (threadIdx.x != 0) return;
-  plan.at(f.expert_starts)[0] = 0;
   PlanHeader header{};
   header.id = epoch;
   header.needed_rows = static_cast<int32_t>(needed);
@@ -156,13 +185,13 @@ __device__ inline void write_plan(const Comm& comm, const SendArguments& args, u
   header.overflow = needed > header.rows           ? header.needed_rows
                     : positions > header.positions ? header.needed_positions
                                                    : 0;
-  plan.header() = header;
+  return header;
 }
 
 /// Counts the rows that this rank gets, for the statistics. Called by one thread.
-__device__ inline void count_rows(const Comm& comm, const PlanHeader& header, uint64_t epoch) {
+template <class Counts>
+__device__ inline void count_rows(const Comm& comm, const PlanHeader& header, const Counts& counts) {
   const DeviceShape& s = comm.window.shape;
-  const Counts counts{comm, epoch};
   int64_t entries = 0;
   for (int32_t source = 0; source < s.ranks; ++source)
     if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
@@ -170,47 +199,85 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, ui
   comm.state().bytes_wire += entries * comm.window.wire_bytes;
 }
 
-/// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither
-/// the host nor the receiving kernel waits for it in vain.
-__device__ __noinline__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  DeviceState& state = comm.state();
-  __shared__ HostStatus::Verdict verdict;
-  __shared__ bool agreed;
-  const bool alive = !failed_for_block(comm) && device::wait_records(comm, Operation::dispatch, epoch);
+/// Waits for the records of all ranks, and compares them, while `counts` of all sources are copied into
+/// shared memory if there is room. Whole block.
+struct Agreement {
+  bool alive;  ///< all records have come
+  bool same;   ///< and say the same
+};
+template <class Flag = device::EpochFlag>
+__device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict,
+                                  int32_t* counts, int64_t words) {
+  __shared__ bool same;
+  if (!device::wait_records<Flag>(comm, Operation::dispatch, epoch)) return {false, false};
   if (threadIdx.x < 32) {
     HostStatus::Verdict found;
-    const bool same = alive && device::compare_records(comm, epoch, found);
+    const bool here = device::compare_records(comm, epoch, found);
     if (threadIdx.x == 0) {
-      agreed = same;
+      same = here;
       verdict = found;
     }
+  } else {
+    const int32_t* const pushed = pushed_counts(comm, epoch);
+    for (int64_t i = threadIdx.x - 32; i < words; i += kThreads - 32) counts[i] = __ldcg(pushed + i);
   }
   __syncthreads();
-  if (agreed)
-    write_plan(comm, args, epoch);
-  else
-    write_empty_plan(comm, plan);
+  return {true, same};
+}
+
+/// Writes the plan, by `counts`, and tells the host what it waits for and whether a capacity was passed.
+template <class Counts>
+__device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                    const Counts& counts) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const PlanHeader header = lay_out_rows(comm, args, epoch, counts, RowTables::of(plan));
+  if (threadIdx.x == 0) {
+    plan.at(plan.fields.expert_starts)[0] = 0;
+    plan.header() = header;
+  }
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (alive && !agreed) {
-      device::report_verdict(comm, verdict, epoch);
-      ptx::store_release_gpu(&state.cancelled, epoch);
-    }
-    ptx::store_release_gpu(&state.planned, epoch);
+    ptx::store_release_gpu(&comm.state().planned, epoch);
     device::note_phase(comm, Operation::dispatch, Phase::planned);
     if (args.capacity < 0) {
       HostStatus::Rows& rows = comm.host->rows;
-      rows.rows = agreed ? plan.header().needed_rows : -1;
-      rows.positions = agreed ? plan.header().needed_positions : 0;
+      rows.rows = header.needed_rows;
+      rows.positions = header.needed_positions;
       ptx::store_release_sys(&rows.ticket, args.ticket);
     }
-    if (agreed) count_rows(comm, plan.header(), epoch);
+    count_rows(comm, header, counts);
   }
-  if (!agreed || args.capacity < 0) return;
+  if (args.capacity < 0) return;
   const bool by_rank = args.layout == RowLayout::rank;
-  if (by_rank && report_overflow(comm, args, Counts{comm, epoch}, false)) return;
-  report_overflow(comm, args, Counts{comm, epoch}, true);
+  if (by_rank && report_overflow(comm, args, counts, false)) return;
+  report_overflow(comm, args, counts, true);
+}
+
+/// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither
+/// the host nor the receiving kernel waits for it in vain. `scratch`: shared memory.
+__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                 int32_t* scratch, int64_t scratch_words) {
+  __shared__ HostStatus::Verdict verdict;
+  const int64_t bins = comm.window.shape.counts(), words = bins * comm.ranks();
+  const bool staged = words <= scratch_words;
+  Agreement found{};
+  if (!failed_for_block(comm)) found = agree(comm, epoch, verdict, scratch, staged ? words : 0);
+  if (found.same && staged) return publish_plan(comm, args, epoch, StagedCounts{scratch, bins});
+  if (found.same) return publish_plan(comm, args, epoch, PushedCounts{pushed_counts(comm, epoch), bins});
+  write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  DeviceState& state = comm.state();
+  if (found.alive) {
+    device::report_verdict(comm, verdict, epoch);
+    ptx::store_release_gpu(&state.cancelled, epoch);
+  }
+  ptx::store_release_gpu(&state.planned, epoch);
+  if (args.capacity >= 0) return;
+  HostStatus::Rows& rows = comm.host->rows;
+  rows.rows = -1;
+  rows.positions = 0;
+  ptx::store_release_sys(&rows.ticket, args.ticket);
 }
 
 }  // namespace moecomm::gpu

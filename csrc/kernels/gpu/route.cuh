@@ -26,6 +26,11 @@ __device__ inline int64_t read_id(const SendArguments& args, int64_t index) {
                        : static_cast<const int32_t*>(args.ids)[index];
 }
 
+/// An id that names an expert, or kNoExpert.
+__device__ inline int32_t valid_id(const Comm& comm, int64_t id) {
+  return id >= 0 && id < comm.window.shape.num_experts ? static_cast<int32_t>(id) : kNoExpert;
+}
+
 /// Remembers the first bad id: at `index`, which repeats the one at `repeats` - 1 of its token if that is not
 /// 0.
 __device__ inline void note_bad_id(DeviceState& state, int64_t index, int repeats) {
@@ -220,10 +225,34 @@ __device__ inline void send_tables(const Comm& comm, const SendArguments& args, 
   }
 }
 
+/// Announces a dispatch whose routes have gone out. Whole block. `may_be_bad`: a bad id may have been found.
+__device__ inline void announce_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                       bool may_be_bad = true) {
+  SignalRecord record{};
+  record.epoch = epoch;
+  record.operation = Operation::dispatch;
+  record.capacity = args.capacity;
+  record.tokens = static_cast<int32_t>(args.tokens);
+  record.alignment = static_cast<int32_t>(args.alignment);
+  record.layout = args.layout;
+  record.carries =
+      kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u) | (args.copied ? kCarriedByCopies : 0u);
+  record.detail = args.positions;
+  record.rows_offset = args.landing;
+  const uint64_t bad = may_be_bad ? ptx::load_relaxed_gpu(&comm.state().bad_id) : ~uint64_t{0};
+  if (bad != ~uint64_t{0}) {
+    record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);
+    record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
+    record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
+  }
+  if (threadIdx.x == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
+  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
+  if (comm.rail.others > 0) send_tables(comm, args, record);
+}
+
 /// Run by blocks [0, blocks) of the send kernel. `histogram`: shared memory, overwritten.
-__device__ __noinline__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                          int blocks, int32_t* histogram, int64_t histogram_words,
-                                          int32_t* shared_word) {
+__device__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
+                             int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
   const int bins = static_cast<int>(w.shape.bins()), counts = static_cast<int>(w.shape.counts());
   const int experts = static_cast<int>(w.shape.num_experts);
@@ -246,9 +275,8 @@ __device__ __noinline__ inline void route(const Comm& comm, const SendArguments&
   // 1
   walk.for_each([&](int64_t index) { return read_id(args, index); },
                 [&](const RouteStep& s, int64_t id) {
-                  if (id >= -1 && id < experts) return static_cast<int32_t>(id);
-                  note_bad_id(state, s.token * top_k + s.k, 0);
-                  return kNoExpert;
+                  if (id < -1 || id >= experts) note_bad_id(state, s.token * top_k + s.k, 0);
+                  return valid_id(comm, id);
                 },
                 [&](RouteStep s, int64_t) {
                   const uint32_t same =
@@ -317,26 +345,7 @@ __device__ __noinline__ inline void route(const Comm& comm, const SendArguments&
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  SignalRecord record{};
-  record.epoch = epoch;
-  record.operation = Operation::dispatch;
-  record.capacity = args.capacity;
-  record.tokens = static_cast<int32_t>(args.tokens);
-  record.alignment = static_cast<int32_t>(args.alignment);
-  record.layout = args.layout;
-  record.carries =
-      kCarriesRows | (args.weights != nullptr ? kCarriesWeights : 0u) | (args.copied ? kCarriedByCopies : 0u);
-  record.detail = args.positions;
-  record.rows_offset = args.landing;
-  const uint64_t bad = ptx::load_relaxed_gpu(&state.bad_id);
-  if (bad != ~uint64_t{0}) {
-    record.error = static_cast<uint32_t>(ErrorKind::invalid_routing);
-    record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
-    record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
-  }
-  if (threadIdx.x == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
-  device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
-  if (comm.rail.others > 0) send_tables(comm, args, record);
+  announce_routes(comm, args, epoch);
 }
 
 }  // namespace moecomm::gpu

@@ -10,9 +10,6 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
-inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
-
 /// `steps` times 512 bytes of a row.
 template <int steps>
 struct Strip {

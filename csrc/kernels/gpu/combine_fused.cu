@@ -1,0 +1,141 @@
+// Combine of few tokens in one kernel, both sides, for one node; without gradients of routing weights. As
+// dispatch_fused.cu is to a dispatch: ranks that run it and ranks that run combine_reduce.cu and
+// combine_sum.cu understand each other.
+//   - the first block announces the operation, and sees that all ranks do the same
+//   - in the others a team of warps takes a token of another rank each, sums its rows here, and stores the
+//     sum in this rank's slot at the token's home; then it sets the home's flag. This waits for nothing
+//   - warps then take parts of this rank's own tokens: each waits for the sums of the token's owners, and
+//   adds
+//     them by ascending rank
+#include "kernels/gpu/combine_rows.cuh"
+#include "kernels/gpu/team.cuh"
+
+namespace moecomm::gpu {
+namespace {
+
+constexpr int kSteps = 2, kBatch = 4;
+static_assert(kReduceWarps == kSumWarps);
+
+union FusedMemory {
+  ReduceMemory reduce;
+  SumMemory sum;
+};
+
+/// Sends this team's share of the sums of other ranks' tokens.
+template <DType dtype, WireFormat wire>
+__device__ void send_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, const Team& team,
+                          ReduceMemory& block) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int32_t* const tokens_of = plan.at(plan.fields.tokens);
+  const int32_t others = comm.ranks() - 1;
+  int32_t* const rows = block.sources[warp_id()];
+  float* const weights = block.weights[warp_id()];
+  int32_t* const counts = block.counts[warp_id()];
+  int32_t* const slots = block.slots[warp_id()];
+  const int64_t row_bytes = comm.window.shape.row_bytes(), scales_at = sum_scales_at(comm, wire);
+  const int vectors = static_cast<int>(row_bytes / 16), width = kSteps * 32;
+  int most_chunks = 0;
+  for (int32_t r = 0; r < comm.ranks(); ++r)
+    if (r != comm.rank) most_chunks = max(most_chunks, static_cast<int>(chunk_count(tokens_of[r])));
+  for (int i = team.number; i < most_chunks * others; i += team.count) {
+    const int chunk = i / others;
+    const int32_t home = (comm.rank + 1 + i % others) % comm.ranks();
+    const int tokens = tokens_of[home], size = chunk_tokens(tokens);
+    const int begin = chunk * size, end = min(begin + size, tokens);
+    std::byte* const base = comm.bases[home];
+    bool owned = false;
+    for (int token = begin; token < end; ++token) {
+      if (list_owned<1>(comm, args, home, token, 1, rows, weights, counts, slots) == 0) continue;
+      owned = true;
+      std::byte* const to = comm.slot_row(base, epoch, token, slots[0]);
+      const float* const factors = args.weights != nullptr ? weights : nullptr;
+      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+      for (int first = (warp_id() - team.first_warp) * width; first < vectors; first += team.warps * width)
+        sum_rows<dtype, kSteps, kBatch>(counts[0], row, factors, first, vectors)
+            .template travelling<wire>(first, vectors)
+            .store(to, first, vectors, scales_at);
+    }
+    if (!owned) continue;
+    team.sync();
+    if (team.thread() == 0) ptx::store_release_sys(comm.arrival(base, comm.rank, chunk), epoch);
+  }
+}
+
+/// The work of the first block.
+__device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat wire, uint64_t epoch) {
+  const bool failed = failed_for_block(comm);
+  if (!failed)
+    signal_start(
+        comm, Operation::combine, epoch, args.plan, args.layout, args.tokens,
+        (args.rows != nullptr ? kCarriesRows : 0u) | (wire != WireFormat::same ? kCarriesQuantised : 0u),
+        args.landing);
+  pass_epoch(comm, epoch);
+  if (!failed) agree_on_operation(comm, Operation::combine, epoch);
+}
+
+/// The work of the other blocks.
+template <DType dtype, WireFormat wire>
+__device__ void work(const Comm& comm, const CombineArguments& args, uint64_t epoch, FusedMemory& memory) {
+  const int block = static_cast<int>(blockIdx.x) - 1, blocks = static_cast<int>(gridDim.x) - 1;
+  const uint64_t id = PlanView{args.plan, comm.plan_fields}.header().id;
+  const bool failed = failed_for_block(comm), moves = !failed && id != 0;
+  if (moves && args.rows != nullptr && comm.ranks() > 1)
+    send_sums<dtype, wire>(comm, args, epoch, Team(args.team_warps, block, blocks), memory.reduce);
+  device::note_sent(comm, Operation::combine);
+  pass_epoch(comm, epoch);
+  if (failed) return;
+  if (!moves) return write_nothing(comm, args, block, blocks);
+  if (args.rows == nullptr) return;
+  // The blocks that have taken least take the first.
+  const Team warp(1, blocks - 1 - block, blocks);
+  const SumParts parts(comm, warp.count / max(args.tokens, int64_t{1}));
+  for (int64_t i = warp.number; i < args.tokens * parts.count; i += warp.count)
+    if (!sum_part<dtype, Way::whole, wire, device::EagerFlag>(comm, args, epoch, parts, i, memory.sum))
+      return;
+}
+
+template <DType dtype, WireFormat wire>
+__global__ void __launch_bounds__(kReduceThreads, 1)
+    combine_fused_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  device::start_clock(comm, Operation::combine);
+  if (blockIdx.x == 0)
+    lead(comm, args, wire, epoch);
+  else
+    work<dtype, wire>(comm, args, epoch, *reinterpret_cast<FusedMemory*>(shared));
+  __syncthreads();
+  if (threadIdx.x == 0) device::note_phase(comm, Operation::combine, Phase::ended);
+}
+
+template <DType dtype>
+struct Fused {
+  static constexpr auto kernel = &combine_fused_kernel<dtype, WireFormat::same>;
+};
+template <DType dtype>
+struct FusedFp8 {
+  static constexpr auto kernel = &combine_fused_kernel<dtype, WireFormat::fp8>;
+};
+
+/// Calls use.operator()<kernel>() with the kernel for sums that travel in `wire`.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& use) {
+  return wire == WireFormat::fp8 ? with_dtype<FusedFp8>(shape.dtype, use)
+                                 : with_dtype<Fused>(shape.dtype, use);
+}
+
+}  // namespace
+
+cudaError_t launch_combine_fused(const Launch& launch, const Comm& comm, const CombineArguments& args) {
+  return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, kReduceThreads, sizeof(FusedMemory), comm, args);
+  });
+}
+
+cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums) {
+  const Prepare prepare{sizeof(FusedMemory)};
+  const cudaError_t error = with_kernel(shape, WireFormat::same, prepare);
+  return error != cudaSuccess || sums == WireFormat::same ? error : with_kernel(shape, sums, prepare);
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,243 @@
+// Combine: what a token's sums are made of, at an owner of its experts and at its home. Which warps make them
+// is the business of combine_reduce.cu and combine_sum.cu, or of combine_fused.cu.
+#pragma once
+
+#include "device/rail.cuh"
+#include "kernels/gpu/announcer.cuh"
+#include "kernels/gpu/strip.cuh"
+#include "layout/routing.hpp"
+
+namespace moecomm::gpu {
+
+/// Shared memory of a block: what the tokens of each warp's chunk are made of.
+struct ReduceMemory {
+  float weights[kReduceWarps][kMetaWords];
+  int32_t sources[kReduceWarps][kMetaWords];
+  int32_t counts[kReduceWarps][kMaxChunk];
+  int32_t slots[kReduceWarps][kMaxChunk];
+  int32_t shared_word;
+};
+
+/// Fills sources[i * top_k ...] with the rows of token i and weights with their factors, counts[i] with their
+/// number, and slots[i] with where its sum goes. Returns the tokens that this rank owns experts of, as bits:
+/// their sums go home.
+template <int most>
+__device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& args, int32_t home,
+                                      int64_t begin, int tokens, int32_t* sources, float* weights,
+                                      int32_t* counts, int32_t* slots) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int64_t at = home * comm.window.shape.max_tokens + begin;
+  int32_t slot[most], row[most];
+  float weight[most];
+#pragma unroll
+  for (int i = 0; i < most; ++i) {
+    slot[i] = i < tokens ? plan.at(plan.fields.slots)[at + i] : -1;
+    row[i] = i < tokens ? planned_row(plan, args.layout, at + i, top_k) : kRowElsewhere;
+  }
+#pragma unroll
+  for (int i = 0; i < most; ++i)
+    weight[i] =
+        args.weights != nullptr && row[i] >= 0 ? reinterpret_cast<const float*>(args.weights)[row[i]] : 1.0f;
+  uint32_t owned = 0;
+  __syncwarp();  // all lanes are done with the chunk before
+#pragma unroll
+  for (int i = 0; i < most; ++i) {
+    if (slot[i] < 0) continue;
+    owned |= 1u << i;
+    const bool keep = row[i] >= 0;
+    compact(weights + i * top_k, weight[i], keep);
+    const int count = compact(sources + i * top_k, row[i], keep);
+    if (lane == 0) {
+      counts[i] = count;
+      slots[i] = slot[i];
+    }
+  }
+  __syncwarp();
+  return owned;
+}
+
+inline constexpr int kSumSteps = 2, kSumBatch = 4;
+
+/// Shared memory of a block: the own rows of each warp's token and their factors.
+struct SumMemory {
+  float weights[kSumWarps][kMaxTopK];
+  int32_t sources[kSumWarps][kMaxTopK];
+  const std::byte* slots[kSumWarps][kMaxTopK];  ///< with several nodes, or after copies
+};
+
+/// The parts of a token's sum: `slots` sums of owners, of which number `own_slot` is made here of
+/// `own_rows` rows.
+struct TokenSum {
+  int32_t slots, own_slot, own_rows;
+  int32_t owner;  ///< of each lane: whose sum it waits for, -1: none
+};
+
+/// Fills sources with the own rows of a token and weights with their factors.
+template <Way way>
+__device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
+                                         int32_t* sources, float* weights) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int32_t home = plan.at(plan.fields.home)[token];
+  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
+  const int32_t owner = expert_owner(id, comm.local_experts);
+  const int32_t row = planned_row(plan, args.layout, comm.rank * comm.window.shape.max_tokens + token, top_k);
+  const float weight =
+      args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
+  const bool sends = owner >= 0 && owner != comm.rank && (way != Way::nodes || comm.is_local(owner));
+  const int32_t sender = sends ? owner : -1;
+  const bool keep = row >= 0;
+  __syncwarp();  // of the token before
+  compact(weights, weight, keep);
+  const int count = compact(sources, row, keep);
+  __syncwarp();
+  return {home & 0xffff, home >> 16 & 0xffff, count, first_with(sender) ? sender : -1};
+}
+
+/// Waits for the sums of all owners of a token in `chunk`. All lanes; false if it waits in vain.
+template <class Flag>
+__device__ inline bool wait_sums(const Comm& comm, uint64_t epoch, int64_t chunk, const TokenSum& token) {
+  bool here = true;
+  if (token.owner >= 0)
+    here = device::wait_until(comm, {token.owner, WaitPhase::rows, Operation::combine, epoch},
+                              Flag{comm.arrival(comm.own, token.owner, chunk), epoch});
+  __syncwarp();  // what a lane has acquired, all lanes load
+  return __all_sync(0xffffffffu, here);
+}
+
+/// Returns the slot of this lane's sender among a token's: the number of senders below it, each of which one
+/// lane leads. All lanes.
+__device__ inline int slot_of(int32_t sender, bool leads) {
+  int slot = 0;
+  for (uint32_t left = __ballot_sync(0xffffffffu, leads); left != 0; left &= left - 1)
+    slot += __shfl_sync(0xffffffffu, sender, __ffs(static_cast<int>(left)) - 1) < sender;
+  return slot;
+}
+
+/// Fills `slots` with where the sums of a token lie, and waits for those that come from other nodes. All
+/// lanes; false if it waits in vain.
+__device__ inline bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                                  int64_t token, const std::byte** slots) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
+  const int32_t owner = expert_owner(id, comm.local_experts);
+  const int32_t sender = comm.sender(owner);
+  const bool leads = first_with(sender);
+  const int slot = slot_of(sender, leads);
+  bool here = true;
+  if (leads) {
+    const std::byte* at = comm.slot_row(comm.own, epoch, token, slot);
+    if (!comm.is_local(owner)) {
+      const int32_t other = comm.other_of(owner);
+      const int32_t number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + token];
+      at = comm.rail.arrived(epoch, other, number, comm.window.shape.row_bytes());
+      here = device::RailChunk{comm, epoch, other, number / comm.rail.chunk_rows}.wait(
+          {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch});
+    }
+    slots[slot] = at;
+  }
+  __syncwarp();
+  return __all_sync(0xffffffffu, here);
+}
+
+/// Fills `slots` with where the copy engine has brought the sums of a token's owners.
+__device__ inline void find_landed(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                                   int64_t token, const std::byte** slots) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
+  const int32_t owner = expert_owner(id, comm.local_experts);
+  const bool leads = first_with(owner);
+  const int slot = slot_of(owner, leads);
+  if (leads)
+    slots[slot] =
+        comm.landed_row(landing_of(comm, epoch, owner), owner, token, comm.window.shape.row_bytes());
+  __syncwarp();
+}
+
+/// The result where the dispatch of the plan has failed: zero. A block's share of that of `blocks`.
+__device__ inline void write_nothing(const Comm& comm, const CombineArguments& args, int64_t block,
+                                     int64_t blocks) {
+  const int64_t first = block * kSumThreads + threadIdx.x, stride = blocks * kSumThreads;
+  if (args.y != nullptr)
+    for (int64_t i = first; i < args.tokens * comm.window.shape.row_bytes() / 16; i += stride)
+      reinterpret_cast<uint4*>(args.y)[i] = {};
+  if (args.out_weight_grads != nullptr)
+    for (int64_t i = first; i < args.tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype) / 4;
+         i += stride)
+      reinterpret_cast<uint32_t*>(args.out_weight_grads)[i] = 0;
+}
+
+/// Sums one token's strip: its slots in order, with this rank's own sum, as if it had travelled, at its turn.
+/// slot(s) is the address of a slot.
+template <DType dtype, WireFormat wire, class Slot, class Row>
+__device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Row& row,
+                                             const float* weights, int first, int vectors,
+                                             int64_t scales_at) {
+  if (token.slots == 0) return {};
+  SumStrip<dtype, wire, kSumSteps> own;
+  StripSum<dtype, kSumSteps> sum;
+  for (int base = 0; base < token.slots; base += kSumBatch) {
+    SumStrip<dtype, wire, kSumSteps> strips[kSumBatch];
+#pragma unroll
+    for (int s = 0; s < kSumBatch; ++s)
+      if (base + s < token.slots && base + s != token.own_slot)
+        strips[s].load(slot(base + s), first, vectors, scales_at);
+    // The own rows are loaded while the slots are on their way.
+    if (base <= token.own_slot && token.own_slot < base + kSumBatch)
+      own = sum_rows<dtype, kSumSteps, kSumBatch>(token.own_rows, row, weights, first, vectors)
+                .template travelling<wire>(first, vectors);
+#pragma unroll
+    for (int s = 0; s < kSumBatch; ++s) {
+      if (base + s == token.own_slot) strips[s] = own;
+      if (base + s < token.slots) sum.add_strip(strips[s], base + s == 0);
+    }
+  }
+  return sum.rounded();
+}
+
+/// Tokens' sums in parts: `count` for each token, of `vectors` times 16 bytes.
+struct SumParts {
+  int count, vectors;
+
+  /// At most `most` for each token.
+  __device__ SumParts(const Comm& comm, int64_t most) {
+    const int all = static_cast<int>(comm.window.shape.row_bytes() / 16);
+    const int strips = (all + kSumSteps * 32 - 1) / (kSumSteps * 32);
+    count = static_cast<int>(max(min(most, static_cast<int64_t>(strips)), int64_t{1}));
+    vectors = (strips + count - 1) / count * kSumSteps * 32;
+  }
+};
+
+/// Makes part number `number` of all tokens' sums at their home. One warp; false if it waits in vain.
+template <DType dtype, Way way, WireFormat wire, class Flag>
+__device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                                const SumParts& parts, int64_t number, SumMemory& block) {
+  constexpr bool kNodes = way == Way::nodes;
+  int32_t* const rows = block.sources[warp_id()];
+  float* const weights = block.weights[warp_id()];
+  const std::byte** const places = block.slots[warp_id()];
+  const int64_t row_bytes = comm.window.shape.row_bytes(), t = number / parts.count;
+  const int64_t scales_at = sum_scales_at(comm, wire);
+  const int vectors = static_cast<int>(row_bytes / 16);
+  const int begin = static_cast<int>(number % parts.count) * parts.vectors,
+            end = min(begin + parts.vectors, vectors);
+  const TokenSum token = list_own_rows<way>(comm, args, t, rows, weights);
+  if constexpr (kNodes)
+    if (!find_slots(comm, args, epoch, t, places)) return false;
+  if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
+  const int64_t chunk = args.copied ? kCopiesChunk : t / chunk_tokens(args.tokens);
+  if (!wait_sums<Flag>(comm, epoch, chunk, token)) return false;
+  const float* const factors = args.weights != nullptr ? weights : nullptr;
+  const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+  const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
+  const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };
+  for (int first = begin; first < end; first += kSumSteps * 32)
+    sum_token<dtype, wire>(token, slot, row, factors, first, vectors, scales_at)
+        .store(args.y + t * row_bytes, first, vectors);
+  return true;
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,453 @@
+// Dispatch of few tokens in one kernel, sending and receiving, for one node: what it takes is not bytes but
+// loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
+// run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
+//   - the first block works out the routes and announces them (route_few.cuh), and makes the plan when all
+//   ranks
+//     have (plan.cuh)
+//   - in the others a team of warps takes a row each: it stores the row to the staging section of every
+//     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
+//   - these blocks then wait for the records of all ranks, and each works out for itself, in shared memory,
+//     where rows begin: none waits for the first one
+//   - teams take the rows of all sources in turn: a row's route and its flag are loaded together, then the
+//     row, which goes to all the output rows that want it
+// Shares are fixed, so no counter is asked for work, and none has to be set back: the operation ends with its
+// last row.
+//
+// The backward of a combine does the same along its plan, without routes and tables.
+//
+// The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
+#include <type_traits>
+
+#include "kernels/gpu/resolve.cuh"
+#include "kernels/gpu/route_few.cuh"
+#include "kernels/gpu/team.cuh"
+#include "kernels/gpu/wire_element.cuh"
+
+namespace moecomm::gpu {
+namespace {
+
+/// Rows that this object's kernels send and receive travel in this format, with or without a conversion.
+constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
+
+constexpr int kBatch = 8;  ///< loads of a thread that are under way together
+
+struct FusedMemory {
+  int32_t counts[kFusedCounts];  ///< of all sources; in the first block first its bitmaps
+  int32_t tables[kFusedTables];
+  float most[kWarps];  ///< of each warp's part of a row
+};
+
+/// Calls use(target's value) for each lane of `mask`. All lanes.
+template <class Value, class Use>
+__device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
+  for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
+}
+
+/// Rows on their way out. `targets`: lanes that know where the row goes, `to`.
+__device__ void copy_row(const Team& team, const std::byte* from, int64_t bytes, uint32_t targets,
+                         unsigned long long to) {
+  const int vectors = static_cast<int>(bytes / 16);
+  const auto* const row = reinterpret_cast<const uint4*>(from);
+  for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+    uint4 values[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int v = base + i * team.threads() + team.thread();
+      if (v < vectors) values[i] = __ldcg(row + v);
+    }
+    for_each_target(targets, to, [&](unsigned long long address) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (v < vectors) __stcg(reinterpret_cast<uint4*>(address) + v, values[i]);
+      }
+    });
+  }
+}
+
+/// The scales of a row that lies in the wire format already, by the first warp.
+__device__ void copy_scales_of_row(const Team& team, const std::byte* from, int64_t bytes, uint32_t targets,
+                                   unsigned long long to) {
+  if (!team.leads()) return;
+  for_each_target(targets, to, [&](unsigned long long address) {
+    copy_scales(reinterpret_cast<std::byte*>(address), from, static_cast<uint32_t>(bytes), bytes);
+  });
+}
+
+/// Conversion of rows of `dtype` to and from a wire format, 16 bytes of `dtype` a lane at a time.
+template <DType dtype, WireFormat wire>
+struct Convert {
+  using E = Element<dtype>;
+  using W = Wire<wire>;
+  using Scale = typename W::Scale;
+  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;  ///< that share a scale
+  static constexpr int kBytes = E::kVector * W::kValueBits / 8;      ///< of a vector's values on the wire
+  using Values = std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>;
+  static_assert(kBlockLanes >= 2 && kBlockLanes <= 32);
+
+  /// The scale of a row, of its largest finite magnitude. Whole team.
+  __device__ static float row_scale(const Team& team, const uint4* row, int vectors, float* most_of_warps) {
+    float most = 0;
+    for (int v = team.thread(); v < vectors; v += team.threads()) {
+      float values[E::kVector];
+      E::widen(__ldcg(row + v), values);
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
+    }
+    for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
+    most_of_warps[warp_id()] = most;
+    team.sync();
+    for (int w = 0; w < team.warps; ++w) most = fmaxf(most, most_of_warps[team.first_warp + w]);
+    team.sync();
+    return W::row_scale(most);
+  }
+
+  /// The scale of the block that a lane's vector is in. All lanes; zero beyond the row.
+  __device__ static Scale block_scale(const uint4& raw, float row) {
+    // Bits of magnitudes, whose order is that of the numbers.
+    uint32_t most = 0;
+    if constexpr (W::kRowScale) {  // a NaN or an infinity in a block is one in its scale
+      float values[E::kVector];
+      E::widen(raw, values);
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e)
+        most = max(most, isfinite(values[e]) ? __float_as_uint(fabsf(values[e])) : 0x7fffffffu);
+    } else {
+      most = __float_as_uint(E::largest(raw));
+    }
+#pragma unroll
+    for (int width = kBlockLanes / 2; width > 0; width /= 2)
+      most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
+    return W::scale(__uint_as_float(most), row);
+  }
+
+  __device__ static void send(const Comm& comm, const Team& team, const std::byte* from, uint32_t targets,
+                              unsigned long long to, float* most_of_warps) {
+    const DeviceShape& s = comm.window.shape;
+    const int vectors = static_cast<int>(s.row_bytes() / 16);
+    const auto* const row = reinterpret_cast<const uint4*>(from);
+    float of_row = 0;
+    if constexpr (W::kRowScale) of_row = row_scale(team, row, vectors, most_of_warps);
+    const int64_t scales_at = s.wire_data_bytes();
+    for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+      uint4 raw[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        raw[i] = v < vectors ? __ldcg(row + v) : uint4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (base + i * team.threads() >= vectors) break;
+        const Scale scale = block_scale(raw[i], of_row);
+        const float inverse = W::inverse(scale, of_row);
+        float values[E::kVector];
+        E::widen(raw[i], values);
+        Values packed;
+        auto* const words = reinterpret_cast<typename W::Four*>(&packed);
+#pragma unroll
+        for (int e = 0; e < E::kVector; e += 4) words[e / 4] = W::write(values + e, inverse);
+        for_each_target(targets, to, [&](unsigned long long address) {
+          if (v >= vectors) return;
+          reinterpret_cast<Values*>(address)[v] = packed;
+          if (v % kBlockLanes == 0) reinterpret_cast<Scale*>(address + scales_at)[v / kBlockLanes] = scale;
+        });
+      }
+    }
+    if constexpr (W::kRowScale)
+      for_each_target(targets, to, [&](unsigned long long address) {
+        if (team.thread() == 0) *reinterpret_cast<float*>(address + s.wire_row_scale()) = of_row;
+      });
+  }
+
+  __device__ static void receive(const Comm& comm, const Team& team, const std::byte* from, std::byte* out,
+                                 uint32_t targets, int32_t row) {
+    const DeviceShape& s = comm.window.shape;
+    const int vectors = static_cast<int>(s.row_bytes() / 16);
+    const auto* const scales = reinterpret_cast<const Scale*>(from + s.wire_data_bytes());
+    float of_row = 0;
+    if constexpr (W::kRowScale) of_row = __ldcg(reinterpret_cast<const float*>(from + s.wire_row_scale()));
+    for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+      Values packed[kBatch];
+      Scale scale[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (v >= vectors) continue;
+        if constexpr (kBytes == 2)
+          packed[i] = __ldcg(reinterpret_cast<const unsigned short*>(from) + v);
+        else
+          packed[i] = __ldcg(reinterpret_cast<const Values*>(from) + v);
+        scale[i] = __ldcg(scales + v / kBlockLanes);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (base + i * team.threads() >= vectors) break;
+        float values[E::kVector];
+        if (v < vectors) {
+          const float factor = W::factor(scale[i], of_row);
+          const auto* const words = reinterpret_cast<const typename W::Four*>(&packed[i]);
+#pragma unroll
+          for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], factor, values + e);
+        }
+        const uint4 raw = E::narrow(values);
+        for_each_target(targets, row, [&](int32_t to) {
+          if (v < vectors) __stcg(reinterpret_cast<uint4*>(out + to * s.row_bytes()) + v, raw);
+        });
+      }
+    }
+  }
+};
+
+/// Rows times the factors of their places (the gradients of a weighted combine).
+template <DType dtype>
+__device__ void scale_row(const Comm& comm, const Team& team, const ReceiveArguments& args,
+                          const std::byte* from, uint32_t targets, int32_t row) {
+  using E = Element<dtype>;
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int vectors = static_cast<int>(row_bytes / 16);
+  const float factor = targets >> lane_id() & 1 ? reinterpret_cast<const float*>(args.scales)[row] : 0.0f;
+  for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+    uint4 raw[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int v = base + i * team.threads() + team.thread();
+      if (v < vectors) raw[i] = __ldcg(reinterpret_cast<const uint4*>(from) + v);
+    }
+    for (uint32_t left = targets; left != 0; left &= left - 1) {
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      const float times = __shfl_sync(0xffffffffu, factor, lane);
+      std::byte* const out = args.out + __shfl_sync(0xffffffffu, row, lane) * row_bytes;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int v = base + i * team.threads() + team.thread();
+        if (v >= vectors) continue;
+        float values[E::kVector];
+        E::widen(raw[i], values);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) values[e] = multiply(values[e], times);
+        __stcg(reinterpret_cast<uint4*>(out) + v, E::narrow(values));
+      }
+    }
+  }
+}
+
+/// Sends this team's share of the rows.
+template <DType dtype>
+__device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, const Team& team,
+                          FusedMemory& memory) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const DeviceShape& s = comm.window.shape;
+  const int top_k = comm.top_k(), lane = lane_id();
+  for (int token = team.number; token < args.tokens; token += team.count) {
+    const int64_t index = int64_t{token} * top_k + lane;
+    int32_t id = kNoExpert;
+    if (lane < top_k)
+      id = args.operation == Operation::dispatch ? valid_id(comm, read_id(args, index))
+                                                 : plan.at(plan.fields.local_topk_idx)[index];
+    int32_t owner = expert_owner(id, comm.local_experts);
+    if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
+    const bool first = first_with(owner);
+    const uint32_t targets = __ballot_sync(0xffffffffu, first);
+    if (targets == 0) continue;
+    std::byte* const base = first ? comm.bases[owner] : nullptr;
+    const auto to =
+        first ? reinterpret_cast<unsigned long long>(comm.staged_row(base, epoch, comm.rank, token)) : 0ull;
+    bool converted = false;
+    if constexpr (kWire != WireFormat::same) {
+      converted = args.quantise;
+      if (converted)
+        Convert<dtype, kWire>::send(comm, team, args.x + int64_t{token} * s.row_bytes(), targets, to,
+                                    memory.most);
+    }
+    if (!converted)
+      copy_row(team, args.x + int64_t{token} * s.wire_data_bytes(), s.wire_data_bytes(), targets, to);
+    if (args.x_scales != nullptr)
+      copy_scales_of_row(team, args.x_scales + int64_t{token} * s.wire_scale_bytes(), s.wire_scale_bytes(),
+                         targets, first ? to + static_cast<unsigned long long>(s.wire_data_bytes()) : 0ull);
+    team.sync();
+    if (first && team.leads()) ptx::store_release_sys(comm.arrival(base, comm.rank, token), epoch);
+  }
+}
+
+/// The output rows of a token: lanes that know one, as bits, and the one that a lane knows.
+struct Places {
+  uint32_t targets;
+  int32_t row;
+  bool sent;  ///< the row of the token comes here, if only to be left out
+};
+
+__device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
+  const int32_t place = layout == RowLayout::expert ? position : lane_id() == 0 ? row : kRowElsewhere;
+  return {__ballot_sync(0xffffffffu, place >= 0), place,
+          __any_sync(0xffffffffu, place != kRowElsewhere) != 0};
+}
+
+/// Takes a row from where it has arrived to its output rows.
+template <DType dtype>
+__device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
+                            const std::byte* from, const Places& places) {
+  const DeviceShape& s = comm.window.shape;
+  if constexpr (kWire == WireFormat::same) {
+    if (args.scales != nullptr) return scale_row<dtype>(comm, team, args, from, places.targets, places.row);
+  } else {
+    if (args.dequantise)
+      return Convert<dtype, kWire>::receive(comm, team, from, args.out, places.targets, places.row);
+  }
+  const int64_t bytes = s.wire_data_bytes();
+  const auto to = [&](std::byte* out, int64_t each) {
+    return reinterpret_cast<unsigned long long>(out + places.row * each);
+  };
+  copy_row(team, from, bytes, places.targets, to(args.out, bytes));
+  if (args.out_scales != nullptr)
+    copy_scales_of_row(team, from + bytes, s.wire_scale_bytes(), places.targets,
+                       to(args.out_scales, s.wire_scale_bytes()));
+}
+
+/// Receives a chunk of one source. Whole team; false if it waits in vain.
+template <DType dtype>
+__device__ bool receive_chunk(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              const RowTables& tables, const Team& team, const Item& chunk) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  const bool travels = chunk.source != comm.rank || comm.own_rows_travel();
+  const bool in_turn = travels && tables.tokens[chunk.source] > comm.window.stage_tokens;
+  const device::EagerFlag arrival{comm.arrival(comm.own, chunk.source, chunk.chunk), epoch};
+  bool here = !travels, all = true;
+  for (int64_t token = chunk.begin; token < chunk.end; ++token) {
+    const Item item{chunk.source, chunk.chunk, token, token + 1, 0};
+    const int64_t entry = chunk.source * comm.window.shape.max_tokens + token;
+    ChunkRows<1> rows;
+    Places places;
+    if (args.operation == Operation::dispatch) {
+      const ChunkRoutes<1> routes(comm, args.layout, epoch, item);
+      // The flag is loaded with them, though it may turn out that no row comes.
+      here = here || __all_sync(0xffffffffu, arrival.arrived());
+      rows = resolve_rows(comm, args, tables, item, routes);
+      places = places_of(args.layout, rows.position[0], rows.row[0]);
+    } else {
+      const int32_t row = planned_row(plan, args.layout, entry, comm.top_k());
+      here = here || __all_sync(0xffffffffu, arrival.arrived());
+      places = places_of(args.layout, row, row);
+    }
+    if (!here && (places.targets != 0 || (in_turn && places.sent))) {
+      bool arrived = true;
+      if (lane_id() == 0)
+        arrived = device::wait_until(comm, {chunk.source, WaitPhase::rows, args.operation, epoch}, arrival);
+      here = __all_sync(0xffffffffu, arrived);
+      all = here;
+      if (!here) break;
+    }
+    if (places.targets != 0)
+      receive_row<dtype>(comm, args, team, arrived_row(comm, args, epoch, item, token), places);
+    if (args.operation == Operation::dispatch && team.leads()) write_rows(comm, args, epoch, item, rows);
+  }
+  all = team.all(all);
+  if (all && in_turn && team.thread() == 0)
+    ptx::store_release_sys(comm.flag(comm.bases[chunk.source], comm.window.credits,
+                                     comm.pair(chunk.source, comm.rank), chunk.chunk),
+                           epoch);
+  return all;
+}
+
+/// Receives this team's share of the rows of all sources.
+template <DType dtype>
+__device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                             const RowTables& tables, const Team& team) {
+  const int32_t ranks = comm.ranks();
+  int most_chunks = 0;
+  for (int32_t source = 0; source < ranks; ++source)
+    most_chunks = max(most_chunks, static_cast<int>(chunk_count(tables.tokens[source])));
+  for (int i = team.number; i < most_chunks * ranks; i += team.count) {
+    Item chunk{};
+    chunk.chunk = i / ranks;
+    chunk.source = (comm.rank + i) % ranks;
+    const int tokens = tables.tokens[chunk.source], size = chunk_tokens(tokens);
+    chunk.begin = chunk.chunk * size;
+    chunk.end = min(chunk.begin + size, int64_t{tokens});
+    if (chunk.begin < chunk.end && !receive_chunk<dtype>(comm, args, epoch, tables, team, chunk)) return;
+  }
+  if (args.layout == RowLayout::rank) return;
+  for (int64_t e = team.number * team.warps + warp_id() - team.first_warp; e < comm.local_experts;
+       e += int64_t{team.count} * team.warps)
+    zero_padding(comm, args, tables, e);
+}
+
+/// The work of the first block.
+__device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, FusedMemory& memory) {
+  const bool failed = failed_for_block(comm);
+  if (args.operation == Operation::dispatch) {
+    if (!failed) route_few(comm, args, epoch, memory.counts);
+    pass_epoch(comm, epoch);
+    __syncthreads();
+    make_plan(comm, args, epoch, memory.counts, kFusedCounts);
+    if (threadIdx.x == 0) comm.state().bad_id = ~uint64_t{0};
+    return;
+  }
+  if (!failed)
+    signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
+                 kCarriesRows | (args.quantise ? kCarriesQuantised : 0u), 0);
+  pass_epoch(comm, epoch);
+  if (!failed) agree_on_operation(comm, args.operation, epoch);
+}
+
+/// The work of the other blocks.
+template <DType dtype>
+__device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, FusedMemory& memory) {
+  const Operation operation = args.send.operation;
+  const PlanView plan{args.send.plan, comm.plan_fields};
+  const Team team(args.team_warps, static_cast<int>(blockIdx.x) - 1, static_cast<int>(gridDim.x) - 1);
+  const bool failed = failed_for_block(comm);
+  const bool valid = !failed && (operation == Operation::dispatch || plan.header().id != 0);
+  if (valid && team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
+  device::note_sent(comm, operation);
+  pass_epoch(comm, epoch);
+  if (!valid) return;
+  RowTables tables = RowTables::of(plan);
+  if (operation == Operation::dispatch) {
+    __shared__ HostStatus::Verdict verdict;
+    const int64_t bins = comm.window.shape.counts();
+    if (!agree<device::EagerFlag>(comm, epoch, verdict, memory.counts, bins * comm.ranks()).same) return;
+    tables = RowTables::in(memory.tables, comm);
+    lay_out_rows(comm, args.send, epoch, StagedCounts{memory.counts, bins}, tables);
+    __syncthreads();
+  }
+  if (team.number >= 0) receive_rows<dtype>(comm, args.receive, epoch, tables, team);
+}
+
+template <DType dtype>
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_fused_kernel(const __grid_constant__ Comm comm, const __grid_constant__ FusedArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
+  const uint64_t epoch = comm.state().epoch + 1;
+  device::start_clock(comm, args.send.operation);
+  if (blockIdx.x == 0)
+    lead(comm, args.send, epoch, memory);
+  else
+    work<dtype>(comm, args, epoch, memory);
+  __syncthreads();
+  if (threadIdx.x == 0) device::note_phase(comm, args.send.operation, Phase::ended);
+}
+
+template <DType dtype>
+struct Fused {
+  static constexpr auto kernel = &dispatch_fused_kernel<dtype>;
+};
+
+}  // namespace
+
+template <>
+cudaError_t launch_dispatch_fused<kWire>(const Launch& launch, const Comm& comm, const FusedArguments& args) {
+  return with_dtype<Fused>(comm.window.shape.dtype, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, block_threads(launch.bulk), sizeof(FusedMemory), comm, args);
+  });
+}
+
+template <>
+cudaError_t prepare_dispatch_fused<kWire>(const DeviceShape& shape) {
+  return with_dtype<Fused>(shape.dtype, Prepare{sizeof(FusedMemory)});
+}
+
+}  // namespace moecomm::gpu

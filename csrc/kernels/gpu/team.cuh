@@ -1,0 +1,35 @@
+// Teams of warps that work on one row together, in the kernels for few tokens.
+#pragma once
+
+#include "kernels/gpu/pipe.cuh"
+#include "ptx/grid.cuh"
+
+namespace moecomm::gpu {
+
+/// A thread's team among those of several blocks. Teams that follow each other are in different blocks, so
+/// that few rows keep many SMs at work.
+struct Team {
+  int warps;       ///< of a team
+  int first_warp;  ///< in its block
+  int number;      ///< -1: this warp is in none, since the warps of a block do not divide
+  int count;       ///< of all blocks
+
+  /// `block` of `blocks` blocks.
+  __device__ Team(int of_warps, int block, int blocks) : warps(of_warps) {
+    const int within = warp_id() / warps, each = static_cast<int>(blockDim.x) / 32 / warps;
+    first_warp = within * warps;
+    number = within < each ? within * blocks + block : -1;
+    count = each * blocks;
+  }
+
+  __device__ int thread() const { return static_cast<int>(threadIdx.x) - first_warp * 32; }
+  __device__ int threads() const { return warps * 32; }
+  /// True in the team's first warp.
+  __device__ bool leads() const { return warp_id() == first_warp; }
+  /// A barrier of the team.
+  __device__ void sync() const { all(true); }
+  /// A barrier of the team; true if `value` is for all of it.
+  __device__ bool all(bool value) const { return ptx::barrier_and(1 + first_warp / warps, threads(), value); }
+};
+
+}  // namespace moecomm::gpu
