@@ -88,14 +88,18 @@ WindowShape control_shape(const DeviceShape& shape) {
   return {shape.ranks, 1, 4, 1, DType::float32};
 }
 
+/// Loads the kernels that send rows in `wire`.
+template <WireFormat wire>
+cudaError_t prepare_wire(const DeviceShape& shape, bool bulk) {
+  const cudaError_t error = gpu::prepare_dispatch_send<wire>(shape, bulk);
+  return error != cudaSuccess ? error : gpu::prepare_dispatch_fused<wire>(shape);
+}
+
 /// Loads the kernels that send rows as they are, and those that bring them into the format of the shape.
 cudaError_t prepare_send(const DeviceShape& shape, bool bulk) {
-  const cudaError_t error = gpu::prepare_dispatch_send<WireFormat::same>(shape, bulk);
+  const cudaError_t error = prepare_wire<WireFormat::same>(shape, bulk);
   if (error != cudaSuccess) return error;
-  return with_wire(shape.wire, [&]<WireFormat wire>() {
-    const cudaError_t sending = gpu::prepare_dispatch_send<wire>(shape, bulk);
-    return sending != cudaSuccess ? sending : gpu::prepare_dispatch_fused<wire>(shape);
-  });
+  return with_wire(shape.wire, [&]<WireFormat wire>() { return prepare_wire<wire>(shape, bulk); });
 }
 
 cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,

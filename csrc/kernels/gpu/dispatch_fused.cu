@@ -335,6 +335,7 @@ __device__ bool receive_chunk(const Comm& comm, const ReceiveArguments& args, ui
       bool arrived = true;
       if (lane_id() == 0)
         arrived = device::wait_until(comm, {chunk.source, WaitPhase::rows, args.operation, epoch}, arrival);
+      __syncwarp();  // what a lane has acquired, all lanes load
       here = __all_sync(0xffffffffu, arrived);
       all = here;
       if (!here) break;

@@ -1,0 +1,270 @@
+"""Operations of few tokens in one kernel: the same bits as in kernels of their own for sending and receiving,
+whatever the other ranks run. Most small tests of this folder run them; here are the borders, and the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moecomm.types import WIRE_FORMATS
+from tests import cases, oracle
+from tests.cases import Case
+from tests.gpu import harness
+from tests.gpu.conftest import Pools
+from tests.gpu.test_graphs import AtCapacity, Captured
+from tests.gpu.test_turns import in_turns_case
+from tests.multirank.catching import Caught, catch
+from tests.oracle import DTYPES, Oracle
+
+pytestmark = pytest.mark.usefixtures("cuda_only")
+
+MOST = 512
+"""Tokens of a rank that one kernel takes."""
+
+
+@contextmanager
+def fused_tokens(most: int) -> Iterator[None]:
+    """Communicators that are built within take at most so many tokens in one kernel."""
+    os.environ["MOECOMM_FUSED_TOKENS"] = str(most)
+    try:
+        yield
+    finally:
+        del os.environ["MOECOMM_FUSED_TOKENS"]
+
+
+WHO: dict[str, Callable[[int], int]] = {
+    "all": lambda rank: MOST,
+    "nobody": lambda rank: 0,
+    "every other rank": lambda rank: MOST * (rank % 2),
+}
+"""Which ranks run one kernel."""
+
+
+def _play(rank: int, world_size: int, who: str, some: list[Case]) -> list[str]:
+    problems = []
+    for case in some:
+        with fused_tokens(WHO[who](rank)):
+            comm = harness.communicator(**case.communicator)
+        with comm:
+            problems += oracle.play(comm, case, rank)
+    return problems
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("who", ["nobody", "every other rank"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_small_cases(pool: Pools, size: int, who: str, dtype: str, seed: int) -> None:
+    some = cases.layouts_alignments_and_capacities(size, dtype, seed)
+    oracle.assert_none(pool(size)(_play, who, some))
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+def test_wire_formats(pool: Pools, most_ranks: int, wire: str, who: str, seed: int) -> None:
+    size = min(3, most_ranks)
+    base = Case(
+        tokens=(9, 70, 12)[:size],
+        num_experts=4 * size,
+        hidden=144 + -144 % WIRE_FORMATS[wire].unit,
+        top_k=3,
+        dtype="bfloat16",
+        wire=wire,
+        slack=5,
+        routing="holes",
+        seed=seed,
+    )
+    some = [
+        base,
+        replace(base, layout="rank"),
+        replace(base, hidden=7168, alignment=8),
+        replace(base, slack=-9),
+    ]
+    if wire == "fp8":
+        some.append(replace(base, combine_wire="fp8"))
+    oracle.assert_none(pool(size)(_play, who, some))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize(
+    "tokens", [(MOST, MOST + 1, 1, 0), (700, MOST, 33, 5000)], ids=["border", "beside more"]
+)
+def test_beside_ranks_with_more_tokens(
+    pool: Pools, most_ranks: int, tokens: tuple[int, ...], layout: str, seed: int
+) -> None:
+    """Chunks of other ranks hold several tokens; this rank's hold one."""
+    size = min(4, most_ranks)
+    base = Case(
+        tokens=tokens[-size:],
+        num_experts=8 * size,
+        hidden=1024,
+        top_k=4,
+        dtype="bfloat16",
+        layout=layout,
+        slack=7,
+        seed=seed,
+    )
+    some = [base, replace(base, routing="skewed", seed=seed + 1), replace(base, slack=-100, seed=seed + 2)]
+    oracle.assert_none(pool(size)(_play, "all", some))
+
+
+@pytest.mark.parametrize("who", ["all", "every other rank"])
+def test_beside_ranks_whose_chunks_take_turns(pool: Pools, most_ranks: int, who: str, seed: int) -> None:
+    """The last rank has few tokens, and gives the others room for theirs."""
+    size = min(4, most_ranks)
+    if size < 2:
+        pytest.skip("needs 2 ranks")
+    base = in_turns_case(size, seed)
+    some = [replace(base, tokens=(*base.tokens[:-1], 40), slack=slack) for slack in (0, -300)]
+    oracle.assert_none(pool(size)(_play, who, some))
+
+
+@pytest.mark.parametrize("num_sms", [2, 3, 8, 24])
+def test_few_sms(pool: Pools, most_ranks: int, num_sms: int, seed: int) -> None:
+    size = min(3, most_ranks)
+    base = Case(
+        tokens=(130, 512, 7)[:size],
+        num_experts=8 * size,
+        hidden=512,
+        top_k=4,
+        dtype="bfloat16",
+        num_sms=num_sms,
+        slack=0,
+        seed=seed,
+    )
+    oracle.assert_none(pool(size)(_play, "all", [base, replace(base, layout="rank")]))
+
+
+def _replays(rank: int, world_size: int, who: str, job: Case) -> list[str]:
+    with fused_tokens(WHO[who](rank)):
+        comm = harness.communicator(**job.communicator)
+    with comm:
+        capacity = 2 * max(Oracle(job, rank, comm.device).needed)
+        captured = Captured(comm, job, rank, capacity)
+        problems: list[str] = []
+        routings = ("uniform", "holes", "empty", "one-expert", "skewed")
+        for step in range(40):
+            known = AtCapacity(
+                replace(job, seed=job.seed + step, routing=routings[step % 5]), rank, comm.device, capacity
+            )
+            captured.load(known)
+            captured.graph.replay()
+            problems += captured.check(known)
+            oracle.settled_error(comm)
+        return problems
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_replays(pool: Pools, most_ranks: int, who: str, seed: int) -> None:
+    size = min(3, most_ranks)
+    job = Case(
+        tokens=(128, 0, 61)[:size], num_experts=8 * size, hidden=512, top_k=4, dtype="bfloat16", seed=seed
+    )
+    oracle.assert_none(pool(size)(_replays, who, job))
+
+
+def _nodes(rank: int, world_size: int, most: int | None, tokens: int) -> tuple[int, int]:
+    """Kernels in a graph of a dispatch with a capacity, and of a combine."""
+    from cuda.bindings import runtime
+
+    job = Case(tokens=(tokens,), num_experts=8, hidden=256, top_k=2, dtype="bfloat16")
+    with nullcontext() if most is None else fused_tokens(most):
+        comm = harness.communicator(**job.communicator)
+    counts = []
+    with comm:
+        known = Oracle(job, rank, comm.device)
+        out = comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=2 * tokens)
+        steps = (
+            lambda: comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=2 * tokens),
+            lambda: comm.combine(out.tokens, out.handle),
+        )
+        for step in steps:
+            harness.warm_up(step)
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph):
+                step()
+            error, _, count = runtime.cudaGraphGetNodes(graph.raw_cuda_graph())
+            assert error == runtime.cudaError_t.cudaSuccess
+            counts.append(count)
+        comm.check()
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(
+    ("most", "tokens", "kernels"), [(None, MOST, 1), (None, MOST + 1, 2), (0, 8, 2), (8, 8, 1), (8, 9, 2)]
+)
+def test_kernels_of_an_operation(pool: Pools, most: int | None, tokens: int, kernels: int) -> None:
+    pytest.importorskip("cuda.bindings.runtime")
+    assert pool(1)(_nodes, most, tokens) == [(kernels, kernels)]
+
+
+def _bad_ids(rank: int, world_size: int, job: Case, bad: int) -> tuple[list[Caught | None], list[str]]:
+    """The last rank names an expert that there is not, then one twice; afterwards all is well."""
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        found = []
+        for token, k, value in ((3, 1, bad), (2, 2, None)):
+            ids_TK = known.own.ids_TK.clone()
+            if rank == world_size - 1:
+                ids_TK[token, k] = ids_TK[token, 0] if value is None else value
+
+            def step(ids_TK: torch.Tensor = ids_TK) -> None:
+                comm.dispatch(known.own.x_TH, ids_TK, capacity=max(known.needed))
+                harness.synchronize()
+                comm.check()
+
+            found.append(catch(step))
+        return found, oracle.play(comm, job, rank)
+
+
+def test_bad_ids(pool: Pools, most_ranks: int, seed: int) -> None:
+    size = min(3, most_ranks)
+    job = Case(tokens=(9,) * size, num_experts=4 * size, hidden=64, top_k=3, slack=0, seed=seed)
+    bad = job.num_experts
+    answers = pool(size)(_bad_ids, job, bad)
+    for found, problems in answers:
+        assert problems == []
+        for caught in found:
+            assert caught is not None and caught.name == "InvalidRouting", caught
+        assert f"rank {size - 1}: topk_idx[3, 1] is {bad}" in found[0].text
+        assert f"rank {size - 1}: topk_idx[2, 2] is" in found[1].text
+        assert "which the token already has at k = 0" in found[1].text
+
+
+def _disagreement(rank: int, world_size: int, job: Case) -> tuple[list[Caught | None], list[str]]:
+    """Rank 0 combines where the others dispatch; then alignments differ."""
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        capacity = 4 * max(known.needed)
+        out = comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity)
+
+        def operation() -> None:
+            if rank == 0:
+                comm.combine(out.tokens, out.handle)
+            else:
+                comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity)
+            harness.synchronize()
+            comm.check()
+
+        def alignment() -> None:
+            comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity, alignment=1 + (rank == 0))
+            harness.synchronize()
+            comm.check()
+
+        return [catch(operation), catch(alignment)], oracle.play(comm, job, rank)
+
+
+def test_ranks_that_disagree(pool: Pools, most_ranks: int, seed: int) -> None:
+    size = min(3, most_ranks)
+    if size < 2:
+        pytest.skip("needs 2 ranks")
+    job = Case(tokens=(40,) * size, num_experts=4 * size, hidden=64, top_k=3, slack=0, seed=seed)
+    for found, problems in pool(size)(_disagreement, job):
+        assert problems == []
+        assert [caught and caught.name for caught in found] == ["MismatchedArguments"] * 2, found
+        assert "the operation" in found[0].text and "alignment" in found[1].text

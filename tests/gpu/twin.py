@@ -1,0 +1,235 @@
+"""Two ranks in one process on one GPU: their kernels really run at the same time, as those of several processes
+on a GPU never do. What is missing of two GPUs is the link between them.
+
+    python -m tests.gpu.twin --tokens 1,8,32,128,512 --json record.json
+
+measures operations in a CUDA graph, in kernels of their own for sending and receiving and in one kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moecomm import _C
+
+RANKS = 2
+MOST_FUSED = 512
+"""Tokens of a rank that one kernel takes."""
+
+
+@dataclass(kw_only=True)
+class Shape:
+    tokens: int
+    layout: str = "expert"
+    wire: str = "same"
+    hidden: int = 7168
+    num_experts: int = 256
+    top_k: int = 8
+    num_sms: int = 66
+    """Of each rank: all blocks of both have to be on the GPU together."""
+    timeout: float = 10.0
+
+
+class Rank:
+    """The inputs and outputs of one rank, with room for all rows that can come."""
+
+    def __init__(self, shape: Shape, plan_words: int, generator: torch.Generator) -> None:
+        tokens, top_k = shape.tokens, shape.top_k
+        by_rank = shape.layout == "rank"
+        self.capacity = RANKS * tokens * (1 if by_rank else top_k)
+        self.positions = RANKS * tokens * top_k if by_rank else -1
+        self.x_TH = torch.randn(tokens, shape.hidden, generator=generator).bfloat16().cuda()
+        ids = [torch.randperm(shape.num_experts, generator=generator)[:top_k] for _ in range(tokens)]
+        self.ids_TK = torch.stack(ids).cuda()
+        self.weights_TK = torch.rand(tokens, top_k, generator=generator).cuda()
+        self.plan = torch.zeros(plan_words, dtype=torch.int32, device="cuda")
+        self.rows_PH = torch.zeros(self.capacity, shape.hidden, dtype=torch.bfloat16, device="cuda")
+        self.weights_P = torch.zeros(self.capacity, top_k if by_rank else 1, device="cuda")
+        self.ids_PK = torch.zeros(self.capacity, top_k, dtype=torch.int32, device="cuda")
+        self.index_Q = torch.zeros(max(self.positions, 0), dtype=torch.int32, device="cuda")
+        self.grad_PH = torch.zeros_like(self.rows_PH)
+        self.y_TH = torch.zeros_like(self.x_TH)
+
+    def results(self) -> list[torch.Tensor]:
+        return [self.rows_PH, self.weights_P, self.ids_PK, self.index_Q, self.grad_PH, self.y_TH]
+
+
+class Twin:
+    """The two ranks."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape, self.seed = shape, seed
+        self.layout = getattr(_C.RowLayout, shape.layout)
+        device_shape = _C.DeviceShape(
+            ranks=RANKS,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            hidden=shape.hidden,
+            max_tokens=shape.tokens,
+            dtype=_C.DType.bfloat16,
+            wire=getattr(_C.WireFormat, shape.wire),
+            ranks_per_node=RANKS,
+        )
+        self.plan_words = _C.device_plan_fields(device_shape)["total"][1]
+        size = _C.device_window_bytes(device_shape)
+        self.windows = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(RANKS)]
+        torch.cuda.synchronize()
+        self.native = [
+            _C.DeviceCommunicator(
+                shape=device_shape,
+                rank=rank,
+                timeout=shape.timeout,
+                num_sms=shape.num_sms,
+                device=torch.cuda.current_device(),
+                host_ranks=RANKS,
+            )
+            for rank in range(RANKS)
+        ]
+        names = [native.link_control() for native in self.native]
+        for native in self.native:
+            native.connect(
+                bases=[window.data_ptr() for window in self.windows], names=names, pids=[os.getpid()] * RANKS
+            )
+        for native in self.native:
+            native.unlink_control()
+        self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
+
+    def __enter__(self) -> Twin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        torch.cuda.synchronize()
+        for native in self.native:
+            native.close()
+
+    def fuse(self, *most: int) -> None:
+        """Sets the tokens that one kernel takes, of each rank."""
+        for native, tokens in zip(self.native, most, strict=True):
+            native.fuse_up_to(tokens)
+
+    def ranks(self) -> list[Rank]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [Rank(self.shape, self.plan_words, generator) for _ in range(RANKS)]
+
+    def dispatch(self, ranks: list[Rank]) -> None:
+        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            by_rank = self.shape.layout == "rank"
+            sent = (own.x_TH.data_ptr(), 0, own.ids_TK.data_ptr(), True, own.weights_TK.data_ptr())
+            sizes = (self.shape.tokens, self.layout, 1, own.capacity, own.positions, own.plan.data_ptr())
+            rows = (own.capacity, own.positions if by_rank else own.capacity)
+            ids, index = (own.ids_PK.data_ptr(), own.index_Q.data_ptr()) if by_rank else (0, 0)
+            received = (own.rows_PH.data_ptr(), 0, own.weights_P.data_ptr(), ids, index, 0)
+            native.dispatch(*sent, *sizes, *rows, *received, stream.cuda_stream)
+
+    def redispatch(self, ranks: list[Rank]) -> None:
+        """The backward of a combine."""
+        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            rows = (own.x_TH.data_ptr(), self.shape.tokens, own.capacity, own.grad_PH.data_ptr())
+            native.redispatch(own.plan.data_ptr(), self.layout, *rows, 0, 0, 0, False, stream.cuda_stream)
+
+    def combine(self, ranks: list[Rank]) -> None:
+        """With routing weights in the expert layout."""
+        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            weights = own.weights_P.data_ptr() if self.shape.layout == "expert" else 0
+            rows = (own.rows_PH.data_ptr(), weights, self.shape.tokens, own.y_TH.data_ptr())
+            native.combine(own.plan.data_ptr(), self.layout, *rows, 0, 0, False, stream.cuda_stream)
+
+    def check(self) -> None:
+        """Waits for both ranks. Raises what either has reported."""
+        torch.cuda.synchronize()
+        for native in self.native:
+            native.check()
+
+    def operations(self) -> dict[str, Callable[[list[Rank]], None]]:
+        return {"dispatch": self.dispatch, "combine": self.combine, "redispatch": self.redispatch}
+
+    def capture(self, operation: Callable[[list[Rank]], None], ranks: list[Rank], times: int) -> Any:
+        """Returns a CUDA graph in which the operation follows itself so many times on both ranks."""
+        operation(ranks)
+        self.check()
+        graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=main):
+            for stream in self.streams:
+                stream.wait_stream(main)
+            for _ in range(times):
+                operation(ranks)
+            for stream in self.streams:
+                main.wait_stream(stream)
+        return graph
+
+
+def seconds(twin: Twin, operation: Callable[[list[Rank]], None], ranks: list[Rank]) -> float:
+    """The median time of an operation in a graph of twenty, of fifteen replays."""
+    times = 20
+    graph = twin.capture(operation, ranks, times)
+    graph.replay()
+    found = []
+    for _ in range(15):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) * 1e-3 / times)
+    twin.check()
+    return statistics.median(found)
+
+
+def measure(shape: Shape, seed: int) -> dict[str, Any]:
+    """Microseconds of each operation, in two kernels and in one."""
+    row: dict[str, Any] = {"tokens": shape.tokens, "layout": shape.layout, "wire": shape.wire}
+    with Twin(shape, seed) as twin:
+        for name, most in (("two", 0), ("one", MOST_FUSED)):
+            twin.fuse(most, most)
+            ranks = twin.ranks()
+            row[name] = {
+                operation: round(seconds(twin, call, ranks) * 1e6, 1)
+                for operation, call in twin.operations().items()
+            }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", default="1,8,32,128,256,512", help="of each rank, sizes with commas")
+    parser.add_argument("--wires", default="same,fp8", help="formats in which rows travel")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the record there")
+    args = parser.parse_args()
+    from bench.harness import machine
+
+    rows = []
+    print(f"{'wire':6} {'layout':6} {'tokens':>6}  us: two kernels / one, of dispatch, combine, redispatch")
+    for wire in args.wires.split(","):
+        for layout in ("expert", "rank"):
+            for tokens in map(int, args.tokens.split(",")):
+                row = measure(Shape(tokens=tokens, layout=layout, wire=wire), args.seed)
+                rows.append(row)
+                times = "  ".join(f"{row['two'][name]:6.1f} / {row['one'][name]:5.1f}" for name in row["one"])
+                print(f"{wire:6} {layout:6} {tokens:6}  {times}", flush=True)
+    if args.json is None:
+        return
+    commit, changed = machine.git_commit()
+    record = {
+        "program": "tests.gpu.twin",
+        "about": "us of operations in a CUDA graph, two ranks of one process on one GPU with 66 SMs each, "
+        "hidden 7168, top-8 of 256 experts, bfloat16, capacity for all rows",
+        "git": commit if not changed else f"{commit} and changes",
+        "hardware": {"host": machine.describe(), "gpus": machine.describe_gpus()},
+        "versions": machine.versions("cuda"),
+        "rows": rows,
+    }
+    args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
