@@ -1,5 +1,5 @@
-"""Two ranks in one process on one GPU: their kernels really run at the same time, as those of several processes
-on a GPU never do. What is missing of two GPUs is the link between them.
+"""Two ranks in one process on one GPU: their kernels really run at the same time, as those of several
+processes on a GPU never do. What is missing of two GPUs is the link between them.
 
     python -m tests.gpu.twin --tokens 1,8,32,128,512 --json record.json
 

@@ -139,6 +139,15 @@ class TestOperations:
         assert kept.isdisjoint(each.data_ptr() for each in inputs)
         assert torch.equal(work.wait().tokens, inputs[0][[1, 3, 0, 2, 3, 0, 2]])
 
+    @pytest.mark.parametrize("most", [None, 0, 128])
+    def test_tokens_that_one_kernel_takes(self, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        if most is not None:
+            monkeypatch.setenv("MOECOMM_FUSED_TOKENS", str(most))
+        comm, native, _ = _comm()
+        told = [call for call in native.calls if call.startswith("fuse_up_to")]
+        assert told == ([] if most is None else [f"fuse_up_to {most}"])
+        comm.close()
+
     def test_a_begun_dispatch_is_settled_on_the_sms_that_it_began_with(self) -> None:
         comm, native, _ = _comm()
         backend, inputs = comm._open(), _inputs()

@@ -27,6 +27,7 @@ def test_values() -> None:
     assert read_env({"MOECOMM_FABRIC_SHUFFLE": "17"}) == Env(fabric_shuffle=17)
     assert read_env({"MOECOMM_FABRIC_LANES": "4"}) == Env(fabric_lanes=4)
     assert read_env({"MOECOMM_FIRST_EPOCH": str(2**62)}) == Env(first_epoch=2**62)
+    assert read_env({"MOECOMM_FUSED_TOKENS": "0"}) == Env(fused_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_values() -> None:
         ("MOECOMM_FABRIC_SHUFFLE", "0"),
         ("MOECOMM_FABRIC_SHUFFLE", "yes"),
         ("MOECOMM_FIRST_EPOCH", "0"),
+        ("MOECOMM_FUSED_TOKENS", "-1"),
         ("MOECOMM_FIRST_EPOCH", str(2**62 + 1)),
     ],
 )
