@@ -13,6 +13,9 @@ meanwhile. What it copies is read when it copies.
     python -m tests.protocol.model                    # the searches of the tests, with their counts
     python -m tests.protocol.model --ranks 3          # a larger one
 
+A rank may run both sides of an operation in one kernel: rows go out before it has announced itself, and
+chunks are read before the records of all are there, as in a combine, whose plan says what comes.
+
 Epochs have no bound: a state is kept relative to the least epoch that somebody can still ask for, so the
 number of states is finite and the search covers runs of every length.
 """
@@ -26,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-RECEIVES, GIVES_UP = 0, 1
+RECEIVES, GIVES_UP, FUSED = 0, 1, 2
 RUNNING, LOST, FAILED = 0, 1, 2
 SMS = 0
 OLD = -8
@@ -52,6 +55,9 @@ class Protocol:
     """A rank may give an operation up."""
     loss: bool = True
     """One rank may be lost."""
+    fused: bool = False
+    """A rank may run an operation in one kernel. As a plan that all know would say, operations bring chunks
+    in odd epochs then, and none in even ones; none is given up."""
     sections: int = 0
     """Landing sections of the copy engine; an operation takes any of them, or none. They take one chunk."""
     buffers: int = 2
@@ -75,6 +81,8 @@ class Protocol:
     """A rank reads in the section that the sender's record names, not in that of its own choice."""
     failure_stops_copies: bool = True
     """No copy is carried out after the wait that comes before it has failed."""
+    fused_meets: bool = True
+    """An operation of one kernel ends only when the records of all are there."""
 
 
 class Action(NamedTuple):
@@ -133,6 +141,7 @@ class Model:
         p = protocol
         self.amounts = (p.chunks,) if p.always_brings else (0, p.chunks)
         assert p.sections == 0 or (p.chunks == p.places == 1 and not p.streams)
+        assert not p.fused or not (p.always_brings or p.gives_up)
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
         # chunks + 1 times the engine); flags (8 epoch + 1 if the chunk was given up); rows (8 epoch + chunk)
         # by buffer and place; credits, which the holder writes at the writer; landed rows by section. Pairs
@@ -150,7 +159,7 @@ class Model:
         }
         self.programs = {
             (kind, chunks, False, False): self._program(kind, chunks)
-            for kind in (RECEIVES, GIVES_UP)
+            for kind in (RECEIVES, GIVES_UP, FUSED)
             for chunks in self.amounts
         } | {
             (kind, chunks, True, again): (self._copying_program(kind, again),)
@@ -158,6 +167,10 @@ class Model:
             for chunks in self.amounts
             for again in (False, True)
         }
+
+    def _planned(self, epoch: int) -> int:
+        """The chunks of an operation with a plan."""
+        return self.protocol.chunks if epoch % 2 else 0
 
     def start(self) -> State:
         """Returns the state before the first operation, whose epoch is 1."""
@@ -168,11 +181,13 @@ class Model:
         """The threads of an operation. The first one meets the others; those that read wait for it."""
         p = self.protocol
         peers = range(1, p.ranks)
-        at_once = chunks if kind == RECEIVES else min(chunks, p.places)
+        at_once = min(chunks, p.places) if kind == GIVES_UP else chunks
+
+        def announce(to: list[int]) -> list[Action]:
+            return [Action("announce", peer) for peer in to]
 
         def send(to: list[int]) -> list[Action]:
-            rows = [Action(name, peer, c) for c in range(at_once) for peer in to for name in ("row", "flag")]
-            return [Action("announce", peer) for peer in to] + rows
+            return [Action(name, peer, c) for c in range(at_once) for peer in to for name in ("row", "flag")]
 
         def receive(sources: list[int]) -> list[Action]:
             names: tuple[str, ...] = ("read",)
@@ -188,7 +203,11 @@ class Model:
         meeting = [Action("meet")] if kind == RECEIVES or p.abandon_waits else []
         before = give_up() if kind == GIVES_UP else []
         apart = [[peer] for peer in peers] if p.streams else [list(peers)]
-        threads = [before + meeting, *(send(some) for some in apart)]
+        if kind == FUSED:
+            threads = [[Action("meet")] * p.fused_meets, announce(list(peers))]
+            threads += [work(some) for work in (send, receive) for some in apart]
+            return tuple(tuple(thread) for thread in threads)
+        threads = [before + meeting, *(announce(some) + send(some) for some in apart)]
         if kind == RECEIVES:
             threads += [receive(some) for some in apart]
         return tuple(tuple(thread) for thread in threads)
@@ -273,14 +292,16 @@ class Model:
             epoch = rank.epoch + 1
             if any(epoch > other.epoch + 1 for other in ranks if other.status == RUNNING):
                 raise Violation("a rank begins an epoch two ahead of another rank's")
-            for kind in (RECEIVES, GIVES_UP) if self.protocol.gives_up else (RECEIVES,):
-                for chunks, engine in itertools.product(self.amounts, self._engines(r, ranks, memory)):
+            kinds = (RECEIVES,) + (GIVES_UP,) * self.protocol.gives_up + (FUSED,) * self.protocol.fused
+            amounts = (self._planned(epoch),) if self.protocol.fused else self.amounts
+            for kind in kinds:
+                for chunks, engine in itertools.product(amounts, self._engines(r, ranks, memory)):
                     begun = rank._replace(epoch=epoch, kind=kind, chunks=chunks, engine=engine)
                     begun = begun._replace(threads=tuple(0 for _ in self._thread_programs(begun)))
                     yield (
                         f"begins epoch {epoch} with {chunks} chunks"
                         + (f" to section {engine}" if engine != SMS else "")
-                        + (", to give it up" if kind == GIVES_UP else ""),
+                        + ("", ", to give it up", " in one kernel")[kind],
                         self._with(ranks, memory, r, **begun._asdict()),
                     )
             return
@@ -290,7 +311,7 @@ class Model:
                 continue
             action = thread[done]
             reads = action.name in ("read", "credit")
-            if reads and number > 0 and rank.threads[0] < len(program[0]):
+            if reads and number > 0 and rank.kind != FUSED and rank.threads[0] < len(program[0]):
                 continue  # behind the meeting
             written = list(memory)
             missing = self._do(action, r, rank, memory, written)
@@ -350,9 +371,11 @@ class Model:
             self._raise(written, into + self.credits + c, n, 0)
         else:
             record = memory[into + n % p.buffers]
-            if record >> 3 != n:
+            if record >> 3 != n and rank.kind != FUSED:
                 raise Violation(f"a rank reads tables of epoch {record >> 3} in epoch {n}")
             engine, chunks = divmod(record & 7, p.chunks + 1)
+            if rank.kind == FUSED:
+                engine, chunks = SMS, self._planned(n)
             if c >= chunks:
                 return None  # nothing comes
             flag = memory[into + self.flags + c]
@@ -468,11 +491,18 @@ def _require_ends(after_loss: dict[State, list[State]]) -> None:
         raise Violation("after a loss ranks go on for ever")
 
 
+_FUSED = Protocol(ranks=2, chunks=2, gives_up=False, streams=True, fused=True)
+
 QUICK: dict[str, tuple[Protocol, int]] = {
     "two ranks": (Protocol(ranks=2, chunks=2, streams=True), 15615),
     "two ranks, a place for every chunk": (Protocol(ranks=2, chunks=2, places=2, streams=True), 4483),
     "three ranks": (Protocol(ranks=3, always_brings=True, gives_up=False), 7417),
     "three ranks, of which none is lost": (Protocol(ranks=3, always_brings=True, loss=False), 39382),
+    "two ranks, in one kernel or two": (_FUSED, 1850),
+    "three ranks, in one kernel or two": (
+        replace(_FUSED, ranks=3, chunks=1, streams=False, loss=False),
+        29318,
+    ),
     "two ranks and their copy engines": (Protocol(ranks=2, always_brings=True, sections=2), 10089),
     "two ranks that read where the record says": (
         Protocol(
@@ -504,6 +534,7 @@ MUTANTS: dict[str, tuple[Protocol, str]] = {
         replace(_COPIES, sections_agree=False, reads_announced=False),
         "for chunk 0 of epoch 1",
     ),
+    "one kernel ends without the records of all": (replace(_FUSED, fused_meets=False), "two ahead"),
     "giving up leaves copies on the way": (replace(_COPIES, ends_after_copies=False), "over epoch 2"),
 }
 """Each is wrong in one point, and what is found of it."""
