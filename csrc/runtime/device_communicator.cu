@@ -612,11 +612,11 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
 
 void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t positions,
                                   const DeviceOutput& output, cudaStream_t stream) {
+  require_usable();
   if (!fuses(config_.shape.wire, d.tokens)) {
     begin_dispatch(d, stream);
     return finish_dispatch(rows, positions, output, stream);
   }
-  require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
   abandon();

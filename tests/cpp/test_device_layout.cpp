@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "check.hpp"
+#include "common/error.hpp"
+#include "kernels/gpu/heuristics.hpp"
 #include "layout/device_plan.hpp"
 #include "layout/device_window.hpp"
 
@@ -273,9 +275,43 @@ void test_plan_fields() {
   });
 }
 
+/// True if a communicator can have so many ranks, so many of them on a node (0: all).
+bool serves_ranks(int32_t ranks, int32_t ranks_per_node) {
+  DeviceShape shape{ranks, 8, ranks, 64, 16, DType::bfloat16, WireFormat::same};
+  shape.ranks_per_node = ranks_per_node;
+  try {
+    check_shape(shape);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::unsupported);
+    return false;
+  }
+  return true;
+}
+
+void test_limits() {
+  CHECK(serves_ranks(128, 0) && serves_ranks(1024, 128) && serves_ranks(1024, 8));
+  CHECK(!serves_ranks(129, 0) && !serves_ranks(1032, 129) && !serves_ranks(1032, 8));
+}
+
+/// The shapes that kernels for few tokens serve have their tables in the shared memory of a block.
+void test_shapes_of_one_kernel() {
+  CHECK(gpu::fuses(1, 256) && gpu::fuses(8, 256) && gpu::fuses(64, 256) && gpu::fuses(8, 1024));
+  CHECK(!gpu::fuses(65, 65) && !gpu::fuses(72, 144) && !gpu::fuses(64, 1024) && !gpu::fuses(1, 4096));
+  CHECK(gpu::choose_heuristics(132, 0, false, true).fused_tokens == gpu::kMostFusedTokens);
+  CHECK(gpu::choose_heuristics(132, 0, true, true).fused_tokens == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, false).fused_tokens == 0);
+  for (const int budget : {0, 2, 3, 24, 64, 132}) {
+    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true);
+    for (const int64_t items : {0, 1, 100, 5000})
+      CHECK(h.fused_blocks(items, 3) >= 2 && h.fused_blocks(items, 3) <= h.all_blocks());
+  }
+}
+
 }  // namespace
 
 int main() {
+  test_limits();
+  test_shapes_of_one_kernel();
   test_chunks();
   test_rows_on_the_wire();
   test_sections();

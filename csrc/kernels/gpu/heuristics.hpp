@@ -19,6 +19,8 @@ inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row
 
 /// The most tokens of a rank that a kernel for few tokens takes: each is a chunk of its own.
 inline constexpr int kMostFusedTokens = 512;
+/// The most ranks of such a kernel: a token's owners are the bits of a word.
+inline constexpr int kMostFusedRanks = 64;
 
 // Words of shared memory in which a block of a kernel for few tokens keeps what all ranks have announced, and
 // where rows begin.
@@ -27,7 +29,8 @@ inline constexpr int kFusedCounts = 24576, kFusedTables = 8192;
 /// True where a kernel that does all of an operation can serve a shape: on one node of so many ranks.
 inline bool fuses(int64_t ranks, int64_t num_experts) {
   const int64_t local = num_experts / ranks, counts = num_experts + ranks;
-  return counts * std::max<int64_t>(ranks, kMostFusedTokens / 32) <= kFusedCounts &&
+  return ranks <= kMostFusedRanks &&
+         counts * std::max<int64_t>(ranks, kMostFusedTokens / 32) <= kFusedCounts &&
          (3 + ranks) * local + 3 * ranks <= kFusedTables;
 }
 
