@@ -7,7 +7,8 @@ CPUs, and a file of tests/gpu that imports it hands it ranks on GPUs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,16 @@ def communicator(**arguments: Any) -> Any:
     return moecomm.Communicator(
         **{"device": device(), "timeout": COMM_TIMEOUT_S, "engine": engine, **arguments}
     )
+
+
+@contextmanager
+def variable(name: str, value: object) -> Iterator[None]:
+    """Sets an environment variable of this rank, which has none of that name, within the block."""
+    os.environ[name] = str(value)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def poison(most: int = 256 << 20) -> None:

@@ -109,6 +109,14 @@ cudaError_t launch_send(const gpu::Launch& launch, const device::Comm& comm,
   });
 }
 
+/// Fills in what the receiving side of an operation has from its sending side.
+void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) {
+  received.operation = sent.operation;
+  received.x = sent.x;
+  received.plan = sent.plan;
+  received.layout = sent.layout;
+}
+
 /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
 /// team. `blocks` blocks of `warps`, of which the first takes no rows.
 constexpr int kTeamWarps = 4;
@@ -523,10 +531,7 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t stream) {
   const Sent begun = *pending_;
   gpu::SendArguments sent = begun.arguments;
-  arguments.operation = sent.operation;
-  arguments.x = sent.x;
-  arguments.plan = sent.plan;
-  arguments.layout = sent.layout;
+  take_sent(arguments, sent);
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
   const int blocks = sent.copied ? heuristics_.each_blocks() : heuristics_.receive_blocks;
@@ -590,13 +595,19 @@ bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
          tokens <= comm(wire)->window.stage_tokens;
 }
 
-/// Starts one kernel that sends and receives.
+/// Starts to send and to receive what is known before to be so many rows: in one kernel, or two.
 void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArguments& sent,
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
-  received.operation = sent.operation;
-  received.x = sent.x;
-  received.plan = sent.plan;
-  received.layout = sent.layout;
+  // The products with other rows are sums, which one warp has to make in its order.
+  if (received.other == nullptr && fuses(wire, sent.tokens))
+    return send_and_receive_in_one(wire, sent, received, stream);
+  send(wire, sent, stream);
+  receive(received, stream);
+}
+
+void DeviceCommunicator::send_and_receive_in_one(WireFormat wire, const gpu::SendArguments& sent,
+                                                 gpu::ReceiveArguments received, cudaStream_t stream) {
+  take_sent(received, sent);
   const int warps = gpu::block_warps(overlaps_);
   const int64_t items = sent.tokens * config_.shape.ranks;
   const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps);
@@ -613,10 +624,6 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
 void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t positions,
                                   const DeviceOutput& output, cudaStream_t stream) {
   require_usable();
-  if (!fuses(config_.shape.wire, d.tokens)) {
-    begin_dispatch(d, stream);
-    return finish_dispatch(rows, positions, output, stream);
-  }
   const DeviceGuard guard(config_.device);
   complete(stream);
   abandon();
@@ -686,10 +693,7 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   output.scales = r.scales;
   output.other = r.other;
   output.dots = r.dots;
-  // The products with other rows are sums, which one warp has to make in its order.
-  if (r.other == nullptr && fuses(wire, r.tokens)) return send_and_receive(wire, arguments, output, stream);
-  send(wire, arguments, stream);
-  receive(output, stream);
+  send_and_receive(wire, arguments, output, stream);
 }
 
 void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool quantised,

@@ -188,6 +188,8 @@ class DeviceCommunicator {
   bool fuses(WireFormat wire, int64_t tokens) const;
   void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
                         cudaStream_t stream);
+  void send_and_receive_in_one(WireFormat wire, const gpu::SendArguments& sent,
+                               gpu::ReceiveArguments received, cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
   void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes, int32_t landing,

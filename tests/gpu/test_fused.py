@@ -4,16 +4,15 @@ whatever the other ranks run. Most small tests of this folder run them; here are
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from moecomm.types import WIRE_FORMATS
-from tests import cases, oracle
+from tests import cases, oracle, ranks
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
@@ -28,14 +27,9 @@ MOST = 512
 """Tokens of a rank that one kernel takes."""
 
 
-@contextmanager
-def fused_tokens(most: int) -> Iterator[None]:
+def fused_tokens(most: int) -> AbstractContextManager[None]:
     """Communicators that are built within take at most so many tokens in one kernel."""
-    os.environ["MOECOMM_FUSED_TOKENS"] = str(most)
-    try:
-        yield
-    finally:
-        del os.environ["MOECOMM_FUSED_TOKENS"]
+    return ranks.variable("MOECOMM_FUSED_TOKENS", most)
 
 
 WHO: dict[str, Callable[[int], int]] = {

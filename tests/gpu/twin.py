@@ -35,7 +35,7 @@ class Shape:
     num_experts: int = 256
     top_k: int = 8
     num_sms: int = 66
-    """Of each rank: all blocks of both have to be on the GPU together."""
+    """SMs of each rank; all blocks of both ranks have to be on the GPU together."""
     timeout: float = 10.0
 
 
@@ -137,7 +137,7 @@ class Twin:
             native.redispatch(own.plan.data_ptr(), self.layout, *rows, 0, 0, 0, False, stream.cuda_stream)
 
     def combine(self, ranks: list[Rank]) -> None:
-        """With routing weights in the expert layout."""
+        """Combines the rows that were dispatched, in the expert layout with routing weights."""
         for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
             weights = own.weights_P.data_ptr() if self.shape.layout == "expert" else 0
             rows = (own.rows_PH.data_ptr(), weights, self.shape.tokens, own.y_TH.data_ptr())

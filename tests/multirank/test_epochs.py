@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -18,13 +16,9 @@ BORDERS = [2**31, 2**32, 2**62]
 """The last one is the highest first epoch that is taken."""
 
 
-@contextmanager
-def first_epoch(epoch: int) -> Iterator[None]:
-    os.environ["MOECOMM_FIRST_EPOCH"] = str(epoch)
-    try:
-        yield
-    finally:
-        del os.environ["MOECOMM_FIRST_EPOCH"]
+def first_epoch(epoch: int) -> AbstractContextManager[None]:
+    """Communicators that are built within begin with this epoch."""
+    return ranks.variable("MOECOMM_FIRST_EPOCH", epoch)
 
 
 def _across(rank: int, world_size: int, case: Case) -> list[str]:

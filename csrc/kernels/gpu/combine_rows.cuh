@@ -73,6 +73,13 @@ struct TokenSum {
   int32_t owner;  ///< of each lane: whose sum it waits for, -1: none
 };
 
+/// Returns the owner of this lane's k of one of this rank's own tokens, -1: none.
+__device__ inline int32_t own_owner(const Comm& comm, const PlanView& plan, int64_t token) {
+  const int top_k = comm.top_k(), lane = lane_id();
+  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
+  return expert_owner(id, comm.local_experts);
+}
+
 /// Fills sources with the own rows of a token and weights with their factors.
 template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
@@ -80,8 +87,7 @@ __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArgument
   const PlanView plan{args.plan, comm.plan_fields};
   const int top_k = comm.top_k(), lane = lane_id();
   const int32_t home = plan.at(plan.fields.home)[token];
-  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
-  const int32_t owner = expert_owner(id, comm.local_experts);
+  const int32_t owner = own_owner(comm, plan, token);
   const int32_t row = planned_row(plan, args.layout, comm.rank * comm.window.shape.max_tokens + token, top_k);
   const float weight =
       args.weights != nullptr && row >= 0 ? reinterpret_cast<const float*>(args.weights)[row] : 1.0f;
@@ -120,9 +126,7 @@ __device__ inline int slot_of(int32_t sender, bool leads) {
 __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                   int64_t token, const std::byte** slots) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const int top_k = comm.top_k(), lane = lane_id();
-  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
-  const int32_t owner = expert_owner(id, comm.local_experts);
+  const int32_t owner = own_owner(comm, plan, token);
   const int32_t sender = comm.sender(owner);
   const bool leads = first_with(sender);
   const int slot = slot_of(sender, leads);
@@ -146,9 +150,7 @@ __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args
 __device__ inline void find_landed(const Comm& comm, const CombineArguments& args, uint64_t epoch,
                                    int64_t token, const std::byte** slots) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const int top_k = comm.top_k(), lane = lane_id();
-  const int32_t id = lane < top_k ? plan.at(plan.fields.local_topk_idx)[token * top_k + lane] : kNoExpert;
-  const int32_t owner = expert_owner(id, comm.local_experts);
+  const int32_t owner = own_owner(comm, plan, token);
   const bool leads = first_with(owner);
   const int slot = slot_of(owner, leads);
   if (leads)

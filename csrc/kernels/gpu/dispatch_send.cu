@@ -1,7 +1,6 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
 //   - some blocks first work out and announce where the rows will go (route.cuh, or route_few.cuh); one then
-//   waits for what the
-//     other ranks announce, and makes the plan of what arrives here (plan.cuh)
+//     waits for what the other ranks announce, and makes the plan of what arrives here (plan.cuh)
 //   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
 //     each piece stored to the staging section of every owner, at the place of (source, token)
 //   - when all rows of a chunk are in place, the owners' arrival flags are set

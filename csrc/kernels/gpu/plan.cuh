@@ -199,12 +199,14 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
   comm.state().bytes_wire += entries * comm.window.wire_bytes;
 }
 
-/// Waits for the records of all ranks, and compares them, while `counts` of all sources are copied into
-/// shared memory if there is room. Whole block.
+/// What the records of all ranks say together.
 struct Agreement {
   bool alive;  ///< all records have come
   bool same;   ///< and say the same
 };
+
+/// Waits for the records of all ranks, and compares them; meanwhile the first `words` numbers that sources
+/// have pushed are copied to `counts`, in shared memory. Where they differ, `verdict` says how. Whole block.
 template <class Flag = device::EpochFlag>
 __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict,
                                   int32_t* counts, int64_t words) {
