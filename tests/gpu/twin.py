@@ -3,12 +3,17 @@ processes on a GPU never do. What is missing of two GPUs is the link between the
 
     python -m tests.gpu.twin --tokens 1,8,32,128,512 --json record.json
 
-measures operations in a CUDA graph, in kernels of their own for sending and receiving and in one kernel.
+measures operations in a CUDA graph, in kernels of their own for sending and receiving and in one kernel;
+
+    python -m tests.gpu.twin --tokens 4096 --sms 16,24,32,48,66
+
+of many tokens, on few SMs a rank and on half of the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -185,10 +190,17 @@ def seconds(twin: Twin, operation: Callable[[list[Rank]], None], ranks: list[Ran
 
 
 def measure(shape: Shape, seed: int) -> dict[str, Any]:
-    """Microseconds of each operation, in two kernels and in one."""
-    row: dict[str, Any] = {"tokens": shape.tokens, "layout": shape.layout, "wire": shape.wire}
+    """Microseconds of each operation, in two kernels and, of few tokens, in one."""
+    row: dict[str, Any] = {
+        "tokens": shape.tokens,
+        "layout": shape.layout,
+        "wire": shape.wire,
+        "sms": shape.num_sms,
+    }
     with Twin(shape, seed) as twin:
         for name, most in (("two", 0), ("one", MOST_FUSED)):
+            if name == "one" and shape.tokens > most:
+                continue
             twin.fuse(most, most)
             ranks = twin.ranks()
             row[name] = {
@@ -202,26 +214,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", default="1,8,32,128,256,512", help="of each rank, sizes with commas")
     parser.add_argument("--wires", default="same,fp8", help="formats in which rows travel")
+    parser.add_argument("--sms", default="66", help="SMs of each rank, numbers with commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the record there")
     args = parser.parse_args()
     from bench.harness import machine
 
+    numbers = [[int(number) for number in text.split(",")] for text in (args.tokens, args.sms)]
+    cases = itertools.product(args.wires.split(","), ("expert", "rank"), *numbers)
     rows = []
-    print(f"{'wire':6} {'layout':6} {'tokens':>6}  us: two kernels / one, of dispatch, combine, redispatch")
-    for wire in args.wires.split(","):
-        for layout in ("expert", "rank"):
-            for tokens in map(int, args.tokens.split(",")):
-                row = measure(Shape(tokens=tokens, layout=layout, wire=wire), args.seed)
-                rows.append(row)
-                times = "  ".join(f"{row['two'][name]:6.1f} / {row['one'][name]:5.1f}" for name in row["one"])
-                print(f"{wire:6} {layout:6} {tokens:6}  {times}", flush=True)
+    print("wire   layout tokens  SMs  us: two kernels / one, of dispatch, combine, redispatch")
+    for wire, layout, tokens, sms in cases:
+        row = measure(Shape(tokens=tokens, layout=layout, wire=wire, num_sms=sms), args.seed)
+        rows.append(row)
+        one = row.get("one", {})
+        times = "  ".join(f"{row['two'][name]:7.1f} / {one.get(name, '-'):>5}" for name in row["two"])
+        print(f"{wire:6} {layout:6} {tokens:6} {sms:4}  {times}", flush=True)
     if args.json is None:
         return
     commit, changed = machine.git_commit()
     record = {
         "program": "tests.gpu.twin",
-        "about": "us of operations in a CUDA graph, two ranks of one process on one GPU with 66 SMs each, "
+        "about": "us of operations in a CUDA graph, two ranks of one process on one GPU, "
         "hidden 7168, top-8 of 256 experts, bfloat16, capacity for all rows",
         "git": commit if not changed else f"{commit} and changes",
         "hardware": {"host": machine.describe(), "gpus": machine.describe_gpus()},
