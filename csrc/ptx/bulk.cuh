@@ -36,6 +36,12 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                : "memory");
 }
 
+/// Arrives `count` times; what this thread did before is visible to whoever finds the phase ended.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t count = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
+}
+
 /// True when the phase of this parity has ended; what was copied is visible to this thread then.
 __device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
@@ -43,6 +49,21 @@ __device__ __forceinline__ bool barrier_done(uint64_t* barrier, uint32_t parity)
       "{\n"
       ".reg .pred p;\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+/// The same without a pause in it.
+__device__ __forceinline__ bool barrier_done_now(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n"
       "}\n"
       : "=r"(done)

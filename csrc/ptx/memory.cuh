@@ -60,6 +60,11 @@ __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t va
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+/// No order: behind a fence.
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }

@@ -167,8 +167,9 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   for (const cudaError_t error :
        {prepare_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
         prepare_send(of_gradients, overlaps_), gpu::prepare_dispatch_receive(of_gradients, overlaps_),
-        gpu::prepare_combine_reduce(s, config_.sums), gpu::prepare_combine_sum(s, config_.sums),
-        gpu::prepare_combine_fused(s, config_.sums), gpu::prepare_announce()})
+        gpu::prepare_combine_reduce(s, config_.sums, overlaps_),
+        gpu::prepare_combine_sum(s, config_.sums, overlaps_), gpu::prepare_combine_fused(s, config_.sums),
+        gpu::prepare_announce()})
     check_cuda(error, "loading the kernels");
   pinned_ = std::make_unique<Pinned>(s.ranks);
   control_[own_index()] =
@@ -321,7 +322,8 @@ device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[st
 
 void DeviceCommunicator::limit_sms(int32_t num_sms) {
   heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1,
-                                       gpu::fuses(config_.shape.ranks, config_.shape.num_experts));
+                                       gpu::fuses(config_.shape.ranks, config_.shape.num_experts),
+                                       config_.shape.ranks, config_.shape.top_k);
 }
 
 void DeviceCommunicator::use_copies(bool copies, bool held) {

@@ -297,11 +297,11 @@ void test_limits() {
 void test_shapes_of_one_kernel() {
   CHECK(gpu::fuses(1, 256) && gpu::fuses(8, 256) && gpu::fuses(64, 256) && gpu::fuses(8, 1024));
   CHECK(!gpu::fuses(65, 65) && !gpu::fuses(72, 144) && !gpu::fuses(64, 1024) && !gpu::fuses(1, 4096));
-  CHECK(gpu::choose_heuristics(132, 0, false, true).fused_tokens == gpu::kMostFusedTokens);
-  CHECK(gpu::choose_heuristics(132, 0, true, true).fused_tokens == 0);
-  CHECK(gpu::choose_heuristics(132, 0, false, false).fused_tokens == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, true, 4, 8).fused_tokens == gpu::kMostFusedTokens);
+  CHECK(gpu::choose_heuristics(132, 0, true, true, 4, 8).fused_tokens == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, false, 4, 8).fused_tokens == 0);
   for (const int budget : {0, 2, 3, 24, 64, 132}) {
-    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true);
+    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, 4, 8);
     for (const int64_t items : {0, 1, 100, 5000})
       CHECK(h.fused_blocks(items, 3) >= 2 && h.fused_blocks(items, 3) <= h.all_blocks());
   }

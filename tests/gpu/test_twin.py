@@ -1,5 +1,5 @@
 """Two ranks whose kernels run at the same time on one GPU (tests/gpu/twin.py): in one kernel or two, called
-and in graphs, results have the same bits."""
+and in graphs, results have the same bits; sums of many tokens have those of additions in their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from moecomm.types import WIRE_FORMATS
 from tests.gpu.conftest import Pools
-from tests.gpu.twin import MOST_FUSED, Rank, Shape, Twin
+from tests.gpu.twin import MOST_FUSED, RANKS, Rank, Shape, Twin
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
@@ -49,3 +49,80 @@ def _play(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
 def test_same_bits(pool: Pools, tokens: int, layout: str, wire: str, seed: int) -> None:
     shape = Shape(tokens=tokens, layout=layout, wire=wire, hidden=1024, num_experts=64, top_k=4)
     assert pool(1)(_play, shape, seed) == [[]]
+
+
+def _one_sided_ids(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+    """Ids of tokens of which most have all experts on one rank, and some have none."""
+    local = shape.num_experts // RANKS
+    anywhere_TE = torch.rand(shape.tokens, shape.num_experts, generator=generator)
+    owner_T = torch.randint(0, RANKS, (shape.tokens,), generator=generator)
+    allowed_TE = torch.arange(shape.num_experts) // local == owner_T[:, None]
+    both_T = torch.rand(shape.tokens, generator=generator) < 0.1
+    ids_TK = (anywhere_TE + 2.0 * (allowed_TE | both_T[:, None])).topk(shape.top_k, dim=1).indices
+    none_T = torch.rand(shape.tokens, generator=generator) < 0.3
+    ids_TK[none_T] = -1
+    return ids_TK.cuda()
+
+
+def _sums(shape: Shape, rank: Rank) -> torch.Tensor:
+    """What a combine of a dispatch's own rows gives: at each owner the token's rows, times their weights in
+    the expert layout, are added by ascending k, and the owners' sums by ascending rank; each is rounded."""
+    by_expert = shape.layout == "expert"
+    owner_TK = rank.ids_TK // (shape.num_experts // RANKS)
+    x_TH = rank.x_TH.float()
+    zero_TH = torch.zeros_like(x_TH)
+    total_TH, begun_T = zero_TH, torch.zeros(shape.tokens, dtype=torch.bool, device="cuda")
+    for owner in range(RANKS):
+        owned_TK = (owner_TK == owner) & (rank.ids_TK >= 0)
+        sum_TH, some_T = zero_TH, torch.zeros_like(begun_T)
+        for k in range(shape.top_k if by_expert else 0):
+            row_TH = x_TH * rank.weights_TK[:, k, None]
+            added_TH = torch.where(some_T[:, None], sum_TH + row_TH, row_TH)
+            sum_TH = torch.where(owned_TK[:, k, None], added_TH, sum_TH)
+            some_T = some_T | owned_TK[:, k]
+        if not by_expert:
+            sum_TH, some_T = x_TH, owned_TK.any(1)
+        sum_TH = sum_TH.bfloat16().float()
+        added_TH = torch.where(begun_T[:, None], total_TH + sum_TH, sum_TH)
+        total_TH = torch.where(some_T[:, None], added_TH, total_TH)
+        begun_T = begun_T | some_T
+    return total_TH.bfloat16()
+
+
+def _combine_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
+    problems = []
+    generator = torch.Generator().manual_seed(seed)
+    with Twin(shape, seed) as twin:
+        for routing in ("uniform", "one-sided"):
+            ranks = twin.ranks()
+            if routing == "one-sided":
+                for own in ranks:
+                    own.ids_TK = _one_sided_ids(shape, generator)
+            twin.dispatch(ranks)
+            for _ in range(3):
+                for own in ranks:
+                    own.y_TH.fill_(torch.nan)
+                twin.combine(ranks)
+                twin.check()
+                wrong = [int((own.y_TH != _sums(shape, own)).sum()) for own in ranks]
+                if any(wrong):
+                    problems.append(f"{routing}: {wrong} elements of each rank differ")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "top_k", "num_sms", "layout"),
+    [
+        (3000, 7168, 8, 24, "expert"),
+        (3000, 7168, 8, 6, "rank"),
+        (1030, 9000, 8, 16, "expert"),  # rows in two pieces
+        (5001, 520, 6, 2, "expert"),
+        (17000, 64, 32, 8, "expert"),  # lists of fewer tokens than a chunk has
+        (17000, 64, 32, 66, "rank"),
+    ],
+)
+def test_sums_of_many_tokens(
+    pool: Pools, tokens: int, hidden: int, top_k: int, num_sms: int, layout: str, seed: int
+) -> None:
+    shape = Shape(tokens=tokens, hidden=hidden, top_k=top_k, num_sms=num_sms, layout=layout)
+    assert pool(1)(_combine_many, shape, seed) == [[]]

@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,32,128,256,512", help="of each rank, sizes with commas")
     parser.add_argument("--wires", default="same,fp8", help="formats in which rows travel")
     parser.add_argument("--sms", default="66", help="SMs of each rank, numbers with commas")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the record there")
     args = parser.parse_args()
@@ -225,7 +226,9 @@ def main() -> None:
     rows = []
     print("wire   layout tokens  SMs  us: two kernels / one, of dispatch, combine, redispatch")
     for wire, layout, tokens, sms in cases:
-        row = measure(Shape(tokens=tokens, layout=layout, wire=wire, num_sms=sms), args.seed)
+        row = measure(
+            Shape(tokens=tokens, layout=layout, wire=wire, hidden=args.hidden, num_sms=sms), args.seed
+        )
         rows.append(row)
         one = row.get("one", {})
         times = "  ".join(f"{row['two'][name]:7.1f} / {one.get(name, '-'):>5}" for name in row["two"])
@@ -236,7 +239,7 @@ def main() -> None:
     record = {
         "program": "tests.gpu.twin",
         "about": "us of operations in a CUDA graph, two ranks of one process on one GPU, "
-        "hidden 7168, top-8 of 256 experts, bfloat16, capacity for all rows",
+        f"hidden {args.hidden}, top-8 of 256 experts, bfloat16, capacity for all rows",
         "git": commit if not changed else f"{commit} and changes",
         "hardware": {"host": machine.describe(), "gpus": machine.describe_gpus()},
         "versions": machine.versions("cuda"),

@@ -19,6 +19,8 @@ namespace moecomm::gpu {
 /// Warps of a block of the two sides of a combine.
 inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
+/// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block.
+inline constexpr int kUnits = 2, kPipeThreads = kUnits * 11 * 32;
 
 /// Rows that go out from their home: a dispatch, or (with a plan that is known) the backward of a combine.
 struct SendArguments {
@@ -99,8 +101,8 @@ cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
 template <WireFormat wire>
 cudaError_t prepare_dispatch_fused(const DeviceShape& shape);
 /// `sums`: the format in which sums may travel, or same.
-cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums);
-cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums);
+cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums, bool bulk);
+cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums, bool bulk);
 cudaError_t prepare_combine_fused(const DeviceShape& shape, WireFormat sums);
 cudaError_t prepare_announce();
 

@@ -1,8 +1,10 @@
 // Combine, owner's side: a token's rows here are summed in the order of k in float32 (times their weights),
 // rounded once, or quantised where sums travel in another format, and the sum goes to this rank's slot at the
 // token's home.
-//   - warps take items in order: a chunk of one home's tokens, the other ranks in turn
-//   - a strip of all rows of a token is loaded at once, summed in registers, and stored over the link
+//   - chunks are taken in order: of one home's tokens, the other ranks in turn
+//   - by the listers of a pipe (sum_pipe.cuh)
+//   - without bulk copies, or where sums travel in another format, by all warps: a strip of all rows of a
+//     token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 // Where the copy engine moves the sums (`copied`), they stay here, in order of the home and its token, and
 // the kernel ends when the windows of others may be written.
@@ -13,6 +15,7 @@
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/combine_rows.cuh"
 #include "kernels/gpu/relay_sums.cuh"
+#include "kernels/gpu/sum_pipe.cuh"
 
 namespace moecomm::gpu {
 namespace {
@@ -23,7 +26,7 @@ constexpr int kSteps = 4, kBatch = 2;
 __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch, int blocks,
                                   int32_t* shared_word) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const int top_k = comm.top_k(), lane = lane_id();
+  const int top_k = comm.top_k(), lane = lane_id(), warps = static_cast<int>(blockDim.x) / 32;
   for (int32_t i = 1; i < comm.ranks(); ++i) {
     const int32_t home = (comm.rank + i) % comm.ranks();
     std::byte* section = comm.bases[comm.relay_rank(home)];
@@ -33,8 +36,8 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
       section += comm.window.relay_grads[epoch & 1] +
                  comm.other_of(home) * weights_bytes(comm, comm.window.shape.max_tokens);
     const int64_t tokens = plan.at(plan.fields.tokens)[home];
-    for (int64_t token = int64_t{blockIdx.x} * kReduceWarps + warp_id(); token < tokens;
-         token += int64_t{blocks} * kReduceWarps) {
+    for (int64_t token = int64_t{blockIdx.x} * warps + warp_id(); token < tokens;
+         token += int64_t{blocks} * warps) {
       if (lane >= top_k) continue;
       const int32_t row = weight_grad_row(comm, args, home, token);
       if (row != kRowElsewhere) put_weight_grad(comm, args, section, token, row);
@@ -47,7 +50,8 @@ __device__ void send_weight_grads(const Comm& comm, const CombineArguments& args
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks(); home += kReduceThreads)
+  for (int32_t home = static_cast<int32_t>(threadIdx.x); home < comm.ranks();
+       home += static_cast<int32_t>(blockDim.x))
     ptx::store_release_sys(comm.is_local(home)
                                ? comm.arrival(comm.bases[home], comm.rank, comm.gradients_number())
                                : comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived,
@@ -82,9 +86,252 @@ __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t e
   device::wait_all_here(comm, Operation::combine, epoch);
 }
 
+/// Spans of other ranks' tokens, in the order in which they are summed, shared by all warps that have an
+/// object: chunks, or several of them where span(tokens) says so for a home of so many. All lanes call every
+/// function.
+template <class Span>
+class OwnedSpans {
+ public:
+  int32_t home = 0;
+  int tokens = 0, begin = 0, end = 0;  ///< tokens of the home, and those of the span
+
+  __device__ OwnedSpans(const Comm& comm, int32_t* plan_words, const Span& span)
+      : comm_(comm),
+        tokens_of_(plan_words + comm.plan_fields.tokens),
+        span_(span),
+        others_(static_cast<uint32_t>(comm.ranks() - 1)),
+        first_tokens_(lane_id() < comm.ranks() ? tokens_of_[lane_id()] : 0),
+        claims_(&comm.state().item_next) {
+    uint32_t most = 0;
+    for (int32_t r = lane_id(); r < comm.ranks(); r += 32) {
+      const int32_t its = tokens_of_[r];
+      if (r != comm.rank && its > 0) most = max(most, static_cast<uint32_t>((its - 1) / span_(its) + 1));
+    }
+    claims_end_ = __reduce_max_sync(0xffffffffu, most) * others_;
+  }
+  /// Goes to the next span that has tokens; false if there is none.
+  __device__ bool next() {
+    while (true) {
+      const auto claim = static_cast<uint32_t>(claims_.take());
+      if (claim >= claims_end_) return false;
+      home = comm_.rank + 1 + static_cast<int32_t>(claim % others_);
+      if (home >= comm_.ranks()) home -= comm_.ranks();
+      tokens = home < 32 ? __shfl_sync(0xffffffffu, first_tokens_, home) : tokens_of_[home];
+      const int size = span_(tokens);
+      begin = static_cast<int>(claim / others_) * size;
+      end = min(begin + size, tokens);
+      if (begin < end) return true;
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const int32_t* const tokens_of_;
+  const Span span_;
+  const uint32_t others_;
+  const int32_t first_tokens_;  ///< of rank number lane
+  uint32_t claims_end_;
+  Claims claims_;
+};
+
+/// Spans of a chunk each.
+struct ByChunk {
+  __device__ int operator()(int tokens) const { return chunk_tokens(tokens); }
+};
+
+/// Where the sums of a home's tokens go, from token `begin` on.
+struct SumPlaces {
+  std::byte* first;
+  int64_t slots;   ///< of each token
+  int64_t stride;  ///< bytes of a slot
+
+  template <Way way>
+  __device__ static SumPlaces of(const Comm& comm, const CombineArguments& args, uint64_t epoch, int32_t home,
+                                 int64_t begin) {
+    const int64_t row_bytes = comm.window.shape.row_bytes();
+    if (args.copied) return {comm.outgoing_row(home, begin), 1, row_bytes};
+    if (way == Way::whole || comm.is_local(home))
+      return {comm.slot_row(comm.bases[home], epoch, begin, 0), comm.window.shape.slots(), row_bytes};
+    return {comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0),
+            comm.window.shape.node_slots(), row_bytes};
+  }
+  /// Slot `slot` of the i-th token; copies have one of each.
+  __device__ std::byte* at(int i, int32_t slot) const {
+    return first + (i * slots + (slots > 1 ? slot : 0)) * stride;
+  }
+};
+
+/// The flag at the home, or at the rank that relays for it, which says that a chunk of sums is there.
+template <Way way>
+__device__ uint64_t* sums_arrival(const Comm& comm, int32_t home, int64_t chunk) {
+  if (way == Way::whole || comm.is_local(home)) return comm.arrival(comm.bases[home], comm.rank, chunk);
+  return comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived, comm.pair(home, comm.rank),
+                   chunk);
+}
+
+/// With several nodes: waits where a chunk's sums have to take the place of others. All lanes.
+template <Way way>
+__device__ bool wait_for_room(const Comm& comm, uint64_t epoch, int32_t home, int64_t tokens, int64_t chunk) {
+  return way == Way::whole || comm.is_local(home) || tokens <= comm.window.partial_tokens ||
+         wait_for_place(comm, epoch, home, tokens, chunk);
+}
+
+/// Sums all chunks by all warps, each of which makes those of a chunk.
+template <DType dtype, Way way, WireFormat wire>
+__device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                                ReduceMemory& block) {
+  const int top_k = comm.top_k();
+  int32_t* const sources = block.sources[warp_id()];
+  int32_t* const counts = block.counts[warp_id()];
+  int32_t* const slots = block.slots[warp_id()];
+  float* const weights = block.weights[warp_id()];
+  const int64_t row_bytes = comm.window.shape.row_bytes(), scales_at = sum_scales_at(comm, wire);
+  const int vectors = static_cast<int>(row_bytes / 16);
+  for (OwnedSpans chunks(comm, args.plan, ByChunk{}); chunks.next();) {
+    const int32_t home = chunks.home;
+    const int chunk = chunks.begin / chunk_tokens(chunks.tokens);
+    const uint32_t owned = list_owned<kMaxChunk>(comm, args, home, chunks.begin, chunks.end - chunks.begin,
+                                                 sources, weights, counts, slots);
+    if (owned == 0) continue;
+    if (!wait_for_room<way>(comm, epoch, home, chunks.tokens, chunk)) return;
+    const auto places = SumPlaces::of<way>(comm, args, epoch, home, chunks.begin);
+    for (uint32_t left = owned; left != 0; left &= left - 1) {
+      const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
+      std::byte* const to = places.at(i, slots[i]);
+      const int32_t* const rows = sources + i * top_k;
+      const float* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
+      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+      for (int first = 0; first < vectors; first += kSteps * 32)
+        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors)
+            .template travelling<wire>(first, vectors)
+            .store(to, first, vectors, scales_at);
+    }
+    if (args.copied) continue;
+    __syncwarp();
+    if (lane_id() == 0) ptx::store_release_sys(sums_arrival<way>(comm, home, chunk), epoch);
+  }
+}
+
+#if MOECOMM_HAS_BULK
+
+/// Spans of a list each, or of a chunk where that is more. With several nodes a chunk each: it may have to
+/// wait for the place of another one.
+struct ByList {
+  int top_k;
+  bool nodes;
+  __device__ int operator()(int tokens) const {
+    const int chunk = chunk_tokens(tokens);
+    return nodes ? chunk : max(chunk, list_tokens(top_k, tokens));
+  }
+};
+
+/// A list of tokens of one home, in two steps: first their rows are under way, then the factors of these.
+struct OwnedList {
+  int32_t home;
+  int tokens, begin;  ///< tokens of the home, the first of the list
+  int count = 0;      ///< 0: there are no more
+  bool opens;         ///< the list begins a span, and so a chunk
+  int32_t slot;       ///< of a lane's token, -1: this rank owns no expert of it
+  ListedRows rows;
+};
+
+/// Lists the tokens of all homes. All lanes call every function.
+class OwnedLister {
+ public:
+  __device__ OwnedLister(const Comm& comm, const CombineArguments& args, const ListMap& map, bool nodes)
+      : comm_(comm),
+        plan_{args.plan, comm.plan_fields},
+        rows_(plan_.at(args.layout == RowLayout::rank ? plan_.fields.rows : plan_.fields.positions)),
+        map_(map),
+        spans_(comm, args.plan, {comm.top_k(), nodes}) {}
+
+  /// Starts to load the rows of the next tokens.
+  __device__ OwnedList next() {
+    OwnedList list{};
+    list.rows.fetch(map_, rows_, 0);
+    list.slot = -1;
+    if (at_ == spans_.end) {
+      if (ended_ || !spans_.next()) {
+        ended_ = true;
+        return list;
+      }
+      at_ = spans_.begin;
+    }
+    list.home = spans_.home;
+    list.tokens = spans_.tokens;
+    list.begin = at_;
+    list.opens = at_ == spans_.begin;
+    list.count = min(spans_.end - at_, list_tokens(comm_.top_k(), list.tokens));
+    at_ += list.count;
+    const int64_t entry = list.home * comm_.window.shape.max_tokens + list.begin;
+    if (lane_id() < list.count) list.slot = plan_.at(plan_.fields.slots)[entry + lane_id()];
+    list.rows.fetch(map_, rows_ + entry * map_.each(), list.count);
+    return list;
+  }
+
+ private:
+  const Comm& comm_;
+  const PlanView plan_;
+  const int32_t* const rows_;
+  const ListMap& map_;
+  OwnedSpans<ByList> spans_;
+  int at_ = 0;
+  bool ended_ = false;
+};
+
+/// The work of a unit's lister.
+template <Way way>
+__device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums) {
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int lane = lane_id();
+  const ListMap map(args.layout == RowLayout::rank ? 1 : comm.top_k());
+  OwnedLister lister(comm, args, map, way == Way::nodes);
+  OwnedList known = lister.next();
+  known.rows.weigh(args.weights);
+  OwnedList later = lister.next();
+  bool owned_before = false;  // in a part of the chunk before the list
+  while (known.count > 0) {
+    const OwnedList list = known;
+    known = later;
+    known.rows.weigh(args.weights);
+    later = lister.next();
+
+    const int size = chunk_tokens(list.tokens);
+    const uint32_t owned = __ballot_sync(0xffffffffu, list.slot >= 0);
+    if (owned != 0 && !wait_for_room<way>(comm, epoch, list.home, list.tokens, list.begin / size)) return;
+    const auto places = SumPlaces::of<way>(comm, args, epoch, list.home, list.begin);
+    SumItem item{};
+    if (list.slot >= 0) item.to = places.at(lane, list.slot);
+
+    // The last token with a sum of each chunk that ends in the list takes the chunk's flag.
+    const int token = list.begin + lane, chunk = token / size;
+    const int ends = min((chunk + 1) * size, list.tokens) - list.begin;  // in the list's tokens
+    const uint32_t above = owned & ~((2u << lane) - 1) & (ends < 32 ? (1u << ends) - 1 : ~0u);
+    const bool flags = !args.copied;
+    if (flags && list.slot >= 0 && above == 0 && ends <= list.count)
+      item.flag = sums_arrival<way>(comm, list.home, chunk);
+    // A chunk of more than a list, of which only lists before this one have sums, takes an item for its flag.
+    if (list.opens) owned_before = false;
+    const int first_end = min((list.begin / size + 1) * size, list.tokens) - list.begin;
+    const bool alone = flags && owned_before && owned == 0 && first_end <= list.count;
+    owned_before = owned_before || owned != 0;
+
+    if (owned != 0) {
+      ListedToken mine{list.slot >= 0, 0};
+      sums.list(map, list.rows, list.count, args.rows, row_bytes, mine);
+      sums.hand_over(mine, item);
+    }
+    if (alone) sums.add_flag(sums_arrival<way>(comm, list.home, list.begin / size));
+  }
+}
+
+#endif
+
 /// The work of a block.
 template <DType dtype, Way way, WireFormat wire>
-__device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMemory& block) {
+__device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte* shared) {
+  using Memory = SumMemoryOf<ReduceMemory, wire>;
+  auto& block = *reinterpret_cast<Memory*>(shared);
   constexpr bool kNodes = way == Way::nodes;
   if (failed_for_block(comm)) return;
   const uint64_t epoch = comm.state().epoch + 1;
@@ -107,70 +354,23 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, ReduceMem
   if (id == 0 || comm.ranks() == 1) return;
   if (args.weight_grads != nullptr) send_weight_grads(comm, args, epoch, blocks, &block.shared_word);
   if (args.rows == nullptr) return;
-
-  const int top_k = comm.top_k();
-  int32_t* const sources = block.sources[warp_id()];
-  int32_t* const counts = block.counts[warp_id()];
-  int32_t* const slots = block.slots[warp_id()];
-  float* const weights = block.weights[warp_id()];
-  const int64_t row_bytes = comm.window.shape.row_bytes();
-  const int vectors = static_cast<int>(row_bytes / 16);
-  const int64_t scales_at = sum_scales_at(comm, wire);
-  Claims claims(&comm.state().item_next);
-
-  const int32_t* const tokens_of = plan.at(plan.fields.tokens);
-  const int32_t others = comm.ranks() - 1;
-  int64_t most_chunks = 0;
-  for (int32_t r = 0; r < comm.ranks(); ++r)
-    if (r != comm.rank) most_chunks = max(most_chunks, chunk_count(tokens_of[r]));
-  for (int64_t claim = claims.take(); claim < most_chunks * others; claim = claims.take()) {
-    const int64_t chunk = claim / others;
-    const int32_t home = static_cast<int32_t>((comm.rank + 1 + claim % others) % comm.ranks());
-    const int64_t tokens = tokens_of[home], size = chunk_tokens(tokens);
-    const int64_t begin = chunk * size, end = min(begin + size, tokens);
-    if (begin >= end) continue;
-    const uint32_t owned = list_owned<kMaxChunk>(comm, args, home, begin, static_cast<int>(end - begin),
-                                                 sources, weights, counts, slots);
-    if (owned == 0) continue;
-    const bool local = !kNodes || comm.is_local(home);
-    if constexpr (kNodes)
-      if (!local && tokens > comm.window.partial_tokens && !wait_for_place(comm, epoch, home, tokens, chunk))
-        return;
-    std::byte* const first_slot =
-        args.copied ? comm.outgoing_row(home, begin)
-        : local ? comm.slot_row(comm.bases[home], epoch, begin, 0)
-                : comm.partial_row(comm.bases[comm.relay_rank(home)], epoch, comm.other_of(home), begin, 0);
-    const int slots_of_token = args.copied ? 1
-                               : local     ? comm.window.shape.slots()
-                                           : comm.window.shape.node_slots();
-    for (uint32_t left = owned; left != 0; left &= left - 1) {
-      const int i = __ffs(static_cast<int>(left)) - 1, count = counts[i];
-      std::byte* const to = first_slot + (i * slots_of_token + (args.copied ? 0 : slots[i])) * row_bytes;
-      const int32_t* const rows = sources + i * top_k;
-      const float* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
-      const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
-      for (int first = 0; first < vectors; first += kSteps * 32)
-        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors)
-            .template travelling<wire>(first, vectors)
-            .store(to, first, vectors, scales_at);
-    }
-    if (args.copied) continue;
-    __syncwarp();
-    if (lane_id() == 0)
-      ptx::store_release_sys(local ? comm.arrival(comm.bases[home], comm.rank, chunk)
-                                   : comm.flag(comm.bases[comm.relay_rank(home)], comm.window.partial_arrived,
-                                               comm.pair(home, comm.rank), chunk),
-                             epoch);
+  if constexpr (kPiped<wire>) {
+#if MOECOMM_HAS_BULK
+    run_sum_pipe<dtype, false>(comm, block, epoch, args.weights != nullptr,
+                               [&](SumLister& sums, SumUnit&) { list_sums<way>(comm, args, epoch, sums); });
+#endif
+  } else {
+    reduce_by_warps<dtype, way, wire>(comm, args, epoch, block);
   }
 }
 
 template <DType dtype, Way way, WireFormat wire>
-__global__ void __launch_bounds__(kReduceThreads, 1)
+__global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 1)
     combine_reduce_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
   device::start_clock(comm, Operation::combine);
-  reduce<dtype, way, wire>(comm, args, *reinterpret_cast<ReduceMemory*>(shared));
+  reduce<dtype, way, wire>(comm, args, shared);
   if (args.copied && blockIdx.x == 0 && !failed_for_block(comm))
     await_landing(comm, Operation::combine, comm.state().epoch + 1, args.landing);
   device::note_sent(comm, Operation::combine);
@@ -193,12 +393,14 @@ struct ReduceToFp8 {
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
   return with_sums<Reduce, ReduceToFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kReduceThreads, sizeof(ReduceMemory), comm, args);
+    const bool piped = launch.bulk && args.wire == WireFormat::same;
+    return launch_kernel<kernel>(launch, piped ? kPipeThreads : kReduceThreads,
+                                 sum_memory_bytes<ReduceMemory>(piped), comm, args);
   });
 }
 
-cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums) {
-  return prepare_sums<Reduce, ReduceToFp8>(shape, sums, sizeof(ReduceMemory));
+cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums, bool bulk) {
+  return prepare_sums<Reduce, ReduceToFp8>(shape, sums, sum_memory_bytes<ReduceMemory>(bulk));
 }
 
 }  // namespace moecomm::gpu

@@ -162,7 +162,7 @@ __device__ inline void find_landed(const Comm& comm, const CombineArguments& arg
 /// The result where the dispatch of the plan has failed: zero. A block's share of that of `blocks`.
 __device__ inline void write_nothing(const Comm& comm, const CombineArguments& args, int64_t block,
                                      int64_t blocks) {
-  const int64_t first = block * kSumThreads + threadIdx.x, stride = blocks * kSumThreads;
+  const int64_t first = block * blockDim.x + threadIdx.x, stride = blocks * blockDim.x;
   if (args.y != nullptr)
     for (int64_t i = first; i < args.tokens * comm.window.shape.row_bytes() / 16; i += stride)
       reinterpret_cast<uint4*>(args.y)[i] = {};

@@ -1,7 +1,8 @@
 // Combine, home's side: what the owners of a token sent is added by ascending owner rank in float32 and
 // rounded once.
-//   - warps take this rank's tokens in order, or parts of their rows, and wait until the sums of the owners
-//     have arrived
+//   - this rank's tokens are taken in order, by the listers of a pipe (sum_pipe.cuh), which wait until the
+//   sums
+//     of the owners have arrived, or by all warps, which take parts of their rows
 //   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
 //     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
 //     had
@@ -10,6 +11,7 @@
 //     network, which is read where it has arrived
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/combine_rows.cuh"
+#include "kernels/gpu/sum_pipe.cuh"
 
 namespace moecomm::gpu {
 namespace {
@@ -19,13 +21,14 @@ namespace {
 __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& args, uint64_t epoch) {
   const PlanView plan{args.plan, comm.plan_fields};
   bool here = true;
-  for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks(); peer += kSumThreads)
+  for (int32_t peer = static_cast<int32_t>(threadIdx.x); here && peer < comm.ranks();
+       peer += static_cast<int32_t>(blockDim.x))
     if (peer != comm.rank && comm.is_local(peer))
       here =
           device::wait_until(comm, {peer, WaitPhase::rows, Operation::combine, epoch},
                              device::EpochFlag{comm.arrival(comm.own, peer, comm.gradients_number()), epoch});
   const int64_t pieces = WindowShape::pieces(weights_bytes(comm, args.tokens));
-  for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += kSumThreads) {
+  for (int64_t i = threadIdx.x; here && i < pieces * comm.rail.others; i += blockDim.x) {
     const auto other = static_cast<int32_t>(i / pieces);
     here = device::wait_until(
         comm, {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch},
@@ -33,9 +36,9 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
   if (!__syncthreads_and(here)) return;
   const float* const section = comm.mine<float>(comm.window.weight_grads[epoch & 1]);
-  const int top_k = comm.top_k(), lane = lane_id();
-  for (int64_t token = int64_t{blockIdx.x} * kSumWarps + warp_id(); token < args.tokens;
-       token += int64_t{gridDim.x} * kSumWarps) {
+  const int top_k = comm.top_k(), lane = lane_id(), warps = static_cast<int>(blockDim.x) / 32;
+  for (int64_t token = int64_t{blockIdx.x} * warps + warp_id(); token < args.tokens;
+       token += int64_t{gridDim.x} * warps) {
     if (lane >= top_k) continue;
     const int64_t i = token * top_k + lane;
     const int32_t id = plan.at(plan.fields.local_topk_idx)[i];
@@ -51,6 +54,131 @@ __device__ void collect_weight_grads(const Comm& comm, const CombineArguments& a
   }
 }
 
+#if MOECOMM_HAS_BULK
+
+/// A list of this rank's own tokens, in two steps as an OwnedList is.
+struct HomeList {
+  int64_t begin;
+  int count = 0;            ///< 0: there are no more
+  int32_t home;             ///< of a lane's token: its slots, and from bit 16 the own one
+  int32_t id[kListRounds];  ///< of each (token, k)
+  ListedRows rows;
+};
+
+/// Lists this rank's tokens. All lanes call every function.
+class HomeLister {
+ public:
+  __device__ HomeLister(const Comm& comm, const CombineArguments& args, const ListMap& ids,
+                        const ListMap& rows)
+      : comm_(comm),
+        args_(args),
+        plan_{args.plan, comm.plan_fields},
+        ids_(ids),
+        rows_(rows),
+        most_(list_tokens(comm.top_k(), args.tokens)),
+        claims_(&comm.state().receive_next) {}
+
+  __device__ HomeList next() {
+    HomeList list{};
+    list.begin = claims_.take() * most_;
+    list.count = static_cast<int>(max(min(args_.tokens - list.begin, int64_t{most_}), int64_t{0}));
+    if (lane_id() < list.count) list.home = plan_.at(plan_.fields.home)[list.begin + lane_id()];
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j) list.id[j] = kNoExpert;
+    const int32_t* const ids = plan_.at(plan_.fields.local_topk_idx) + list.begin * comm_.top_k();
+    ids_.each_word(list.count, [&](int j, int index) { list.id[j] = ids[index]; });
+    const int64_t entry = comm_.rank * comm_.window.shape.max_tokens + list.begin;
+    const int64_t field = args_.layout == RowLayout::rank ? plan_.fields.rows : plan_.fields.positions;
+    list.rows.fetch(rows_, plan_.at(field) + entry * rows_.each(), list.count);
+    return list;
+  }
+
+ private:
+  const Comm& comm_;
+  const CombineArguments& args_;
+  const PlanView plan_;
+  const ListMap &ids_, &rows_;
+  const int most_;
+  Claims claims_;
+};
+
+/// Waits until the owners on this node of a list's tokens have sent their sums. All lanes; false if in vain.
+template <Way way>
+__device__ bool wait_for_list(const Comm& comm, const CombineArguments& args, uint64_t epoch,
+                              const ListMap& ids, const HomeList& list) {
+  const int64_t size = args.copied ? args.tokens : chunk_tokens(args.tokens);
+  const int64_t first = args.copied ? kCopiesChunk : list.begin / size;
+  const int64_t last = args.copied ? kCopiesChunk : (list.begin + list.count - 1) / size;
+  bool here = true;
+  for (int32_t ranks = comm.first_rank; ranks < comm.first_rank + comm.local_ranks; ranks += 32)
+    for (int64_t chunk = first; chunk <= last; ++chunk) {
+      uint32_t senders = 0;
+#pragma unroll
+      for (int j = 0; j < kListRounds; ++j) {
+        const int32_t owner = expert_owner(list.id[j], comm.local_experts);
+        const bool of_chunk = args.copied || (list.begin + ids.token(j)) / size == chunk;
+        if (owner >= ranks && owner < ranks + 32 && owner != comm.rank && of_chunk &&
+            (way == Way::whole || comm.is_local(owner)))
+          senders |= 1u << (owner - ranks);
+      }
+      senders = __reduce_or_sync(0xffffffffu, senders);
+      const int32_t sender = ranks + lane_id();
+      if ((senders >> lane_id() & 1) != 0)
+        here = here && device::wait_until(comm, {sender, WaitPhase::rows, Operation::combine, epoch},
+                                          device::EagerFlag{comm.arrival(comm.own, sender, chunk), epoch});
+    }
+  __syncwarp();  // what a lane has acquired, all lanes load
+  return __all_sync(0xffffffffu, here);
+}
+
+/// The work of a unit's lister.
+template <Way way>
+__device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumLister& sums,
+                          SumUnit& unit) {
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int lane = lane_id();
+  const ListMap ids(comm.top_k()), rows(args.layout == RowLayout::rank ? 1 : comm.top_k());
+  HomeLister lister(comm, args, ids, rows);
+  HomeList known = lister.next();
+  known.rows.weigh(args.weights);
+  HomeList later = lister.next();
+  while (known.count > 0) {
+    const HomeList list = known;
+    known = later;
+    known.rows.weigh(args.weights);
+    later = lister.next();
+
+    SumItem item{};
+    item.to = args.y + (list.begin + lane) * row_bytes;
+    item.slots = static_cast<uint16_t>(list.home & 0xffff);
+    item.own_slot = static_cast<uint16_t>(list.home >> 16);
+    const bool own = item.own_slot < item.slots;
+    ListedToken mine{lane < list.count, item.slots - own};
+    sums.list(rows, list.rows, list.count, args.rows, row_bytes, mine);
+    if (!wait_for_list<way>(comm, args, epoch, ids, list)) return;
+    const int first = mine.first + mine.rows;
+    if (way == Way::whole && !args.copied) {
+      if (mine.wanted) {
+        const std::byte* const slots = comm.slot_row(comm.own, epoch, list.begin + lane, 0);
+        for (int i = 0; i < mine.others; ++i)
+          sums.sources()[first + i] = slots + (i + (i >= item.own_slot)) * row_bytes;
+      }
+    } else {
+      for (int i = 0; i < list.count; ++i) {
+        if (way == Way::nodes && !find_slots(comm, args, epoch, list.begin + i, unit.slots)) return;
+        if (way == Way::whole) find_landed(comm, args, epoch, list.begin + i, unit.slots);
+        const int others = __shfl_sync(0xffffffffu, mine.others, i), at = __shfl_sync(0xffffffffu, first, i);
+        const int own_slot = __shfl_sync(0xffffffffu, int{item.own_slot}, i);
+        if (lane < others) sums.sources()[at + lane] = unit.slots[lane + (lane >= own_slot)];
+        __syncwarp();
+      }
+    }
+    sums.hand_over(mine, item);
+  }
+}
+
+#endif
+
 template <DType dtype, Way way, WireFormat wire>
 __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint64_t epoch, SumMemory& block) {
   // Few tokens are shared by more warps each, so that the last ones do not take long.
@@ -61,8 +189,23 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
     if (!sum_part<dtype, way, wire, device::EpochFlag>(comm, args, epoch, parts, claim, block)) return;
 }
 
+/// Makes the sums of all tokens. Whole block.
 template <DType dtype, Way way, WireFormat wire>
-__global__ void __launch_bounds__(kSumThreads, 1)
+__device__ void sum_all(const Comm& comm, const CombineArguments& args, uint64_t epoch, std::byte* shared) {
+  auto& block = *reinterpret_cast<SumMemoryOf<SumMemory, wire>*>(shared);
+  if constexpr (kPiped<wire>) {
+#if MOECOMM_HAS_BULK
+    run_sum_pipe<dtype, true>(
+        comm, block, epoch, args.weights != nullptr,
+        [&](SumLister& sums, SumUnit& unit) { list_sums<way>(comm, args, epoch, sums, unit); });
+#endif
+  } else {
+    sum_tokens<dtype, way, wire>(comm, args, epoch, block);
+  }
+}
+
+template <DType dtype, Way way, WireFormat wire>
+__global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
     combine_sum_kernel(const __grid_constant__ Comm comm, const __grid_constant__ CombineArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   const uint64_t epoch = comm.state().epoch + 1;
@@ -70,8 +213,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
     if (PlanView{args.plan, comm.plan_fields}.header().id == 0) {
       write_nothing(comm, args, blockIdx.x, gridDim.x);
     } else {
-      if (args.rows != nullptr)
-        sum_tokens<dtype, way, wire>(comm, args, epoch, *reinterpret_cast<SumMemory*>(shared));
+      if (args.rows != nullptr) sum_all<dtype, way, wire>(comm, args, epoch, shared);
       if (args.weight_grads != nullptr) collect_weight_grads(comm, args, epoch);
     }
   }
@@ -94,12 +236,14 @@ struct SumOfFp8 {
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
   return with_sums<SumOf, SumOfFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, kSumThreads, sizeof(SumMemory), comm, args);
+    const bool piped = launch.bulk && args.wire == WireFormat::same;
+    return launch_kernel<kernel>(launch, piped ? kPipeThreads : kSumThreads,
+                                 sum_memory_bytes<SumMemory>(piped), comm, args);
   });
 }
 
-cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums) {
-  return prepare_sums<SumOf, SumOfFp8>(shape, sums, sizeof(SumMemory));
+cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums, bool bulk) {
+  return prepare_sums<SumOf, SumOfFp8>(shape, sums, sum_memory_bytes<SumMemory>(bulk));
 }
 
 }  // namespace moecomm::gpu

@@ -70,9 +70,18 @@ struct Heuristics {
   }
 };
 
+/// The share of a combine's additions of rows that the owners of the experts make, and not the tokens' home:
+/// with uniform routing, of expert-major rows.
+inline double owners_share(int32_t ranks, int32_t top_k) {
+  const double owners = ranks * (1 - std::pow(1 - 1.0 / ranks, top_k));  // of a token
+  const double owner = top_k * (ranks - 1.0) / ranks, home = 1.0 * top_k / ranks + owners;
+  return owner / (owner + home);
+}
+
 /// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
 /// nodes three are the least. `fuses`: kernels for few tokens serve the shape.
-inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, bool fuses) {
+inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, bool fuses, int32_t ranks,
+                                    int32_t top_k) {
   const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
   h.paired = budget > 0;
@@ -86,8 +95,9 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   h.receive_blocks = total - h.send_blocks;
   // Rows under way in more warps than these only wait for each other, and arrive later.
   h.send_warps = std::max(4, 240 / h.send_blocks);
-  // The owners of a combine read most; past what fills the links, SMs are better used at the home.
-  h.reduce_blocks = std::clamp(even(total * 13 / 24), 1, std::min(26, total - 1));
+  // Past what fills the links, SMs are better used at the home.
+  h.reduce_blocks =
+      std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), 1, std::min(26, total - 1));
   h.sum_blocks = total - h.reduce_blocks;
   h.fused_tokens = fuses && !several_nodes ? kMostFusedTokens : 0;
   return h;

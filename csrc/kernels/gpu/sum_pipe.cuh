@@ -1,0 +1,614 @@
+// Sums of rows by a pipe of warps. A block has a few units; in each, three warps serve those that add:
+//   - the lister finds out what the sums of a few tokens are made of: their rows, factors, and where they go;
+//     at a token's home it waits for the sums of others
+//   - the loader has bulk copies bring a piece of each row into a ring of stages in shared memory, as far
+//     ahead as there is room. So what the lister waits for is hidden behind pieces that are under way
+//   - the adders take the pieces in order. Each thread has columns of its own, adds them in registers, and
+//     leaves its sum in the stage of the item's last piece
+//   - the storer has a bulk copy take the sum to where it goes, and sets the item's flag once the sums of
+//     this item and of all before it are in place
+// Left to right, each product and each sum rounded, as in strip.cuh, so with the same bits.
+#pragma once
+
+#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/strip.cuh"
+
+namespace moecomm::gpu {
+
+inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< warps; lister, loader and storer come last
+inline constexpr int kAdderThreads = kAdders * 32;
+inline constexpr int kUnitBytes = 102400, kPipePiece = 16384, kMaxStages = 32;
+/// Tokens of a list, and (token, k) of them at most.
+inline constexpr int kListTokens = 8, kListRounds = 4, kListWords = kListRounds * 32;
+/// Places for items: those whose last stage is not free yet, and a list of new ones.
+inline constexpr int kItems = 64;
+static_assert(kItems >= kMaxStages + kListTokens);
+inline constexpr int kMaxSteps = kPipePiece / 16 / kAdderThreads;  ///< vectors of 16 bytes that an adder has
+static_assert(kPipeThreads == kUnits * kUnitWarps * 32);
+
+/// True where sums that travel in `wire` are made by the pipe, on the GPUs that a kernel is compiled for.
+template <WireFormat wire>
+inline constexpr bool kPiped = MOECOMM_HAS_BULK && wire == WireFormat::same;
+
+#if MOECOMM_HAS_BULK
+
+/// A piece of a sum: of `rows` rows times their factors. At a token's home those are this rank's own, and
+/// what is stored is the sum of `slots` sums, of which number `own_slot` is theirs.
+struct alignas(16) SumItem {
+  std::byte* to;
+  uint64_t* flag;  ///< set when the sum is in place, or null
+  int32_t bytes;
+  int32_t rows;
+  uint16_t slots, own_slot;  ///< at an owner 0, 0
+  uint16_t stage;            ///< of the last piece, where the sum is left
+  uint16_t ends;             ///< 1: nothing comes after this, and this is nothing
+
+  __device__ int sources() const { return rows + slots - (own_slot < slots); }
+};
+static_assert(sizeof(SumItem) == 32);
+
+/// What the lister hands to the loader: the sums of a few tokens.
+struct SumList {
+  const std::byte* sources[kListWords];  ///< rows, and then slots but the own one, of a token after another's
+  float factors[kListWords];
+  SumItem items[kListTokens];                       ///< of whole rows, without `stage`
+  int32_t first[kListTokens], counts[kListTokens];  ///< a token's sources; none: it has no sum
+  int32_t total;                                    ///< sources
+  int32_t row_bytes;                                ///< or 0: nothing is to be moved
+};
+
+/// A unit's shared memory.
+struct alignas(128) SumUnit {
+  std::byte stages[kUnitBytes];
+  SumItem items[kItems];
+  uint64_t full[kMaxStages], empty[kMaxStages], summed[kItems];
+  float factors[kMaxStages];  ///< of the rows in the stages
+  SumList lists[2];
+  uint64_t listed[2], taken[2];
+  // The lister's own: where the rows of a token begin, and what is added to that.
+  int32_t starts[kListTokens + 1], offsets[kListTokens];
+  const std::byte* slots[kMaxTopK];
+};
+
+struct SumPipeMemory {
+  SumUnit units[kUnits];
+  int32_t shared_word;
+};
+static_assert(sizeof(SumPipeMemory) <= (227 - 1) * 1024);
+
+/// How rows are cut into pieces, and how many fit.
+struct PipeShape {
+  Pieces pieces;
+  int stage_bytes, stages;
+
+  __device__ explicit PipeShape(int64_t row_bytes) : pieces(pieces_of(row_bytes, kPipePiece)) {
+    stage_bytes = (pieces.bytes + 127) / 128 * 128;
+    stages = min(kMaxStages, kUnitBytes / stage_bytes);
+  }
+};
+
+/// A place in the ring of stages.
+struct StageCursor {
+  int stage = 0;
+  uint32_t round = 0;
+  __device__ void advance(int stages, int by = 1) {
+    stage += by;
+    if (stage < stages) return;
+    stage -= stages;
+    ++round;
+  }
+};
+
+__device__ inline void wait_barrier(uint64_t* barrier, uint32_t phase) {
+  while (!ptx::barrier_done(barrier, phase & 1)) {
+  }
+}
+
+/// The (token, k) of a few tokens that follow each other, spread over the lanes: number round * 32 + lane.
+class ListMap {
+ public:
+  __device__ explicit ListMap(int each) : each_(each) {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j)
+      tokens_ |= static_cast<uint32_t>((j * 32 + lane_id()) / each & 0xff) << 8 * j;
+  }
+  __device__ int each() const { return each_; }
+  /// The token of this lane in a round.
+  __device__ int token(int j) const { return static_cast<int>(tokens_ >> 8 * j & 0xff); }
+  __device__ bool first_of_token(int j) const { return token(j) * each_ == j * 32 + lane_id(); }
+  /// Calls visit(j, index) for the rounds that have some of `tokens` tokens, where this lane has one of them.
+  template <class Visit>
+  __device__ void each_word(int tokens, const Visit& visit) const {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j)
+      if (j * 32 + lane_id() < tokens * each_) visit(j, j * 32 + lane_id());
+  }
+
+ private:
+  const int each_;
+  uint32_t tokens_ = 0;
+};
+
+/// Tokens of a list, of which each has `each` entries and of which there are `tokens` in all.
+__device__ inline int list_tokens(int each, int64_t tokens) {
+  int most = tokens >= 1024 ? kListTokens : tokens >= 256 ? 2 : 1;
+  while (most * each > kListWords) most /= 2;
+  return most;
+}
+
+/// Rows of a list's tokens, and their factors: each is loaded while tokens before these are given to the
+/// adders.
+struct ListedRows {
+  int32_t row[kListRounds];  ///< negative: none
+  float factor[kListRounds];
+
+  __device__ void fetch(const ListMap& map, const int32_t* rows, int tokens) {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j) row[j] = kRowElsewhere;
+    map.each_word(tokens, [&](int j, int index) { row[j] = rows[index]; });
+  }
+  __device__ void weigh(const std::byte* weights) {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j)
+      factor[j] = weights != nullptr && row[j] >= 0 ? reinterpret_cast<const float*>(weights)[row[j]] : 1.0f;
+  }
+};
+
+/// A lane's token of a list.
+struct ListedToken {
+  bool wanted;    ///< it has a sum
+  int others;     ///< sources that are no rows
+  int rows = 0;   ///< its rows,
+  int first = 0;  ///< the first source,
+  int count = 0;  ///< and the number of sources, at least one
+};
+
+/// The lister's side of a unit. All lanes call every function.
+class SumLister {
+ public:
+  explicit __device__ SumLister(SumUnit& unit) : unit_(unit) {}
+
+  /// Lists the rows of `tokens` tokens, each of `row_bytes` from `base` on; lane i has the i-th token.
+  __device__ void list(const ListMap& map, const ListedRows& rows, int tokens, const std::byte* base,
+                       int64_t row_bytes, ListedToken& token) {
+    SumList& list = open();
+    const int lane = lane_id();
+    int before = 0, place[kListRounds];
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j) {
+      if (j * 32 >= tokens * map.each()) continue;
+      const uint32_t kept = __ballot_sync(0xffffffffu, rows.row[j] >= 0);
+      place[j] = before + __popc(kept & ((1u << lane) - 1));
+      if (map.first_of_token(j) && map.token(j) < tokens) unit_.starts[map.token(j)] = place[j];
+      before += __popc(kept);
+    }
+    if (lane == 0) unit_.starts[tokens] = before;
+    __syncwarp();
+    int end = 0;
+    if (lane < tokens) {
+      token.rows = unit_.starts[lane + 1] - unit_.starts[lane];
+      token.count = token.wanted ? max(token.rows + token.others, 1) : 0;
+      end = token.count;
+    }
+#pragma unroll
+    for (int by = 1; by < kListTokens; by *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, end, by);
+      if (lane >= by) end += below;
+    }
+    token.first = end - token.count;
+    if (lane < tokens) {
+      unit_.offsets[lane] = token.first - unit_.starts[lane];
+      if (token.wanted && token.rows + token.others == 0) list.sources[token.first] = nullptr;
+    }
+    if (lane == tokens - 1) list.total = end;
+    if (lane == 0) list.row_bytes = static_cast<int32_t>(row_bytes);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j) {
+      if (rows.row[j] < 0) continue;
+      const int at = unit_.offsets[map.token(j)] + place[j];
+      list.sources[at] = base + rows.row[j] * row_bytes;
+      list.factors[at] = rows.factor[j];
+    }
+  }
+
+  /// The sources of the list that is being made, whose places a ListedToken has.
+  __device__ const std::byte** sources() { return now().sources; }
+
+  /// Hands the list to the loader; `item` has what a lane's token wants.
+  __device__ void hand_over(const ListedToken& token, SumItem item) {
+    const int lane = lane_id();
+    if (lane < kListTokens) {
+      item.rows = token.rows;
+      now().items[lane] = item;
+      now().first[lane] = token.first;
+      now().counts[lane] = token.count;
+    }
+    close();
+  }
+
+  /// Sets a flag behind all items so far.
+  __device__ void add_flag(uint64_t* flag) {
+    SumItem item{};
+    item.flag = flag;
+    add_nothing(item);
+  }
+  __device__ void end() {
+    SumItem item{};
+    item.ends = 1;
+    add_nothing(item);
+  }
+
+ private:
+  __device__ SumList& now() { return unit_.lists[number_ % 2]; }
+  __device__ SumList& open() {
+    wait_barrier(&unit_.taken[number_ % 2], number_ / 2 + 1);
+    return now();
+  }
+  __device__ void close() {
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(&unit_.listed[number_ % 2]);
+    ++number_;
+  }
+  /// Hands over an item without sources.
+  __device__ void add_nothing(const SumItem& item) {
+    SumList& list = open();
+    if (lane_id() == 0) {
+      list.sources[0] = nullptr;
+      list.total = 1;
+      list.row_bytes = 0;
+    }
+    ListedToken token{lane_id() == 0, 0};
+    token.count = lane_id() == 0;
+    hand_over(token, item);
+  }
+
+  SumUnit& unit_;
+  uint32_t number_ = 0;
+};
+
+/// The loader's side of a unit. All lanes call every function.
+class SumLoader {
+ public:
+  __device__ SumLoader(SumUnit& unit, const PipeShape& shape) : unit_(unit), shape_(shape) {}
+
+  /// Loads all lists.
+  __device__ void run() {
+    for (uint32_t number = 0;; ++number) {
+      const SumList& list = unit_.lists[number % 2];
+      wait_barrier(&unit_.listed[number % 2], number / 2);
+      open_for_loads();  // of what the lister has acquired
+      const int lane = lane_id();
+      SumItem item{};
+      int first = 0, count = 0;
+      if (lane < kListTokens) {
+        item = list.items[lane];
+        first = list.first[lane];
+        count = list.counts[lane];
+      }
+      add(list, item, first, count);
+      if (lane == 0) ptx::barrier_arrive(&unit_.taken[number % 2]);
+      if (__shfl_sync(0xffffffffu, int{item.ends}, 0) != 0) return;
+    }
+  }
+
+ private:
+  /// Adds an item for each piece of the sum of each lane's token that has one.
+  __device__ void add(const SumList& list, SumItem item, int first, int count) {
+    const uint32_t wanted = __ballot_sync(0xffffffffu, count > 0);
+    const int place = __popc(wanted & ((1u << lane_id()) - 1)),
+              pieces = list.row_bytes > 0 ? shape_.pieces.count : 1;
+    uint64_t* const flag = item.flag;
+    std::byte* const to = item.to;
+    for (int p = 0; p < pieces; ++p) {
+      item.to = to + shape_.pieces.offset(p);
+      item.bytes = list.row_bytes > 0 ? static_cast<int32_t>(shape_.pieces.size(p)) : 0;
+      item.flag = p + 1 == pieces ? flag : nullptr;
+      if (count > 0) {
+        item.stage = static_cast<uint16_t>((cursor_.stage + first + count - 1) % shape_.stages);
+        unit_.items[(number_ + place) % kItems] = item;
+      }
+      number_ += __popc(wanted);
+      load(list, shape_.pieces.offset(p), static_cast<uint32_t>(item.bytes));
+    }
+  }
+  /// Loads a piece of each source, as stages become free. What is in a stage belongs to an item that is in
+  /// its place by then.
+  __device__ void load(const SumList& list, int64_t offset, uint32_t bytes) {
+    const int lane = lane_id();
+    __syncwarp();  // what a lane has written, others announce
+    for (int base = 0; base < list.total;) {
+      StageCursor mine = cursor_;
+      const bool some = lane < min(min(shape_.stages, 31), list.total - base);
+      mine.advance(shape_.stages, some ? lane : 0);
+      wait_barrier(&unit_.empty[cursor_.stage], cursor_.round + 1);
+      const bool free = some && ptx::barrier_done_now(&unit_.empty[mine.stage], (mine.round + 1) & 1);
+      const int count = __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, free))) - 1;
+      // The lanes stay together: the address of a bulk copy is in registers that a warp has once.
+      if (lane < count) {
+        const std::byte* const from = list.sources[base + lane];
+        unit_.factors[mine.stage] = list.factors[base + lane];
+        uint64_t* const full = &unit_.full[mine.stage];
+        if (from == nullptr) {
+          ptx::barrier_arrive(full);
+        } else {
+          ptx::barrier_expect(full, bytes);
+          ptx::bulk_load(unit_.stages + mine.stage * shape_.stage_bytes, from + offset, bytes, full);
+        }
+      }
+      __syncwarp();
+      cursor_.advance(shape_.stages, count);
+      base += count;
+    }
+  }
+
+  SumUnit& unit_;
+  const PipeShape shape_;
+  StageCursor cursor_;
+  uint32_t number_ = 0;
+};
+
+/// Takes the pieces of a unit in order, as one of its adders: vectors thread, thread + kAdderThreads and so
+/// on of 16 bytes, `steps` at most.
+template <int steps>
+class PieceTaker {
+ public:
+  __device__ PieceTaker(SumUnit& unit, const PipeShape& shape, int thread)
+      : unit_(unit),
+        stages_(shape.stages),
+        stage_bytes_(shape.stage_bytes),
+        thread_(thread),
+        last_(thread + (steps - 1) * kAdderThreads < shape.stage_bytes / 16 ? steps - 1 : 0) {}
+
+  /// Waits for the first piece of an item.
+  __device__ void await() const { wait_barrier(&unit_.full[cursor_.stage], cursor_.round); }
+  /// Starts an item of so many pieces of 16 * `vectors` bytes, whose first is here.
+  __device__ void begin(int sources, int vectors) {
+    left_ = sources;
+    vectors_ = vectors;
+  }
+  /// The next piece, and its row's factor. What is behind the piece's end is anything.
+  __device__ Strip<steps> take(float& factor) {
+    await();
+    Strip<steps> strip;
+    factor = unit_.factors[cursor_.stage];
+    const auto* const stage = reinterpret_cast<const uint4*>(here()) + thread_;
+    if constexpr (steps == 1) {
+      if (thread_ < vectors_) strip.raw[0] = *stage;
+    } else {
+#pragma unroll
+      for (int s = 0; s + 1 < steps; ++s) strip.raw[s] = stage[s * kAdderThreads];
+      strip.raw[steps - 1] = stage[last_ * kAdderThreads];
+    }
+    if (--left_ > 0) {
+      __syncwarp();
+      if (lane_id() == 0) ptx::barrier_arrive(&unit_.empty[cursor_.stage]);
+      cursor_.advance(stages_);
+    }
+    return strip;
+  }
+  /// Leaves the item's sum in the stage of its last piece.
+  __device__ void leave(const Strip<steps>& sum, uint64_t* summed) {
+    auto* const stage = reinterpret_cast<uint4*>(here()) + thread_;
+#pragma unroll
+    for (int s = 0; s < steps; ++s)
+      if (s * kAdderThreads + thread_ < vectors_) stage[s * kAdderThreads] = sum.raw[s];
+    ptx::fence_shared_to_bulk();
+    __syncwarp();
+    if (lane_id() == 0) ptx::barrier_arrive(summed);
+    cursor_.advance(stages_);
+  }
+
+ private:
+  __device__ std::byte* here() const { return unit_.stages + cursor_.stage * stage_bytes_; }
+
+  SumUnit& unit_;
+  const int stages_, stage_bytes_, thread_;
+  const int last_;  ///< the last step that is within a stage, or another one
+  StageCursor cursor_;
+  int left_ = 0, vectors_ = 0;
+};
+
+/// The sum of `count` pieces from take(i, factor), times their factors if they are `weighted`; zero without
+/// any. A small piece is taken while the one before it is added.
+template <DType dtype, bool weighted, int steps, class Take>
+__device__ inline Strip<steps> add_pieces(int count, const Take& take) {
+  constexpr bool kAhead = steps == 1;  // more would not fit into the registers
+  if (count == 0) return {};
+  StripSum<dtype, steps> sum;
+  const auto add_piece = [&](const Strip<steps>& piece, float factor, bool first) {
+    if constexpr (weighted)
+      sum.add_strip(piece, factor, first);
+    else
+      sum.add_strip(piece, first);
+  };
+  float factor;
+  Strip<steps> piece = take(0, factor);
+  if constexpr (kAhead) {
+    bool first = true;
+    for (int i = 1; i < count; ++i) {
+      float next_factor;
+      const Strip<steps> next = take(i, next_factor);
+      add_piece(piece, factor, first);
+      first = false;
+      piece = next;
+      factor = next_factor;
+    }
+    add_piece(piece, factor, first);
+  } else {
+    add_piece(piece, factor, true);
+    for (int i = 1; i < count; ++i) {
+      piece = take(i, factor);
+      add_piece(piece, factor, false);
+    }
+  }
+  return sum.rounded();
+}
+
+/// The work of an adder; `thread` of kAdderThreads. `weighted`: rows have factors. `home`: items have slots.
+template <DType dtype, bool home, int steps>
+__device__ __noinline__ void add_items(SumUnit& unit, const PipeShape& shape, int thread, bool weighted) {
+  PieceTaker<steps> pieces(unit, shape, thread);
+  for (uint32_t number = 0;; ++number) {
+    const int place = static_cast<int>(number % kItems);
+    pieces.await();
+    const SumItem item = unit.items[place];
+    pieces.begin(item.sources(), item.bytes / 16);
+    const auto row = [&](int, float& factor) { return pieces.take(factor); };
+    auto sum = weighted ? add_pieces<dtype, true, steps>(item.rows, row)
+                        : add_pieces<dtype, false, steps>(item.rows, row);
+    if constexpr (home)
+      if (item.slots > 0)
+        sum = add_pieces<dtype, false, steps>(item.slots, [&, own = sum](int slot, float& factor) {
+          return slot == item.own_slot ? own : pieces.take(factor);
+        });
+    pieces.leave(sum, &unit.summed[place]);
+    if (item.ends != 0) return;
+  }
+}
+
+/// The same with as few steps as pieces need.
+template <DType dtype, bool home>
+__device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thread, bool weighted) {
+  switch ((shape.pieces.bytes - 1) / (16 * kAdderThreads)) {
+    case 0:
+      return add_items<dtype, home, 1>(unit, shape, thread, weighted);
+    case 1:
+      return add_items<dtype, home, 2>(unit, shape, thread, weighted);
+    case 2:
+      return add_items<dtype, home, 3>(unit, shape, thread, weighted);
+    default:
+      return add_items<dtype, home, kMaxSteps>(unit, shape, thread, weighted);
+  }
+}
+static_assert(kMaxSteps == 4 && kMaxStages == 32);
+
+/// Flags of items, set some items later, when what was stored before is in place, and a few at a time: the
+/// fence before them takes as long as the store of a row. One thread.
+class LaggingFlags {
+ public:
+  __device__ explicit LaggingFlags(uint64_t epoch) : epoch_(epoch) {}
+
+  /// The store of an item was committed.
+  __device__ void add(uint64_t* flag) {
+#pragma unroll
+    for (int i = 0; i + 1 < kLag + kTogether; ++i) flags_[i] = flags_[i + 1];
+    flags_[kLag + kTogether - 1] = flag;
+    if (++added_ % kTogether != 0) return;
+    ptx::bulk_wait<kLag>();
+    set<kTogether>();
+  }
+  __device__ void flush() {
+    ptx::bulk_wait<0>();
+    set<kLag + kTogether>();
+  }
+
+ private:
+  static constexpr int kLag = 3;       ///< items whose stores are under way when flags are set
+  static constexpr int kTogether = 4;  ///< items
+
+  /// Sets the oldest `count` of the flags.
+  template <int count>
+  __device__ void set() {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < count; ++i) any = any || flags_[i] != nullptr;
+    if (!any) return;
+    ptx::fence_sys();
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (flags_[i] != nullptr) ptx::store_relaxed_sys(flags_[i], epoch_);
+      flags_[i] = nullptr;
+    }
+  }
+
+  const uint64_t epoch_;
+  uint32_t added_ = 0;
+  uint64_t* flags_[kLag + kTogether] = {};  ///< by age; null: none, or set
+};
+
+/// The work of a storer. One thread.
+__device__ __noinline__ inline void store_items(SumUnit& unit, const PipeShape& shape, uint64_t epoch) {
+  constexpr uint64_t kPatience = 4'000;  // ns until flags go out though no further item has come
+  LaggingFlags flags(epoch);
+  int held = -1;  // the stage that the last store reads, maybe still
+  const auto release = [&] {
+    if (held >= 0) ptx::barrier_arrive(&unit.empty[held], kAdders);
+    held = -1;
+  };
+  for (uint32_t number = 0;; ++number) {
+    uint64_t* const summed = &unit.summed[number % kItems];
+    const uint32_t parity = number / kItems & 1;
+    if (!ptx::barrier_done_now(summed, parity)) {
+      ptx::bulk_wait_read<0>();
+      release();
+      const uint64_t late = ptx::global_nanoseconds() + kPatience;
+      bool done = false;
+      while (!done && ptx::global_nanoseconds() < late) done = ptx::barrier_done_now(summed, parity);
+      if (!done) flags.flush();
+      wait_barrier(summed, parity);
+    }
+    const SumItem item = unit.items[number % kItems];
+    if (item.ends != 0) break;
+    if (item.bytes > 0)
+      ptx::bulk_store(item.to, unit.stages + item.stage * shape.stage_bytes,
+                      static_cast<uint32_t>(item.bytes));
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<1>();
+    release();
+    held = item.stage;
+    flags.add(item.flag);
+  }
+  flags.flush();
+}
+
+/// Runs the pipe of a block: list(lister, unit) lists everything and returns. Whole block. `home`: sums are
+/// made at the tokens' home.
+template <DType dtype, bool home, class List>
+__device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t epoch, bool weighted,
+                             const List& list) {
+  const int number = warp_id() / kUnitWarps, role = warp_id() % kUnitWarps;
+  SumUnit& unit = memory.units[number];
+  const PipeShape shape(comm.window.shape.row_bytes());
+  if (role == 0) {
+    ptx::barrier_init(&unit.full[lane_id()], 1);
+    ptx::barrier_init(&unit.empty[lane_id()], kAdders);
+    for (int i = lane_id(); i < kItems; i += 32) ptx::barrier_init(&unit.summed[i], kAdders);
+    if (lane_id() < 2) {
+      ptx::barrier_init(&unit.listed[lane_id()], 1);
+      ptx::barrier_init(&unit.taken[lane_id()], 1);
+    }
+    ptx::fence_barrier_init();
+  }
+  __syncthreads();
+  if (role < kAdders) {
+    add_items<dtype, home>(unit, shape, role * 32 + lane_id(), weighted);
+  } else if (role == kAdders) {
+    SumLister lister(unit);
+    list(lister, unit);
+    lister.end();
+  } else if (role == kAdders + 1) {
+    SumLoader(unit, shape).run();
+  } else if (lane_id() == 0) {
+    store_items(unit, shape, epoch);
+  }
+  __syncthreads();
+}
+
+#else
+struct SumPipeMemory {
+  int32_t shared_word;
+};
+#endif
+
+/// Shared memory of a block: for the pipe, or the `Warps` of one without.
+template <class Warps, WireFormat wire>
+using SumMemoryOf = std::conditional_t<kPiped<wire>, SumPipeMemory, Warps>;
+
+/// Its size, as the host asks for it.
+template <class Warps>
+constexpr size_t sum_memory_bytes(bool piped) {
+  return piped ? sizeof(SumPipeMemory) : sizeof(Warps);
+}
+
+}  // namespace moecomm::gpu
