@@ -1,6 +1,7 @@
 // The window and the plan of a CUDA communicator: pure arithmetic, so no GPU is needed. The sizes are
 // computed here a second time, from the documented formula.
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -293,6 +294,21 @@ void test_limits() {
   CHECK(!serves_ranks(129, 0) && !serves_ranks(1032, 129) && !serves_ranks(1032, 8));
 }
 
+/// The two sides of a combine share the SMs as they share its additions, and each has at least one.
+void test_division_of_a_combine() {
+  const auto near = [](double share, double expected) { return std::abs(share - expected) < 1e-3; };
+  CHECK(gpu::owners_share(1, 8) == 0.0);                          // all rows are at home
+  CHECK(near(gpu::owners_share(2, 8), 4 / (4 + 4 + 1.9921875)));  // two owners of nearly all tokens
+  CHECK(near(gpu::owners_share(4, 1), 0.75 / (0.75 + 0.25 + 1)));
+  for (const int ranks : {1, 2, 4, 8, 128})
+    for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
+      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8);
+      CHECK(h.reduce_blocks >= 1 && h.sum_blocks >= 1 && h.reduce_blocks <= 26);
+      CHECK(h.reduce_blocks + h.sum_blocks == (budget > 0 ? budget : 99));
+      CHECK(budget < 4 || h.reduce_blocks % 2 == 0);  // in clusters of two
+    }
+}
+
 /// The shapes that kernels for few tokens serve have their tables in the shared memory of a block.
 void test_shapes_of_one_kernel() {
   CHECK(gpu::fuses(1, 256) && gpu::fuses(8, 256) && gpu::fuses(64, 256) && gpu::fuses(8, 1024));
@@ -311,6 +327,7 @@ void test_shapes_of_one_kernel() {
 
 int main() {
   test_limits();
+  test_division_of_a_combine();
   test_shapes_of_one_kernel();
   test_chunks();
   test_rows_on_the_wire();

@@ -19,7 +19,8 @@ namespace moecomm::gpu {
 /// Warps of a block of the two sides of a combine.
 inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
-/// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block.
+/// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block,
+/// of eleven warps each.
 inline constexpr int kUnits = 2, kPipeThreads = kUnits * 11 * 32;
 
 /// Rows that go out from their home: a dispatch, or (with a plan that is known) the backward of a combine.

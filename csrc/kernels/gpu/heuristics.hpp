@@ -96,8 +96,9 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   // Rows under way in more warps than these only wait for each other, and arrive later.
   h.send_warps = std::max(4, 240 / h.send_blocks);
   // Past what fills the links, SMs are better used at the home.
-  h.reduce_blocks =
-      std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), 1, std::min(26, total - 1));
+  const int least = h.paired && total >= 4 ? 2 : 1;
+  h.reduce_blocks = std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), least,
+                               std::max(least, std::min(26, total - 1)));
   h.sum_blocks = total - h.reduce_blocks;
   h.fused_tokens = fuses && !several_nodes ? kMostFusedTokens : 0;
   return h;

@@ -154,13 +154,13 @@ struct ListedRows {
   }
 };
 
-/// A lane's token of a list.
+/// A lane's token of a list. SumLister::list fills in the last three.
 struct ListedToken {
-  bool wanted;    ///< it has a sum
-  int others;     ///< sources that are no rows
-  int rows = 0;   ///< its rows,
-  int first = 0;  ///< the first source,
-  int count = 0;  ///< and the number of sources, at least one
+  bool wanted;    ///< the token has a sum
+  int others;     ///< number of its sources that are no rows
+  int rows = 0;   ///< number of its rows
+  int first = 0;  ///< place of its first source in the list
+  int count = 0;  ///< number of its sources, at least one; 0: it has no sum
 };
 
 /// The lister's side of a unit. All lanes call every function.
@@ -367,7 +367,7 @@ class PieceTaker {
     left_ = sources;
     vectors_ = vectors;
   }
-  /// The next piece, and its row's factor. What is behind the piece's end is anything.
+  /// Returns the next piece, and its row's factor. Vectors behind the piece's end are anything.
   __device__ Strip<steps> take(float& factor) {
     await();
     Strip<steps> strip;
@@ -404,7 +404,7 @@ class PieceTaker {
 
   SumUnit& unit_;
   const int stages_, stage_bytes_, thread_;
-  const int last_;  ///< the last step that is within a stage, or another one
+  const int last_;  ///< the last step, or 0 where this thread's vector of it would lie behind the stage
   StageCursor cursor_;
   int left_ = 0, vectors_ = 0;
 };
