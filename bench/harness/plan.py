@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .options import WIDE
+from .options import WIDE, WIDE_TOKENS, shape_of
 
 PROVIDERS = ("tcp", "shm")
 NATIVE = ("fabric_raw", "proxy_rate")
 _BOTH = ("dispatch", "combine")
 _TARGET_LAYERS = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "gpt-oss-120b", "mixtral-8x22b")
 _CLOSELY = ("deepseek-v3", "qwen3-30b")
+_FP8_VARIANTS = "compute only,overlapped,fp8 compute only,fp8 overlapped,fp8 weights anew"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         for name in (*_TARGET_LAYERS, "kimi-k2")
     ]
     around: dict[str, tuple[str, ...]] = {
-        "fp8": ("--variants", "compute only,overlapped,fp8 compute only,fp8 overlapped,fp8 weights anew"),
+        "fp8": ("--variants", _FP8_VARIANTS),
         "skew": ("--routing", "zipf", "--zipf", "0.5,1"),
         "keep": ("--keep", "all,rows,nothing", "--variants", "compute only,serial,overlapped,baseline"),
     }
@@ -132,7 +133,10 @@ def layers_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
 def training_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     """Four microbatches of every layer, alone and as wide expert parallelism leaves two of them, then models
     of the layers looked at closely. Some ten rounds are enough: a round has twelve microbatches of each path.
+    With one rank: that rank as one of two.
     """
+    if ranks == 1:
+        return _one_of_two(iters, warmup)
     steady = f"--device cuda -g {ranks} -n {min(iters, 7)} -w {min(warmup, 2)} --timeout 60"
     steady += " --activation swiglu_interleaved"
     runs = [
@@ -143,6 +147,31 @@ def training_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         _run(f"cuda-model-{name}", "moe_layer", f"--ways model --presets {name} {steady}")
         for name in _CLOSELY
     ]
+
+
+def _one_of_two(iters: int, warmup: int) -> list[Run]:
+    """What one GPU tells of two: a rank of two, with its experts, and rows of as many tokens as go to them.
+
+    Of T tokens a rank with top-K of E experts, that is 2 T tokens with top-K/2 of E/2 experts: as many
+    local experts, rows, and rows an expert, and no transfers. In graphs, where the tokens of a rank decide
+    how an operation is done, it is T tokens with top-K of E/2. First steps of microbatches, then graphs,
+    then products in fp8.
+    """
+    steady = f"--device cuda -g 1 -n {iters} -w {warmup} --timeout 60 --activation swiglu_interleaved"
+
+    def run(kind: str, name: str, tokens: int, topk: int, *flags: str) -> Run:
+        sizes = f"--presets {name} --experts {shape_of(name, 2).experts // 2} --topk {topk} -b {tokens}"
+        flags = (*sizes.split(), *flags, *steady.split())
+        return Run(f"cuda-{kind}-one-of-two-{name}", "moe_layer", flags, quick=kind == "steps")
+
+    graphs = ("--graph-tokens", "512", "--variants", "compute only")
+    fp8 = ("--graph-tokens", "0", "--variants", _FP8_VARIANTS)
+    runs = []
+    for name in (*_TARGET_LAYERS, *WIDE):
+        tokens, half = 2 * (WIDE_TOKENS if name in WIDE else 4096), shape_of(name, 2).topk // 2
+        runs.append(run("steps", name, tokens, half, "--ways", "microbatches"))
+    runs += [run("graphs", name, 512, shape_of(name, 2).topk, *graphs) for name in _TARGET_LAYERS]
+    return runs + [run("fp8", name, 8192, shape_of(name, 2).topk // 2, *fp8) for name in _CLOSELY]
 
 
 def training_cpu(ranks: int, iters: int, warmup: int) -> list[Run]:

@@ -207,7 +207,7 @@ def test_help_defines_the_columns(program: str, capsys: pytest.CaptureFixture[st
         plan.layers_cpu(2, 3, 1),
         plan.layers_cuda(4, 3, 1),
         plan.training_cpu(2, 3, 1),
-        *(plan.training_cuda(ranks, 3, 1) for ranks in (2, 4)),
+        *(plan.training_cuda(ranks, 3, 1) for ranks in (1, 2, 4)),
         plan.nodes_cpu(("tcp", "efa"), 3, 1),
         *(plan.nodes_cuda(gpus, ("tcp", "efa"), 3, 1) for gpus in (2, 4, 6)),
     ],
@@ -226,6 +226,20 @@ def test_a_plan_names_each_run_once_with_flags_that_parse(runs: list[plan.Run]) 
             assert (given.sizes, given.shapes, given.ranks) == (plain.sizes, plain.shapes, plain.ranks)
         if "-on-" in name:
             assert given.ranks == int(name[-1]) and given.sizes == (8, 4096)
+
+
+def test_one_gpu_has_the_experts_and_rows_of_a_rank_of_two() -> None:
+    runs = {run.name: command_line.parse(run.program, run.flags) for run in plan.training_cuda(1, 3, 1)}
+    for run in plan.training_cuda(2, 3, 1):
+        if not run.name.startswith("cuda-steps-"):
+            continue
+        one = runs[run.name.replace("cuda-steps-", "cuda-steps-one-of-two-")]
+        two = command_line.parse(run.program, run.flags)
+        (alone,), (together,) = one.shapes, two.shapes
+        assert one.ranks == 1 and alone.experts == together.experts // 2
+        assert one.sizes[0] * alone.topk == two.sizes[0] * together.topk
+    graphs = [one for name, one in runs.items() if name.startswith("cuda-graphs-")]
+    assert len(graphs) == 5 and all(one.sizes == (512,) and one.graph_tokens == 512 for one in graphs)
 
 
 def test_the_reference_cases_have_all_baselines() -> None:
