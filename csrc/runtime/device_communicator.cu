@@ -7,79 +7,14 @@
 #include "common/start_thread.hpp"
 #include "device/comm.cuh"
 #include "kernels/gpu/pipe.cuh"
+#include "runtime/cuda_calls.hpp"
 #include "runtime/device_communicator.hpp"
+#include "runtime/pinned_status.hpp"
 
 namespace moecomm {
 namespace {
 
 constexpr auto kWatchPeriod = std::chrono::milliseconds(10);
-constexpr uint32_t kTexts = 8;  // announcements that may be under way at once
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // what is not sticky is reported here and not again elsewhere
-  const ErrorKind kind =
-      error == cudaErrorMemoryAllocation ? ErrorKind::out_of_memory : ErrorKind::unsupported;
-  throw Error(kind,
-              std::string(what) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
-}
-
-/// Makes a device current for as long as it lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = before_ != device;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
-
-/// Lets this thread call the driver while another one captures a graph: what is called has nothing to do with
-/// it.
-class BesideCaptures {
- public:
-  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  BesideCaptures(const BesideCaptures&) = delete;
-  BesideCaptures& operator=(const BesideCaptures&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-template <class T>
-T load_acquire(const T& value) {
-  return std::atomic_ref<T>(const_cast<T&>(value)).load(std::memory_order_acquire);
-}
-
-template <class T>
-void store_release(T& value, T to) {
-  std::atomic_ref<T>(value).store(to, std::memory_order_release);
-}
-
-std::string phase_text(const HostStatus::Broken& broken) {
-  const std::string operation = operation_name(broken.operation);
-  switch (broken.phase) {
-    case WaitPhase::records:
-      return operation;
-    case WaitPhase::rows:
-      return operation + " (its rows)";
-    case WaitPhase::credit:
-      return operation + " (room for rows)";
-    case WaitPhase::blocks:
-      break;
-  }
-  return operation + " (blocks of this GPU)";
-}
 
 /// Shape of the host memory in which ranks notice each other's end; with several nodes also of what the proxy
 /// and the kernels share.
@@ -127,23 +62,6 @@ int team_warps(int64_t items, int blocks, int warps) {
 }
 
 }  // namespace
-
-struct DeviceCommunicator::Pinned {
-  explicit Pinned(int32_t ranks) {
-    const size_t bytes =
-        sizeof(HostStatus) + static_cast<size_t>(ranks) * sizeof(PeerLoss) + kTexts * kErrorText;
-    void* memory = nullptr;
-    check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
-    std::memset(memory, 0, bytes);
-    status = static_cast<HostStatus*>(memory);
-    losses = reinterpret_cast<PeerLoss*>(status + 1);
-    texts = reinterpret_cast<char*>(losses + ranks);
-  }
-  ~Pinned() { cudaFreeHost(status); }
-  HostStatus* status;
-  PeerLoss* losses;
-  char* texts;
-};
 
 DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
     : config_(config),
@@ -368,96 +286,6 @@ void DeviceCommunicator::fork_side(cudaStream_t stream) {
 void DeviceCommunicator::join_side(cudaStream_t stream) {
   check_cuda(cudaEventRecord(join_, side_stream_), "cudaEventRecord");
   check_cuda(cudaStreamWaitEvent(stream, join_, 0), "cudaStreamWaitEvent");
-}
-
-void DeviceCommunicator::require_usable() {
-  if (getpid() != owner_)
-    throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
-                                       "; a forked child has to build its own");
-  if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
-  note_broken();
-  if (broken_) throw *broken_;
-  if (!signals_ || (nodes_.nodes() > 1 && !proxy_))
-    throw Error(ErrorKind::closed, "the communicator is not connected");
-}
-
-void DeviceCommunicator::note_broken() {
-  const HostStatus::Broken& broken = pinned_->status->broken;
-  if (broken_ || load_acquire(broken.set) == 0) return;
-  broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
-                            config_.timeout_seconds, broken.expected, broken.seen,
-                            proxy_ ? proxy_->reason(broken.peer) : "");
-}
-
-std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
-  const std::string rank = "rank " + std::to_string(v.rank);
-  if (v.has_text != 0)
-    return rank + ": " + std::string(pinned_->status->text, strnlen(pinned_->status->text, kErrorText));
-  if (v.about == Disagreement::none) {
-    const int64_t index = v.index & ((int64_t{1} << 48) - 1), other = v.index >> 48;
-    const std::string text = rank + ": topk_idx[" + std::to_string(index / config_.shape.top_k) + ", " +
-                             std::to_string(index % config_.shape.top_k) + "] is " + std::to_string(v.value);
-    if (other == 0)
-      return text + ", expected -1 (no expert) to " + std::to_string(config_.shape.num_experts - 1);
-    return text + ", which the token already has at k = " + std::to_string(other - 1) +
-           "; a token may name an expert once";
-  }
-  std::string what, first = std::to_string(v.index), here = std::to_string(v.value);
-  switch (v.about) {
-    case Disagreement::operation:
-      what = "the operation";
-      first = operation_name(static_cast<Operation>(v.index));
-      here = operation_name(static_cast<Operation>(v.value));
-      break;
-    case Disagreement::layout:
-      what = "layout";
-      first = v.index == 0 ? "expert" : "rank";
-      here = v.value == 0 ? "expert" : "rank";
-      break;
-    case Disagreement::alignment:
-      what = "alignment";
-      break;
-    case Disagreement::capacity:
-      what = "capacity (-1: none)";
-      break;
-    case Disagreement::index_capacity:
-      what = "expert_capacity (-1: none)";
-      break;
-    case Disagreement::plan:
-      what = "the handle (the epoch of its dispatch)";
-      break;
-    default:
-      what = "what travels (1: rows, 2: weights, 4: by the copy engine, 8: quantised, or their sum)";
-  }
-  return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
-}
-
-void DeviceCommunicator::throw_verdict() {
-  HostStatus::Verdict& verdict = pinned_->status->verdict;
-  ErrorDetails details;
-  details.rank = verdict.rank;
-  const Error error(static_cast<ErrorKind>(verdict.kind), describe(verdict), details);
-  store_release(verdict.set, uint32_t{0});
-  throw error;
-}
-
-void DeviceCommunicator::check() {
-  require_usable();
-  if (load_acquire(pinned_->status->verdict.set) != 0) throw_verdict();
-  HostStatus::Overflow& overflow = pinned_->status->overflow;
-  if (load_acquire(overflow.set) == 0) return;
-  ErrorDetails details;
-  details.rank = overflow.rank;
-  details.needed = overflow.needed;
-  details.available = overflow.capacity;
-  const Error error(ErrorKind::capacity_exceeded,
-                    std::string("a dispatch with ") + (overflow.of_positions != 0 ? "expert_" : "") +
-                        "capacity " + std::to_string(overflow.capacity) + " needed " +
-                        std::to_string(overflow.needed) + " rows on rank " + std::to_string(overflow.rank) +
-                        "; rows past the capacity were left out",
-                    details);
-  store_release(overflow.set, uint32_t{0});
-  throw error;
 }
 
 /// Ends what was begun and will not be completed.
@@ -755,39 +583,6 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
   check_cuda(gpu::launch_announce(launch(stream, 1, false), *comm(WireFormat::same),
                                   static_cast<uint32_t>(kind), target),
              "launch of an error's announcement");
-}
-
-DeviceCounters DeviceCommunicator::counters() {
-  DeviceCounters out;
-  std::vector<uint64_t> late_ns(static_cast<size_t>(window_.shape.ranks));
-  out.late_seconds.resize(late_ns.size());
-  if (closed_ || state_ == nullptr) return out;
-  const DeviceGuard guard(config_.device);
-  const BesideCaptures beside;
-  DeviceState state;
-  check_cuda(cudaMemcpyAsync(&state, state_, sizeof(state), cudaMemcpyDeviceToHost, watch_stream_),
-             "cudaMemcpyAsync");
-  check_cuda(cudaMemcpyAsync(late_ns.data(), late_ns_, late_ns.size() * sizeof(uint64_t),
-                             cudaMemcpyDeviceToHost, watch_stream_),
-             "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(watch_stream_), "cudaStreamSynchronize");
-  for (size_t rank = 0; rank < late_ns.size(); ++rank)
-    out.late_seconds[rank] = static_cast<double>(late_ns[rank]) * 1e-9;
-  out.rows_out = state.rows_out;
-  out.bytes_wire = state.bytes_wire;
-  double seconds[kClocks];
-  for (int kind = 0; kind < kClocks; ++kind)
-    seconds[kind] = static_cast<double>(state.clocked_ns[kind] + state.clocks[kind].nanoseconds()) * 1e-9;
-  out.dispatch_seconds = seconds[clock_of(Operation::dispatch)];
-  out.combine_seconds = seconds[clock_of(Operation::combine)];
-  out.wait_seconds = static_cast<double>(state.wait_ns) * 1e-9;
-  for (int kind = 0; kind < kClocks; ++kind)
-    for (int phase = 0; phase < kPhases; ++phase) {
-      const uint64_t started = state.clocks[kind].started, passed = state.clocks[kind].passed[phase];
-      if (started > 0 && passed >= started)
-        out.phases[kind][phase] = static_cast<double>(passed - started) * 1e-9;
-    }
-  return out;
 }
 
 std::string DeviceCommunicator::heuristics_text() const { return heuristics_.text(); }

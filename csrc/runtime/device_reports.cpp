@@ -1,0 +1,153 @@
+// DeviceCommunicator: what the device has reported, as typed errors and counters.
+#include <unistd.h>
+
+#include <cstring>
+
+#include "runtime/cuda_calls.hpp"
+#include "runtime/device_communicator.hpp"
+#include "runtime/pinned_status.hpp"
+
+namespace moecomm {
+namespace {
+
+std::string phase_text(const HostStatus::Broken& broken) {
+  const std::string operation = operation_name(broken.operation);
+  switch (broken.phase) {
+    case WaitPhase::records:
+      return operation;
+    case WaitPhase::rows:
+      return operation + " (its rows)";
+    case WaitPhase::credit:
+      return operation + " (room for rows)";
+    case WaitPhase::blocks:
+      break;
+  }
+  return operation + " (blocks of this GPU)";
+}
+
+}  // namespace
+
+void DeviceCommunicator::require_usable() {
+  if (getpid() != owner_)
+    throw Error(ErrorKind::closed, "the communicator belongs to process " + std::to_string(owner_) +
+                                       "; a forked child has to build its own");
+  if (closed_) throw Error(ErrorKind::closed, "the communicator is closed");
+  note_broken();
+  if (broken_) throw *broken_;
+  if (!signals_ || (nodes_.nodes() > 1 && !proxy_))
+    throw Error(ErrorKind::closed, "the communicator is not connected");
+}
+
+void DeviceCommunicator::note_broken() {
+  const HostStatus::Broken& broken = pinned_->status->broken;
+  if (broken_ || load_acquire(broken.set) == 0) return;
+  broken_ = shm::loss_error({broken.peer, broken.cause, broken.first}, config_.rank, phase_text(broken),
+                            config_.timeout_seconds, broken.expected, broken.seen,
+                            proxy_ ? proxy_->reason(broken.peer) : "");
+}
+
+std::string DeviceCommunicator::describe(const HostStatus::Verdict& v) const {
+  const std::string rank = "rank " + std::to_string(v.rank);
+  if (v.has_text != 0)
+    return rank + ": " + std::string(pinned_->status->text, strnlen(pinned_->status->text, kErrorText));
+  if (v.about == Disagreement::none) {
+    const int64_t index = v.index & ((int64_t{1} << 48) - 1), other = v.index >> 48;
+    const std::string text = rank + ": topk_idx[" + std::to_string(index / config_.shape.top_k) + ", " +
+                             std::to_string(index % config_.shape.top_k) + "] is " + std::to_string(v.value);
+    if (other == 0)
+      return text + ", expected -1 (no expert) to " + std::to_string(config_.shape.num_experts - 1);
+    return text + ", which the token already has at k = " + std::to_string(other - 1) +
+           "; a token may name an expert once";
+  }
+  std::string what, first = std::to_string(v.index), here = std::to_string(v.value);
+  switch (v.about) {
+    case Disagreement::operation:
+      what = "the operation";
+      first = operation_name(static_cast<Operation>(v.index));
+      here = operation_name(static_cast<Operation>(v.value));
+      break;
+    case Disagreement::layout:
+      what = "layout";
+      first = v.index == 0 ? "expert" : "rank";
+      here = v.value == 0 ? "expert" : "rank";
+      break;
+    case Disagreement::alignment:
+      what = "alignment";
+      break;
+    case Disagreement::capacity:
+      what = "capacity (-1: none)";
+      break;
+    case Disagreement::index_capacity:
+      what = "expert_capacity (-1: none)";
+      break;
+    case Disagreement::plan:
+      what = "the handle (the epoch of its dispatch)";
+      break;
+    default:
+      what = "what travels (1: rows, 2: weights, 4: by the copy engine, 8: quantised, or their sum)";
+  }
+  return "ranks disagree on " + what + ": rank 0 has " + first + ", " + rank + " has " + here;
+}
+
+void DeviceCommunicator::throw_verdict() {
+  HostStatus::Verdict& verdict = pinned_->status->verdict;
+  ErrorDetails details;
+  details.rank = verdict.rank;
+  const Error error(static_cast<ErrorKind>(verdict.kind), describe(verdict), details);
+  store_release(verdict.set, uint32_t{0});
+  throw error;
+}
+
+void DeviceCommunicator::check() {
+  require_usable();
+  if (load_acquire(pinned_->status->verdict.set) != 0) throw_verdict();
+  HostStatus::Overflow& overflow = pinned_->status->overflow;
+  if (load_acquire(overflow.set) == 0) return;
+  ErrorDetails details;
+  details.rank = overflow.rank;
+  details.needed = overflow.needed;
+  details.available = overflow.capacity;
+  const Error error(ErrorKind::capacity_exceeded,
+                    std::string("a dispatch with ") + (overflow.of_positions != 0 ? "expert_" : "") +
+                        "capacity " + std::to_string(overflow.capacity) + " needed " +
+                        std::to_string(overflow.needed) + " rows on rank " + std::to_string(overflow.rank) +
+                        "; rows past the capacity were left out",
+                    details);
+  store_release(overflow.set, uint32_t{0});
+  throw error;
+}
+
+DeviceCounters DeviceCommunicator::counters() {
+  DeviceCounters out;
+  std::vector<uint64_t> late_ns(static_cast<size_t>(window_.shape.ranks));
+  out.late_seconds.resize(late_ns.size());
+  if (closed_ || state_ == nullptr) return out;
+  const DeviceGuard guard(config_.device);
+  const BesideCaptures beside;
+  DeviceState state;
+  check_cuda(cudaMemcpyAsync(&state, state_, sizeof(state), cudaMemcpyDeviceToHost, watch_stream_),
+             "cudaMemcpyAsync");
+  check_cuda(cudaMemcpyAsync(late_ns.data(), late_ns_, late_ns.size() * sizeof(uint64_t),
+                             cudaMemcpyDeviceToHost, watch_stream_),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(watch_stream_), "cudaStreamSynchronize");
+  for (size_t rank = 0; rank < late_ns.size(); ++rank)
+    out.late_seconds[rank] = static_cast<double>(late_ns[rank]) * 1e-9;
+  out.rows_out = state.rows_out;
+  out.bytes_wire = state.bytes_wire;
+  double seconds[kClocks];
+  for (int kind = 0; kind < kClocks; ++kind)
+    seconds[kind] = static_cast<double>(state.clocked_ns[kind] + state.clocks[kind].nanoseconds()) * 1e-9;
+  out.dispatch_seconds = seconds[clock_of(Operation::dispatch)];
+  out.combine_seconds = seconds[clock_of(Operation::combine)];
+  out.wait_seconds = static_cast<double>(state.wait_ns) * 1e-9;
+  for (int kind = 0; kind < kClocks; ++kind)
+    for (int phase = 0; phase < kPhases; ++phase) {
+      const uint64_t started = state.clocks[kind].started, passed = state.clocks[kind].passed[phase];
+      if (started > 0 && passed >= started)
+        out.phases[kind][phase] = static_cast<double>(passed - started) * 1e-9;
+    }
+  return out;
+}
+
+}  // namespace moecomm

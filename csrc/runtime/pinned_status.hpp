@@ -1,0 +1,43 @@
+// The pinned host memory through which the kernels of a DeviceCommunicator and the host tell each other
+// things.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "layout/host_status.hpp"
+#include "runtime/cuda_calls.hpp"
+#include "runtime/device_communicator.hpp"
+
+namespace moecomm {
+
+inline constexpr uint32_t kTexts = 8;  ///< announcements of errors that may be under way at once
+
+template <class T>
+T load_acquire(const T& value) {
+  return std::atomic_ref<T>(const_cast<T&>(value)).load(std::memory_order_acquire);
+}
+
+template <class T>
+void store_release(T& value, T to) {
+  std::atomic_ref<T>(value).store(to, std::memory_order_release);
+}
+
+struct DeviceCommunicator::Pinned {
+  explicit Pinned(int32_t ranks) {
+    const size_t bytes =
+        sizeof(HostStatus) + static_cast<size_t>(ranks) * sizeof(PeerLoss) + kTexts * kErrorText;
+    void* memory = nullptr;
+    check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+    std::memset(memory, 0, bytes);
+    status = static_cast<HostStatus*>(memory);
+    losses = reinterpret_cast<PeerLoss*>(status + 1);
+    texts = reinterpret_cast<char*>(losses + ranks);
+  }
+  ~Pinned() { cudaFreeHost(status); }
+  HostStatus* status;
+  PeerLoss* losses;
+  char* texts;
+};
+
+}  // namespace moecomm
