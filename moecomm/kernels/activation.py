@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
 from moecomm import _C
 from moecomm.arguments import require_ends, weight_dtype
@@ -118,10 +120,7 @@ def weighted_activation_backward_into(
         grad_z_PF = grad_z_PF.contiguous()
         _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *results)
         return
-    found = _backward_by_torch(grad_z_PF, inner_PI, weights_P, ends_L, activation, need_weights, need_z)
-    for result, value in zip(results, found, strict=True):
-        if result is not None:
-            result.copy_(value)
+    _backward_by_torch(results, grad_z_PF, inner_PI, weights_P, ends_L, activation)
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
@@ -200,11 +199,10 @@ def _forward(
     width = _width(inner_PI, weights_P, ends_L, activation)
     if z_PF is not None:
         _require_result("z", z_PF, (inner_PI.shape[0], width), inner_PI.dtype, inner_PI.device)
-    if not _has_kernel(inner_PI):
-        found_PF = _forward_by_torch(inner_PI, weights_P, ends_L, activation)
-        return found_PF if z_PF is None else z_PF.copy_(found_PF)
     if z_PF is None:
         z_PF = inner_PI.new_empty(inner_PI.shape[0], width)
+    if not _has_kernel(inner_PI):
+        return _forward_by_torch(z_PF, inner_PI, weights_P, ends_L, activation)
     _launch("activation", inner_PI, weights_P, ends_L, width, activation, z_PF)
     return z_PF
 
@@ -219,9 +217,10 @@ def _backward(
     need_z: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
-    if not _has_kernel(inner_PI):
-        return _backward_by_torch(grad_z_PF, inner_PI, weights_P, ends_L, activation, need_weights, need_z)
     grads = _new_gradients(inner_PI, width, need_weights, need_z)
+    if not _has_kernel(inner_PI):
+        _backward_by_torch(grads, grad_z_PF, inner_PI, weights_P, ends_L, activation)
+        return grads
     grad_z_PF = grad_z_PF.contiguous()
     _launch("activation_backward", inner_PI, weights_P, ends_L, width, activation, grad_z_PF, *grads)
     return grads
@@ -298,78 +297,130 @@ def _launch(
 # -- elsewhere ---------------------------------------------------------------------------------------------
 
 
+_BLOCK = 2**17
+"""Values of `inner` that are worked on together, so that what one torch operation leaves is in the cache for
+the next."""
+
+
+def _blocks(inner_PI: Tensor) -> Iterator[slice]:
+    """Returns slices that share out all rows, real ones and others: torch's functions have other last bits
+    where a vector of values ends elsewhere, and so those of a row do not hang on how many are real."""
+    rows, step = inner_PI.shape[0], max(1, _BLOCK // inner_PI.shape[1])
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def _zero_others(result: Tensor, ends_L: Tensor | None) -> None:
+    """Sets rows that are not real to zero, whatever they hold."""
+    if ends_L is not None:
+        result[int(ends_L[-1]) :].zero_()
+
+
 def _forward_by_torch(
-    inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str
+    z_PF: Tensor, inner_PI: Tensor, weights_P: Tensor | None, ends_L: Tensor | None, activation: str
 ) -> Tensor:
-    value_PF, _ = _value_and_slopes(inner_PI, activation)
-    return _real(_weighted(value_PF, weights_P).to(inner_PI.dtype), ends_L)
+    """Computes the result into `z_PF`, and zero where rows are not real."""
+    for block in _blocks(inner_PI):
+        value_BF = _value(_parts(inner_PI[block], activation), activation)
+        z_PF[block] = _weigh(value_BF, weights_P, block)
+    _zero_others(z_PF, ends_L)
+    return z_PF
 
 
 def _backward_by_torch(
+    results: Sequence[Tensor | None],
     grad_z_PF: Tensor,
     inner_PI: Tensor,
     weights_P: Tensor | None,
     ends_L: Tensor | None,
     activation: str,
-    need_weights: bool,
-    need_z: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, exact = inner_PI.dtype, weight_dtype(inner_PI.dtype)
-    value_PF, slopes = _value_and_slopes(inner_PI, activation)
-    grad_PF = grad_z_PF.contiguous().to(exact)
-    scaled_PF = _weighted(grad_PF, weights_P)
-    grads = [(scaled_PF * slope_PF).to(dtype) for slope_PF in slopes]
-    grad_inner_PI = torch.stack(grads, dim=_inputs_dim(activation)).flatten(1)
-    grad_weights_P, z_PF = inner_PI.new_empty(0, dtype=exact), inner_PI.new_empty(0)
-    if need_weights:
-        grad_weights_P = _real((grad_PF * value_PF).sum(dim=1), ends_L)
-    if need_z:
-        z_PF = _real(_weighted(value_PF, weights_P).to(dtype), ends_L)
-    return _real(grad_inner_PI, ends_L), grad_weights_P, z_PF
+) -> None:
+    """Computes the gradients of inner and of the weights, and z, into `results`, and zero where rows are not
+    real; None, or an empty tensor, where one is not needed."""
+    grad_inner_PI, grad_weights_P, z_PF = (
+        each if each is not None and each.numel() else None for each in results
+    )
+    exact = weight_dtype(inner_PI.dtype)
+    for block in _blocks(inner_PI):
+        parts = _parts(inner_PI[block], activation)
+        grad_BF = grad_z_PF[block].contiguous().to(exact)
+        scaled_BF = grad_BF if weights_P is None else grad_BF * weights_P[block, None]
+        assert grad_inner_PI is not None
+        value_BF = _gradients_and_value(
+            _split(grad_inner_PI[block], activation), scaled_BF, parts, activation
+        )
+        if grad_weights_P is not None:
+            grad_weights_P[block] = (grad_BF * value_BF).sum(dim=1)
+        if z_PF is not None:
+            z_PF[block] = _weigh(value_BF, weights_P, block)
+    for result in (grad_inner_PI, grad_weights_P, z_PF):
+        if result is not None:
+            _zero_others(result, ends_L)
 
 
-def _value_and_slopes(inner_PI: Tensor, activation: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns act(inner), not yet rounded, and its derivatives with respect to the parts of `inner`."""
-    inner_PI = inner_PI.contiguous().to(weight_dtype(inner_PI.dtype))
-    if activation != "gelu":
-        dim = _inputs_dim(activation)
-        gate_PF, up_PF = inner_PI.unflatten(1, (2, -1) if dim == 1 else (-1, 2)).unbind(dim)
-        if activation == "swiglu_clamped":
-            return _clamped(gate_PF, up_PF)
-        share_PF = gate_PF.sigmoid()
-        silu_PF = gate_PF * share_PF
-        return silu_PF * up_PF, (up_PF * (share_PF * (1 + gate_PF * (1 - share_PF))), silu_PF)
+def _split(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
+    """Returns the gates and the up values in `inner`, as views, or `inner` where it is all."""
+    if activation == "gelu":
+        return (inner_PI,)
+    if activation in INTERLEAVED:
+        return inner_PI.unflatten(1, (-1, 2)).unbind(2)
+    return inner_PI.unflatten(1, (2, -1)).unbind(1)
+
+
+def _parts(inner_PI: Tensor, activation: str) -> tuple[Tensor, ...]:
+    """The same in the dtype that is computed in."""
+    return _split(inner_PI.contiguous().to(weight_dtype(inner_PI.dtype)), activation)
+
+
+def _weigh(value_BF: Tensor, weights_P: Tensor | None, block: slice) -> Tensor:
+    """Multiplies `value`, in place, by the weights of its rows."""
+    return value_BF if weights_P is None else value_BF.mul_(weights_P[block, None])
+
+
+def _value(parts: tuple[Tensor, ...], activation: str) -> Tensor:
+    """Returns act(inner) of its parts, not yet rounded."""
+    if activation == "gelu":
+        return _gelu(parts[0])[0]
+    if activation == "swiglu_clamped":
+        gate_BF, up_BF = _clamped(*parts)
+        return (_ALPHA * gate_BF).sigmoid_().mul_(gate_BF).mul_(up_BF)
+    return silu(parts[0]).mul_(parts[1])
+
+
+def _gradients_and_value(
+    results: tuple[Tensor, ...], grad_BF: Tensor, parts: tuple[Tensor, ...], activation: str
+) -> Tensor:
+    """Writes the gradients of the parts of `inner` to `results`, and returns act(inner)."""
+    if activation == "gelu":
+        value_BF, slope_BF = _gelu(parts[0])
+        results[0].copy_(slope_BF.mul_(grad_BF))
+        return value_BF
+    grad_gate_BF, grad_up_BF = results
+    if activation == "swiglu_clamped":
+        gate_BF, up_BF = _clamped(*parts)
+        share_BF = (_ALPHA * gate_BF).sigmoid_()
+        silu_BF = gate_BF * share_BF
+        slope_BF = share_BF * (1 + _ALPHA * gate_BF * (1 - share_BF))
+        # As clamp has it: no gradient beyond a limit.
+        grad_gate_BF.copy_((grad_BF * up_BF * slope_BF).where(parts[0] <= _LIMIT, 0.0))
+        grad_up_BF.copy_((grad_BF * silu_BF).where(parts[1].abs() <= _LIMIT, 0.0))
+        return silu_BF.mul_(up_BF)
+    gate_BF, up_BF = parts
+    silu_BF = silu(gate_BF)
+    grad_gate_BF.copy_(torch.ops.aten.silu_backward(grad_BF * up_BF, gate_BF))
+    grad_up_BF.copy_(grad_BF * silu_BF)
+    return silu_BF.mul_(up_BF)
+
+
+def _clamped(gate_BF: Tensor, up_BF: Tensor) -> tuple[Tensor, Tensor]:
+    return gate_BF.clamp(max=_LIMIT), up_BF.clamp(-_LIMIT, _LIMIT) + 1
+
+
+def _gelu(inner_BF: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns gelu(inner) and its derivative."""
     # erfc keeps its precision for very negative numbers, where 1 + erf has lost all of it.
-    below_PF = 0.5 * torch.erfc(inner_PI * -math.sqrt(0.5))
-    density_PF = torch.exp(-0.5 * inner_PI * inner_PI) / math.sqrt(2 * math.pi)
-    return inner_PI * below_PF, (below_PF + inner_PI * density_PF,)
-
-
-def _clamped(raw_gate_PF: Tensor, raw_up_PF: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    gate_PF, up_PF = raw_gate_PF.clamp(max=_LIMIT), raw_up_PF.clamp(-_LIMIT, _LIMIT) + 1
-    share_PF = (_ALPHA * gate_PF).sigmoid()
-    silu_PF = gate_PF * share_PF
-    slope_PF = up_PF * (share_PF * (1 + _ALPHA * gate_PF * (1 - share_PF)))
-    # As clamp has it: no gradient beyond a limit.
-    gate_slope_PF = slope_PF.where(raw_gate_PF <= _LIMIT, 0.0)
-    return silu_PF * up_PF, (gate_slope_PF, silu_PF.where(raw_up_PF.abs() <= _LIMIT, 0.0))
-
-
-def _inputs_dim(activation: str) -> int:
-    """Returns the dimension of gate and up in `inner`: 1 for (P, 2, F), 2 for the interleaved (P, F, 2)."""
-    return 2 if activation in INTERLEAVED else 1
-
-
-def _weighted(value_PF: Tensor, weights_P: Tensor | None) -> Tensor:
-    return value_PF if weights_P is None else value_PF * weights_P.unsqueeze(1)
-
-
-def _real(value: Tensor, ends_L: Tensor | None) -> Tensor:
-    """Returns `value` with rows that are not real set to zero, whatever they hold."""
-    if ends_L is None:
-        return value
-    real_P = torch.arange(value.shape[0], device=value.device) < ends_L[-1]
-    return value.where(real_P if value.dim() == 1 else real_P.unsqueeze(1), 0.0)
+    below_BF = 0.5 * torch.erfc(inner_BF * -math.sqrt(0.5))
+    density_BF = torch.exp(-0.5 * inner_BF * inner_BF) / math.sqrt(2 * math.pi)
+    return inner_BF * below_BF, below_BF + inner_BF * density_BF
 
 
 # -- what a trace sees, and gradients ----------------------------------------------------------------------

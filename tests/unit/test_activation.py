@@ -406,6 +406,35 @@ def test_operators_are_what_they_say(pool: Pools, activation: str, seed: int) ->
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_are_computed_in_blocks(
+    activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rows, real, width = 101, 90, 24
+    generator = torch.Generator().manual_seed(seed)
+    inner = torch.randn(rows, width * module.INPUTS[activation], generator=generator).to(dtype)
+    inner[real:] = torch.nan
+    grad = torch.randn(rows, width, generator=generator).to(dtype)
+    weights = torch.rand(rows, generator=generator).to(module.weight_dtype(dtype))
+    ends = torch.tensor([10, 10, real], dtype=torch.int32)
+
+    def compute(block: int) -> list[Tensor]:
+        monkeypatch.setattr(module, "_BLOCK", block)
+        z = module.weighted_activation(inner, weights, ends, activation=activation)
+        grads = module.weighted_activation_backward(
+            grad, inner, weights, ends, activation=activation, need_weights=True, need_z=True
+        )
+        assert all(each is not None for each in grads)
+        return [z, *(each for each in grads if each is not None)]
+
+    whole = compute(2**30)
+    for other in (compute(1), compute(7 * inner.shape[1])):
+        for expected, found in zip(whole, other, strict=True):
+            torch.testing.assert_close(found, expected)  # but for the last bits of torch's functions
+    assert all(each[:real].any() and not each[real:].any() for each in whole)
+
+
 # -- what the extension is given ---------------------------------------------------------------------------
 
 
@@ -421,7 +450,8 @@ class Kernels:
     def activation(self, *arguments: Any) -> None:
         *given, z, stream = arguments
         values, rows, width, activation = self._given(*given)
-        self._put(z, module._forward_by_torch(*values, activation), (rows, width))
+        z_PF = torch.empty(rows, width, dtype=values[0].dtype)
+        self._put(z, module._forward_by_torch(z_PF, *values, activation), (rows, width))
         self.streams.append(stream)
 
     def activation_backward(self, *arguments: Any) -> None:
@@ -432,7 +462,8 @@ class Kernels:
         if grad is None:
             assert rows == 0
             return
-        found = module._backward_by_torch(grad, *values, activation, grad_weights != 0, z != 0)
+        found = module._new_gradients(values[0], width, grad_weights != 0, z != 0)
+        module._backward_by_torch(found, grad, *values, activation)
         for address, value in zip((grad_inner, grad_weights, z), found, strict=True):
             self._put(address, value, tuple(value.shape))
 
