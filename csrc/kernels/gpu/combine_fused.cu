@@ -5,8 +5,7 @@
 //   - in the others a team of warps takes a token of another rank each, sums its rows here, and stores the
 //     sum in this rank's slot at the token's home; then it sets the home's flag. This waits for nothing
 //   - warps then take parts of this rank's own tokens: each waits for the sums of the token's owners, and
-//   adds
-//     them by ascending rank
+//     adds these by ascending rank
 #include "kernels/gpu/combine_rows.cuh"
 #include "kernels/gpu/team.cuh"
 

@@ -1,10 +1,10 @@
 // Combine, owner's side: a token's rows here are summed in the order of k in float32 (times their weights),
 // rounded once, or quantised where sums travel in another format, and the sum goes to this rank's slot at the
 // token's home.
-//   - chunks are taken in order: of one home's tokens, the other ranks in turn
-//   - by the listers of a pipe (sum_pipe.cuh)
-//   - without bulk copies, or where sums travel in another format, by all warps: a strip of all rows of a
-//     token is loaded at once, summed in registers, and stored over the link
+//   - chunks of one home's tokens are taken in order, the other ranks in turn: by the listers of a pipe
+//     (sum_pipe.cuh), a few tokens at a time
+//   - without bulk copies, and where sums travel in another format, all warps take them: a strip of all rows
+//     of a token is loaded at once, summed in registers, and stored over the link
 //   - when all sums of a chunk are in place, its arrival flag at the home is set
 // Where the copy engine moves the sums (`copied`), they stay here, in order of the home and its token, and
 // the kernel ends when the windows of others may be written.

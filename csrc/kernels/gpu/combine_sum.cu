@@ -1,8 +1,7 @@
 // Combine, home's side: what the owners of a token sent is added by ascending owner rank in float32 and
 // rounded once.
-//   - this rank's tokens are taken in order, by the listers of a pipe (sum_pipe.cuh), which wait until the
-//   sums
-//     of the owners have arrived, or by all warps, which take parts of their rows
+//   - this rank's tokens are taken in order, by the listers of a pipe (sum_pipe.cuh) or, in parts of their
+//     rows, by all warps; they wait until the sums of the owners have arrived
 //   - a slot is the number of an owner among the token's owners in ascending order, so slots are added in
 //     their order; this rank's own share never travels: it is summed here at its turn, and rounded as if it
 //     had
