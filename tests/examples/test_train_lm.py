@@ -25,6 +25,7 @@ from tests.examples.conftest import (
     run_example,
     wait_until,
 )
+from tests.multirank.harness import no_shared_memory_left
 from tests.programs import TIMEOUT_S, Finished, run_program
 
 import train_lm  # isort: skip
@@ -203,24 +204,18 @@ def start(folder: Path, *arguments: str | Path) -> subprocess.Popen[str]:
 def test_interrupt_leaves_a_checkpoint_and_a_killed_launcher_no_ranks(
     text_folder: Path, tmp_path: Path
 ) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
     folder = tmp_path / "run"
     steps = [f"--{name}=1000000" for name in ("steps", "eval-every", "save-every")]
-    process = start(folder, *SMALL_MODEL, *steps, "--data", text_folder)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 128 + signal.SIGINT, err
-    assert err == "", err
-    last = max(losses(folder))
-    assert f"stopped at step {last}" in out.strip().splitlines()[-1]
-    assert (folder / "checkpoints" / f"step-{last:08d}" / ".metadata").is_file()
-    assert processes_naming(folder) == []
-    # Another program's window may have its name there for a moment; one that was left behind stays.
-    wait_until(
-        lambda: not any("moecomm" in name for name in set(os.listdir("/dev/shm")) - shared_memory),
-        "the end of what is new in /dev/shm",
-        seconds=20,
-    )
+    with no_shared_memory_left(patience=20):
+        process = start(folder, *SMALL_MODEL, *steps, "--data", text_folder)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 128 + signal.SIGINT, err
+        assert err == "", err
+        last = max(losses(folder))
+        assert f"stopped at step {last}" in out.strip().splitlines()[-1]
+        assert (folder / "checkpoints" / f"step-{last:08d}" / ".metadata").is_file()
+        assert processes_naming(folder) == []
 
     process = start(folder, "--resume", "--ranks", "1", "--ep", "1")
     process.kill()

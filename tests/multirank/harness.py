@@ -343,8 +343,10 @@ def no_shared_memory_left(patience: float = 5.0) -> Iterator[None]:
     before = shared_memory_names()
     yield
     limit = time.monotonic() + patience
-    while (left := shared_memory_names() - before) and time.monotonic() < limit:
+    left = shared_memory_names() - before
+    while left and time.monotonic() < limit:
         time.sleep(0.05)
+        left &= shared_memory_names()
     assert not left, f"left in /dev/shm: {sorted(left)}"
 
 

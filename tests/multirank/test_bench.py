@@ -21,6 +21,7 @@ from bench.paths import layer_variants, training
 from bench.results import page
 from moecomm.nn import GroupedExperts
 from tests.fabric import needs_fabric
+from tests.multirank.harness import no_shared_memory_left
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu -b 24 -n 2 -w 1 --flush 0 --timeout 60 --threads 1"
@@ -337,31 +338,30 @@ def children(pid: int) -> set[int]:
 def test_an_interrupted_program_leaves_no_rank_behind(
     number: signal.Signals, status: int, ranks: int
 ) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
-    with subprocess.Popen(
-        [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-g", str(ranks), "-n", "1000000"],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts what runs in its background with interrupts ignored, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as running:
-        try:
-            assert running.stdout is not None
-            next(line for line in running.stdout if "#wrong" in line)  # the titles are out: ranks are up
-            started = children(running.pid)
-            assert len(started) >= ranks
-            running.send_signal(number)
-            assert running.wait(timeout=30) == status
-        finally:
-            running.kill()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared_before if "moecomm" in name]
+    with no_shared_memory_left():
+        with subprocess.Popen(
+            [sys.executable, "bench/dispatch_perf.py", *OPERATION, "-g", str(ranks), "-n", "1000000"],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell starts what runs in its background with interrupts ignored, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as running:
+            try:
+                assert running.stdout is not None
+                next(line for line in running.stdout if "#wrong" in line)  # the titles are out: ranks are up
+                started = children(running.pid)
+                assert len(started) >= ranks
+                running.send_signal(number)
+                assert running.wait(timeout=30) == status
+            finally:
+                running.kill()
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
 # -- the programs in C++ -------------------------------------------------------------------------------------
