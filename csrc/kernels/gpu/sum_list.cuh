@@ -1,0 +1,96 @@
+// What the lister of a pipe of sums (sum_pipe.cuh) works with: rows and factors of a few tokens, spread over
+// the lanes of a warp while they are loaded, and the list of sums that it hands to the loader.
+#pragma once
+
+#include "kernels/gpu/kernel.cuh"
+
+namespace moecomm::gpu {
+
+/// Tokens of a list, and (token, k) of them at most.
+inline constexpr int kListTokens = 8, kListRounds = 4, kListWords = kListRounds * 32;
+
+/// A piece of a sum: of `rows` rows times their factors. At a token's home those are this rank's own, and
+/// what is stored is the sum of `slots` sums, of which number `own_slot` is theirs.
+struct alignas(16) SumItem {
+  std::byte* to;
+  uint64_t* flag;  ///< set when the sum is in place, or null
+  int32_t bytes;
+  int32_t rows;
+  uint16_t slots, own_slot;  ///< at an owner 0, 0
+  uint16_t stage;            ///< of the last piece, where the sum is left
+  uint16_t ends;             ///< 1: nothing comes after this, and this is nothing
+
+  __device__ int sources() const { return rows + slots - (own_slot < slots); }
+};
+static_assert(sizeof(SumItem) == 32);
+
+/// What the lister hands to the loader: the sums of a few tokens.
+struct SumList {
+  const std::byte* sources[kListWords];  ///< rows, and then slots but the own one, of a token after another's
+  float factors[kListWords];
+  SumItem items[kListTokens];                       ///< of whole rows, without `stage`
+  int32_t first[kListTokens], counts[kListTokens];  ///< a token's sources; none: it has no sum
+  int32_t total;                                    ///< sources
+  int32_t row_bytes;                                ///< or 0: nothing is to be moved
+};
+
+/// The (token, k) of a few tokens that follow each other, spread over the lanes: number round * 32 + lane.
+class ListMap {
+ public:
+  __device__ explicit ListMap(int each) : each_(each) {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j)
+      tokens_ |= static_cast<uint32_t>((j * 32 + lane_id()) / each & 0xff) << 8 * j;
+  }
+  __device__ int each() const { return each_; }
+  /// The token of this lane in a round.
+  __device__ int token(int j) const { return static_cast<int>(tokens_ >> 8 * j & 0xff); }
+  __device__ bool first_of_token(int j) const { return token(j) * each_ == j * 32 + lane_id(); }
+  /// Calls visit(j, index) for the rounds that have some of `tokens` tokens, where this lane has one of them.
+  template <class Visit>
+  __device__ void each_word(int tokens, const Visit& visit) const {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j)
+      if (j * 32 + lane_id() < tokens * each_) visit(j, j * 32 + lane_id());
+  }
+
+ private:
+  const int each_;
+  uint32_t tokens_ = 0;
+};
+
+/// Tokens of a list, of which each has `each` entries and of which there are `tokens` in all.
+__device__ inline int list_tokens(int each, int64_t tokens) {
+  int most = tokens >= 1024 ? kListTokens : tokens >= 256 ? 2 : 1;
+  while (most * each > kListWords) most /= 2;
+  return most;
+}
+
+/// Rows of a list's tokens, and their factors: each is loaded while tokens before these are given to the
+/// adders.
+struct ListedRows {
+  int32_t row[kListRounds];  ///< negative: none
+  float factor[kListRounds];
+
+  __device__ void fetch(const ListMap& map, const int32_t* rows, int tokens) {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j) row[j] = kRowElsewhere;
+    map.each_word(tokens, [&](int j, int index) { row[j] = rows[index]; });
+  }
+  __device__ void weigh(const std::byte* weights) {
+#pragma unroll
+    for (int j = 0; j < kListRounds; ++j)
+      factor[j] = weights != nullptr && row[j] >= 0 ? reinterpret_cast<const float*>(weights)[row[j]] : 1.0f;
+  }
+};
+
+/// A lane's token of a list. SumLister::list fills in the last three.
+struct ListedToken {
+  bool wanted;    ///< the token has a sum
+  int others;     ///< number of its sources that are no rows
+  int rows = 0;   ///< number of its rows
+  int first = 0;  ///< place of its first source in the list
+  int count = 0;  ///< number of its sources, at least one; 0: it has no sum
+};
+
+}  // namespace moecomm::gpu
