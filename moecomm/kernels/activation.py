@@ -89,8 +89,8 @@ def weighted_activation_into(
     *,
     activation: str,
 ) -> None:
-    """Computes `weighted_activation` into a contiguous tensor of the caller. Not differentiable, and unknown
-    to torch.compile, whose operators take the host twice as long."""
+    """Computes `weighted_activation` into a contiguous tensor of the caller, which no argument may overlap.
+    Not differentiable, and unknown to torch.compile, whose operators take the host twice as long."""
     _forward(inner_PI, weights_P, ends_L, activation, z_PF)
 
 
@@ -106,7 +106,7 @@ def weighted_activation_backward_into(
     activation: str,
 ) -> None:
     """Computes `weighted_activation_backward` into contiguous tensors of the caller, parts of larger ones for
-    example; None for a result that is not needed. Unknown to torch.compile."""
+    example, which no argument may overlap; None for a result that is not needed. Unknown to torch.compile."""
     width = _width(inner_PI, weights_P, ends_L, activation, grad_z_PF)
     rows, dtype, device = inner_PI.shape[0], inner_PI.dtype, inner_PI.device
     _require_result("grad_inner", grad_inner_PI, tuple(inner_PI.shape), dtype, device)
@@ -379,7 +379,7 @@ def _weigh(value_BF: Tensor, weights_P: Tensor | None, block: slice) -> Tensor:
 def _value(parts: tuple[Tensor, ...], activation: str) -> Tensor:
     """Returns act(inner) of its parts, not yet rounded."""
     if activation == "gelu":
-        return _gelu(parts[0])[0]
+        return _share_below(parts[0]).mul_(parts[0])
     if activation == "swiglu_clamped":
         gate_BF, up_BF = _clamped(*parts)
         return (_ALPHA * gate_BF).sigmoid_().mul_(gate_BF).mul_(up_BF)
@@ -391,9 +391,11 @@ def _gradients_and_value(
 ) -> Tensor:
     """Writes the gradients of the parts of `inner` to `results`, and returns act(inner)."""
     if activation == "gelu":
-        value_BF, slope_BF = _gelu(parts[0])
-        results[0].copy_(slope_BF.mul_(grad_BF))
-        return value_BF
+        (inner_BF,) = parts
+        below_BF = _share_below(inner_BF)
+        density_BF = torch.exp(-0.5 * inner_BF * inner_BF) / math.sqrt(2 * math.pi)
+        results[0].copy_((below_BF + inner_BF * density_BF).mul_(grad_BF))
+        return below_BF.mul_(inner_BF)
     grad_gate_BF, grad_up_BF = results
     if activation == "swiglu_clamped":
         gate_BF, up_BF = _clamped(*parts)
@@ -415,12 +417,10 @@ def _clamped(gate_BF: Tensor, up_BF: Tensor) -> tuple[Tensor, Tensor]:
     return gate_BF.clamp(max=_LIMIT), up_BF.clamp(-_LIMIT, _LIMIT) + 1
 
 
-def _gelu(inner_BF: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns gelu(inner) and its derivative."""
+def _share_below(inner_BF: Tensor) -> Tensor:
+    """Returns the share of a normal distribution below `inner`, by which gelu multiplies it."""
     # erfc keeps its precision for very negative numbers, where 1 + erf has lost all of it.
-    below_BF = 0.5 * torch.erfc(inner_BF * -math.sqrt(0.5))
-    density_BF = torch.exp(-0.5 * inner_BF * inner_BF) / math.sqrt(2 * math.pi)
-    return inner_BF * below_BF, below_BF + inner_BF * density_BF
+    return 0.5 * torch.erfc(inner_BF * -math.sqrt(0.5))
 
 
 # -- what a trace sees, and gradients ----------------------------------------------------------------------

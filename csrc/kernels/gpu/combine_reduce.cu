@@ -393,9 +393,7 @@ struct ReduceToFp8 {
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
   return with_sums<Reduce, ReduceToFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
-    const bool piped = launch.bulk && args.wire == WireFormat::same;
-    return launch_kernel<kernel>(launch, piped ? kPipeThreads : kReduceThreads,
-                                 sum_memory_bytes<ReduceMemory>(piped), comm, args);
+    return launch_sums<kernel, ReduceMemory>(launch, kReduceThreads, comm, args);
   });
 }
 

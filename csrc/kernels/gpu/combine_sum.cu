@@ -235,9 +235,7 @@ struct SumOfFp8 {
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
   return with_sums<SumOf, SumOfFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
-    const bool piped = launch.bulk && args.wire == WireFormat::same;
-    return launch_kernel<kernel>(launch, piped ? kPipeThreads : kSumThreads,
-                                 sum_memory_bytes<SumMemory>(piped), comm, args);
+    return launch_sums<kernel, SumMemory>(launch, kSumThreads, comm, args);
   });
 }
 

@@ -526,4 +526,13 @@ constexpr size_t sum_memory_bytes(bool piped) {
   return piped ? sizeof(SumPipeMemory) : sizeof(Warps);
 }
 
+/// Starts a kernel of one side of a combine: with the threads and memory of the pipe, or with `threads` and
+/// those of `Warps`.
+template <auto kernel, class Warps>
+cudaError_t launch_sums(const Launch& launch, int threads, const Comm& comm, const CombineArguments& args) {
+  const bool piped = launch.bulk && args.wire == WireFormat::same;
+  return launch_kernel<kernel>(launch, piped ? kPipeThreads : threads, sum_memory_bytes<Warps>(piped), comm,
+                               args);
+}
+
 }  // namespace moecomm::gpu
