@@ -110,10 +110,16 @@ struct Comm {
   __device__ SignalRecord& record(std::byte* base, int32_t writer, uint64_t epoch) const {
     return at<SourceLines>(base, window.sources)[writer].record[epoch & 1];
   }
+  /// The place of a token where there are `places`, which tokens take in turn. A division of 64 bits would
+  /// take as long as the load of a row.
+  __device__ static int64_t in_turn(int64_t token, int64_t places) {
+    const auto number = static_cast<uint32_t>(token), all = static_cast<uint32_t>(places);
+    return number < all ? number : number % all;
+  }
   /// Dispatch: where the row of `source`'s token lies in the staging section of the window at `base`.
   __device__ std::byte* staged_row(std::byte* base, uint64_t epoch, int32_t source, int64_t token) const {
     return base + window.rows[epoch & 1] +
-           (source * window.stage_tokens + token % window.stage_tokens) * window.wire_bytes;
+           (source * window.stage_tokens + in_turn(token, window.stage_tokens)) * window.wire_bytes;
   }
   /// Where the copy engine brings the row of `sender` for a token.
   __device__ std::byte* landed_row(int32_t landing, int32_t sender, int64_t token, int64_t row_bytes) const {
@@ -136,7 +142,8 @@ struct Comm {
   __device__ std::byte* partial_row(std::byte* base, uint64_t epoch, int32_t other, int64_t token,
                                     int32_t slot) const {
     return base + window.partials[epoch & 1] +
-           ((other * window.partial_tokens + token % window.partial_tokens) * window.shape.node_slots() +
+           ((other * window.partial_tokens + in_turn(token, window.partial_tokens)) *
+                window.shape.node_slots() +
             slot) *
                window.shape.row_bytes();
   }

@@ -18,7 +18,7 @@ namespace moecomm {
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
-inline constexpr int32_t kMaxRouteBlocks = 16;
+inline constexpr int32_t kMaxRouteBlocks = 32;
 inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 
 /// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that

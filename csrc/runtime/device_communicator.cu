@@ -83,8 +83,9 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   DeviceShape of_gradients = s;
   of_gradients.wire = config_.gradients;
   for (const cudaError_t error :
-       {prepare_send(s, overlaps_), gpu::prepare_dispatch_receive(s, overlaps_),
-        prepare_send(of_gradients, overlaps_), gpu::prepare_dispatch_receive(of_gradients, overlaps_),
+       {gpu::prepare_dispatch_route(s, overlaps_), prepare_send(s, overlaps_),
+        gpu::prepare_dispatch_receive(s, overlaps_), prepare_send(of_gradients, overlaps_),
+        gpu::prepare_dispatch_receive(of_gradients, overlaps_),
         gpu::prepare_combine_reduce(s, config_.sums, overlaps_),
         gpu::prepare_combine_sum(s, config_.sums, overlaps_), gpu::prepare_combine_fused(s, config_.sums),
         gpu::prepare_announce()})
@@ -303,7 +304,9 @@ void DeviceCommunicator::abandon() {
 }
 
 void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
-  arguments.warps = heuristics_.send_warps;
+  const bool dispatch = arguments.operation == Operation::dispatch;
+  const gpu::DispatchBlocks& divided = heuristics_.dispatch(arguments.layout == RowLayout::rank);
+  arguments.warps = divided.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = !overlaps_ && !copies_;
   arguments.copied = copies_;
@@ -312,13 +315,16 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   const int64_t most = nodes_.nodes() > 1 ? config_.shape.max_tokens : arguments.tokens;
   const bool later = !copies_ && most > comm(wire)->window.stage_tokens;
   if (arguments.apart || later) fork_side(stream);
-  const bool only_announces = copies_ && arguments.operation != Operation::dispatch;
+  if (dispatch) launch_route(arguments, divided, stream);
+  const bool only_announces = copies_ && !dispatch;
   const int blocks = only_announces ? 1
                      : copies_      ? heuristics_.each_blocks()
-                                    : heuristics_.send_blocks + heuristics_.relay_blocks;
-  check_cuda(
-      launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, false), *comm(wire), arguments),
-      "launch of a dispatch (sending)");
+                                    : divided.send + heuristics_.relay_blocks;
+  // Copies of rows as they are need no kernel but that of the routes.
+  if (!copies_ || only_announces || config_.shape.wire != WireFormat::same)
+    check_cuda(launch_send(launch(arguments.apart ? side_stream_ : stream, blocks, dispatch), *comm(wire),
+                           arguments),
+               "launch of a dispatch (sending)");
   pending_ = {arguments, wire, blocks, later, held_};
   pending_stream_ = stream;
   if (!arguments.copied) return;
@@ -328,6 +334,17 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
                                   config_.rank * window.shape.max_tokens * window.wire_bytes;
   copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.wire_bytes, window.wire_bytes,
                 arguments.landing, stream);
+}
+
+/// Starts to work out the routes of a dispatch, by blocks that will receive its rows, and its plan.
+void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided,
+                                      cudaStream_t stream) {
+  const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(overlaps_));
+  const int most = few ? 1 : std::min<int>(divided.receive, kMaxRouteBlocks);
+  arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
+  check_cuda(gpu::launch_dispatch_route(launch(stream, arguments.route_blocks, false),
+                                        *comm(config_.shape.wire), arguments),
+             "launch of a dispatch (routes)");
 }
 
 /// Copies `bytes` of rows of `row_bytes` to every other rank, where it finds what this one has sent, and
@@ -364,7 +381,8 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   take_sent(arguments, sent);
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
-  const int blocks = sent.copied ? heuristics_.each_blocks() : heuristics_.receive_blocks;
+  const int blocks =
+      sent.copied ? heuristics_.each_blocks() : heuristics_.dispatch(sent.layout == RowLayout::rank).receive;
   const auto start = [this, arguments, begun, blocks](cudaStream_t on) {
     const bool overlapped = !begun.arguments.apart && !arguments.copied;
     check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),

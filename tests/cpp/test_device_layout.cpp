@@ -309,6 +309,29 @@ void test_division_of_a_combine() {
     }
 }
 
+/// The two sides of a dispatch share the SMs so that neither is the slower one by far, and each has one.
+void test_division_of_a_dispatch() {
+  for (const int ranks : {1, 2, 3, 4, 8, 128})
+    for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
+      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8);
+      for (const gpu::DispatchBlocks& blocks : {h.by_expert, h.by_rank}) {
+        CHECK(blocks.send >= 1 && blocks.receive >= 1 && blocks.send <= 30);
+        CHECK(blocks.all() == (budget > 0 ? budget : 99));
+        CHECK(budget < 4 || blocks.send % 2 == 0);  // in clusters of two
+        CHECK(blocks.send_warps >= 4);
+      }
+      CHECK(h.by_rank.send >= h.by_expert.send);  // rows of the rank layout are stored once
+      CHECK(h.dispatch(true).send == h.by_rank.send && h.dispatch(false).send == h.by_expert.send);
+    }
+  // Of the rows of a token that are stored one in nine goes out with two ranks, a quarter with four.
+  CHECK(gpu::divide_dispatch(24, 1, 8, false).send <= 4);
+  const int of_four = gpu::divide_dispatch(24, 2.7, 8, false).send;
+  CHECK(of_four >= 6 && of_four <= 9);
+  CHECK(gpu::divide_dispatch(99, 2.7, 8, false).send == 30);  // the links hold it, whoever receives
+  CHECK(gpu::Heuristics::route_blocks(0, 16) == 1 && gpu::Heuristics::route_blocks(4096, 16) == 16);
+  CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
+}
+
 /// The shapes that kernels for few tokens serve have their tables in the shared memory of a block.
 void test_shapes_of_one_kernel() {
   CHECK(gpu::fuses(1, 256) && gpu::fuses(8, 256) && gpu::fuses(64, 256) && gpu::fuses(8, 1024));
@@ -328,6 +351,7 @@ void test_shapes_of_one_kernel() {
 int main() {
   test_limits();
   test_division_of_a_combine();
+  test_division_of_a_dispatch();
   test_shapes_of_one_kernel();
   test_chunks();
   test_rows_on_the_wire();

@@ -1,5 +1,6 @@
 """Two ranks whose kernels run at the same time on one GPU (tests/gpu/twin.py): in one kernel or two, called
-and in graphs, results have the same bits; sums of many tokens have those of additions in their order."""
+and in graphs, results have the same bits; rows of many tokens are those of a sort, sums those of additions in
+their order."""
 
 from __future__ import annotations
 
@@ -87,6 +88,57 @@ def _sums(shape: Shape, rank: Rank) -> torch.Tensor:
         total_TH = torch.where(some_T[:, None], added_TH, total_TH)
         begun_T = begun_T | some_T
     return total_TH.bfloat16()
+
+
+def _dispatch_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
+    problems = []
+    generator = torch.Generator().manual_seed(seed)
+    with Twin(shape, seed) as twin:
+        for routing in ("uniform", "one-sided"):
+            found = []
+            for dispatch in (twin.dispatch, twin.dispatch_dropless):
+                ranks = twin.ranks()
+                if routing == "one-sided":
+                    for own in ranks:
+                        own.ids_TK = _one_sided_ids(shape, generator.manual_seed(seed))
+                for _ in range(3):
+                    dispatch(ranks)
+                twin.check()
+                found.append(ranks)
+            for own, dropless in zip(*found, strict=True):
+                if not all(map(torch.equal, own.results(), dropless.results())):
+                    problems.append(f"{routing}: without a capacity rows or weights differ")
+            problems += [f"{routing}: {wrong}" for wrong in _wrong_rows(shape, found[0])]
+    return problems
+
+
+def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
+    """Compares rows and weights in the expert layout with those of torch's own sort: by expert, then by
+    source, then by token."""
+    local, problems = shape.num_experts // RANKS, []
+    ids_N = torch.cat([own.ids_TK.flatten() for own in ranks])
+    weights_N = torch.cat([own.weights_TK.flatten() for own in ranks])
+    rows_NH = torch.cat([own.x_TH for own in ranks])
+    order_N = ids_N.argsort(stable=True)
+    for number, own in enumerate(ranks):
+        of_rank_N = order_N[(ids_N[order_N] >= 0) & (ids_N[order_N] // local == number)]
+        count = len(of_rank_N)
+        if not torch.equal(own.rows_PH[:count], rows_NH[of_rank_N // shape.top_k]):
+            problems.append(f"rows of rank {number}")
+        if not torch.equal(own.weights_P[:count, 0], weights_N[of_rank_N]):
+            problems.append(f"weights of rank {number}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "top_k", "num_experts", "num_sms"),
+    [(3000, 1024, 8, 256, 24), (1030, 520, 6, 64, 5), (5000, 64, 1, 2, 2), (9000, 64, 8, 2048, 66)],
+)
+def test_rows_of_many_tokens(
+    pool: Pools, tokens: int, hidden: int, top_k: int, num_experts: int, num_sms: int, seed: int
+) -> None:
+    shape = Shape(tokens=tokens, hidden=hidden, top_k=top_k, num_experts=num_experts, num_sms=num_sms)
+    assert pool(1)(_dispatch_many, shape, seed) == [[]]
 
 
 def _combine_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:

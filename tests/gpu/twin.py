@@ -62,10 +62,13 @@ class Rank:
         self.ids_PK = torch.zeros(self.capacity, top_k, dtype=torch.int32, device="cuda")
         self.index_Q = torch.zeros(max(self.positions, 0), dtype=torch.int32, device="cuda")
         self.grad_PH = torch.zeros_like(self.rows_PH)
+        self.scaled_PH = torch.zeros_like(self.rows_PH)
+        self.dots_P = torch.zeros(self.capacity, device="cuda")
         self.y_TH = torch.zeros_like(self.x_TH)
 
     def results(self) -> list[torch.Tensor]:
-        return [self.rows_PH, self.weights_P, self.ids_PK, self.index_Q, self.grad_PH, self.y_TH]
+        of_rows = [self.rows_PH, self.weights_P, self.ids_PK, self.index_Q, self.grad_PH]
+        return [*of_rows, self.scaled_PH, self.dots_P, self.y_TH]
 
 
 class Twin:
@@ -125,21 +128,40 @@ class Twin:
         generator = torch.Generator().manual_seed(self.seed)
         return [Rank(self.shape, self.plan_words, generator) for _ in range(RANKS)]
 
+    def _sent(self, own: Rank, capacity: int, positions: int) -> tuple[Any, ...]:
+        sent = (own.x_TH.data_ptr(), 0, own.ids_TK.data_ptr(), True, own.weights_TK.data_ptr())
+        return (*sent, self.shape.tokens, self.layout, 1, capacity, positions, own.plan.data_ptr())
+
+    def _received(self, own: Rank) -> tuple[int, ...]:
+        by_rank = self.shape.layout == "rank"
+        ids, index = (own.ids_PK.data_ptr(), own.index_Q.data_ptr()) if by_rank else (0, 0)
+        return (own.rows_PH.data_ptr(), 0, own.weights_P.data_ptr(), ids, index, 0)
+
     def dispatch(self, ranks: list[Rank]) -> None:
         for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
-            by_rank = self.shape.layout == "rank"
-            sent = (own.x_TH.data_ptr(), 0, own.ids_TK.data_ptr(), True, own.weights_TK.data_ptr())
-            sizes = (self.shape.tokens, self.layout, 1, own.capacity, own.positions, own.plan.data_ptr())
-            rows = (own.capacity, own.positions if by_rank else own.capacity)
-            ids, index = (own.ids_PK.data_ptr(), own.index_Q.data_ptr()) if by_rank else (0, 0)
-            received = (own.rows_PH.data_ptr(), 0, own.weights_P.data_ptr(), ids, index, 0)
-            native.dispatch(*sent, *sizes, *rows, *received, stream.cuda_stream)
+            rows = (own.capacity, own.positions if self.shape.layout == "rank" else own.capacity)
+            sent = self._sent(own, own.capacity, own.positions)
+            native.dispatch(*sent, *rows, *self._received(own), stream.cuda_stream)
+
+    def dispatch_dropless(self, ranks: list[Rank]) -> None:
+        """A dispatch of as many rows as there are, which the host waits to know."""
+        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            native.begin_dispatch(*self._sent(own, -1, -1), stream.cuda_stream)
+        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            native.finish_dispatch(*native.wait_rows(), *self._received(own), stream.cuda_stream)
 
     def redispatch(self, ranks: list[Rank]) -> None:
         """The backward of a combine."""
         for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
             rows = (own.x_TH.data_ptr(), self.shape.tokens, own.capacity, own.grad_PH.data_ptr())
             native.redispatch(own.plan.data_ptr(), self.layout, *rows, 0, 0, 0, False, stream.cuda_stream)
+
+    def weighted(self, ranks: list[Rank]) -> None:
+        """The backward of a combine with routing weights, whose gradients it makes too."""
+        for native, own, stream in zip(self.native, ranks, self.streams, strict=True):
+            rows = (own.x_TH.data_ptr(), self.shape.tokens, own.capacity, own.scaled_PH.data_ptr())
+            products = (own.weights_P.data_ptr(), own.rows_PH.data_ptr(), own.dots_P.data_ptr())
+            native.redispatch(own.plan.data_ptr(), self.layout, *rows, *products, False, stream.cuda_stream)
 
     def combine(self, ranks: list[Rank]) -> None:
         """Combines the rows that were dispatched, in the expert layout with routing weights."""
@@ -155,7 +177,17 @@ class Twin:
             native.check()
 
     def operations(self) -> dict[str, Callable[[list[Rank]], None]]:
-        return {"dispatch": self.dispatch, "combine": self.combine, "redispatch": self.redispatch}
+        operations = {"dispatch": self.dispatch, "combine": self.combine, "redispatch": self.redispatch}
+        if self.shape.layout == "expert":  # in the rank layout rows have no weights
+            operations["weighted"] = self.weighted
+        return operations
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Microseconds after which the last operations passed their phases on the first rank."""
+        return {
+            operation: {phase: round(at * 1e6, 1) for phase, at in passed.items()}
+            for operation, passed in self.native[0].phases().items()
+        }
 
     def capture(self, operation: Callable[[list[Rank]], None], ranks: list[Rank], times: int) -> Any:
         """Returns a CUDA graph in which the operation follows itself so many times on both ranks."""
@@ -203,10 +235,11 @@ def measure(shape: Shape, seed: int) -> dict[str, Any]:
                 continue
             twin.fuse(most, most)
             ranks = twin.ranks()
-            row[name] = {
-                operation: round(seconds(twin, call, ranks) * 1e6, 1)
-                for operation, call in twin.operations().items()
-            }
+            row[name], row[f"{name}_phases"] = {}, {}
+            for operation, call in twin.operations().items():
+                row[name][operation] = round(seconds(twin, call, ranks) * 1e6, 1)
+                clock = "combine" if operation == "combine" else "dispatch"
+                row[f"{name}_phases"][operation] = twin.phases()[clock]
     return row
 
 
@@ -217,22 +250,27 @@ def main() -> None:
     parser.add_argument("--sms", default="66", help="SMs of each rank, numbers with commas")
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layouts", default="expert,rank", help="of rows, with commas")
+    parser.add_argument("--phases", action="store_true", help="print when operations passed their phases")
     parser.add_argument("--json", type=Path, help="write the record there")
     args = parser.parse_args()
     from bench.harness import machine
 
     numbers = [[int(number) for number in text.split(",")] for text in (args.tokens, args.sms)]
-    cases = itertools.product(args.wires.split(","), ("expert", "rank"), *numbers)
+    cases = itertools.product(args.wires.split(","), args.layouts.split(","), *numbers)
     rows = []
-    print("wire   layout tokens  SMs  us: two kernels / one, of dispatch, combine, redispatch")
+    print("wire   layout tokens  SMs  us: kernels of their own for each side / one, of each operation")
     for wire, layout, tokens, sms in cases:
         row = measure(
             Shape(tokens=tokens, layout=layout, wire=wire, hidden=args.hidden, num_sms=sms), args.seed
         )
         rows.append(row)
         one = row.get("one", {})
-        times = "  ".join(f"{row['two'][name]:7.1f} / {one.get(name, '-'):>5}" for name in row["two"])
+        times = "  ".join(f"{name} {us:.1f} / {one.get(name, '-')}" for name, us in row["two"].items())
         print(f"{wire:6} {layout:6} {tokens:6} {sms:4}  {times}", flush=True)
+        if args.phases:
+            for name, passed in row["two_phases"].items():
+                print(f"    {name}: " + ", ".join(f"{phase} {us}" for phase, us in passed.items()))
     if args.json is None:
         return
     commit, changed = machine.git_commit()

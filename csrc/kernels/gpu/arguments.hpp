@@ -38,6 +38,7 @@ struct SendArguments {
   int64_t positions;  ///< rank layout: capacity of the expert-major index; -1: as many as needed
   RowLayout layout;
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
+  int32_t route_blocks;  ///< dispatch: blocks that share the routes
   int32_t warps;         ///< of a block that move rows, at most
   int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
@@ -94,8 +95,15 @@ struct CombineArguments {
   int32_t team_warps = 0;              ///< as in FusedArguments
 };
 
+/// True where one block works out the routes of a dispatch of `tokens` tokens, with `words` of shared memory.
+MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int64_t words) {
+  return shape.other_nodes() == 0 && tokens <= kMostFusedTokens && shape.ranks <= kMostFusedRanks &&
+         shape.counts() * ((tokens + 31) / 32) <= words;
+}
+
 /// Loads all kernels that a communicator of `shape` may launch onto the current device: those that send rows
 /// in `wire`, and so on.
+cudaError_t prepare_dispatch_route(const DeviceShape& shape, bool bulk);
 template <WireFormat wire>
 cudaError_t prepare_dispatch_send(const DeviceShape& shape, bool bulk);
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk);
@@ -117,6 +125,8 @@ struct Launch {
   bool paired;
 };
 
+cudaError_t launch_dispatch_route(const Launch& launch, const device::Comm& comm,
+                                  const SendArguments& arguments);
 /// `wire`: same for rows that go out as they are.
 template <WireFormat wire>
 cudaError_t launch_dispatch_send(const Launch& launch, const device::Comm& comm,

@@ -314,6 +314,7 @@ __device__ bool receive_chunk(const Comm& comm, const ReceiveArguments& args, ui
   const bool travels = chunk.source != comm.rank || comm.own_rows_travel();
   const bool in_turn = travels && tables.tokens[chunk.source] > comm.window.stage_tokens;
   const device::EagerFlag arrival{comm.arrival(comm.own, chunk.source, chunk.chunk), epoch};
+  const TokenLanes map = TokenLanes::of_one(comm.top_k());
   bool here = !travels, all = true;
   for (int64_t token = chunk.begin; token < chunk.end; ++token) {
     const Item item{chunk.source, chunk.chunk, token, token + 1, 0};
@@ -321,10 +322,10 @@ __device__ bool receive_chunk(const Comm& comm, const ReceiveArguments& args, ui
     ChunkRows<1> rows;
     Places places;
     if (args.operation == Operation::dispatch) {
-      const ChunkRoutes<1> routes(comm, args.layout, epoch, item);
+      const ChunkRoutes<1> routes(comm, args, epoch, map, item);
       // The flag is loaded with them, though it may turn out that no row comes.
       here = here || __all_sync(0xffffffffu, arrival.arrived());
-      rows = resolve_rows(comm, args, tables, item, routes);
+      rows = resolve_rows(comm, args, tables, map, item, routes);
       places = places_of(args.layout, rows.position[0], rows.row[0]);
     } else {
       const int32_t row = planned_row(plan, args.layout, entry, comm.top_k());
@@ -342,7 +343,7 @@ __device__ bool receive_chunk(const Comm& comm, const ReceiveArguments& args, ui
     }
     if (places.targets != 0)
       receive_row<dtype>(comm, args, team, arrived_row(comm, args, epoch, item, token), places);
-    if (args.operation == Operation::dispatch && team.leads()) write_rows(comm, args, epoch, item, rows);
+    if (args.operation == Operation::dispatch && team.leads()) write_rows(comm, args, map, item, rows);
   }
   all = team.all(all);
   if (all && in_turn && team.thread() == 0)

@@ -1,16 +1,19 @@
 // Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
-//   - warps take items in order: a chunk of one source's tokens, sources in turn, this rank's own first
+//   - items are taken in order: a chunk of one source's tokens, or a few, sources in turn, this rank's own
+//   first
 //   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give each
 //     row's positions in expert-major order, and in the rank layout its output row; they are kept in the
 //     plan, where the backward of combine finds them. In the expert layout the positions are the output rows;
 //     in the rank layout they are those of the index, which says which row each position reads
-//   - once the chunk has arrived, its rows are loaded piece by piece and stored to every place: as they are,
-//     or out of the wire format, or times the factor of the place
-//   - further items zero the alignment rows of each expert
+//   - once the chunk has arrived, its rows are loaded and stored to every place: as they are by a pipe of
+//   warps
+//     (move_pipe.cuh); out of the wire format, or times the factor of the place, by all warps, piece by piece
+//   - the alignment rows of each expert are zeroed
 #include <type_traits>
 
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/move_pipe.cuh"
 #include "kernels/gpu/resolve.cuh"
 #include "kernels/gpu/strip.cuh"
 #include "kernels/gpu/wire_element.cuh"
@@ -31,9 +34,10 @@ __device__ Wanted list_rows(const Comm& comm, const ReceiveArguments& args, uint
   const bool by_expert = args.layout == RowLayout::expert;
   ChunkRows<kMaxChunk> chunk;
   if (args.operation == Operation::dispatch) {
-    chunk = resolve_rows(comm, args, RowTables::of(plan), item,
-                         ChunkRoutes<kMaxChunk>(comm, args.layout, epoch, item));
-    write_rows(comm, args, epoch, item, chunk);
+    const TokenLanes map = TokenLanes::of_one(top_k);
+    chunk = resolve_rows(comm, args, RowTables::of(plan), map, item,
+                         ChunkRoutes<kMaxChunk>(comm, args, epoch, map, item));
+    write_rows(comm, args, map, item, chunk);
   } else {
     const int64_t first = item.source * comm.window.shape.max_tokens + item.begin;
 #pragma unroll
@@ -315,16 +319,199 @@ __device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t e
   return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
 }
 
+/// The most chunks, or spans of span(tokens) tokens, that one source has.
+template <class Span>
+__device__ int64_t most_spans(const int32_t* tokens_of, int32_t ranks, const Span& span) {
+  int64_t most = 0;
+  for (int32_t source = 0; source < ranks; ++source) {
+    const int64_t tokens = tokens_of[source];
+    if (tokens > 0) most = max(most, (tokens - 1) / span(tokens) + 1);
+  }
+  return most;
+}
+
+/// Spans of a chunk each.
+struct ByChunk {
+  __device__ int64_t operator()(int64_t tokens) const { return chunk_tokens(tokens); }
+};
+
+#if MOECOMM_HAS_BULK
+
+/// Spans of a list each.
+struct ByList {
+  const TokenLanes& map;
+  int ranks;
+  __device__ int operator()(int64_t tokens) const {
+    return move_tokens(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
+  }
+};
+
+/// A list of one source's tokens, and what tells their rows here, which is under way while those of others
+/// are listed: in a dispatch what the source has pushed, else rows of the plan, which are in `packed`.
+struct ReceiveList {
+  Item item{};
+  int of_source = 0;  ///< tokens of the source
+  ChunkRoutes<kMoveRounds> known;
+  __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
+};
+
+/// Lists the tokens of all sources. All lanes call every function.
+class ReceiveLister {
+ public:
+  __device__ ReceiveLister(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                           const TokenLanes& map)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        map_(map),
+        plan_{args.plan, comm.plan_fields},
+        tokens_of_(plan_.at(plan_.fields.tokens)),
+        size_{map, comm.ranks()},
+        claims_end_(static_cast<uint32_t>(most_spans(tokens_of_, comm.ranks(), size_) * comm.ranks())),
+        claims_(&comm.state().item_next) {}
+
+  /// A list without tokens is the last one.
+  __device__ ReceiveList next() {
+    ReceiveList list;
+    const auto ranks = static_cast<uint32_t>(comm_.ranks());
+    while (list.tokens() == 0) {
+      const auto claim = static_cast<uint32_t>(claims_.take());
+      if (claim >= claims_end_) return list;
+      const uint32_t number = claim / ranks;
+      list.item.source = comm_.rank + static_cast<int32_t>(claim - number * ranks);
+      if (list.item.source >= comm_.ranks()) list.item.source -= comm_.ranks();
+      list.of_source = tokens_of_[list.item.source];
+      const int size = size_(list.of_source);
+      list.item.begin = min(static_cast<int>(number) * size, list.of_source);
+      list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
+    }
+    list.item.chunk = list.item.begin >> (__ffs(chunk_tokens(list.of_source)) - 1);
+    list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
+    if (args_.operation == Operation::dispatch) {
+      list.known = ChunkRoutes<kMoveRounds>(comm_, args_, epoch_, map_, list.item);
+      return list;
+    }
+    const bool by_expert = args_.layout == RowLayout::expert;
+    const int64_t entry = list.item.source * comm_.window.shape.max_tokens + list.item.begin + map_.within;
+    const int32_t* const planned = plan_.at(by_expert ? plan_.fields.positions : plan_.fields.rows) +
+                                   (by_expert ? entry * map_.top_k + map_.k : entry);
+    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // of a round
+#pragma unroll
+    for (int j = 0; j < kMoveRounds; ++j)
+      list.known.packed[j] =
+          map_.has(j, list.tokens()) && (by_expert || map_.leads()) ? planned[j * each] : kRowElsewhere;
+    return list;
+  }
+
+  /// The output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in the
+  /// rank layout the first lane of a token has it. A dispatch writes it into the plan.
+  __device__ void resolve(const ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
+    if (args_.operation == Operation::dispatch) {
+      const auto found = resolve_rows(comm_, args_, RowTables::of(plan_), map_, list.item, list.known);
+      write_rows(comm_, args_, map_, list.item, found);
+#pragma unroll
+      for (int j = 0; j < kMoveRounds; ++j)
+        rows[j] = args_.layout == RowLayout::expert ? found.position[j]
+                  : map_.leads()                    ? found.row[j]
+                                                    : kRowElsewhere;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kMoveRounds; ++j) rows[j] = list.known.packed[j];
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  const TokenLanes& map_;
+  const PlanView plan_;
+  const int32_t* const tokens_of_;
+  const ByList size_;
+  const uint32_t claims_end_;
+  Claims claims_;
+};
+
+/// Waits for those chunks, of `size` tokens each, of a list that have one of `tokens`, bits of the list's
+/// tokens. All lanes; false if it waits in vain.
+__device__ bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              const Item& item, int size, uint32_t tokens) {
+  const int first = min(lane_id() * size, 31);
+  const bool waits =
+      args.copied ? lane_id() == 0 && tokens != 0 : (tokens >> first & ((1u << size) - 1)) != 0;
+  const int64_t flag = args.copied ? kCopiesChunk : item.chunk + lane_id();
+  bool here = true;
+  if (waits)
+    here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
+                              device::EagerFlag{comm.arrival(comm.own, item.source, flag), epoch});
+  __syncwarp();  // what a lane has acquired, all lanes load
+  return __all_sync(0xffffffffu, here);
+}
+
+/// The work of a unit's lister.
+__device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              MoveLister& pipe) {
+  const int64_t row_bytes = comm.window.wire_bytes;
+  const TokenLanes map = TokenLanes::of_many(comm.top_k());
+  ReceiveLister lister(comm, args, epoch, map);
+  ReceiveList next = lister.next();
+  while (next.tokens() > 0) {
+    const ReceiveList list = next;
+    next = lister.next();
+    const int size = chunk_tokens(list.of_source);
+    const bool travels = list.item.source != comm.rank || comm.own_rows_travel();
+    const bool in_turn = travels && !args.copied && list.of_source > comm.window.stage_tokens;
+    int32_t rows[kMoveRounds];
+    lister.resolve(list, rows);
+    MoveList& out = pipe.open();
+    uint32_t awaited = 0;  // tokens whose row comes here; only to be left out, if its place is given back
+#pragma unroll
+    for (int j = 0; j < kMoveRounds; ++j) {
+      const int first = j * map.tokens;
+      if (first >= list.tokens()) continue;
+      const bool wanted = rows[j] >= 0, comes = in_turn ? rows[j] != kRowElsewhere : wanted;
+      awaited |= __reduce_or_sync(0xffffffffu, comes ? 1u << (first + map.within) : 0u);
+      pipe.add(map, arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), wanted,
+               args.out + rows[j] * row_bytes);
+    }
+    if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
+    int flags = 0;  // the place of each chunk may be taken when its rows have been read
+    if (in_turn) {
+      flags = (list.tokens() + size - 1) / size;
+      if (lane_id() < flags)
+        out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
+                                         comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
+    }
+    if (!pipe.empty() || flags > 0) pipe.hand_over(flags);
+  }
+}
+
+#endif
+
 template <class Rows>
 __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               BlockMemory& block) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
   const int32_t ranks = comm.ranks();
-  int64_t most_chunks = 0;
+  const int64_t most_chunks = most_spans(tokens_of, ranks, ByChunk{});
+  int most_chunk = 0;
   for (int32_t source = 0; source < ranks; ++source)
-    most_chunks = max(most_chunks, chunk_count(tokens_of[source]));
+    most_chunk = max(most_chunk, chunk_tokens(tokens_of[source]));
   const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
+
+#if MOECOMM_HAS_BULK
+  if constexpr (std::is_same_v<Rows, CopyOut>)
+    if (args.out_scales == nullptr && list_holds(TokenLanes::of_many(comm.top_k()), comm.top_k(), most_chunk))
+      return run_move_pipe(
+          reinterpret_cast<MovePipeMemory&>(block), comm.window.wire_bytes, kMoveBytes, epoch,
+          [&](MoveLister& pipe) { list_arriving(comm, args, epoch, pipe); },
+          [&] {
+            Claims claims(&comm.state().receive_next);
+            for (int64_t e = claims.take(); e < paddings; e = claims.take())
+              zero_padding(comm, args, RowTables::of(plan), e);
+          });
+#endif
 
   int32_t* const meta = block.meta[warp_id()];
   int32_t* const counts = block.counts[warp_id()];
@@ -335,9 +522,12 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
       zero_padding(comm, args, RowTables::of(plan), claim);
       continue;
     }
+    const auto number = static_cast<uint32_t>(claim - paddings),
+               chunk = number / static_cast<uint32_t>(ranks);
     Item item;
-    item.chunk = (claim - paddings) / ranks;
-    item.source = static_cast<int32_t>((comm.rank + (claim - paddings) % ranks) % ranks);
+    item.chunk = chunk;
+    item.source = comm.rank + static_cast<int32_t>(number - chunk * static_cast<uint32_t>(ranks));
+    if (item.source >= ranks) item.source -= ranks;
     const int64_t tokens = tokens_of[item.source], size = chunk_tokens(tokens);
     item.begin = item.chunk * size;
     item.end = min(item.begin + size, tokens);

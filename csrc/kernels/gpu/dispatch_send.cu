@@ -1,27 +1,32 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
-//   - some blocks first work out and announce where the rows will go (route.cuh, or route_few.cuh); one then
-//     waits for what the other ranks announce, and makes the plan of what arrives here (plan.cuh)
-//   - warps take chunks of tokens in order; a row is loaded piece by piece (and quantised, if asked), and
-//     each piece stored to the staging section of every owner, at the place of (source, token)
+//   - chunks of tokens are taken in order, and their rows stored to the staging section of every owner, at
+//   the
+//     place of (source, token), which the routes that dispatch_route.cu works out meanwhile have no part in
+//   - rows that stay as they are go, on one node, through a pipe of warps (move_pipe.cuh). Otherwise all
+//   warps
+//     take chunks; a row is loaded piece by piece (and quantised, if asked), and each piece stored
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
 // The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
 // whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
 // started before those that read: so the first one ends whatever else is put on the stream after it.
 //
+// The backward of a combine does the same along its plan, which this kernel announces.
+//
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt): its kernels
 // take by far the longest of all to compile.
 //
-// Where the copy engine moves the rows (`copied`), this kernel works out the routes, brings rows that travel
-// in another format into it, and ends when the windows of others may be written.
+// Where the copy engine moves the rows (`copied`), this kernel brings rows that travel in another format into
+// it. That of the backward of a combine ends when the windows of others may be written.
 //
 // Rows go, with several nodes, to owners on this node, and once to each other node that needs them: into host
-// memory, numbered by relay index, from where the network takes them. The last blocks relay what comes from
-// there: rows of the rail go to the owners here in the same way, on behalf of their source.
+// memory, numbered by relay index, from where the network takes them; so they wait for the routes. The last
+// blocks relay what comes from there: rows of the rail go to the owners here in the same way, on behalf of
+// their source.
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/plan.cuh"
+#include "kernels/gpu/move_pipe.cuh"
 #include "kernels/gpu/relay_records.cuh"
-#include "kernels/gpu/route_few.cuh"
+#include "kernels/gpu/route.cuh"
 #include "kernels/gpu/strip.cuh"
 #include "kernels/gpu/wire_element.cuh"
 
@@ -402,6 +407,55 @@ class QuantiseRows {
   OutRing out_;
 };
 
+#if MOECOMM_HAS_BULK
+
+/// Places of a row at most.
+__device__ int most_owners(const Comm& comm) { return min(comm.top_k(), comm.ranks()); }
+
+/// A list of this rank's tokens, and their ids by rounds, which are under way while tokens before these are
+/// listed.
+template <class Id>
+struct SendList {
+  int begin = 0, tokens = 0;  ///< 0: there are no more
+  Id ids[kMoveRounds];
+};
+
+/// Lists the tokens of chunks [first, all), whose ids are in `ids`, shared by all warps that have an object.
+/// All lanes call every function.
+template <class Id>
+class SendLister {
+ public:
+  __device__ SendLister(const SendArguments& args, const TokenLanes& map, const Id* ids, int each,
+                        int64_t first, int64_t all, uint32_t* counter)
+      : ids_(ids),
+        map_(map),
+        // A chunk that has to wait for its place is a list of its own.
+        size_(args.later ? chunk_tokens(args.tokens)
+                         : move_tokens(map, each, chunk_tokens(args.tokens), args.tokens)),
+        begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
+        end_(static_cast<int>(min(all * chunk_tokens(args.tokens), args.tokens))),
+        claims_(counter) {}
+
+  __device__ SendList<Id> next() {
+    SendList<Id> list;
+    list.begin = static_cast<int>(min(begin_ + claims_.take() * size_, int64_t{end_}));
+    list.tokens = min(end_ - list.begin, size_);
+    const Id* const ids = ids_ + int64_t{list.begin} * map_.top_k + lane_id();
+#pragma unroll
+    for (int j = 0; j < kMoveRounds; ++j)
+      list.ids[j] = map_.has(j, list.tokens) ? ids[j * map_.tokens * map_.top_k] : Id{kNoExpert};
+    return list;
+  }
+
+ private:
+  const Id* const ids_;
+  const TokenLanes& map_;
+  const int size_, begin_, end_;
+  Claims claims_;
+};
+
+#endif
+
 /// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
 /// place.
 template <class Visit>
@@ -417,16 +471,18 @@ __device__ bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, in
 }
 
 /// Waits until the owners have read all chunks that had this one's place before: not only the last of them,
-/// since an owner that gets nothing of it has not waited for those before. False if it waits in vain.
+/// since an owner that gets nothing of it has not waited for those before. Where it waits, flush() sends what
+/// comes before. False if it waits in vain.
+template <class Flush>
 __device__ bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
-                               uint64_t epoch, int64_t chunk, const PeerSet& peers, Announcer& announcer) {
+                               uint64_t epoch, int64_t chunk, const PeerSet& peers, const Flush& flush) {
   const int64_t places = comm.window.chunks_at_once(tokens);
   bool flushed = false;
   for (int64_t before = chunk - places; before >= 0; before -= places) {
     if (all_credits(comm, source, epoch, before, peers,
                     [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); }))
       continue;
-    if (!flushed) announcer.flush();  // what comes before must not wait for this chunk
+    if (!flushed) flush();  // what comes before must not wait for this chunk
     flushed = true;
     if (!all_credits(comm, source, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
           return device::wait_until(comm, {peer, WaitPhase::credit, operation, epoch}, flag);
@@ -474,8 +530,8 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
     const int64_t begin = chunk * size, end = min(begin + size, args.tokens);
     const ChunkOwners owners = list_owners<way>(comm, args, reach, begin, end, meta);
     if (owners.tokens == 0) continue;
-    if (args.later &&
-        !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk, owners.peers, announcer))
+    if (args.later && !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch, chunk,
+                                      owners.peers, [&] { announcer.flush(); }))
       break;
     rows.send(begin, owners.tokens, meta, announcer);
     if (reach == Reach::node)
@@ -500,6 +556,76 @@ __device__ __noinline__ void send_own(const Comm& comm, const SendArguments& arg
     send_rows<way>(comm, args, epoch, rows,
                    passes == 2 && pass == warp_id() % 2 ? Reach::others : Reach::node, meta);
 }
+
+#if MOECOMM_HAS_BULK
+
+/// The work of a unit's lister: where this rank's rows go, by ids of their tokens' experts.
+template <class Id>
+__device__ void list_own(const Comm& comm, const SendArguments& args, const Id* ids, uint64_t epoch,
+                         MoveLister& pipe) {
+  DeviceState& state = comm.state();
+  const int64_t row_bytes = comm.window.wire_bytes;
+  const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
+  const TokenLanes map = TokenLanes::of_many(comm.top_k());
+  // Chunks behind these take the places of others.
+  const int64_t at_once = comm.window.chunks_at_once(args.tokens);
+  SendLister<Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
+                        args.later ? chunk_count(args.tokens) : at_once,
+                        args.later ? &state.later_next : &state.send_next);
+  SendList<Id> next = lister.next();
+  while (next.tokens > 0) {
+    const SendList<Id> list = next;
+    next = lister.next();
+    MoveList& out = pipe.open();
+    PeerSet owners;
+    int flags = 0;
+#pragma unroll
+    for (int j = 0; j < kMoveRounds; ++j) {
+      if (j * map.tokens >= list.tokens) continue;
+      const int token = list.begin + j * map.tokens + map.within;
+      int32_t owner = -1;
+      if (list.ids[j] >= 0 && list.ids[j] < comm.window.shape.num_experts)
+        owner = expert_owner(static_cast<int32_t>(list.ids[j]), comm.local_experts);
+      if (owner == comm.rank) owner = -1;
+      const bool first = first_with(owner, map.lanes);
+      pipe.add(map, args.x + token * row_bytes, first,
+               first ? comm.staged_row(comm.bases[owner], epoch, comm.rank, token) : nullptr);
+      // The flag of each chunk and owner, once in a round: it does not matter who sets it again.
+      const int chunk = token >> shift;
+      const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
+      const uint32_t set = __ballot_sync(0xffffffffu, flag);
+      if (flag)
+        out.flags[flags + __popc(set & ((1u << lane_id()) - 1))] =
+            comm.arrival(comm.bases[owner], comm.rank, chunk);
+      flags += __popc(set);
+      if (args.later) owners.insert_lanes(owner, first);
+    }
+    if (args.later && !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch,
+                                      list.begin >> shift, owners, [] {}))
+      return;
+    if (!pipe.empty()) pipe.hand_over(flags);
+  }
+}
+
+/// Sends all rows of this rank as they are, or those that take another's place. Whole block.
+__device__ void send_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
+  // Rows under way in more memory than these warps have only wait for each other, and arrive later.
+  run_move_pipe(
+      *reinterpret_cast<MovePipeMemory*>(shared), comm.window.wire_bytes,
+      args.warps * kWarpBytes / kMoveUnits, epoch,
+      [&](MoveLister& pipe) {
+        const PlanView plan{args.plan, comm.plan_fields};
+        if (args.operation != Operation::dispatch)
+          list_own(comm, args, plan.at(plan.fields.local_topk_idx), epoch, pipe);
+        else if (args.wide_ids)
+          list_own(comm, args, static_cast<const int64_t*>(args.ids), epoch, pipe);
+        else
+          list_own(comm, args, static_cast<const int32_t*>(args.ids), epoch, pipe);
+      },
+      [] {});
+}
+
+#endif
 
 /// Fills `meta` with the owners on this node of a rail rank's tokens.
 __device__ ChunkOwners list_relayed(const Comm& comm, const PlanView& plan, int32_t other,
@@ -551,8 +677,8 @@ __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& a
     if (!__all_sync(0xffffffffu, here)) return false;
     open_for_loads();
     rows.start_source(source);
-    if (args.later &&
-        !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers, announcer)) {
+    if (args.later && !wait_for_place(comm, args.operation, source, tokens, epoch, number, owners.peers,
+                                      [&] { announcer.flush(); })) {
       if (failed_for_warp(comm)) return false;
       continue;  // called off: nobody reads it
     }
@@ -586,6 +712,21 @@ __device__ bool wait_routed(const Comm& comm, Operation operation, uint64_t epoc
   return __syncthreads_and(routed);
 }
 
+/// Sends this block's share of the rows of this rank: by a pipe, or by all warps. Whole block.
+template <Way way, class Rows>
+__device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block,
+                           const ChunkMeta& meta) {
+#if MOECOMM_HAS_BULK
+  if constexpr (way == Way::whole && kWire == WireFormat::same)
+    if (args.x_scales == nullptr && !args.copied &&
+        list_holds(TokenLanes::of_many(comm.top_k()), most_owners(comm), chunk_tokens(args.tokens)))
+      return send_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
+  ptx::fence_shared_to_bulk();
+#endif
+  __syncthreads();
+  send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
+}
+
 /// A block's part in sending the chunks that take another's place.
 template <Way way, class Rows>
 __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t epoch, int senders,
@@ -598,35 +739,16 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
         relay_rows(comm, args, epoch, warp_memory(block), meta);
       return;
     }
-    if (dispatch && !wait_routed(comm, args.operation, epoch, route_blocks(args.tokens, senders))) return;
+    if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   }
-  send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
-}
-
-// These two are called, and not a part of every kernel, since the kernels of this file take long to compile.
-__device__ __noinline__ void route_apart(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                         bool few, int blocks, int32_t* scratch, int64_t words,
-                                         int32_t* shared_word) {
-  if (few)
-    route_few(comm, args, epoch, scratch);
-  else
-    route(comm, args, epoch, blocks, scratch, words, shared_word);
-}
-__device__ __noinline__ void make_plan_apart(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                             int32_t* scratch, int64_t words) {
-  make_plan(comm, args, epoch, scratch, words);
+  send_share<way, Rows>(comm, args, epoch, block, meta);
 }
 
 /// The work of a block.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
-  int32_t* const scratch = reinterpret_cast<int32_t*>(block.pieces);
-  constexpr int64_t kScratch = sizeof(block.pieces) / sizeof(int32_t);
-  if (failed_for_block(comm)) {
-    if (args.operation == Operation::dispatch && !args.later && blockIdx.x == 0)
-      make_plan_apart(comm, args, epoch, scratch, kScratch);
-    return;
-  }
+  if (failed_for_block(comm)) return;
+  const bool dispatch = args.operation == Operation::dispatch;
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
                        block.from[warp_id()]};
   const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);
@@ -634,38 +756,26 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     send_later<way, Rows>(comm, args, epoch, senders, block, meta);
     return;
   }
-  bool valid = true;
-  if (args.operation != Operation::dispatch) valid = PlanView{args.plan, comm.plan_fields}.header().id != 0;
+  const bool valid = dispatch || PlanView{args.plan, comm.plan_fields}.header().id != 0;
   if constexpr (way == Way::nodes) {
     if (static_cast<int>(blockIdx.x) >= senders) {
       relay(comm, args, epoch, {static_cast<int>(blockIdx.x) - senders, args.relay_blocks}, valid, block,
             meta);
       return;
     }
-    const bool sent = device::wait_sent(comm, args.operation, epoch);
-    if (!sent && !(args.operation == Operation::dispatch && blockIdx.x == 0)) return;
-  }
-  if (args.operation == Operation::dispatch) {
-    const bool few = way == Way::whole && few_enough(comm, args.tokens, kScratch);
-    const int blocks = few ? 1 : route_blocks(args.tokens, senders);
-    if (static_cast<int>(blockIdx.x) < blocks)
-      route_apart(comm, args, epoch, few, blocks, scratch, kScratch, &block.shared_word);
-    if (blockIdx.x == 0) make_plan_apart(comm, args, epoch, scratch, kScratch);
+    if (!device::wait_sent(comm, args.operation, epoch)) return;
     // Relay indices are known when all have counted.
-    if (way == Way::nodes && !wait_routed(comm, args.operation, epoch, blocks)) return;
-  } else if (blockIdx.x == 0) {
+    if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
+  }
+  if (!dispatch && blockIdx.x == 0) {
     signal_start(
         comm, args.operation, epoch, args.plan, args.layout, args.tokens,
         kCarriesRows | (args.copied ? kCarriedByCopies : 0u) | (args.quantise ? kCarriesQuantised : 0u),
         args.landing);
+    if (args.copied) await_landing(comm, args.operation, epoch, args.landing);
   }
-  if (args.copied && blockIdx.x == 0) await_landing(comm, args.operation, epoch, args.landing);
-  if (args.copied && !(args.operation == Operation::dispatch && comm.own_rows_travel())) return;
-#if MOECOMM_HAS_BULK
-  ptx::fence_shared_to_bulk();
-#endif
-  __syncthreads();
-  if (valid) send_own<way, Rows>(comm, args, epoch, warp_memory(block), meta);
+  if (args.copied && !dispatch) return;
+  if (valid) send_share<way, Rows>(comm, args, epoch, block, meta);
 }
 
 template <Way way, class Rows>
@@ -673,9 +783,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   ptx::launch_dependents();
-  if (!args.later) device::start_clock(comm, args.operation);
+  if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);
   send<way, Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
   device::note_sent(comm, args.operation);
+  // What waits for this kernel waits for that of the routes too.
+  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
   if (args.apart) end_sending(comm);
 }
 

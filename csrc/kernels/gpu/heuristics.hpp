@@ -34,22 +34,35 @@ inline bool fuses(int64_t ranks, int64_t num_experts) {
          (3 + ranks) * local + 3 * ranks <= kFusedTables;
 }
 
+/// Blocks of the two sides of a dispatch, or of the backward of a combine.
+struct DispatchBlocks {
+  int send, receive;
+  int send_warps;  ///< of a block that move rows, at most
+
+  int all() const { return send + receive; }
+};
+
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
-  int send_blocks, receive_blocks;  ///< of dispatch and the backward of combine
-  int send_warps;                   ///< of a block that move rows, at most
-  int reduce_blocks, sum_blocks;    ///< of combine
-  int relay_blocks;                 ///< with several nodes, of each operation
-  bool paired;                      ///< blocks in clusters of two, as a product beside them may be
-  int fused_tokens;                 ///< up to so many of a rank, one kernel does all of an operation
+  DispatchBlocks by_expert, by_rank;  ///< of rows in one layout and in the other
+  int reduce_blocks, sum_blocks;      ///< of combine
+  int relay_blocks;                   ///< with several nodes, of each operation
+  bool paired;                        ///< blocks in clusters of two, as a product beside them may be
+  int fused_tokens;                   ///< up to so many of a rank, one kernel does all of an operation
 
   /// The most blocks that an operation launches.
-  int all_blocks() const {
-    return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks) + relay_blocks;
-  }
+  int all_blocks() const { return each_blocks() + relay_blocks; }
 
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
-  int each_blocks() const { return std::max(send_blocks + receive_blocks, reduce_blocks + sum_blocks); }
+  int each_blocks() const { return std::max(by_expert.all(), reduce_blocks + sum_blocks); }
+
+  const DispatchBlocks& dispatch(bool rank_layout) const { return rank_layout ? by_rank : by_expert; }
+
+  /// Blocks that share the routes of `tokens` tokens, of at most `most`.
+  static int route_blocks(int64_t tokens, int most) {
+    constexpr int64_t kTokens = 128;  // a block's worth
+    return static_cast<int>(std::clamp<int64_t>((tokens + kTokens - 1) / kTokens, 1, most));
+  }
 
   /// Blocks of a kernel that does all of an operation, in which each of those behind the first takes `each`
   /// of `items`. Other ranks may bring more, so there are not too few.
@@ -62,20 +75,49 @@ struct Heuristics {
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
-    return std::to_string(all_blocks()) + " SMs: dispatch " + std::to_string(send_blocks) +
-           " sending (at most " + std::to_string(send_warps) + " warps each) and " +
-           std::to_string(receive_blocks) + " receiving, combine " + std::to_string(reduce_blocks) +
+    return std::to_string(all_blocks()) + " SMs: dispatch by expert " + std::to_string(by_expert.send) +
+           " sending (at most " + std::to_string(by_expert.send_warps) + " warps each) and " +
+           std::to_string(by_expert.receive) + " receiving, by rank " + std::to_string(by_rank.send) +
+           " and " + std::to_string(by_rank.receive) + ", combine " + std::to_string(reduce_blocks) +
            " reducing and " + std::to_string(sum_blocks) + " summing" + relaying +
            (fused_tokens > 0 ? "; one kernel up to " + std::to_string(fused_tokens) + " tokens" : "");
   }
 };
 
+/// Ranks that own experts of a token, with uniform routing.
+inline double owners_of_token(int32_t ranks, int32_t top_k) {
+  return ranks * (1 - std::pow(1 - 1.0 / ranks, top_k));
+}
+
 /// The share of a combine's additions of rows that the owners of the experts make, and not the tokens' home:
 /// with uniform routing, of expert-major rows.
 inline double owners_share(int32_t ranks, int32_t top_k) {
-  const double owners = ranks * (1 - std::pow(1 - 1.0 / ranks, top_k));  // of a token
+  const double owners = owners_of_token(ranks, top_k);
   const double owner = top_k * (ranks - 1.0) / ranks, home = 1.0 * top_k / ranks + owners;
   return owner / (owner + home);
+}
+
+/// Divides `total` blocks between the side that sends `sent` rows of each token over the links and the one
+/// that stores `received` rows of each token, so that both end together: a block sends as much as an eighth
+/// of what the links take, and stores a third more (docs/performance.md). Of divisions that are as good, more
+/// blocks send, up to those that fill the links best.
+inline DispatchBlocks divide_dispatch(int total, double sent, double received, bool even) {
+  constexpr double kLinks = 8, kStored = 1.33;  // blocks; and of a block, in what it sends
+  constexpr int kMostSend = 30;
+  DispatchBlocks best{};
+  double least = 0;
+  const int step = even && total >= 4 ? 2 : 1;
+  for (int send = step; send <= std::min(kMostSend, total - 1); send += step) {
+    const double time =
+        std::max(sent / std::min<double>(send, kLinks), received / (kStored * (total - send)));
+    if (best.send > 0 && time > least * 1.01) continue;
+    least = std::min(time, best.send > 0 ? least : time);
+    best.send = send;
+  }
+  best.receive = total - best.send;
+  // Rows under way in more warps than these only wait for each other, and arrive later.
+  best.send_warps = std::max(4, 240 / best.send);
+  return best;
 }
 
 /// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
@@ -89,12 +131,9 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   // This many blocks copy between host memory and the links as fast as a network of 50 GB/s brings it.
   h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
   const int total = std::max(2, all - h.relay_blocks);
-  // A quarter of a dispatch's stores goes out and the rest are expert rows here; about thirty SMs fill
-  // the links.
-  h.send_blocks = std::clamp(even(total * 3 / 10), 1, std::min(30, total - 1));
-  h.receive_blocks = total - h.send_blocks;
-  // Rows under way in more warps than these only wait for each other, and arrive later.
-  h.send_warps = std::max(4, 240 / h.send_blocks);
+  const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
+  h.by_expert = divide_dispatch(total, sent, top_k, h.paired);
+  h.by_rank = divide_dispatch(total, sent, owners, h.paired);
   // Past what fills the links, SMs are better used at the home.
   const int least = h.paired && total >= 4 ? 2 : 1;
   h.reduce_blocks = std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), least,

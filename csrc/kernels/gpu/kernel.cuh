@@ -40,13 +40,6 @@ __device__ inline Pieces full_pieces(int64_t total, int32_t each = kSumPiece) {
   return {(bytes + each - 1) / each, each, bytes};
 }
 
-/// Blocks that share the route of `tokens` tokens.
-__device__ inline int route_blocks(int64_t tokens, int blocks) {
-  constexpr int64_t kTokens = 256;  // a block's worth
-  return static_cast<int>(min(min(static_cast<int64_t>(blocks), int64_t{kMaxRouteBlocks}),
-                              max((tokens + kTokens - 1) / kTokens, int64_t{1})));
-}
-
 /// Bytes of the routing weights of `tokens` tokens, or of their gradients.
 __device__ inline int64_t weights_bytes(const Comm& comm, int64_t tokens) {
   return tokens * comm.top_k() * weight_bytes(comm.window.shape.dtype);

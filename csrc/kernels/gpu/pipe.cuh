@@ -14,7 +14,9 @@ namespace moecomm::gpu {
 /// for those of the GPU, kernels use those that they are compiled for.
 constexpr int block_warps(bool bulk) { return bulk ? 12 : 8; }
 constexpr int block_threads(bool bulk) { return block_warps(bulk) * 32; }
-inline constexpr int kWarpBytes = 16384;                  ///< of shared memory for pieces of rows
+inline constexpr int kWarpBytes = 16384;  ///< of shared memory for pieces of rows
+/// Words of shared memory of a block that works out routes.
+constexpr int64_t route_words(bool bulk) { return int64_t{block_warps(bulk)} * kWarpBytes / 4; }
 inline constexpr int kMetaWords = kMaxChunk * kMaxTopK;   ///< a warp: places of the tokens of a chunk
 inline constexpr int kCopyStages = 4, kCopyPiece = 4096;  ///< pieces that pass through unchanged
 inline constexpr int kSumStages = 4, kSumPiece = 2048;    ///< pieces that are computed with
@@ -47,11 +49,39 @@ using BlockMemory = MemoryOfWarps<kWarps>;
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) & 31; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) >> 5; }
 
-/// True for the first lane of those with its value, which has to be at least 0. All lanes.
-__device__ inline bool first_with(int32_t value) {
-  const uint32_t same = __match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id());
+/// True for the first of those `lanes` with its value, which has to be at least 0. All lanes.
+__device__ inline bool first_with(int32_t value, uint32_t lanes = 0xffffffffu) {
+  const uint32_t same = __match_any_sync(0xffffffffu, value >= 0 ? value : -1 - lane_id()) & lanes;
   return value >= 0 && (same & ((1u << lane_id()) - 1)) == 0;
 }
+
+/// How the (token, k) of tokens that follow each other are spread over the lanes of a warp, in rounds of
+/// whole tokens.
+struct TokenLanes {
+  int top_k, tokens;  ///< tokens of a round
+  int within, k;      ///< this lane's token in a round, and which of its k
+  uint32_t lanes;     ///< those of the same token
+
+  /// A round is one token.
+  __device__ static TokenLanes of_one(int top_k) { return TokenLanes(top_k, 1, 0); }
+  /// A round is as many tokens as a warp holds.
+  __device__ static TokenLanes of_many(int top_k) { return TokenLanes(top_k, 32 / top_k, lane_id() / top_k); }
+
+  /// True if this lane has a (token, k) of the first `all` tokens in round j.
+  __device__ bool has(int j, int all) const {
+    return within < tokens && k < top_k && j * tokens + within < all;
+  }
+  /// True in the first lane of a token.
+  __device__ bool leads() const { return k == 0 && within < tokens; }
+
+ private:
+  __device__ TokenLanes(int each, int of_round, int own)
+      : top_k(each),
+        tokens(of_round),
+        within(own),
+        k(lane_id() - own * each),
+        lanes((each == 32 ? ~0u : (1u << each) - 1) << (own * each & 31)) {}
+};
 
 /// `bytes` (a multiple of 16) by all lanes.
 __device__ inline void copy_by_lanes(void* to, const void* from, uint32_t bytes) {

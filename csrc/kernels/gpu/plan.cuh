@@ -1,4 +1,4 @@
-// Dispatch, between the two sides, by one block of the sending kernel: where the rows of each (source,
+// Dispatch, between the two sides, by one block: where the rows of each (source,
 // expert) begin in expert-major order (and in the rank layout those of each source), by prefix sum over the
 // counts that all sources have pushed here. Local expert e begins at
 // the aligned end of e - 1; within it, source s begins after the sources below s. Example (docs/routing.md):

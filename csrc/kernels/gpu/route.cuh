@@ -250,7 +250,7 @@ __device__ inline void announce_routes(const Comm& comm, const SendArguments& ar
   if (comm.rail.others > 0) send_tables(comm, args, record);
 }
 
-/// Run by blocks [0, blocks) of the send kernel. `histogram`: shared memory, overwritten.
+/// Run by `blocks` blocks. `histogram`: shared memory, overwritten.
 __device__ inline void route(const Comm& comm, const SendArguments& args, uint64_t epoch, int blocks,
                              int32_t* histogram, int64_t histogram_words, int32_t* shared_word) {
   const DeviceWindow& w = comm.window;
@@ -316,6 +316,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   }
   for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
     int32_t next = 0;
+#pragma unroll 8
     for (int i = 0; i < block; ++i) next += __ldcg(&scratch[int64_t{i} * bins + bin]);
     for (int i = 0; i < warps; ++i) {
       const int32_t count = histogram[i * bins + bin];

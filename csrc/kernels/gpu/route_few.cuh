@@ -10,12 +10,6 @@
 
 namespace moecomm::gpu {
 
-/// True where `words` of shared memory are enough for a dispatch of `tokens` tokens.
-__device__ inline bool few_enough(const Comm& comm, int64_t tokens, int64_t words) {
-  return comm.rail.others == 0 && tokens <= kMostFusedTokens && comm.ranks() <= kMostFusedRanks &&
-         comm.window.shape.counts() * ((tokens + 31) / 32) <= words;
-}
-
 /// Bitmaps of tokens, of `words` words each.
 struct TokenMaps {
   uint32_t* bits;

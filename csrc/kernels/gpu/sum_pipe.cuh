@@ -10,7 +10,7 @@
 // Left to right, each product and each sum rounded, as in strip.cuh, so with the same bits.
 #pragma once
 
-#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/stages.cuh"
 #include "kernels/gpu/strip.cuh"
 #include "kernels/gpu/sum_list.cuh"
 
@@ -18,7 +18,7 @@ namespace moecomm::gpu {
 
 inline constexpr int kAdders = 8, kUnitWarps = kAdders + 3;  ///< warps; lister, loader and storer come last
 inline constexpr int kAdderThreads = kAdders * 32;
-inline constexpr int kUnitBytes = 102400, kPipePiece = 16384, kMaxStages = 32;
+inline constexpr int kUnitBytes = 102400, kPipePiece = 16384;
 /// Places for items: those whose last stage is not free yet, and a list of new ones.
 inline constexpr int kItems = 64;
 static_assert(kItems >= kMaxStages + kListTokens);
@@ -49,34 +49,6 @@ struct SumPipeMemory {
   int32_t shared_word;
 };
 static_assert(sizeof(SumPipeMemory) <= (227 - 1) * 1024);
-
-/// How rows are cut into pieces, and how many fit.
-struct PipeShape {
-  Pieces pieces;
-  int stage_bytes, stages;
-
-  __device__ explicit PipeShape(int64_t row_bytes) : pieces(pieces_of(row_bytes, kPipePiece)) {
-    stage_bytes = (pieces.bytes + 127) / 128 * 128;
-    stages = min(kMaxStages, kUnitBytes / stage_bytes);
-  }
-};
-
-/// A place in the ring of stages.
-struct StageCursor {
-  int stage = 0;
-  uint32_t round = 0;
-  __device__ void advance(int stages, int by = 1) {
-    stage += by;
-    if (stage < stages) return;
-    stage -= stages;
-    ++round;
-  }
-};
-
-__device__ inline void wait_barrier(uint64_t* barrier, uint32_t phase) {
-  while (!ptx::barrier_done(barrier, phase & 1)) {
-  }
-}
 
 /// The lister's side of a unit. All lanes call every function.
 class SumLister {
@@ -484,7 +456,7 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
                              const List& list) {
   const int number = warp_id() / kUnitWarps, role = warp_id() % kUnitWarps;
   SumUnit& unit = memory.units[number];
-  const PipeShape shape(comm.window.shape.row_bytes());
+  const PipeShape shape(comm.window.shape.row_bytes(), kPipePiece, kUnitBytes);
   if (role == 0) {
     ptx::barrier_init(&unit.full[lane_id()], 1);
     ptx::barrier_init(&unit.empty[lane_id()], kAdders);

@@ -1,0 +1,61 @@
+// Dispatch, before its rows: where they will go, and where those of all ranks arrive here.
+//   - blocks share the tokens; they work out the routes of their rows, and push them to all ranks (route.cuh;
+//     route_few.cuh, by one block, where there are few)
+//   - the first block then waits for what the other ranks announce, and makes the plan of what arrives here
+//     (plan.cuh)
+// The kernel that sends runs beside this one and waits for none of it, but where rows go to other nodes.
+// These blocks take the SMs of those that receive, which have nothing to do before.
+//
+// Where the copy engine moves the rows (`copied`), this kernel ends when the windows of others may be
+// written.
+#include "kernels/gpu/kernel.cuh"
+#include "kernels/gpu/plan.cuh"
+#include "kernels/gpu/route_few.cuh"
+
+namespace moecomm::gpu {
+namespace {
+
+constexpr int64_t kWords = route_words(MOECOMM_HAS_BULK);
+
+template <Way way>
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_route_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ int32_t shared_word;
+  int32_t* const scratch = reinterpret_cast<int32_t*>(shared);
+  ptx::launch_dependents();
+  const uint64_t epoch = comm.state().epoch + 1;
+  device::start_clock(comm, args.operation);
+  const bool failed = failed_for_block(comm);
+  if (!failed && (way == Way::whole || device::wait_sent(comm, args.operation, epoch))) {
+    if (way == Way::whole && routes_few(comm.window.shape, args.tokens, kWords))
+      route_few(comm, args, epoch, scratch);
+    else
+      route(comm, args, epoch, args.route_blocks, scratch, kWords, &shared_word);
+  }
+  if (blockIdx.x != 0) return;
+  __syncthreads();
+  make_plan(comm, args, epoch, scratch, kWords);
+  if (args.copied && !failed) await_landing(comm, args.operation, epoch, args.landing);
+}
+
+template <Way way>
+struct Routing {
+  static constexpr auto kernel = &dispatch_route_kernel<way>;
+};
+
+}  // namespace
+
+cudaError_t launch_dispatch_route(const Launch& launch, const Comm& comm, const SendArguments& args) {
+  return with_way<Routing>(comm.window.shape, [&]<class Of>() {
+    return launch_kernel<Of::kernel>(launch, block_threads(launch.bulk),
+                                     route_words(launch.bulk) * sizeof(int32_t), comm, args);
+  });
+}
+
+cudaError_t prepare_dispatch_route(const DeviceShape& shape, bool bulk) {
+  return with_way<Routing>(
+      shape, [&]<class Of>() { return prepare_kernel<Of::kernel>(route_words(bulk) * sizeof(int32_t)); });
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,44 @@
+// The ring of stages in shared memory through which a pipe of warps brings pieces of rows: those of
+// sum_pipe.cuh, which adds them, and of move_pipe.cuh, which sends them on.
+#pragma once
+
+#include "kernels/gpu/kernel.cuh"
+
+namespace moecomm::gpu {
+
+inline constexpr int kMaxStages = 32;
+
+/// How rows are cut into pieces, and how many fit.
+struct PipeShape {
+  Pieces pieces;
+  int stage_bytes, stages;
+
+  /// Pieces of at most `most` bytes, in stages of `bytes` in all, but three at least.
+  __device__ PipeShape(int64_t row_bytes, int most, int bytes) : pieces(pieces_of(row_bytes, most)) {
+    stage_bytes = (pieces.bytes + 127) / 128 * 128;
+    stages = min(kMaxStages, max(3, bytes / stage_bytes));
+  }
+};
+
+/// A place in the ring of stages.
+struct StageCursor {
+  int stage = 0;
+  uint32_t round = 0;
+  __device__ void advance(int stages, int by = 1) {
+    stage += by;
+    if (stage < stages) return;
+    stage -= stages;
+    ++round;
+  }
+};
+
+#if MOECOMM_HAS_BULK
+
+__device__ inline void wait_barrier(uint64_t* barrier, uint32_t phase) {
+  while (!ptx::barrier_done(barrier, phase & 1)) {
+  }
+}
+
+#endif
+
+}  // namespace moecomm::gpu
