@@ -108,13 +108,17 @@ def _dispatch_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[
             for own, dropless in zip(*found, strict=True):
                 if not all(map(torch.equal, own.results(), dropless.results())):
                     problems.append(f"{routing}: without a capacity rows or weights differ")
+            twin.redispatch(found[0])
+            twin.weighted(found[0])
+            twin.check()
             problems += [f"{routing}: {wrong}" for wrong in _wrong_rows(shape, found[0])]
     return problems
 
 
 def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
-    """Compares rows and weights in the expert layout with those of torch's own sort: by expert, then by
-    source, then by token."""
+    """Compares what came in the expert layout with torch's own sort, by expert, then by source, then by token.
+    Gradients are the rows again, so that each one's product with what was dispatched is its square.
+    """
     local, problems = shape.num_experts // RANKS, []
     ids_N = torch.cat([own.ids_TK.flatten() for own in ranks])
     weights_N = torch.cat([own.weights_TK.flatten() for own in ranks])
@@ -123,16 +127,33 @@ def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
     for number, own in enumerate(ranks):
         of_rank_N = order_N[(ids_N[order_N] >= 0) & (ids_N[order_N] // local == number)]
         count = len(of_rank_N)
-        if not torch.equal(own.rows_PH[:count], rows_NH[of_rank_N // shape.top_k]):
-            problems.append(f"rows of rank {number}")
-        if not torch.equal(own.weights_P[:count, 0], weights_N[of_rank_N]):
-            problems.append(f"weights of rank {number}")
+        rows_PH, weights_P1 = rows_NH[of_rank_N // shape.top_k], weights_N[of_rank_N][:, None]
+        expected = {
+            "rows": (own.rows_PH, rows_PH),
+            "weights": (own.weights_P, weights_P1),
+            "gradients": (own.grad_PH, rows_PH),
+            "gradients times weights": (own.scaled_PH, (rows_PH.float() * weights_P1).bfloat16()),
+        }
+        for name, (found, wanted) in expected.items():
+            if not torch.equal(found[:count], wanted):
+                problems.append(f"{name} of rank {number}")
+        squares_P = rows_PH.double().square().sum(1)
+        if not torch.allclose(own.dots_P[:count].double(), squares_P, rtol=1e-5):
+            problems.append(f"products of rank {number}")
     return problems
 
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "top_k", "num_experts", "num_sms"),
-    [(3000, 1024, 8, 256, 24), (1030, 520, 6, 64, 5), (5000, 64, 1, 2, 2), (9000, 64, 8, 2048, 66)],
+    [
+        (3000, 1024, 8, 256, 24),
+        (1030, 520, 6, 64, 5),
+        (2000, 7168, 8, 256, 40),
+        (600, 9000, 4, 16, 8),  # more than a stage holds
+        (5000, 64, 1, 2, 2),  # chunks that wait for room
+        (9000, 64, 8, 2048, 66),
+        (17000, 64, 20, 64, 30),  # chunks of more places than a list has
+    ],
 )
 def test_rows_of_many_tokens(
     pool: Pools, tokens: int, hidden: int, top_k: int, num_experts: int, num_sms: int, seed: int

@@ -21,7 +21,7 @@
 #include "kernels/gpu/resolve.cuh"
 #include "kernels/gpu/route_few.cuh"
 #include "kernels/gpu/team.cuh"
-#include "kernels/gpu/wire_element.cuh"
+#include "kernels/gpu/wire_vector.cuh"
 
 namespace moecomm::gpu {
 namespace {
@@ -77,48 +77,23 @@ __device__ void copy_scales_of_row(const Team& team, const std::byte* from, int6
 /// Conversion of rows of `dtype` to and from a wire format, 16 bytes of `dtype` a lane at a time.
 template <DType dtype, WireFormat wire>
 struct Convert {
-  using E = Element<dtype>;
-  using W = Wire<wire>;
-  using Scale = typename W::Scale;
-  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;  ///< that share a scale
-  static constexpr int kBytes = E::kVector * W::kValueBits / 8;      ///< of a vector's values on the wire
-  using Values = std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>;
-  static_assert(kBlockLanes >= 2 && kBlockLanes <= 32);
+  using V = WireVector<dtype, wire>;
+  using W = typename V::W;
+  using Scale = typename V::Scale;
+  using Values = typename V::Values;
+  static constexpr int kBlockLanes = V::kBlockLanes;
 
   /// The scale of a row, of its largest finite magnitude. Whole team.
   __device__ static float row_scale(const Team& team, const uint4* row, int vectors, float* most_of_warps) {
     float most = 0;
-    for (int v = team.thread(); v < vectors; v += team.threads()) {
-      float values[E::kVector];
-      E::widen(__ldcg(row + v), values);
-#pragma unroll
-      for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
-    }
+    for (int v = team.thread(); v < vectors; v += team.threads())
+      most = fmaxf(most, V::largest_finite(__ldcg(row + v)));
     for (int width = 16; width > 0; width /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
     most_of_warps[warp_id()] = most;
     team.sync();
     for (int w = 0; w < team.warps; ++w) most = fmaxf(most, most_of_warps[team.first_warp + w]);
     team.sync();
     return W::row_scale(most);
-  }
-
-  /// The scale of the block that a lane's vector is in. All lanes; zero beyond the row.
-  __device__ static Scale block_scale(const uint4& raw, float row) {
-    // Bits of magnitudes, whose order is that of the numbers.
-    uint32_t most = 0;
-    if constexpr (W::kRowScale) {  // a NaN or an infinity in a block is one in its scale
-      float values[E::kVector];
-      E::widen(raw, values);
-#pragma unroll
-      for (int e = 0; e < E::kVector; ++e)
-        most = max(most, isfinite(values[e]) ? __float_as_uint(fabsf(values[e])) : 0x7fffffffu);
-    } else {
-      most = __float_as_uint(E::largest(raw));
-    }
-#pragma unroll
-    for (int width = kBlockLanes / 2; width > 0; width /= 2)
-      most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
-    return W::scale(__uint_as_float(most), row);
   }
 
   __device__ static void send(const Comm& comm, const Team& team, const std::byte* from, uint32_t targets,
@@ -140,14 +115,8 @@ struct Convert {
       for (int i = 0; i < kBatch; ++i) {
         const int v = base + i * team.threads() + team.thread();
         if (base + i * team.threads() >= vectors) break;
-        const Scale scale = block_scale(raw[i], of_row);
-        const float inverse = W::inverse(scale, of_row);
-        float values[E::kVector];
-        E::widen(raw[i], values);
-        Values packed;
-        auto* const words = reinterpret_cast<typename W::Four*>(&packed);
-#pragma unroll
-        for (int e = 0; e < E::kVector; e += 4) words[e / 4] = W::write(values + e, inverse);
+        const Scale scale = V::block_scale(raw[i], of_row);
+        const Values packed = V::write(raw[i], W::inverse(scale, of_row));
         for_each_target(targets, to, [&](unsigned long long address) {
           if (v >= vectors) return;
           reinterpret_cast<Values*>(address)[v] = packed;
@@ -175,7 +144,7 @@ struct Convert {
       for (int i = 0; i < kBatch; ++i) {
         const int v = base + i * team.threads() + team.thread();
         if (v >= vectors) continue;
-        if constexpr (kBytes == 2)
+        if constexpr (V::kBytes == 2)
           packed[i] = __ldcg(reinterpret_cast<const unsigned short*>(from) + v);
         else
           packed[i] = __ldcg(reinterpret_cast<const Values*>(from) + v);
@@ -185,14 +154,8 @@ struct Convert {
       for (int i = 0; i < kBatch; ++i) {
         const int v = base + i * team.threads() + team.thread();
         if (base + i * team.threads() >= vectors) break;
-        float values[E::kVector];
-        if (v < vectors) {
-          const float factor = W::factor(scale[i], of_row);
-          const auto* const words = reinterpret_cast<const typename W::Four*>(&packed[i]);
-#pragma unroll
-          for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], factor, values + e);
-        }
-        const uint4 raw = E::narrow(values);
+        uint4 raw{};
+        if (v < vectors) raw = V::read(packed[i], W::factor(scale[i], of_row));
         for_each_target(targets, row, [&](int32_t to) {
           if (v < vectors) __stcg(reinterpret_cast<uint4*>(out + to * s.row_bytes()) + v, raw);
         });

@@ -16,7 +16,7 @@
 #include "kernels/gpu/move_pipe.cuh"
 #include "kernels/gpu/resolve.cuh"
 #include "kernels/gpu/strip.cuh"
-#include "kernels/gpu/wire_element.cuh"
+#include "kernels/gpu/wire_vector.cuh"
 
 namespace moecomm::gpu {
 namespace {
@@ -337,12 +337,13 @@ struct ByChunk {
 
 #if MOECOMM_HAS_BULK
 
-/// Spans of a list each.
+/// Spans of a list each, of a pipe with so many workers.
+template <int workers>
 struct ByList {
   const TokenLanes& map;
   int ranks;
   __device__ int operator()(int64_t tokens) const {
-    return move_tokens(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
+    return move_tokens<workers>(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
   }
 };
 
@@ -355,7 +356,8 @@ struct ReceiveList {
   __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
 };
 
-/// Lists the tokens of all sources. All lanes call every function.
+/// Lists the tokens of all sources. All lanes call every function. `operation`: whose rows arrive.
+template <int workers, Operation operation>
 class ReceiveLister {
  public:
   __device__ ReceiveLister(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
@@ -387,7 +389,7 @@ class ReceiveLister {
     }
     list.item.chunk = list.item.begin >> (__ffs(chunk_tokens(list.of_source)) - 1);
     list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
-    if (args_.operation == Operation::dispatch) {
+    if constexpr (operation == Operation::dispatch) {
       list.known = ChunkRoutes<kMoveRounds>(comm_, args_, epoch_, map_, list.item);
       return list;
     }
@@ -406,7 +408,7 @@ class ReceiveLister {
   /// The output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in the
   /// rank layout the first lane of a token has it. A dispatch writes it into the plan.
   __device__ void resolve(const ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
-    if (args_.operation == Operation::dispatch) {
+    if constexpr (operation == Operation::dispatch) {
       const auto found = resolve_rows(comm_, args_, RowTables::of(plan_), map_, list.item, list.known);
       write_rows(comm_, args_, map_, list.item, found);
 #pragma unroll
@@ -427,7 +429,7 @@ class ReceiveLister {
   const TokenLanes& map_;
   const PlanView plan_;
   const int32_t* const tokens_of_;
-  const ByList size_;
+  const ByList<workers> size_;
   const uint32_t claims_end_;
   Claims claims_;
 };
@@ -448,12 +450,13 @@ __device__ bool wait_for_list(const Comm& comm, const ReceiveArguments& args, ui
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's lister.
+/// The work of a unit's lister: where the rows of all sources go. add(pipe, list, j, source, row) adds those of
+/// round j of a list, where `source` is the row of a lane's token and `row` the output row of its (token, k), if
+/// it is not negative.
+template <int workers, Operation operation, class Add>
 __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                              MoveLister& pipe) {
-  const int64_t row_bytes = comm.window.wire_bytes;
-  const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  ReceiveLister lister(comm, args, epoch, map);
+                              MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
+  ReceiveLister<workers, operation> lister(comm, args, epoch, map);
   ReceiveList next = lister.next();
   while (next.tokens() > 0) {
     const ReceiveList list = next;
@@ -463,27 +466,181 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     const bool in_turn = travels && !args.copied && list.of_source > comm.window.stage_tokens;
     int32_t rows[kMoveRounds];
     lister.resolve(list, rows);
-    MoveList& out = pipe.open();
+    auto& out = pipe.open();
     uint32_t awaited = 0;  // tokens whose row comes here; only to be left out, if its place is given back
 #pragma unroll
     for (int j = 0; j < kMoveRounds; ++j) {
       const int first = j * map.tokens;
       if (first >= list.tokens()) continue;
-      const bool wanted = rows[j] >= 0, comes = in_turn ? rows[j] != kRowElsewhere : wanted;
+      const bool comes = in_turn ? rows[j] != kRowElsewhere : rows[j] >= 0;
       awaited |= __reduce_or_sync(0xffffffffu, comes ? 1u << (first + map.within) : 0u);
-      pipe.add(map, arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), wanted,
-               args.out + rows[j] * row_bytes);
+      add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
     }
     if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
     int flags = 0;  // the place of each chunk may be taken when its rows have been read
     if (in_turn) {
       flags = (list.tokens() + size - 1) / size;
       if (lane_id() < flags)
-        out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
-                                         comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
+        out.flags[lane_id()] =
+            comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
+                      comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
     }
     if (!pipe.empty() || flags > 0) pipe.hand_over(flags);
   }
+}
+
+/// Zeroes the alignment rows of all experts. All lanes of the warps that share them.
+__device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args) {
+  if (args.layout != RowLayout::expert) return;
+  const RowTables tables = RowTables::of({args.plan, comm.plan_fields});
+  Claims claims(&comm.state().receive_next);
+  for (int64_t e = claims.take(); e < comm.local_experts; e = claims.take())
+    zero_padding(comm, args, tables, e);
+}
+
+/// Lists rows that go to all their places, by a pipe with so many workers.
+template <int workers>
+__device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                    MoveLister<workers>& pipe) {
+  const TokenLanes map = TokenLanes::of_many(comm.top_k());
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const auto add = [&](const std::byte* source, int32_t row) {
+    pipe.add(map, source, row >= 0, args.out + row * row_bytes);
+  };
+  if (args.operation == Operation::dispatch)
+    list_arriving<workers, Operation::dispatch>(comm, args, epoch, pipe, map, add);
+  else
+    list_arriving<workers, Operation::redispatch>(comm, args, epoch, pipe, map, add);
+}
+
+/// Receives rows as they arrive, by a pipe. Whole block.
+__device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                std::byte* shared) {
+  const int64_t row_bytes = comm.window.wire_bytes;
+  run_move_pipe<0>(
+      shared, MoveShape::of<0>(row_bytes, row_bytes), epoch,
+      [&](MoveLister<0>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
+      [&] { zero_paddings(comm, args); });
+}
+
+/// Makes rows of `dtype` of those in a wire format. For the workers of a pipe.
+template <DType dtype, WireFormat wire>
+class DequantiseWork {
+  using V = WireVector<dtype, wire>;
+  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
+
+ public:
+  explicit __device__ DequantiseWork(const DeviceShape& shape) : shape_(shape) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List&, int, int thread, float*) {
+    const int vectors = static_cast<int>(shape_.row_bytes() / 16);
+    const auto* const scales = reinterpret_cast<const typename V::Scale*>(stage + shape_.wire_data_bytes());
+    float of_row = 0;
+    if constexpr (V::W::kRowScale) of_row = *reinterpret_cast<const float*>(stage + shape_.wire_row_scale());
+    typename V::Values packed[kSteps];
+    float factors[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      if (v >= vectors) continue;
+      packed[s] = reinterpret_cast<const typename V::Values*>(stage)[v];
+      factors[s] = V::W::factor(scales[v / V::kBlockLanes], of_row);
+    }
+    sync_workers();  // the row takes the place of what was read
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      if (v < vectors) reinterpret_cast<uint4*>(stage)[v] = V::read(packed[s], factors[s]);
+    }
+  }
+
+ private:
+  const DeviceShape& shape_;
+};
+
+/// Receives rows in a wire format, which become rows of `dtype`. Whole block.
+template <DType dtype, WireFormat wire>
+__device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                   std::byte* shared) {
+  run_move_pipe<kWorkers>(
+      shared, MoveShape::of<kWorkers>(comm.window.wire_bytes, comm.window.shape.row_bytes()), epoch,
+      [&](MoveLister<kWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
+      [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
+}
+
+/// Makes of a row of `dtype` one for each of its places: times the place's factor. The row that lies in the
+/// place's stage before, if there is one, is what its product is with. For the workers of a pipe: what a thread
+/// keeps of the row.
+template <DType dtype>
+class ScaleWork {
+  using E = Element<dtype>;
+  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
+
+ public:
+  __device__ ScaleWork(const ReceiveArguments& args, int64_t row_bytes)
+      : scales_(args.scales != nullptr), vectors_(static_cast<int>(row_bytes / 16)) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List& list, int entry, int thread, float* parts) {
+    auto* const values = reinterpret_cast<uint4*>(stage);
+    const int first = entry > 0 ? list.ends[entry - 1] : 0;
+    if (list.ends[entry] == first) {  // the row of a token
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        if (s * kWorkerThreads + thread < vectors_) row_[s] = values[s * kWorkerThreads + thread];
+      return;
+    }
+    const bool products = list.products[entry] != nullptr;
+    const float factor = list.factors[entry];
+    float dot = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      if (v >= vectors_) continue;
+      float row[E::kVector];
+      E::widen(row_[s], row);
+      if (products) {
+        float with[E::kVector];
+        E::widen(values[v], with);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) dot = add(dot, multiply(row[e], with[e]));
+      }
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) row[e] = scales_ ? multiply(row[e], factor) : row[e];
+      values[v] = E::narrow(row);
+    }
+    if (!products) return;
+    for (int width = 16; width > 0; width /= 2) dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
+    if (lane_id() == 0) parts[thread / 32] = dot;
+  }
+
+ private:
+  const bool scales_;
+  const int vectors_;
+  uint4 row_[kSteps];
+};
+
+/// The same for rows times the factors of their places, and their products. Whole block.
+template <DType dtype>
+__device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              std::byte* shared) {
+  const int64_t row_bytes = comm.window.wire_bytes;
+  run_move_pipe<kWorkers>(
+      shared, MoveShape::of<kWorkers>(row_bytes, row_bytes), epoch,
+      [&](MoveLister<kWorkers>& pipe) {
+        const TokenLanes map = TokenLanes::of_many(comm.top_k());
+        const auto* const scales = reinterpret_cast<const float*>(args.scales);
+        auto* const dots = reinterpret_cast<float*>(args.dots);
+        list_arriving<kWorkers, Operation::redispatch>(
+            comm, args, epoch, pipe, map, [&](const std::byte* source, int32_t row) {
+              const bool wanted = row >= 0, products = args.other != nullptr;
+              const float factor = wanted && scales != nullptr ? scales[row] : 1.0f;
+              pipe.add_each(map, source, wanted, args.out + row * row_bytes, factor,
+                            products ? args.other + row * row_bytes : nullptr, products ? dots + row : nullptr);
+            });
+      },
+      [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
 
 #endif
@@ -495,22 +652,12 @@ __device__ void receive_items(const Comm& comm, const ReceiveArguments& args, ui
   const int32_t* const tokens_of = plan.at(plan.fields.tokens);
   const int32_t ranks = comm.ranks();
   const int64_t most_chunks = most_spans(tokens_of, ranks, ByChunk{});
-  int most_chunk = 0;
-  for (int32_t source = 0; source < ranks; ++source)
-    most_chunk = max(most_chunk, chunk_tokens(tokens_of[source]));
   const int64_t paddings = args.layout == RowLayout::expert ? comm.local_experts : 0;
 
 #if MOECOMM_HAS_BULK
   if constexpr (std::is_same_v<Rows, CopyOut>)
-    if (args.out_scales == nullptr && list_holds(TokenLanes::of_many(comm.top_k()), comm.top_k(), most_chunk))
-      return run_move_pipe(
-          reinterpret_cast<MovePipeMemory&>(block), comm.window.wire_bytes, kMoveBytes, epoch,
-          [&](MoveLister& pipe) { list_arriving(comm, args, epoch, pipe); },
-          [&] {
-            Claims claims(&comm.state().receive_next);
-            for (int64_t e = claims.take(); e < paddings; e = claims.take())
-              zero_padding(comm, args, RowTables::of(plan), e);
-          });
+    if (args.out_scales == nullptr && lists_hold(comm.window.shape, comm.top_k()))
+      return receive_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
 #endif
 
   int32_t* const meta = block.meta[warp_id()];
@@ -567,41 +714,85 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
 }
 
+/// Rows times factors by a pipe with workers, where rows fit its stages.
+template <DType dtype>
+__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
+    dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
+#if MOECOMM_HAS_BULK
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (start(comm, args, epoch)) scale_by_pipe<dtype>(comm, args, epoch, shared);
+  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+#endif
+}
+
+/// Rows out of a wire format, likewise.
+template <DType dtype, WireFormat wire>
+__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
+    dispatch_dequantise_kernel(const __grid_constant__ Comm comm,
+                               const __grid_constant__ ReceiveArguments args) {
+#if MOECOMM_HAS_BULK
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (start(comm, args, epoch)) dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared);
+  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+#endif
+}
+
+/// What is done with rows where they arrive: by all warps, or by a pipe with workers.
 enum class Arrival { as_it_is, dequantised, scaled };
 
 template <DType dtype>
 struct Scaling {
   static constexpr auto kernel = &dispatch_receive_kernel<ScaleOut<dtype>>;
 };
+template <DType dtype>
+struct ScalingByPipe {
+  static constexpr auto kernel = &dispatch_scale_kernel<dtype>;
+};
 template <DType dtype, WireFormat wire>
 struct Dequantising {
   static constexpr auto kernel = &dispatch_receive_kernel<DequantiseOut<dtype, wire>>;
 };
+template <DType dtype, WireFormat wire>
+struct DequantisingByPipe {
+  static constexpr auto kernel = &dispatch_dequantise_kernel<dtype, wire>;
+};
 
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
-  if (arrival == Arrival::scaled) return with_dtype<Scaling>(shape.dtype, use);
-  if (arrival == Arrival::dequantised) return with_conversion<Dequantising>(shape, use);
+cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, bool works, const Use& use) {
+  switch (arrival) {
+    case Arrival::scaled:
+      return works ? with_dtype<ScalingByPipe>(shape.dtype, use) : with_dtype<Scaling>(shape.dtype, use);
+    case Arrival::dequantised:
+      return works ? with_conversion<DequantisingByPipe>(shape, use)
+                   : with_conversion<Dequantising>(shape, use);
+    case Arrival::as_it_is:
+      break;
+  }
   return use.template operator()<&dispatch_receive_kernel<CopyOut>>();
 }
 
 }  // namespace
 
 cudaError_t launch_dispatch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
+  const DeviceShape& shape = comm.window.shape;
   const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
                           : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
                                                                             : Arrival::as_it_is;
-  return with_kernel(comm.window.shape, arrival, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
+  const bool works = arrival != Arrival::as_it_is && launch.bulk && pipe_works(shape, shape.top_k);
+  return with_kernel(shape, arrival, works, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, pipe_threads(works, launch.bulk), pipe_memory(works, launch.bulk),
+                                 comm, args);
   });
 }
 
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk) {
-  const Prepare prepare{block_bytes(bulk)};
   for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
-    const cudaError_t error = with_kernel(shape, arrival, prepare);
+    const bool works = arrival != Arrival::as_it_is && bulk && pipe_works(shape, shape.top_k);
+    const cudaError_t error = with_kernel(shape, arrival, works, Prepare{pipe_memory(works, bulk)});
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -28,7 +28,7 @@
 #include "kernels/gpu/relay_records.cuh"
 #include "kernels/gpu/route.cuh"
 #include "kernels/gpu/strip.cuh"
-#include "kernels/gpu/wire_element.cuh"
+#include "kernels/gpu/wire_vector.cuh"
 
 namespace moecomm::gpu {
 namespace {
@@ -422,7 +422,7 @@ struct SendList {
 
 /// Lists the tokens of chunks [first, all), whose ids are in `ids`, shared by all warps that have an object.
 /// All lanes call every function.
-template <class Id>
+template <int workers, class Id>
 class SendLister {
  public:
   __device__ SendLister(const SendArguments& args, const TokenLanes& map, const Id* ids, int each,
@@ -431,7 +431,7 @@ class SendLister {
         map_(map),
         // A chunk that has to wait for its place is a list of its own.
         size_(args.later ? chunk_tokens(args.tokens)
-                         : move_tokens(map, each, chunk_tokens(args.tokens), args.tokens)),
+                         : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
         begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
         end_(static_cast<int>(min(all * chunk_tokens(args.tokens), args.tokens))),
         claims_(counter) {}
@@ -560,23 +560,23 @@ __device__ __noinline__ void send_own(const Comm& comm, const SendArguments& arg
 #if MOECOMM_HAS_BULK
 
 /// The work of a unit's lister: where this rank's rows go, by ids of their tokens' experts.
-template <class Id>
+template <int workers, class Id>
 __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* ids, uint64_t epoch,
-                         MoveLister& pipe) {
+                         MoveLister<workers>& pipe) {
   DeviceState& state = comm.state();
-  const int64_t row_bytes = comm.window.wire_bytes;
+  const int64_t row_bytes = comm.window.shape.row_bytes();
   const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
   const TokenLanes map = TokenLanes::of_many(comm.top_k());
   // Chunks behind these take the places of others.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
-  SendLister<Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
+  SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
                         args.later ? chunk_count(args.tokens) : at_once,
                         args.later ? &state.later_next : &state.send_next);
   SendList<Id> next = lister.next();
   while (next.tokens > 0) {
     const SendList<Id> list = next;
     next = lister.next();
-    MoveList& out = pipe.open();
+    auto& out = pipe.open();
     PeerSet owners;
     int flags = 0;
 #pragma unroll
@@ -586,7 +586,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       int32_t owner = -1;
       if (list.ids[j] >= 0 && list.ids[j] < comm.window.shape.num_experts)
         owner = expert_owner(static_cast<int32_t>(list.ids[j]), comm.local_experts);
-      if (owner == comm.rank) owner = -1;
+      if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,
                first ? comm.staged_row(comm.bases[owner], epoch, comm.rank, token) : nullptr);
@@ -607,22 +607,91 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   }
 }
 
-/// Sends all rows of this rank as they are, or those that take another's place. Whole block.
+/// Lists the rows of this rank, or those that take another's place.
+template <int workers>
+__device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                         MoveLister<workers>& pipe) {
+  const PlanView plan{args.plan, comm.plan_fields};
+  if (args.operation != Operation::dispatch)
+    list_own(comm, args, plan.at(plan.fields.local_topk_idx), epoch, pipe);
+  else if (args.wide_ids)
+    list_own(comm, args, static_cast<const int64_t*>(args.ids), epoch, pipe);
+  else
+    list_own(comm, args, static_cast<const int32_t*>(args.ids), epoch, pipe);
+}
+
+/// Rows under way in more memory than this many warps have only wait for each other, and arrive later.
+template <int workers>
+__device__ int stage_bytes(const SendArguments& args) {
+  return args.warps * kWarpBytes / MovePipe<workers>::kUnits;
+}
+
+/// Sends rows as they are. Whole block.
 __device__ void send_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch, std::byte* shared) {
-  // Rows under way in more memory than these warps have only wait for each other, and arrive later.
-  run_move_pipe(
-      *reinterpret_cast<MovePipeMemory*>(shared), comm.window.wire_bytes,
-      args.warps * kWarpBytes / kMoveUnits, epoch,
-      [&](MoveLister& pipe) {
-        const PlanView plan{args.plan, comm.plan_fields};
-        if (args.operation != Operation::dispatch)
-          list_own(comm, args, plan.at(plan.fields.local_topk_idx), epoch, pipe);
-        else if (args.wide_ids)
-          list_own(comm, args, static_cast<const int64_t*>(args.ids), epoch, pipe);
-        else
-          list_own(comm, args, static_cast<const int32_t*>(args.ids), epoch, pipe);
-      },
-      [] {});
+  const int64_t row_bytes = comm.window.wire_bytes;
+  run_move_pipe<0>(
+      shared, MoveShape::of<0>(row_bytes, row_bytes, stage_bytes<0>(args)), epoch,
+      [&](MoveLister<0>& pipe) { list_own(comm, args, epoch, pipe); }, [] {});
+}
+
+/// Brings rows of `dtype` into this file's format. For the workers of a pipe.
+template <DType dtype>
+class QuantiseWork {
+  using V = WireVector<dtype, kWire>;
+  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
+
+ public:
+  explicit __device__ QuantiseWork(const DeviceShape& shape) : shape_(shape) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List&, int, int thread, float* parts) {
+    const int vectors = static_cast<int>(shape_.row_bytes() / 16);
+    uint4 raw[kSteps];
+    float most = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      raw[s] = v < vectors ? reinterpret_cast<const uint4*>(stage)[v] : uint4{};
+      if constexpr (V::W::kRowScale) most = fmaxf(most, V::largest_finite(raw[s]));
+    }
+    float of_row = 0;
+    if constexpr (V::W::kRowScale) {
+      for (int width = 16; width > 0; width /= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, width));
+      if (lane_id() == 0) parts[thread / 32] = most;
+    }
+    sync_workers();  // the values take the place of what was read
+    if constexpr (V::W::kRowScale) {
+#pragma unroll
+      for (int w = 0; w < kWorkers; ++w) most = fmaxf(most, parts[w]);
+      of_row = V::W::row_scale(most);
+      if (thread == 0) *reinterpret_cast<float*>(stage + shape_.wire_row_scale()) = of_row;
+    }
+    auto* const scales = reinterpret_cast<typename V::Scale*>(stage + shape_.wire_data_bytes());
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      const auto scale = V::block_scale(raw[s], of_row);
+      if (v >= vectors) continue;
+      reinterpret_cast<typename V::Values*>(stage)[v] = V::write(raw[s], V::W::inverse(scale, of_row));
+      if (v % V::kBlockLanes == 0) scales[v / V::kBlockLanes] = scale;
+    }
+  }
+
+ private:
+  const DeviceShape& shape_;
+};
+
+/// Sends rows of `dtype` in this file's format. Whole block.
+template <DType dtype>
+__device__ void quantise_by_pipe(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                 std::byte* shared) {
+  run_move_pipe<kWorkers>(
+      shared,
+      MoveShape::of<kWorkers>(comm.window.shape.row_bytes(), comm.window.wire_bytes,
+                              stage_bytes<kWorkers>(args)),
+      epoch, [&](MoveLister<kWorkers>& pipe) { list_own(comm, args, epoch, pipe); }, [] {},
+      QuantiseWork<dtype>(comm.window.shape));
 }
 
 #endif
@@ -719,7 +788,7 @@ __device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t
 #if MOECOMM_HAS_BULK
   if constexpr (way == Way::whole && kWire == WireFormat::same)
     if (args.x_scales == nullptr && !args.copied &&
-        list_holds(TokenLanes::of_many(comm.top_k()), most_owners(comm), chunk_tokens(args.tokens)))
+        lists_hold(comm.window.shape, most_owners(comm)))
       return send_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
   ptx::fence_shared_to_bulk();
 #endif
@@ -742,6 +811,15 @@ __device__ void send_later(const Comm& comm, const SendArguments& args, uint64_t
     if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   }
   send_share<way, Rows>(comm, args, epoch, block, meta);
+}
+
+/// Announces the backward of a combine. Whole block.
+__device__ void announce_start(const Comm& comm, const SendArguments& args, uint64_t epoch) {
+  signal_start(
+      comm, args.operation, epoch, args.plan, args.layout, args.tokens,
+      kCarriesRows | (args.copied ? kCarriedByCopies : 0u) | (args.quantise ? kCarriesQuantised : 0u),
+      args.landing);
+  if (args.copied) await_landing(comm, args.operation, epoch, args.landing);
 }
 
 /// The work of a block.
@@ -767,28 +845,48 @@ __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch
     // Relay indices are known when all have counted.
     if (dispatch && !wait_routed(comm, args.operation, epoch, args.route_blocks)) return;
   }
-  if (!dispatch && blockIdx.x == 0) {
-    signal_start(
-        comm, args.operation, epoch, args.plan, args.layout, args.tokens,
-        kCarriesRows | (args.copied ? kCarriedByCopies : 0u) | (args.quantise ? kCarriesQuantised : 0u),
-        args.landing);
-    if (args.copied) await_landing(comm, args.operation, epoch, args.landing);
-  }
+  if (!dispatch && blockIdx.x == 0) announce_start(comm, args, epoch);
   if (args.copied && !dispatch) return;
   if (valid) send_share<way, Rows>(comm, args, epoch, block, meta);
+}
+
+/// The beginning of a kernel that sends, and its end. Whole grid.
+__device__ void begin_kernel(const Comm& comm, const SendArguments& args) {
+  ptx::launch_dependents();
+  if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);
+}
+__device__ void end_kernel(const Comm& comm, const SendArguments& args) {
+  device::note_sent(comm, args.operation);
+  // What waits for this kernel waits for that of the routes too.
+  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
+  if (args.apart) end_sending(comm);
 }
 
 template <Way way, class Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_send_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
-  ptx::launch_dependents();
-  if (args.operation != Operation::dispatch && !args.later) device::start_clock(comm, args.operation);
+  begin_kernel(comm, args);
   send<way, Rows>(comm, args, comm.state().epoch + 1, *reinterpret_cast<BlockMemory*>(shared));
-  device::note_sent(comm, args.operation);
-  // What waits for this kernel waits for that of the routes too.
-  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::wait_for_previous_kernel();
-  if (args.apart) end_sending(comm);
+  end_kernel(comm, args);
+}
+
+/// Rows that change their format on the way, on one node and not for the copy engine, by a pipe with workers.
+template <DType dtype>
+__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
+    dispatch_quantise_kernel(const __grid_constant__ Comm comm, const __grid_constant__ SendArguments args) {
+#if MOECOMM_HAS_BULK
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  begin_kernel(comm, args);
+  if (!failed_for_block(comm)) {
+    const bool dispatch = args.operation == Operation::dispatch;
+    if (!dispatch && !args.later && blockIdx.x == 0) announce_start(comm, args, epoch);
+    if (dispatch || PlanView{args.plan, comm.plan_fields}.header().id != 0)
+      quantise_by_pipe<dtype>(comm, args, epoch, shared);
+  }
+  end_kernel(comm, args);
+#endif
 }
 
 /// Kernels that send rows of `dtype` in this file's format.
@@ -803,17 +901,38 @@ struct Sending {
   };
 };
 
+template <DType dtype>
+struct Quantising {
+  static constexpr auto kernel = &dispatch_quantise_kernel<dtype>;
+};
+
+/// True where rows are quantised by a pipe.
+bool quantises_by_pipe(const DeviceShape& shape, bool bulk) {
+  return bulk && shape.other_nodes() == 0 && pipe_works(shape, std::min(shape.top_k, shape.ranks));
+}
+
 }  // namespace
 
 template <>
 cudaError_t launch_dispatch_send<kWire>(const Launch& launch, const Comm& comm, const SendArguments& args) {
-  return with_shape<Sending>(comm.window.shape, [&]<auto kernel>() {
+  const DeviceShape& shape = comm.window.shape;
+  if constexpr (kWire != WireFormat::same)
+    if (!args.copied && quantises_by_pipe(shape, launch.bulk))
+      return with_dtype<Quantising>(shape.dtype, [&]<auto kernel>() {
+        return launch_kernel<kernel>(launch, pipe_threads(true, true), pipe_memory(true, true), comm, args);
+      });
+  return with_shape<Sending>(shape, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 template <>
 cudaError_t prepare_dispatch_send<kWire>(const DeviceShape& shape, bool bulk) {
+  if constexpr (kWire != WireFormat::same)
+    if (quantises_by_pipe(shape, bulk)) {
+      const cudaError_t error = with_dtype<Quantising>(shape.dtype, Prepare{pipe_memory(true, true)});
+      if (error != cudaSuccess) return error;
+    }
   return with_shape<Sending>(shape, Prepare{block_bytes(bulk)});
 }
 

@@ -1,10 +1,12 @@
-// Rows moved by a pipe of warps, to one place or to several. A block has a few units, each of three warps:
+// Rows moved by a pipe of warps, to one place or to several. A block has a few units, each of three warps, and of
+// more where something is done with the rows:
 //   - the lister finds out which rows go where, a few at a time; where rows arrive, it waits for them
 //   - the loader has bulk copies bring these rows, in pieces, into a ring of stages in shared memory, as far
 //     ahead as there is room. So what the lister waits for is hidden behind pieces that are under way
+//   - workers, if there are any, change a row in its stage
 //   - the storer, one thread, has bulk copies take each piece from its stage to all its places, and sets the
 //     flags of a list once all that was stored until then is in place
-// None of them touches the bytes of a row, so that a multiprocessor moves as much as its copy engine does.
+// Without workers nobody touches the bytes of a row, and a multiprocessor moves as much as its copy engine does.
 #pragma once
 
 #include "kernels/gpu/announcer.cuh"
@@ -12,67 +14,121 @@
 
 namespace moecomm::gpu {
 
-#if MOECOMM_HAS_BULK
+inline constexpr int kMoveTokens = 8, kMoveWords = 64;  ///< tokens of a list, and places of their rows, at most
+inline constexpr int kMoveLists = 3, kMoveRounds = 4;   ///< rounds of TokenLanes of a list, at most
+static_assert(kMoveTokens >= kMaxChunk);
 
-inline constexpr int kMoveUnits = 4, kMoveWarps = 3;  ///< of a block, and of a unit: lister, loader, storer
-inline constexpr int kMoveBytes = 49152, kMovePiece = 8192;  ///< of a unit's stages, and of one at most
-inline constexpr int kMoveTokens = 8,
-                     kMoveWords = 64;  ///< tokens of a list, and places of their rows, at most
-inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< rounds of TokenLanes of a list, at most
-static_assert(kMoveUnits * kMoveWarps == kWarps && kMoveTokens >= kMaxChunk);
-static_assert(kMoveBytes / kMovePiece >= 3);
-
-/// True where a list holds `tokens` tokens, whose rows have at most `each` places.
-__device__ inline bool list_holds(const TokenLanes& map, int each, int tokens) {
-  return tokens * each <= kMoveWords && tokens <= kMoveRounds * map.tokens;
+/// True where a pipe can move the rows of a communicator: a list holds a chunk of tokens, whose rows have at most
+/// `each` places.
+MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
+  const int chunk = chunk_tokens(shape.max_tokens);
+  return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
 }
 
-/// Tokens of a list: whole chunks of `chunk`. The units of the grid share `tokens`, so a list has so few that
-/// they end at about the same time.
+/// A pipe of units with so many warps of workers.
+template <int workers>
+struct MovePipe {
+  static constexpr bool kWorks = workers > 0;
+  static constexpr int kUnits = kWorks ? 2 : 4, kUnitWarps = workers + 3;
+  static constexpr int kThreads = kUnits * kUnitWarps * 32;
+  static constexpr int kBytes = kWorks ? 98304 : 49152;  ///< of a unit's stages
+  static constexpr int kPiece = kWorks ? 16384 : 8192;   ///< of a stage at most
+  /// Entries of a list: rows, and where workers make a row for each place, the places too.
+  static constexpr int kEntries = kMoveTokens + (kWorks ? kMoveWords : 0);
+  static constexpr int kFlags = 128;
+
+  /// What the lister hands to the others. An entry is what has a stage: a row, or a piece of one after another.
+  struct List {
+    const std::byte* sources[kEntries];  ///< null: nothing is loaded
+    std::byte* targets[kMoveWords];      ///< of one entry behind those of another
+    uint64_t* flags[kMoveWords];         ///< set when all entries of this list and of those before are in place
+    int32_t ends[kEntries];              ///< of each entry's targets
+    float factors[kWorks ? kEntries : 1];
+    float* products[kWorks ? kEntries : 1];  ///< where the sum of the workers' parts goes, or null
+    int32_t entries, flag_count;
+    bool is_last;  ///< nothing comes after this, and this is nothing
+  };
+
+  /// A unit's shared memory.
+  struct alignas(128) Unit {
+    std::byte stages[kBytes];
+    List lists[kMoveLists];
+    uint64_t full[kMaxStages], ready[kMaxStages], empty[kMaxStages];
+    uint64_t listed[kMoveLists], taken[kMoveLists];
+    float parts[kWorks ? kMaxStages : 1][kWorks ? workers : 1];  ///< of products, by stage
+    // The storer's own: flags that are not set yet, and the number of bulk groups before each.
+    uint64_t* flags[kFlags];
+    uint32_t groups[kFlags];
+  };
+  struct Memory {
+    Unit units[kUnits];
+  };
+};
+
+/// Warps of workers that a unit has where something is done with rows.
+inline constexpr int kWorkers = 8, kWorkerThreads = kWorkers * 32;
+static_assert(MovePipe<0>::kThreads == block_threads(true));
+static_assert(sizeof(MovePipe<0>::Memory) <= block_bytes(true));  // kernels have it instead of a BlockMemory
+static_assert(sizeof(MovePipe<kWorkers>::Memory) <= (227 - 1) * 1024);
+
+/// True where a pipe with workers can take the rows of a communicator, which have at most `each` places: a row is
+/// one piece.
+inline bool pipe_works(const DeviceShape& shape, int each) {
+  return lists_hold(shape, each) && shape.row_bytes() <= MovePipe<kWorkers>::kPiece &&
+         shape.wire_row_bytes() <= MovePipe<kWorkers>::kPiece;
+}
+/// Threads and shared memory of a block of a kernel that moves rows: by a pipe with workers, or not.
+inline int pipe_threads(bool works, bool bulk) {
+  return works ? MovePipe<kWorkers>::kThreads : block_threads(bulk);
+}
+inline size_t pipe_memory(bool works, bool bulk) {
+  return works ? sizeof(MovePipe<kWorkers>::Memory) : block_bytes(bulk);
+}
+
+#if MOECOMM_HAS_BULK
+
+/// Tokens of a list: whole chunks of `chunk`. The units of the grid, kUnits a block, share `tokens`, so a list
+/// has so few that they end at about the same time.
+template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
   constexpr int kLists = 12;  // of a unit at least
-  const int64_t units = int64_t{gridDim.x} * kMoveUnits;
+  const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
   int most = kMoveTokens;
-  while (most > chunk && (!list_holds(map, each, most) || most * kLists * units > tokens)) most /= 2;
+  while (most > chunk && (most * each > kMoveWords || most > kMoveRounds * map.tokens ||
+                          most * kLists * units > tokens))
+    most /= 2;
   return most;
 }
 
-/// What the lister hands to the others.
-struct MoveList {
-  const std::byte* sources[kMoveTokens];  ///< of rows
-  std::byte* targets[kMoveWords];         ///< of one row behind those of another
-  uint64_t* flags[kMoveWords];            ///< set when all rows of this list and of those before are in place
-  int32_t ends[kMoveTokens];              ///< of each row's targets
-  int32_t rows, flag_count;
-  bool is_last;  ///< nothing comes after this, and this is nothing
-};
+/// The stages of a pipe: what is loaded into one, and what is stored from it. Rows that workers change are one
+/// piece.
+struct MoveShape : PipeShape {
+  uint32_t row_stored;  ///< bytes of a changed row; 0: as they come
 
-/// A unit's shared memory.
-struct alignas(128) MoveUnit {
-  static constexpr int kFlags = 128;
-  std::byte stages[kMoveBytes];
-  MoveList lists[kMoveLists];
-  uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t listed[kMoveLists], taken[kMoveLists];
-  // The storer's own: flags that are not set yet, and the number of bulk groups before each.
-  uint64_t* flags[kFlags];
-  uint32_t groups[kFlags];
+  /// Rows of `loaded` bytes, which become rows of `stored` bytes, in at most `bytes` of stages.
+  template <int workers>
+  __device__ static MoveShape of(int64_t loaded, int64_t stored, int bytes = MovePipe<workers>::kBytes) {
+    using Pipe = MovePipe<workers>;
+    MoveShape shape{PipeShape(Pipe::kWorks ? max(loaded, stored) : loaded, Pipe::kPiece,
+                              min(bytes, Pipe::kBytes)),
+                    Pipe::kWorks ? static_cast<uint32_t>(stored) : 0};
+    if (Pipe::kWorks) shape.pieces = {1, static_cast<int32_t>(loaded), static_cast<int32_t>(loaded)};
+    return shape;
+  }
+  __device__ uint32_t stored(int piece) const { return row_stored > 0 ? row_stored : pieces.size(piece); }
 };
-
-struct MovePipeMemory {
-  MoveUnit units[kMoveUnits];
-};
-static_assert(sizeof(MovePipeMemory) <= block_bytes(true));  // kernels have it instead of a BlockMemory
 
 /// The lister's side of a unit. All lanes call every function.
+template <int workers>
 class MoveLister {
  public:
-  explicit __device__ MoveLister(MoveUnit& unit) : unit_(unit) {}
+  using Pipe = MovePipe<workers>;
+  explicit __device__ MoveLister(typename Pipe::Unit& unit) : unit_(unit) {}
 
   /// Starts a list, and waits until there is room for it.
-  __device__ MoveList& open() {
+  __device__ typename Pipe::List& open() {
     wait_barrier(&unit_.taken[number_ % kMoveLists], number_ / kMoveLists + 1);
-    rows_ = targets_ = 0;
+    entries_ = targets_ = 0;
     return now();
   }
   /// Adds the rows of a round of tokens: each lane knows where the row of its token is, and if it is `wanted`
@@ -83,19 +139,43 @@ class MoveLister {
     const bool row = map.leads() && (places & map.lanes) != 0;
     const uint32_t rows = __ballot_sync(0xffffffffu, row);
     if (row) {
-      const int at = rows_ + __popc(rows & below);
+      const int at = entries_ + __popc(rows & below);
       now().sources[at] = source;
       now().ends[at] = targets_ + __popc(places & (below | map.lanes));
     }
-    rows_ += __popc(rows);
+    entries_ += __popc(rows);
     targets_ += __popc(places);
   }
-  __device__ bool empty() const { return rows_ == 0; }
-  /// Hands the list over, whose first `flags` flags are there. What the lanes have acquired, bulk copies
-  /// load.
+  /// The same where workers make a row of its own for each place: an entry of a token's row, which is not
+  /// stored, comes before those of its places. With each goes `factor`; `other`, or null, is loaded into its
+  /// stage before, and `product`, or null, is where the workers' sum goes.
+  __device__ void add_each(const TokenLanes& map, const std::byte* source, bool wanted, std::byte* target,
+                           float factor, const std::byte* other, float* product) {
+    const uint32_t places = __ballot_sync(0xffffffffu, wanted), below = (1u << lane_id()) - 1;
+    const bool row = map.leads() && (places & map.lanes) != 0;
+    const uint32_t rows = __ballot_sync(0xffffffffu, row);
+    const int place = __popc(places & below);
+    if (row) {
+      const int at = entries_ + place + __popc(rows & below);
+      now().sources[at] = source;
+      now().ends[at] = targets_ + place;
+    }
+    if (wanted) {
+      const int at = entries_ + place + __popc(rows & (below | 1u << lane_id()));
+      now().sources[at] = other;
+      now().ends[at] = targets_ + place + 1;
+      now().targets[targets_ + place] = target;
+      now().factors[at] = factor;
+      now().products[at] = product;
+    }
+    entries_ += __popc(rows) + __popc(places);
+    targets_ += __popc(places);
+  }
+  __device__ bool empty() const { return entries_ == 0; }
+  /// Hands the list over, whose first `flags` flags are there. What the lanes have acquired, bulk copies load.
   __device__ void hand_over(int flags, bool is_last = false) {
     if (lane_id() == 0) {
-      now().rows = rows_;
+      now().entries = entries_;
       now().flag_count = flags;
       now().is_last = is_last;
     }
@@ -109,23 +189,24 @@ class MoveLister {
   }
 
  private:
-  __device__ MoveList& now() { return unit_.lists[number_ % kMoveLists]; }
+  __device__ typename Pipe::List& now() { return unit_.lists[number_ % kMoveLists]; }
 
-  MoveUnit& unit_;
+  typename Pipe::Unit& unit_;
   uint32_t number_ = 0;
-  int rows_ = 0, targets_ = 0;
+  int entries_ = 0, targets_ = 0;
 };
 
 /// The work of a loader. All lanes.
-__device__ inline void load_rows(MoveUnit& unit, const PipeShape& shape) {
+template <int workers>
+__device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape) {
   const int lane = lane_id(), pieces = shape.pieces.count;
   StageCursor cursor;
   for (uint32_t number = 0;; ++number) {
-    const MoveList& list = unit.lists[number % kMoveLists];
+    const auto& list = unit.lists[number % kMoveLists];
     wait_barrier(&unit.listed[number % kMoveLists], number / kMoveLists);
     if (list.is_last) return;
     open_for_loads();  // of what the lister has acquired
-    const int total = list.rows * pieces;
+    const int total = list.entries * pieces;
     for (int base = 0; base < total;) {
       StageCursor mine = cursor;
       const bool some = lane < min(min(shape.stages, 31), total - base);
@@ -135,12 +216,17 @@ __device__ inline void load_rows(MoveUnit& unit, const PipeShape& shape) {
       const int count = __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, free))) - 1;
       // The lanes stay together: the address of a bulk copy is in registers that a warp has once.
       if (lane < count) {
-        const int row = pieces == 1 ? base + lane : (base + lane) / pieces,
-                  piece = base + lane - row * pieces;
+        const int entry = pieces == 1 ? base + lane : (base + lane) / pieces;
+        const int piece = base + lane - entry * pieces;
+        const std::byte* const from = list.sources[entry];
         uint64_t* const full = &unit.full[mine.stage];
-        ptx::barrier_expect(full, shape.pieces.size(piece));
-        ptx::bulk_load(unit.stages + mine.stage * shape.stage_bytes,
-                       list.sources[row] + shape.pieces.offset(piece), shape.pieces.size(piece), full);
+        if (MovePipe<workers>::kWorks && from == nullptr) {
+          ptx::barrier_arrive(full);
+        } else {
+          ptx::barrier_expect(full, shape.pieces.size(piece));
+          ptx::bulk_load(unit.stages + mine.stage * shape.stage_bytes, from + shape.pieces.offset(piece),
+                         shape.pieces.size(piece), full);
+        }
       }
       __syncwarp();
       cursor.advance(shape.stages, count);
@@ -152,15 +238,17 @@ __device__ inline void load_rows(MoveUnit& unit, const PipeShape& shape) {
 
 /// Flags of lists, set when what was stored before is in place, and of several lists at a time: the fence
 /// before them takes as long as the store of a row or of a few. One thread.
+template <int workers>
 class LateFlags {
  public:
-  __device__ LateFlags(MoveUnit& unit, uint64_t epoch) : unit_(unit), epoch_(epoch) {}
+  using Pipe = MovePipe<workers>;
+  __device__ LateFlags(typename Pipe::Unit& unit, uint64_t epoch) : unit_(unit), epoch_(epoch) {}
 
   /// Adds a flag behind all groups that were committed.
   __device__ void add(uint64_t* flag) {
-    if (end_ - begin_ == MoveUnit::kFlags) flush();
-    unit_.flags[end_ % MoveUnit::kFlags] = flag;
-    unit_.groups[end_ % MoveUnit::kFlags] = committed_;
+    if (end_ - begin_ == Pipe::kFlags) flush();
+    unit_.flags[end_ % Pipe::kFlags] = flag;
+    unit_.groups[end_ % Pipe::kFlags] = committed_;
     ++end_;
   }
   /// A group of so many bytes was committed.
@@ -183,25 +271,27 @@ class LateFlags {
 
   /// Sets the flags behind the first `groups` groups.
   __device__ void set(uint32_t groups) {
-    const auto ready = [&] {
-      return begin_ != end_ && static_cast<int32_t>(groups - unit_.groups[begin_ % MoveUnit::kFlags]) >= 0;
+    const auto in_place = [&] {
+      return begin_ != end_ && static_cast<int32_t>(groups - unit_.groups[begin_ % Pipe::kFlags]) >= 0;
     };
-    if (!ready()) return;
+    if (!in_place()) return;
     ptx::fence_sys();
-    for (; ready(); ++begin_) ptx::store_relaxed_sys(unit_.flags[begin_ % MoveUnit::kFlags], epoch_);
+    for (; in_place(); ++begin_) ptx::store_relaxed_sys(unit_.flags[begin_ % Pipe::kFlags], epoch_);
     bytes_ = 0;
   }
 
-  MoveUnit& unit_;
+  typename Pipe::Unit& unit_;
   const uint64_t epoch_;
   uint32_t begin_ = 0, end_ = 0, committed_ = 0, bytes_ = 0;
 };
 
 /// The work of a storer. One thread.
-__device__ __noinline__ inline void store_rows(MoveUnit& unit, const PipeShape& shape, uint64_t epoch) {
+template <int workers>
+__device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape,
+                                           uint64_t epoch) {
   constexpr int64_t kPatience = 6'000;  // cycles until flags go out though no further row has come
   constexpr int kHeld = 2;              // stages that stores may be reading
-  LateFlags flags(unit, epoch);
+  LateFlags<workers> flags(unit, epoch);
   StageCursor cursor, oldest;
   int held = 0;
   const auto release = [&](int keep) {
@@ -222,19 +312,26 @@ __device__ __noinline__ inline void store_rows(MoveUnit& unit, const PipeShape& 
     }
   };
   for (uint32_t number = 0;; ++number) {
-    const MoveList& list = unit.lists[number % kMoveLists];
+    const auto& list = unit.lists[number % kMoveLists];
     await(&unit.listed[number % kMoveLists], number / kMoveLists);
     if (list.is_last) break;
     int first = 0;
-    for (int row = 0; row < list.rows; ++row) {
-      const int end = list.ends[row];
+    for (int entry = 0; entry < list.entries; ++entry) {
+      const int end = list.ends[entry];
       for (int piece = 0; piece < shape.pieces.count; ++piece) {
-        await(&unit.full[cursor.stage], cursor.round);
-        const uint32_t bytes = shape.pieces.size(piece);
+        await(MovePipe<workers>::kWorks ? &unit.ready[cursor.stage] : &unit.full[cursor.stage], cursor.round);
+        const uint32_t bytes = shape.stored(piece);
         const std::byte* const stage = unit.stages + cursor.stage * shape.stage_bytes;
         for (int at = first; at < end; ++at)
           ptx::bulk_store(list.targets[at] + shape.pieces.offset(piece), stage, bytes);
         ptx::bulk_commit();
+        if constexpr (MovePipe<workers>::kWorks)
+          if (end > first && list.products[entry] != nullptr) {
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < workers; ++w) sum = __fadd_rn(sum, unit.parts[cursor.stage][w]);
+            *list.products[entry] = sum;
+          }
         cursor.advance(shape.stages);
         ++held;
         ptx::bulk_wait_read<kHeld>();
@@ -250,35 +347,70 @@ __device__ __noinline__ inline void store_rows(MoveUnit& unit, const PipeShape& 
   ptx::bulk_wait<0>();
 }
 
-/// Runs the pipe of a block: list(lister) lists everything and returns; before(), by all lanes of the
-/// storers' warps, comes before the first store. Whole block. A row has `row_bytes`; `bytes`: of the stages
-/// of a unit.
-template <class List, class Before>
-__device__ void run_move_pipe(MovePipeMemory& memory, int64_t row_bytes, int bytes, uint64_t epoch,
-                              const List& list, const Before& before) {
-  const int number = warp_id() / kMoveWarps, role = warp_id() % kMoveWarps;
-  const PipeShape shape(row_bytes, kMovePiece, min(bytes, kMoveBytes));
-  MoveUnit& unit = memory.units[number];
+/// The work of a worker: work(stage, list, entry, thread, parts) is called for each entry by all threads of the
+/// unit's workers, and leaves in the stage what is stored. `parts` are a number of each warp for this stage, of a
+/// product or of the workers' own.
+template <int workers, class Work>
+__device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
+                                Work& work) {
+  StageCursor cursor;
+  for (uint32_t number = 0;; ++number) {
+    const auto& list = unit.lists[number % kMoveLists];
+    wait_barrier(&unit.listed[number % kMoveLists], number / kMoveLists);
+    if (list.is_last) return;
+    const int entries = list.entries;
+    for (int entry = 0; entry < entries; ++entry) {
+      wait_barrier(&unit.full[cursor.stage], cursor.round);
+      work(unit.stages + cursor.stage * shape.stage_bytes, list, entry, warp * 32 + lane_id(),
+           unit.parts[cursor.stage]);
+      ptx::fence_shared_to_bulk();
+      __syncwarp();
+      if (lane_id() == 0) ptx::barrier_arrive(&unit.ready[cursor.stage]);
+      cursor.advance(shape.stages);
+    }
+    if (lane_id() == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
+  }
+}
+
+/// A barrier of the workers of a unit.
+__device__ inline void sync_workers() {
+  ptx::barrier_and(1 + warp_id() / MovePipe<kWorkers>::kUnitWarps, kWorkerThreads, true);
+}
+
+/// Nothing is done with rows.
+struct NoWork {};
+
+/// Runs the pipe of a block: list(lister) lists everything and returns; before(), by all lanes of the storers'
+/// warps, comes before the first store. Whole block.
+template <int workers, class List, class Before, class Work = NoWork>
+__device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_t epoch, const List& list,
+                              const Before& before, Work work = {}) {
+  using Pipe = MovePipe<workers>;
+  const int number = warp_id() / Pipe::kUnitWarps, role = warp_id() % Pipe::kUnitWarps;
+  typename Pipe::Unit& unit = reinterpret_cast<typename Pipe::Memory*>(shared)->units[number];
   if (role == 0) {
     ptx::barrier_init(&unit.full[lane_id()], 1);
     ptx::barrier_init(&unit.empty[lane_id()], 1);
+    if (Pipe::kWorks) ptx::barrier_init(&unit.ready[lane_id()], workers);
     if (lane_id() < kMoveLists) {
       ptx::barrier_init(&unit.listed[lane_id()], 1);
-      ptx::barrier_init(&unit.taken[lane_id()], 2);
+      ptx::barrier_init(&unit.taken[lane_id()], 2 + workers);
     }
     ptx::fence_barrier_init();
   }
   __syncthreads();
   if (role == 0) {
-    MoveLister lister(unit);
+    MoveLister<workers> lister(unit);
     list(lister);
     lister.end();
   } else if (role == 1) {
-    load_rows(unit, shape);
-  } else {
+    load_entries<workers>(unit, shape);
+  } else if (role == 2) {
     before();
     __syncwarp();
-    if (lane_id() == 0) store_rows(unit, shape, epoch);
+    if (lane_id() == 0) store_entries<workers>(unit, shape, epoch);
+  } else {
+    if constexpr (Pipe::kWorks) work_on_entries<workers>(unit, shape, role - 3, work);
   }
   __syncthreads();
 }

@@ -1,0 +1,66 @@
+// 16 bytes of a row in a lane, to a wire format and back: lanes that follow each other have what follows in the
+// row, so that those of a block of columns find its scale together.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/gpu/pipe.cuh"
+#include "kernels/gpu/wire_element.cuh"
+
+namespace moecomm::gpu {
+
+template <DType dtype, WireFormat wire>
+struct WireVector {
+  using E = Element<dtype>;
+  using W = Wire<wire>;
+  using Scale = typename W::Scale;
+  static constexpr int kBlockLanes = W::kScaleColumns / E::kVector;  ///< that share a scale
+  static constexpr int kBytes = E::kVector * W::kValueBits / 8;      ///< of a vector's values on the wire
+  using Values = std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>;
+  static_assert(kBlockLanes >= 2 && kBlockLanes <= 32 && sizeof(Values) == kBytes);
+
+  /// The largest finite magnitude in a vector.
+  __device__ static float largest_finite(const uint4& raw) {
+    float values[E::kVector], most = 0;
+    E::widen(raw, values);
+#pragma unroll
+    for (int e = 0; e < E::kVector; ++e) most = fmaxf(most, isfinite(values[e]) ? fabsf(values[e]) : 0.0f);
+    return most;
+  }
+  /// The scale of the block that a lane's vector is in. All lanes; zero beyond the row.
+  __device__ static Scale block_scale(const uint4& raw, float row) {
+    // Bits of magnitudes, whose order is that of the numbers.
+    uint32_t most = 0;
+    if constexpr (W::kRowScale) {  // a NaN or an infinity in a block is one in its scale
+      float values[E::kVector];
+      E::widen(raw, values);
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e)
+        most = max(most, isfinite(values[e]) ? __float_as_uint(fabsf(values[e])) : 0x7fffffffu);
+    } else {
+      most = __float_as_uint(E::largest(raw));
+    }
+#pragma unroll
+    for (int width = kBlockLanes / 2; width > 0; width /= 2)
+      most = max(most, __shfl_xor_sync(0xffffffffu, most, width));
+    return W::scale(__uint_as_float(most), row);
+  }
+  __device__ static Values write(const uint4& raw, float inverse) {
+    float values[E::kVector];
+    E::widen(raw, values);
+    Values packed;
+    auto* const words = reinterpret_cast<typename W::Four*>(&packed);
+#pragma unroll
+    for (int e = 0; e < E::kVector; e += 4) words[e / 4] = W::write(values + e, inverse);
+    return packed;
+  }
+  __device__ static uint4 read(const Values& packed, float factor) {
+    float values[E::kVector];
+    const auto* const words = reinterpret_cast<const typename W::Four*>(&packed);
+#pragma unroll
+    for (int e = 0; e < E::kVector; e += 4) W::read(words[e / 4], factor, values + e);
+    return E::narrow(values);
+  }
+};
+
+}  // namespace moecomm::gpu
