@@ -324,10 +324,10 @@ void test_division_of_a_dispatch() {
       CHECK(h.dispatch(true).send == h.by_rank.send && h.dispatch(false).send == h.by_expert.send);
     }
   // Of the rows of a token that are stored one in nine goes out with two ranks, a quarter with four.
-  CHECK(gpu::divide_dispatch(24, 1, 8, false).send <= 4);
-  const int of_four = gpu::divide_dispatch(24, 2.7, 8, false).send;
-  CHECK(of_four >= 6 && of_four <= 9);
-  CHECK(gpu::divide_dispatch(99, 2.7, 8, false).send == 30);  // the links hold it, whoever receives
+  CHECK(gpu::divide_dispatch(24, 2, 1, 8, false).send <= 4);
+  const int of_four = gpu::divide_dispatch(24, 3.6, 2.7, 8, false).send;
+  CHECK(of_four >= 5 && of_four <= 8);
+  CHECK(gpu::divide_dispatch(99, 3.6, 2.7, 8, false).send == 30);  // the links hold it, whoever receives
   CHECK(gpu::Heuristics::route_blocks(0, 16) == 1 && gpu::Heuristics::route_blocks(4096, 16) == 16);
   CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
 }

@@ -116,7 +116,7 @@ def _dispatch_many(rank: int, world_size: int, shape: Shape, seed: int) -> list[
 
 
 def _wrong_rows(shape: Shape, ranks: list[Rank]) -> list[str]:
-    """Compares what came in the expert layout with torch's own sort, by expert, then by source, then by token.
+    """Compares what came in the expert layout with torch's own sort: by expert, by source, by token.
     Gradients are the rows again, so that each one's product with what was dispatched is its square.
     """
     local, problems = shape.num_experts // RANKS, []

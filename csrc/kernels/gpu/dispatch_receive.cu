@@ -450,9 +450,9 @@ __device__ bool wait_for_list(const Comm& comm, const ReceiveArguments& args, ui
   return __all_sync(0xffffffffu, here);
 }
 
-/// The work of a unit's lister: where the rows of all sources go. add(pipe, list, j, source, row) adds those of
-/// round j of a list, where `source` is the row of a lane's token and `row` the output row of its (token, k), if
-/// it is not negative.
+/// The work of a unit's lister: where the rows of all sources go. add(pipe, list, j, source, row) adds those
+/// of round j of a list, where `source` is the row of a lane's token and `row` the output row of its (token,
+/// k), if it is not negative.
 template <int workers, Operation operation, class Add>
 __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                               MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
@@ -481,9 +481,8 @@ __device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, ui
     if (in_turn) {
       flags = (list.tokens() + size - 1) / size;
       if (lane_id() < flags)
-        out.flags[lane_id()] =
-            comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
-                      comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
+        out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
+                                         comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
     }
     if (!pipe.empty() || flags > 0) pipe.hand_over(flags);
   }
@@ -570,8 +569,8 @@ __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& arg
 }
 
 /// Makes of a row of `dtype` one for each of its places: times the place's factor. The row that lies in the
-/// place's stage before, if there is one, is what its product is with. For the workers of a pipe: what a thread
-/// keeps of the row.
+/// place's stage before, if there is one, is what its product is with. For the workers of a pipe: what a
+/// thread keeps of the row.
 template <DType dtype>
 class ScaleWork {
   using E = Element<dtype>;
@@ -604,7 +603,7 @@ class ScaleWork {
         float with[E::kVector];
         E::widen(values[v], with);
 #pragma unroll
-        for (int e = 0; e < E::kVector; ++e) dot = add(dot, multiply(row[e], with[e]));
+        for (int e = 0; e < E::kVector; ++e) dot = __fmaf_rn(row[e], with[e], dot);
       }
 #pragma unroll
       for (int e = 0; e < E::kVector; ++e) row[e] = scales_ ? multiply(row[e], factor) : row[e];
@@ -637,7 +636,8 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
               const bool wanted = row >= 0, products = args.other != nullptr;
               const float factor = wanted && scales != nullptr ? scales[row] : 1.0f;
               pipe.add_each(map, source, wanted, args.out + row * row_bytes, factor,
-                            products ? args.other + row * row_bytes : nullptr, products ? dots + row : nullptr);
+                            products ? args.other + row * row_bytes : nullptr,
+                            products ? dots + row : nullptr);
             });
       },
       [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));

@@ -570,8 +570,8 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
   // Chunks behind these take the places of others.
   const int64_t at_once = comm.window.chunks_at_once(args.tokens);
   SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
-                        args.later ? chunk_count(args.tokens) : at_once,
-                        args.later ? &state.later_next : &state.send_next);
+                                 args.later ? chunk_count(args.tokens) : at_once,
+                                 args.later ? &state.later_next : &state.send_next);
   SendList<Id> next = lister.next();
   while (next.tokens > 0) {
     const SendList<Id> list = next;
@@ -787,8 +787,7 @@ __device__ void send_share(const Comm& comm, const SendArguments& args, uint64_t
                            const ChunkMeta& meta) {
 #if MOECOMM_HAS_BULK
   if constexpr (way == Way::whole && kWire == WireFormat::same)
-    if (args.x_scales == nullptr && !args.copied &&
-        lists_hold(comm.window.shape, most_owners(comm)))
+    if (args.x_scales == nullptr && !args.copied && lists_hold(comm.window.shape, most_owners(comm)))
       return send_by_pipe(comm, args, epoch, reinterpret_cast<std::byte*>(&block));
   ptx::fence_shared_to_bulk();
 #endif

@@ -97,21 +97,25 @@ inline double owners_share(int32_t ranks, int32_t top_k) {
   return owner / (owner + home);
 }
 
-/// Divides `total` blocks between the side that sends `sent` rows of each token over the links and the one
-/// that stores `received` rows of each token, so that both end together: a block sends as much as an eighth
-/// of what the links take, and stores a third more (docs/performance.md). Of divisions that are as good, more
-/// blocks send, up to those that fill the links best.
-inline DispatchBlocks divide_dispatch(int total, double sent, double received, bool even) {
-  constexpr double kLinks = 8, kStored = 1.33;  // blocks; and of a block, in what it sends
+/// Divides `total` blocks between the side that sends a token's row to `sent` other ranks of its `owners`,
+/// and the one that stores it `received` times where it arrives, so that both end together. Of divisions that
+/// are as good, more blocks send, up to those that fill the links best.
+inline DispatchBlocks divide_dispatch(int total, double owners, double sent, double received, bool even) {
+  // GB/s (docs/performance.md): of a block's loads and stores, of its stores, and of the links.
+  constexpr double kMoved = 80, kStored = 55, kLinks = 332;
+  constexpr double kLater = 1.1;  // those that receive begin when something has come
   constexpr int kMostSend = 30;
+  const auto of_block = [](double loads, double stores) {
+    return std::max((loads + stores) / kMoved, stores / kStored);
+  };
   DispatchBlocks best{};
   double least = 0;
   const int step = even && total >= 4 ? 2 : 1;
   for (int send = step; send <= std::min(kMostSend, total - 1); send += step) {
-    const double time =
-        std::max(sent / std::min<double>(send, kLinks), received / (kStored * (total - send)));
+    const double time = std::max({sent > 0 ? of_block(1, sent) / send : 0, sent / kLinks,
+                                  kLater * of_block(owners, received) / (total - send)});
     if (best.send > 0 && time > least * 1.01) continue;
-    least = std::min(time, best.send > 0 ? least : time);
+    least = best.send > 0 ? std::min(time, least) : time;
     best.send = send;
   }
   best.receive = total - best.send;
@@ -132,8 +136,8 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
   const int total = std::max(2, all - h.relay_blocks);
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
-  h.by_expert = divide_dispatch(total, sent, top_k, h.paired);
-  h.by_rank = divide_dispatch(total, sent, owners, h.paired);
+  h.by_expert = divide_dispatch(total, owners, sent, top_k, h.paired);
+  h.by_rank = divide_dispatch(total, owners, sent, owners, h.paired);
   // Past what fills the links, SMs are better used at the home.
   const int least = h.paired && total >= 4 ? 2 : 1;
   h.reduce_blocks = std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), least,

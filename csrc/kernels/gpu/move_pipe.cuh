@@ -1,12 +1,13 @@
-// Rows moved by a pipe of warps, to one place or to several. A block has a few units, each of three warps, and of
-// more where something is done with the rows:
+// Rows moved by a pipe of warps, to one place or to several. A block has a few units, each of three warps,
+// and of more where something is done with the rows:
 //   - the lister finds out which rows go where, a few at a time; where rows arrive, it waits for them
 //   - the loader has bulk copies bring these rows, in pieces, into a ring of stages in shared memory, as far
 //     ahead as there is room. So what the lister waits for is hidden behind pieces that are under way
 //   - workers, if there are any, change a row in its stage
 //   - the storer, one thread, has bulk copies take each piece from its stage to all its places, and sets the
 //     flags of a list once all that was stored until then is in place
-// Without workers nobody touches the bytes of a row, and a multiprocessor moves as much as its copy engine does.
+// Without workers nobody touches the bytes of a row, and a multiprocessor moves as much as its copy engine
+// does.
 #pragma once
 
 #include "kernels/gpu/announcer.cuh"
@@ -14,12 +15,13 @@
 
 namespace moecomm::gpu {
 
-inline constexpr int kMoveTokens = 8, kMoveWords = 64;  ///< tokens of a list, and places of their rows, at most
-inline constexpr int kMoveLists = 3, kMoveRounds = 4;   ///< rounds of TokenLanes of a list, at most
+inline constexpr int kMoveTokens = 8,
+                     kMoveWords = 64;  ///< tokens of a list, and places of their rows, at most
+inline constexpr int kMoveLists = 3, kMoveRounds = 4;  ///< rounds of TokenLanes of a list, at most
 static_assert(kMoveTokens >= kMaxChunk);
 
-/// True where a pipe can move the rows of a communicator: a list holds a chunk of tokens, whose rows have at most
-/// `each` places.
+/// True where a pipe can move the rows of a communicator: a list holds a chunk of tokens, whose rows have at
+/// most `each` places.
 MOECOMM_HD inline bool lists_hold(const DeviceShape& shape, int each) {
   const int chunk = chunk_tokens(shape.max_tokens);
   return chunk * each <= kMoveWords && chunk <= kMoveRounds * (32 / shape.top_k);
@@ -37,12 +39,13 @@ struct MovePipe {
   static constexpr int kEntries = kMoveTokens + (kWorks ? kMoveWords : 0);
   static constexpr int kFlags = 128;
 
-  /// What the lister hands to the others. An entry is what has a stage: a row, or a piece of one after another.
+  /// What the lister hands to the others. An entry is what has a stage: a row, or a piece of one after
+  /// another.
   struct List {
     const std::byte* sources[kEntries];  ///< null: nothing is loaded
     std::byte* targets[kMoveWords];      ///< of one entry behind those of another
-    uint64_t* flags[kMoveWords];         ///< set when all entries of this list and of those before are in place
-    int32_t ends[kEntries];              ///< of each entry's targets
+    uint64_t* flags[kMoveWords];  ///< set when all entries of this list and of those before are in place
+    int32_t ends[kEntries];       ///< of each entry's targets
     float factors[kWorks ? kEntries : 1];
     float* products[kWorks ? kEntries : 1];  ///< where the sum of the workers' parts goes, or null
     int32_t entries, flag_count;
@@ -71,8 +74,8 @@ static_assert(MovePipe<0>::kThreads == block_threads(true));
 static_assert(sizeof(MovePipe<0>::Memory) <= block_bytes(true));  // kernels have it instead of a BlockMemory
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= (227 - 1) * 1024);
 
-/// True where a pipe with workers can take the rows of a communicator, which have at most `each` places: a row is
-/// one piece.
+/// True where a pipe with workers can take the rows of a communicator, which have at most `each` places: a
+/// row is one piece.
 inline bool pipe_works(const DeviceShape& shape, int each) {
   return lists_hold(shape, each) && shape.row_bytes() <= MovePipe<kWorkers>::kPiece &&
          shape.wire_row_bytes() <= MovePipe<kWorkers>::kPiece;
@@ -87,21 +90,21 @@ inline size_t pipe_memory(bool works, bool bulk) {
 
 #if MOECOMM_HAS_BULK
 
-/// Tokens of a list: whole chunks of `chunk`. The units of the grid, kUnits a block, share `tokens`, so a list
-/// has so few that they end at about the same time.
+/// Tokens of a list: whole chunks of `chunk`. The units of the grid, kUnits a block, share `tokens`, so a
+/// list has so few that they end at about the same time.
 template <int workers>
 __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, int64_t tokens) {
   constexpr int kLists = 12;  // of a unit at least
   const int64_t units = int64_t{gridDim.x} * MovePipe<workers>::kUnits;
   int most = kMoveTokens;
-  while (most > chunk && (most * each > kMoveWords || most > kMoveRounds * map.tokens ||
-                          most * kLists * units > tokens))
+  while (most > chunk &&
+         (most * each > kMoveWords || most > kMoveRounds * map.tokens || most * kLists * units > tokens))
     most /= 2;
   return most;
 }
 
-/// The stages of a pipe: what is loaded into one, and what is stored from it. Rows that workers change are one
-/// piece.
+/// The stages of a pipe: what is loaded into one, and what is stored from it. Rows that workers change are
+/// one piece.
 struct MoveShape : PipeShape {
   uint32_t row_stored;  ///< bytes of a changed row; 0: as they come
 
@@ -109,9 +112,9 @@ struct MoveShape : PipeShape {
   template <int workers>
   __device__ static MoveShape of(int64_t loaded, int64_t stored, int bytes = MovePipe<workers>::kBytes) {
     using Pipe = MovePipe<workers>;
-    MoveShape shape{PipeShape(Pipe::kWorks ? max(loaded, stored) : loaded, Pipe::kPiece,
-                              min(bytes, Pipe::kBytes)),
-                    Pipe::kWorks ? static_cast<uint32_t>(stored) : 0};
+    MoveShape shape{
+        PipeShape(Pipe::kWorks ? max(loaded, stored) : loaded, Pipe::kPiece, min(bytes, Pipe::kBytes)),
+        Pipe::kWorks ? static_cast<uint32_t>(stored) : 0};
     if (Pipe::kWorks) shape.pieces = {1, static_cast<int32_t>(loaded), static_cast<int32_t>(loaded)};
     return shape;
   }
@@ -142,6 +145,7 @@ class MoveLister {
       const int at = entries_ + __popc(rows & below);
       now().sources[at] = source;
       now().ends[at] = targets_ + __popc(places & (below | map.lanes));
+      if (Pipe::kWorks) now().products[at] = nullptr;
     }
     entries_ += __popc(rows);
     targets_ += __popc(places);
@@ -172,7 +176,8 @@ class MoveLister {
     targets_ += __popc(places);
   }
   __device__ bool empty() const { return entries_ == 0; }
-  /// Hands the list over, whose first `flags` flags are there. What the lanes have acquired, bulk copies load.
+  /// Hands the list over, whose first `flags` flags are there. What the lanes have acquired, bulk copies
+  /// load.
   __device__ void hand_over(int flags, bool is_last = false) {
     if (lane_id() == 0) {
       now().entries = entries_;
@@ -347,9 +352,9 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
   ptx::bulk_wait<0>();
 }
 
-/// The work of a worker: work(stage, list, entry, thread, parts) is called for each entry by all threads of the
-/// unit's workers, and leaves in the stage what is stored. `parts` are a number of each warp for this stage, of a
-/// product or of the workers' own.
+/// The work of a worker: work(stage, list, entry, thread, parts) is called for each entry by all threads of
+/// the unit's workers, and leaves in the stage what is stored. `parts` are a number of each warp for this
+/// stage, of a product or of the workers' own.
 template <int workers, class Work>
 __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape, int warp,
                                 Work& work) {
@@ -380,8 +385,8 @@ __device__ inline void sync_workers() {
 /// Nothing is done with rows.
 struct NoWork {};
 
-/// Runs the pipe of a block: list(lister) lists everything and returns; before(), by all lanes of the storers'
-/// warps, comes before the first store. Whole block.
+/// Runs the pipe of a block: list(lister) lists everything and returns; before(), by all lanes of the
+/// storers' warps, comes before the first store. Whole block.
 template <int workers, class List, class Before, class Work = NoWork>
 __device__ void run_move_pipe(std::byte* shared, const MoveShape& shape, uint64_t epoch, const List& list,
                               const Before& before, Work work = {}) {

@@ -1,5 +1,5 @@
-// 16 bytes of a row in a lane, to a wire format and back: lanes that follow each other have what follows in the
-// row, so that those of a block of columns find its scale together.
+// 16 bytes of a row in a lane, to a wire format and back: lanes that follow each other have what follows in
+// the row, so that those of a block of columns find its scale together.
 #pragma once
 
 #include <type_traits>
