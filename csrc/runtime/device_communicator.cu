@@ -303,9 +303,13 @@ void DeviceCommunicator::abandon() {
   if (sent.apart || begun.later) join_side(pending_stream_);
 }
 
+const gpu::DispatchBlocks& DeviceCommunicator::divided(const gpu::SendArguments& arguments) const {
+  return heuristics_.dispatch(arguments.layout == RowLayout::rank, arguments.quantise);
+}
+
 void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream) {
   const bool dispatch = arguments.operation == Operation::dispatch;
-  const gpu::DispatchBlocks& divided = heuristics_.dispatch(arguments.layout == RowLayout::rank);
+  const gpu::DispatchBlocks& divided = this->divided(arguments);
   arguments.warps = divided.send_warps;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = !overlaps_ && !copies_;
@@ -381,8 +385,7 @@ void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t s
   take_sent(arguments, sent);
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
   arguments.copied = sent.copied;
-  const int blocks =
-      sent.copied ? heuristics_.each_blocks() : heuristics_.dispatch(sent.layout == RowLayout::rank).receive;
+  const int blocks = sent.copied ? heuristics_.each_blocks() : divided(sent).receive;
   const auto start = [this, arguments, begun, blocks](cudaStream_t on) {
     const bool overlapped = !begun.arguments.apart && !arguments.copied;
     check_cuda(gpu::launch_dispatch_receive(launch(on, blocks, overlapped), *comm(begun.wire), arguments),

@@ -191,6 +191,7 @@ class DeviceCommunicator {
   void send_and_receive_in_one(WireFormat wire, const gpu::SendArguments& sent,
                                gpu::ReceiveArguments received, cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
+  const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
   void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
   void receive(gpu::ReceiveArguments arguments, cudaStream_t stream);
   void copy_to_peers(const std::byte* from, int64_t step, int64_t bytes, int64_t row_bytes, int32_t landing,

@@ -314,20 +314,22 @@ void test_division_of_a_dispatch() {
   for (const int ranks : {1, 2, 3, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
       const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8);
-      for (const gpu::DispatchBlocks& blocks : {h.by_expert, h.by_rank}) {
+      for (const gpu::DispatchBlocks& blocks : {h.by_expert[0], h.by_expert[1], h.by_rank[0], h.by_rank[1]}) {
         CHECK(blocks.send >= 1 && blocks.receive >= 1 && blocks.send <= 30);
         CHECK(blocks.all() == (budget > 0 ? budget : 99));
         CHECK(budget < 4 || blocks.send % 2 == 0);  // in clusters of two
         CHECK(blocks.send_warps >= 4);
       }
-      CHECK(h.by_rank.send >= h.by_expert.send);  // rows of the rank layout are stored once
-      CHECK(h.dispatch(true).send == h.by_rank.send && h.dispatch(false).send == h.by_expert.send);
+      for (const bool quantised : {false, true})  // rows of the rank layout are stored once
+        CHECK(h.dispatch(true, quantised).send >= h.dispatch(false, quantised).send);
     }
   // Of the rows of a token that are stored one in nine goes out with two ranks, a quarter with four.
-  CHECK(gpu::divide_dispatch(24, 2, 1, 8, false).send <= 4);
-  const int of_four = gpu::divide_dispatch(24, 3.6, 2.7, 8, false).send;
+  CHECK(gpu::divide_dispatch(24, 2, 1, 8, false, false).send <= 4);
+  const int of_four = gpu::divide_dispatch(24, 3.6, 2.7, 8, false, false).send;
   CHECK(of_four >= 5 && of_four <= 8);
-  CHECK(gpu::divide_dispatch(99, 3.6, 2.7, 8, false).send == 30);  // the links hold it, whoever receives
+  CHECK(gpu::divide_dispatch(99, 3.6, 2.7, 8, false, false).send ==
+        30);                                                        // the links hold it, whoever receives
+  CHECK(gpu::divide_dispatch(24, 2, 1, 8, true, false).send >= 5);  // quantising takes longer than copying
   CHECK(gpu::Heuristics::route_blocks(0, 16) == 1 && gpu::Heuristics::route_blocks(4096, 16) == 16);
   CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
 }

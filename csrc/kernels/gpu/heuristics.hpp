@@ -44,19 +44,21 @@ struct DispatchBlocks {
 
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
-  DispatchBlocks by_expert, by_rank;  ///< of rows in one layout and in the other
-  int reduce_blocks, sum_blocks;      ///< of combine
-  int relay_blocks;                   ///< with several nodes, of each operation
-  bool paired;                        ///< blocks in clusters of two, as a product beside them may be
-  int fused_tokens;                   ///< up to so many of a rank, one kernel does all of an operation
+  DispatchBlocks by_expert[2], by_rank[2];  ///< of rows in a layout: as they are, and quantised on the way
+  int reduce_blocks, sum_blocks;            ///< of combine
+  int relay_blocks;                         ///< with several nodes, of each operation
+  bool paired;                              ///< blocks in clusters of two, as a product beside them may be
+  int fused_tokens;                         ///< up to so many of a rank, one kernel does all of an operation
 
   /// The most blocks that an operation launches.
   int all_blocks() const { return each_blocks() + relay_blocks; }
 
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
-  int each_blocks() const { return std::max(by_expert.all(), reduce_blocks + sum_blocks); }
+  int each_blocks() const { return std::max(by_expert[0].all(), reduce_blocks + sum_blocks); }
 
-  const DispatchBlocks& dispatch(bool rank_layout) const { return rank_layout ? by_rank : by_expert; }
+  const DispatchBlocks& dispatch(bool rank_layout, bool quantised) const {
+    return (rank_layout ? by_rank : by_expert)[quantised];
+  }
 
   /// Blocks that share the routes of `tokens` tokens, of at most `most`.
   static int route_blocks(int64_t tokens, int most) {
@@ -75,11 +77,13 @@ struct Heuristics {
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
-    return std::to_string(all_blocks()) + " SMs: dispatch by expert " + std::to_string(by_expert.send) +
-           " sending (at most " + std::to_string(by_expert.send_warps) + " warps each) and " +
-           std::to_string(by_expert.receive) + " receiving, by rank " + std::to_string(by_rank.send) +
-           " and " + std::to_string(by_rank.receive) + ", combine " + std::to_string(reduce_blocks) +
-           " reducing and " + std::to_string(sum_blocks) + " summing" + relaying +
+    const auto sides = [](const DispatchBlocks(&blocks)[2]) {
+      return std::to_string(blocks[0].send) + " + " + std::to_string(blocks[0].receive) + " (quantised " +
+             std::to_string(blocks[1].send) + " + " + std::to_string(blocks[1].receive) + ")";
+    };
+    return std::to_string(all_blocks()) + " SMs: dispatch sending + receiving by expert " + sides(by_expert) +
+           ", by rank " + sides(by_rank) + ", combine " + std::to_string(reduce_blocks) + " reducing and " +
+           std::to_string(sum_blocks) + " summing" + relaying +
            (fused_tokens > 0 ? "; one kernel up to " + std::to_string(fused_tokens) + " tokens" : "");
   }
 };
@@ -98,22 +102,29 @@ inline double owners_share(int32_t ranks, int32_t top_k) {
 }
 
 /// Divides `total` blocks between the side that sends a token's row to `sent` other ranks of its `owners`,
-/// and the one that stores it `received` times where it arrives, so that both end together. Of divisions that
-/// are as good, more blocks send, up to those that fill the links best.
-inline DispatchBlocks divide_dispatch(int total, double owners, double sent, double received, bool even) {
-  // GB/s (docs/performance.md): of a block's loads and stores, of its stores, and of the links.
-  constexpr double kMoved = 80, kStored = 55, kLinks = 332;
+/// and the one that stores it `received` times where it arrives, so that both end together. `quantised`: rows
+/// are half as long on the way. Of divisions that are as good, more blocks send, up to those that fill the
+/// links best.
+inline DispatchBlocks divide_dispatch(int total, double owners, double sent, double received, bool quantised,
+                                      bool even) {
+  // GB/s (docs/performance.md): of a block's loads and stores, of its stores, of rows that it quantises, and
+  // of the links.
+  constexpr double kMoved = 80, kStored = 55, kQuantised = 24, kLinks = 332;
   constexpr double kLater = 1.1;  // those that receive begin when something has come
   constexpr int kMostSend = 30;
   const auto of_block = [](double loads, double stores) {
     return std::max((loads + stores) / kMoved, stores / kStored);
   };
+  const double wire = quantised ? 0.5 : 1;  // of a row
+  const double send_time = quantised  ? std::max(1 / kQuantised, of_block(1, owners * wire))
+                           : sent > 0 ? of_block(1, sent)
+                                      : 0;
   DispatchBlocks best{};
   double least = 0;
   const int step = even && total >= 4 ? 2 : 1;
   for (int send = step; send <= std::min(kMostSend, total - 1); send += step) {
-    const double time = std::max({sent > 0 ? of_block(1, sent) / send : 0, sent / kLinks,
-                                  kLater * of_block(owners, received) / (total - send)});
+    const double time = std::max({send_time / send, sent * wire / kLinks,
+                                  kLater * of_block(owners * wire, received) / (total - send)});
     if (best.send > 0 && time > least * 1.01) continue;
     least = best.send > 0 ? std::min(time, least) : time;
     best.send = send;
@@ -136,8 +147,10 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   h.relay_blocks = several_nodes ? std::clamp(all / 8, 1, 12) : 0;
   const int total = std::max(2, all - h.relay_blocks);
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
-  h.by_expert = divide_dispatch(total, owners, sent, top_k, h.paired);
-  h.by_rank = divide_dispatch(total, owners, sent, owners, h.paired);
+  for (const bool quantised : {false, true}) {
+    h.by_expert[quantised] = divide_dispatch(total, owners, sent, top_k, quantised, h.paired);
+    h.by_rank[quantised] = divide_dispatch(total, owners, sent, owners, quantised, h.paired);
+  }
   // Past what fills the links, SMs are better used at the home.
   const int least = h.paired && total >= 4 ? 2 : 1;
   h.reduce_blocks = std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), least,
