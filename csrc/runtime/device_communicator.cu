@@ -346,8 +346,8 @@ void DeviceCommunicator::launch_route(gpu::SendArguments& arguments, const gpu::
   const bool few = gpu::routes_few(config_.shape, arguments.tokens, gpu::route_words(overlaps_));
   const int most = few ? 1 : std::min<int>(divided.receive, kMaxRouteBlocks);
   arguments.route_blocks = gpu::Heuristics::route_blocks(arguments.tokens, most);
-  check_cuda(gpu::launch_dispatch_route(launch(stream, arguments.route_blocks, false),
-                                        *comm(config_.shape.wire), arguments),
+  const int blocks = arguments.route_blocks + arguments.relay_blocks;
+  check_cuda(gpu::launch_dispatch_route(launch(stream, blocks, false), *comm(config_.shape.wire), arguments),
              "launch of a dispatch (routes)");
 }
 

@@ -7,16 +7,16 @@
 //     in the rank layout they are those of the index, which says which row each position reads
 //   - once the chunk has arrived, its rows are loaded and stored to every place: as they are by a pipe of
 //   warps
-//     (move_pipe.cuh); out of the wire format, or times the factor of the place, by all warps, piece by piece
+//     (move_pipe.cuh). Rows that change, out of the wire format or times the factor of the place, go through
+//     a pipe with workers (dispatch_change.cu); only where that cannot take them, all warps do, piece by
+//     piece
 //   - the alignment rows of each expert are zeroed
 #include <type_traits>
 
 #include "kernels/gpu/announcer.cuh"
-#include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/move_pipe.cuh"
-#include "kernels/gpu/resolve.cuh"
+#include "kernels/gpu/receive_list.cuh"
 #include "kernels/gpu/strip.cuh"
-#include "kernels/gpu/wire_vector.cuh"
+#include "kernels/gpu/wire_element.cuh"
 
 namespace moecomm::gpu {
 namespace {
@@ -304,213 +304,12 @@ class ScaleOut {
   OutRing out_;
 };
 
-/// Waits until the items of an operation can be worked on. Whole block; false if there are none.
-__device__ bool start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
-  if (failed_for_block(comm)) return false;
-  bool going = true;
-  if (args.operation == Operation::dispatch) {
-    if (threadIdx.x == 0)
-      going = device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch},
-                                 device::EpochFlag{&comm.state().planned, epoch});
-    going = __syncthreads_and(going);
-  } else {
-    going = agree_on_operation(comm, args.operation, epoch);
-  }
-  return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
-}
-
-/// The most chunks, or spans of span(tokens) tokens, that one source has.
-template <class Span>
-__device__ int64_t most_spans(const int32_t* tokens_of, int32_t ranks, const Span& span) {
-  int64_t most = 0;
-  for (int32_t source = 0; source < ranks; ++source) {
-    const int64_t tokens = tokens_of[source];
-    if (tokens > 0) most = max(most, (tokens - 1) / span(tokens) + 1);
-  }
-  return most;
-}
-
 /// Spans of a chunk each.
 struct ByChunk {
   __device__ int64_t operator()(int64_t tokens) const { return chunk_tokens(tokens); }
 };
 
 #if MOECOMM_HAS_BULK
-
-/// Spans of a list each, of a pipe with so many workers.
-template <int workers>
-struct ByList {
-  const TokenLanes& map;
-  int ranks;
-  __device__ int operator()(int64_t tokens) const {
-    return move_tokens<workers>(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
-  }
-};
-
-/// A list of one source's tokens, and what tells their rows here, which is under way while those of others
-/// are listed: in a dispatch what the source has pushed, else rows of the plan, which are in `packed`.
-struct ReceiveList {
-  Item item{};
-  int of_source = 0;  ///< tokens of the source
-  ChunkRoutes<kMoveRounds> known;
-  __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
-};
-
-/// Lists the tokens of all sources. All lanes call every function. `operation`: whose rows arrive.
-template <int workers, Operation operation>
-class ReceiveLister {
- public:
-  __device__ ReceiveLister(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                           const TokenLanes& map)
-      : comm_(comm),
-        args_(args),
-        epoch_(epoch),
-        map_(map),
-        plan_{args.plan, comm.plan_fields},
-        tokens_of_(plan_.at(plan_.fields.tokens)),
-        size_{map, comm.ranks()},
-        claims_end_(static_cast<uint32_t>(most_spans(tokens_of_, comm.ranks(), size_) * comm.ranks())),
-        claims_(&comm.state().item_next) {}
-
-  /// A list without tokens is the last one.
-  __device__ ReceiveList next() {
-    ReceiveList list;
-    const auto ranks = static_cast<uint32_t>(comm_.ranks());
-    while (list.tokens() == 0) {
-      const auto claim = static_cast<uint32_t>(claims_.take());
-      if (claim >= claims_end_) return list;
-      const uint32_t number = claim / ranks;
-      list.item.source = comm_.rank + static_cast<int32_t>(claim - number * ranks);
-      if (list.item.source >= comm_.ranks()) list.item.source -= comm_.ranks();
-      list.of_source = tokens_of_[list.item.source];
-      const int size = size_(list.of_source);
-      list.item.begin = min(static_cast<int>(number) * size, list.of_source);
-      list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
-    }
-    list.item.chunk = list.item.begin >> (__ffs(chunk_tokens(list.of_source)) - 1);
-    list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
-    if constexpr (operation == Operation::dispatch) {
-      list.known = ChunkRoutes<kMoveRounds>(comm_, args_, epoch_, map_, list.item);
-      return list;
-    }
-    const bool by_expert = args_.layout == RowLayout::expert;
-    const int64_t entry = list.item.source * comm_.window.shape.max_tokens + list.item.begin + map_.within;
-    const int32_t* const planned = plan_.at(by_expert ? plan_.fields.positions : plan_.fields.rows) +
-                                   (by_expert ? entry * map_.top_k + map_.k : entry);
-    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // of a round
-#pragma unroll
-    for (int j = 0; j < kMoveRounds; ++j)
-      list.known.packed[j] =
-          map_.has(j, list.tokens()) && (by_expert || map_.leads()) ? planned[j * each] : kRowElsewhere;
-    return list;
-  }
-
-  /// The output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in the
-  /// rank layout the first lane of a token has it. A dispatch writes it into the plan.
-  __device__ void resolve(const ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
-    if constexpr (operation == Operation::dispatch) {
-      const auto found = resolve_rows(comm_, args_, RowTables::of(plan_), map_, list.item, list.known);
-      write_rows(comm_, args_, map_, list.item, found);
-#pragma unroll
-      for (int j = 0; j < kMoveRounds; ++j)
-        rows[j] = args_.layout == RowLayout::expert ? found.position[j]
-                  : map_.leads()                    ? found.row[j]
-                                                    : kRowElsewhere;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kMoveRounds; ++j) rows[j] = list.known.packed[j];
-    }
-  }
-
- private:
-  const Comm& comm_;
-  const ReceiveArguments& args_;
-  const uint64_t epoch_;
-  const TokenLanes& map_;
-  const PlanView plan_;
-  const int32_t* const tokens_of_;
-  const ByList<workers> size_;
-  const uint32_t claims_end_;
-  Claims claims_;
-};
-
-/// Waits for those chunks, of `size` tokens each, of a list that have one of `tokens`, bits of the list's
-/// tokens. All lanes; false if it waits in vain.
-__device__ bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                              const Item& item, int size, uint32_t tokens) {
-  const int first = min(lane_id() * size, 31);
-  const bool waits =
-      args.copied ? lane_id() == 0 && tokens != 0 : (tokens >> first & ((1u << size) - 1)) != 0;
-  const int64_t flag = args.copied ? kCopiesChunk : item.chunk + lane_id();
-  bool here = true;
-  if (waits)
-    here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
-                              device::EagerFlag{comm.arrival(comm.own, item.source, flag), epoch});
-  __syncwarp();  // what a lane has acquired, all lanes load
-  return __all_sync(0xffffffffu, here);
-}
-
-/// The work of a unit's lister: where the rows of all sources go. add(pipe, list, j, source, row) adds those
-/// of round j of a list, where `source` is the row of a lane's token and `row` the output row of its (token,
-/// k), if it is not negative.
-template <int workers, Operation operation, class Add>
-__device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                              MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
-  ReceiveLister<workers, operation> lister(comm, args, epoch, map);
-  ReceiveList next = lister.next();
-  while (next.tokens() > 0) {
-    const ReceiveList list = next;
-    next = lister.next();
-    const int size = chunk_tokens(list.of_source);
-    const bool travels = list.item.source != comm.rank || comm.own_rows_travel();
-    const bool in_turn = travels && !args.copied && list.of_source > comm.window.stage_tokens;
-    int32_t rows[kMoveRounds];
-    lister.resolve(list, rows);
-    auto& out = pipe.open();
-    uint32_t awaited = 0;  // tokens whose row comes here; only to be left out, if its place is given back
-#pragma unroll
-    for (int j = 0; j < kMoveRounds; ++j) {
-      const int first = j * map.tokens;
-      if (first >= list.tokens()) continue;
-      const bool comes = in_turn ? rows[j] != kRowElsewhere : rows[j] >= 0;
-      awaited |= __reduce_or_sync(0xffffffffu, comes ? 1u << (first + map.within) : 0u);
-      add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
-    }
-    if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
-    int flags = 0;  // the place of each chunk may be taken when its rows have been read
-    if (in_turn) {
-      flags = (list.tokens() + size - 1) / size;
-      if (lane_id() < flags)
-        out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
-                                         comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
-    }
-    if (!pipe.empty() || flags > 0) pipe.hand_over(flags);
-  }
-}
-
-/// Zeroes the alignment rows of all experts. All lanes of the warps that share them.
-__device__ void zero_paddings(const Comm& comm, const ReceiveArguments& args) {
-  if (args.layout != RowLayout::expert) return;
-  const RowTables tables = RowTables::of({args.plan, comm.plan_fields});
-  Claims claims(&comm.state().receive_next);
-  for (int64_t e = claims.take(); e < comm.local_experts; e = claims.take())
-    zero_padding(comm, args, tables, e);
-}
-
-/// Lists rows that go to all their places, by a pipe with so many workers.
-template <int workers>
-__device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                                    MoveLister<workers>& pipe) {
-  const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  const int64_t row_bytes = comm.window.shape.row_bytes();
-  const auto add = [&](const std::byte* source, int32_t row) {
-    pipe.add(map, source, row >= 0, args.out + row * row_bytes);
-  };
-  if (args.operation == Operation::dispatch)
-    list_arriving<workers, Operation::dispatch>(comm, args, epoch, pipe, map, add);
-  else
-    list_arriving<workers, Operation::redispatch>(comm, args, epoch, pipe, map, add);
-}
 
 /// Receives rows as they arrive, by a pipe. Whole block.
 __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
@@ -520,127 +319,6 @@ __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, 
       shared, MoveShape::of<0>(row_bytes, row_bytes), epoch,
       [&](MoveLister<0>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
       [&] { zero_paddings(comm, args); });
-}
-
-/// Makes rows of `dtype` of those in a wire format. For the workers of a pipe.
-template <DType dtype, WireFormat wire>
-class DequantiseWork {
-  using V = WireVector<dtype, wire>;
-  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
-
- public:
-  explicit __device__ DequantiseWork(const DeviceShape& shape) : shape_(shape) {}
-
-  template <class List>
-  __device__ void operator()(std::byte* stage, const List&, int, int thread, float*) {
-    const int vectors = static_cast<int>(shape_.row_bytes() / 16);
-    const auto* const scales = reinterpret_cast<const typename V::Scale*>(stage + shape_.wire_data_bytes());
-    float of_row = 0;
-    if constexpr (V::W::kRowScale) of_row = *reinterpret_cast<const float*>(stage + shape_.wire_row_scale());
-    typename V::Values packed[kSteps];
-    float factors[kSteps];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int v = s * kWorkerThreads + thread;
-      if (v >= vectors) continue;
-      packed[s] = reinterpret_cast<const typename V::Values*>(stage)[v];
-      factors[s] = V::W::factor(scales[v / V::kBlockLanes], of_row);
-    }
-    sync_workers();  // the row takes the place of what was read
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int v = s * kWorkerThreads + thread;
-      if (v < vectors) reinterpret_cast<uint4*>(stage)[v] = V::read(packed[s], factors[s]);
-    }
-  }
-
- private:
-  const DeviceShape& shape_;
-};
-
-/// Receives rows in a wire format, which become rows of `dtype`. Whole block.
-template <DType dtype, WireFormat wire>
-__device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                                   std::byte* shared) {
-  run_move_pipe<kWorkers>(
-      shared, MoveShape::of<kWorkers>(comm.window.wire_bytes, comm.window.shape.row_bytes()), epoch,
-      [&](MoveLister<kWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
-      [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
-}
-
-/// Makes of a row of `dtype` one for each of its places: times the place's factor. The row that lies in the
-/// place's stage before, if there is one, is what its product is with. For the workers of a pipe: what a
-/// thread keeps of the row.
-template <DType dtype>
-class ScaleWork {
-  using E = Element<dtype>;
-  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
-
- public:
-  __device__ ScaleWork(const ReceiveArguments& args, int64_t row_bytes)
-      : scales_(args.scales != nullptr), vectors_(static_cast<int>(row_bytes / 16)) {}
-
-  template <class List>
-  __device__ void operator()(std::byte* stage, const List& list, int entry, int thread, float* parts) {
-    auto* const values = reinterpret_cast<uint4*>(stage);
-    const int first = entry > 0 ? list.ends[entry - 1] : 0;
-    if (list.ends[entry] == first) {  // the row of a token
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-        if (s * kWorkerThreads + thread < vectors_) row_[s] = values[s * kWorkerThreads + thread];
-      return;
-    }
-    const bool products = list.products[entry] != nullptr;
-    const float factor = list.factors[entry];
-    float dot = 0;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const int v = s * kWorkerThreads + thread;
-      if (v >= vectors_) continue;
-      float row[E::kVector];
-      E::widen(row_[s], row);
-      if (products) {
-        float with[E::kVector];
-        E::widen(values[v], with);
-#pragma unroll
-        for (int e = 0; e < E::kVector; ++e) dot = __fmaf_rn(row[e], with[e], dot);
-      }
-#pragma unroll
-      for (int e = 0; e < E::kVector; ++e) row[e] = scales_ ? multiply(row[e], factor) : row[e];
-      values[v] = E::narrow(row);
-    }
-    if (!products) return;
-    for (int width = 16; width > 0; width /= 2) dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
-    if (lane_id() == 0) parts[thread / 32] = dot;
-  }
-
- private:
-  const bool scales_;
-  const int vectors_;
-  uint4 row_[kSteps];
-};
-
-/// The same for rows times the factors of their places, and their products. Whole block.
-template <DType dtype>
-__device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                              std::byte* shared) {
-  const int64_t row_bytes = comm.window.wire_bytes;
-  run_move_pipe<kWorkers>(
-      shared, MoveShape::of<kWorkers>(row_bytes, row_bytes), epoch,
-      [&](MoveLister<kWorkers>& pipe) {
-        const TokenLanes map = TokenLanes::of_many(comm.top_k());
-        const auto* const scales = reinterpret_cast<const float*>(args.scales);
-        auto* const dots = reinterpret_cast<float*>(args.dots);
-        list_arriving<kWorkers, Operation::redispatch>(
-            comm, args, epoch, pipe, map, [&](const std::byte* source, int32_t row) {
-              const bool wanted = row >= 0, products = args.other != nullptr;
-              const float factor = wanted && scales != nullptr ? scales[row] : 1.0f;
-              pipe.add_each(map, source, wanted, args.out + row * row_bytes, factor,
-                            products ? args.other + row * row_bytes : nullptr,
-                            products ? dots + row : nullptr);
-            });
-      },
-      [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
 }
 
 #endif
@@ -714,60 +392,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
 }
 
-/// Rows times factors by a pipe with workers, where rows fit its stages.
-template <DType dtype>
-__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
-    dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
-#if MOECOMM_HAS_BULK
-  extern __shared__ __align__(128) std::byte shared[];
-  const uint64_t epoch = comm.state().epoch + 1;
-  if (start(comm, args, epoch)) scale_by_pipe<dtype>(comm, args, epoch, shared);
-  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
-#endif
-}
-
-/// Rows out of a wire format, likewise.
-template <DType dtype, WireFormat wire>
-__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
-    dispatch_dequantise_kernel(const __grid_constant__ Comm comm,
-                               const __grid_constant__ ReceiveArguments args) {
-#if MOECOMM_HAS_BULK
-  extern __shared__ __align__(128) std::byte shared[];
-  const uint64_t epoch = comm.state().epoch + 1;
-  if (start(comm, args, epoch)) dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared);
-  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
-#endif
-}
-
-/// What is done with rows where they arrive: by all warps, or by a pipe with workers.
-enum class Arrival { as_it_is, dequantised, scaled };
-
 template <DType dtype>
 struct Scaling {
   static constexpr auto kernel = &dispatch_receive_kernel<ScaleOut<dtype>>;
-};
-template <DType dtype>
-struct ScalingByPipe {
-  static constexpr auto kernel = &dispatch_scale_kernel<dtype>;
 };
 template <DType dtype, WireFormat wire>
 struct Dequantising {
   static constexpr auto kernel = &dispatch_receive_kernel<DequantiseOut<dtype, wire>>;
 };
-template <DType dtype, WireFormat wire>
-struct DequantisingByPipe {
-  static constexpr auto kernel = &dispatch_dequantise_kernel<dtype, wire>;
-};
-
 /// Calls use.operator()<kernel>() with the kernel for rows that are written in one of these ways.
 template <class Use>
-cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, bool works, const Use& use) {
+cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
   switch (arrival) {
     case Arrival::scaled:
-      return works ? with_dtype<ScalingByPipe>(shape.dtype, use) : with_dtype<Scaling>(shape.dtype, use);
+      return with_dtype<Scaling>(shape.dtype, use);
     case Arrival::dequantised:
-      return works ? with_conversion<DequantisingByPipe>(shape, use)
-                   : with_conversion<Dequantising>(shape, use);
+      return with_conversion<Dequantising>(shape, use);
     case Arrival::as_it_is:
       break;
   }
@@ -778,21 +418,20 @@ cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, bool works, c
 
 cudaError_t launch_dispatch_receive(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
   const DeviceShape& shape = comm.window.shape;
-  const Arrival arrival = args.dequantise                                   ? Arrival::dequantised
-                          : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
-                                                                            : Arrival::as_it_is;
-  const bool works = arrival != Arrival::as_it_is && launch.bulk && pipe_works(shape, shape.top_k);
-  return with_kernel(shape, arrival, works, [&]<auto kernel>() {
-    return launch_kernel<kernel>(launch, pipe_threads(works, launch.bulk), pipe_memory(works, launch.bulk),
-                                 comm, args);
+  const Arrival arrival = arrival_of(args);
+  if (arrival != Arrival::as_it_is && launch.bulk && pipe_works(shape, shape.top_k))
+    return launch_dispatch_change(launch, comm, args);
+  return with_kernel(shape, arrival, [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, block_threads(launch.bulk), block_bytes(launch.bulk), comm, args);
   });
 }
 
 cudaError_t prepare_dispatch_receive(const DeviceShape& shape, bool bulk) {
   for (const Arrival arrival : {Arrival::as_it_is, Arrival::scaled, Arrival::dequantised}) {
     if (arrival == Arrival::dequantised && shape.wire == WireFormat::same) continue;
-    const bool works = arrival != Arrival::as_it_is && bulk && pipe_works(shape, shape.top_k);
-    const cudaError_t error = with_kernel(shape, arrival, works, Prepare{pipe_memory(works, bulk)});
+    const cudaError_t error = arrival != Arrival::as_it_is && bulk && pipe_works(shape, shape.top_k)
+                                  ? prepare_dispatch_change(shape, arrival)
+                                  : with_kernel(shape, arrival, Prepare{block_bytes(bulk)});
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -4,12 +4,15 @@
 //   - the first block then waits for what the other ranks announce, and makes the plan of what arrives here
 //     (plan.cuh)
 // The kernel that sends runs beside this one and waits for none of it, but where rows go to other nodes.
-// These blocks take the SMs of those that receive, which have nothing to do before.
+// These blocks take the SMs of those that receive, which have nothing to do before. With several nodes the
+// last blocks hand on what the ranks of this rank's rail announce and work out (relay_records.cuh), which the
+// plan wants: so this kernel ends whether or not the next one has begun.
 //
 // Where the copy engine moves the rows (`copied`), this kernel ends when the windows of others may be
 // written.
 #include "kernels/gpu/kernel.cuh"
 #include "kernels/gpu/plan.cuh"
+#include "kernels/gpu/relay_records.cuh"
 #include "kernels/gpu/route_few.cuh"
 
 namespace moecomm::gpu {
@@ -27,6 +30,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t epoch = comm.state().epoch + 1;
   device::start_clock(comm, args.operation);
   const bool failed = failed_for_block(comm);
+  if constexpr (way == Way::nodes) {
+    const int relaying = static_cast<int>(blockIdx.x) - args.route_blocks;
+    if (relaying >= 0) {
+      if (!failed) relay_records(comm, args.operation, args.plan, epoch, {relaying, args.relay_blocks});
+      return;
+    }
+  }
   if (!failed && (way == Way::whole || device::wait_sent(comm, args.operation, epoch))) {
     if (way == Way::whole && routes_few(comm.window.shape, args.tokens, kWords))
       route_few(comm, args, epoch, scratch);

@@ -24,9 +24,8 @@
 // their source.
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/kernel.cuh"
-#include "kernels/gpu/move_pipe.cuh"
 #include "kernels/gpu/relay_records.cuh"
-#include "kernels/gpu/route.cuh"
+#include "kernels/gpu/send_list.cuh"
 #include "kernels/gpu/strip.cuh"
 #include "kernels/gpu/wire_vector.cuh"
 
@@ -407,92 +406,6 @@ class QuantiseRows {
   OutRing out_;
 };
 
-#if MOECOMM_HAS_BULK
-
-/// Places of a row at most.
-__device__ int most_owners(const Comm& comm) { return min(comm.top_k(), comm.ranks()); }
-
-/// A list of this rank's tokens, and their ids by rounds, which are under way while tokens before these are
-/// listed.
-template <class Id>
-struct SendList {
-  int begin = 0, tokens = 0;  ///< 0: there are no more
-  Id ids[kMoveRounds];
-};
-
-/// Lists the tokens of chunks [first, all), whose ids are in `ids`, shared by all warps that have an object.
-/// All lanes call every function.
-template <int workers, class Id>
-class SendLister {
- public:
-  __device__ SendLister(const SendArguments& args, const TokenLanes& map, const Id* ids, int each,
-                        int64_t first, int64_t all, uint32_t* counter)
-      : ids_(ids),
-        map_(map),
-        // A chunk that has to wait for its place is a list of its own.
-        size_(args.later ? chunk_tokens(args.tokens)
-                         : move_tokens<workers>(map, each, chunk_tokens(args.tokens), args.tokens)),
-        begin_(static_cast<int>(first * chunk_tokens(args.tokens))),
-        end_(static_cast<int>(min(all * chunk_tokens(args.tokens), args.tokens))),
-        claims_(counter) {}
-
-  __device__ SendList<Id> next() {
-    SendList<Id> list;
-    list.begin = static_cast<int>(min(begin_ + claims_.take() * size_, int64_t{end_}));
-    list.tokens = min(end_ - list.begin, size_);
-    const Id* const ids = ids_ + int64_t{list.begin} * map_.top_k + lane_id();
-#pragma unroll
-    for (int j = 0; j < kMoveRounds; ++j)
-      list.ids[j] = map_.has(j, list.tokens) ? ids[j * map_.tokens * map_.top_k] : Id{kNoExpert};
-    return list;
-  }
-
- private:
-  const Id* const ids_;
-  const TokenLanes& map_;
-  const int size_, begin_, end_;
-  Claims claims_;
-};
-
-#endif
-
-/// Calls visit(flag) for the credits that a chunk needs where a smaller staging section makes it wait for its
-/// place.
-template <class Visit>
-__device__ bool all_credits(const Comm& comm, int32_t source, uint64_t epoch, int64_t chunk,
-                            const PeerSet& peers, const Visit& visit) {
-  bool all = true;
-  peers.for_each([&](int32_t peer) {
-    all = all &&
-          visit(peer, device::EpochFlag{
-                          comm.flag(comm.own, comm.window.credits, comm.pair(source, peer), chunk), epoch});
-  });
-  return __all_sync(0xffffffffu, all);
-}
-
-/// Waits until the owners have read all chunks that had this one's place before: not only the last of them,
-/// since an owner that gets nothing of it has not waited for those before. Where it waits, flush() sends what
-/// comes before. False if it waits in vain.
-template <class Flush>
-__device__ bool wait_for_place(const Comm& comm, Operation operation, int32_t source, int64_t tokens,
-                               uint64_t epoch, int64_t chunk, const PeerSet& peers, const Flush& flush) {
-  const int64_t places = comm.window.chunks_at_once(tokens);
-  bool flushed = false;
-  for (int64_t before = chunk - places; before >= 0; before -= places) {
-    if (all_credits(comm, source, epoch, before, peers,
-                    [](int32_t, const device::EpochFlag& flag) { return flag.arrived(); }))
-      continue;
-    if (!flushed) flush();  // what comes before must not wait for this chunk
-    flushed = true;
-    if (!all_credits(comm, source, epoch, before, peers, [&](int32_t peer, const device::EpochFlag& flag) {
-          return device::wait_until(comm, {peer, WaitPhase::credit, operation, epoch}, flag);
-        }))
-      return false;
-  }
-  open_for_loads();
-  return true;
-}
-
 /// The rows of a chunk for other nodes are in place: says so.
 __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t epoch, uint32_t tokens,
                           const ChunkMeta& meta) {
@@ -558,67 +471,6 @@ __device__ __noinline__ void send_own(const Comm& comm, const SendArguments& arg
 }
 
 #if MOECOMM_HAS_BULK
-
-/// The work of a unit's lister: where this rank's rows go, by ids of their tokens' experts.
-template <int workers, class Id>
-__device__ void list_own(const Comm& comm, const SendArguments& args, const Id* ids, uint64_t epoch,
-                         MoveLister<workers>& pipe) {
-  DeviceState& state = comm.state();
-  const int64_t row_bytes = comm.window.shape.row_bytes();
-  const int shift = __ffs(chunk_tokens(args.tokens)) - 1;
-  const TokenLanes map = TokenLanes::of_many(comm.top_k());
-  // Chunks behind these take the places of others.
-  const int64_t at_once = comm.window.chunks_at_once(args.tokens);
-  SendLister<workers, Id> lister(args, map, ids, most_owners(comm), args.later ? at_once : 0,
-                                 args.later ? chunk_count(args.tokens) : at_once,
-                                 args.later ? &state.later_next : &state.send_next);
-  SendList<Id> next = lister.next();
-  while (next.tokens > 0) {
-    const SendList<Id> list = next;
-    next = lister.next();
-    auto& out = pipe.open();
-    PeerSet owners;
-    int flags = 0;
-#pragma unroll
-    for (int j = 0; j < kMoveRounds; ++j) {
-      if (j * map.tokens >= list.tokens) continue;
-      const int token = list.begin + j * map.tokens + map.within;
-      int32_t owner = -1;
-      if (list.ids[j] >= 0 && list.ids[j] < comm.window.shape.num_experts)
-        owner = expert_owner(static_cast<int32_t>(list.ids[j]), comm.local_experts);
-      if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
-      const bool first = first_with(owner, map.lanes);
-      pipe.add(map, args.x + token * row_bytes, first,
-               first ? comm.staged_row(comm.bases[owner], epoch, comm.rank, token) : nullptr);
-      // The flag of each chunk and owner, once in a round: it does not matter who sets it again.
-      const int chunk = token >> shift;
-      const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
-      const uint32_t set = __ballot_sync(0xffffffffu, flag);
-      if (flag)
-        out.flags[flags + __popc(set & ((1u << lane_id()) - 1))] =
-            comm.arrival(comm.bases[owner], comm.rank, chunk);
-      flags += __popc(set);
-      if (args.later) owners.insert_lanes(owner, first);
-    }
-    if (args.later && !wait_for_place(comm, args.operation, comm.rank, args.tokens, epoch,
-                                      list.begin >> shift, owners, [] {}))
-      return;
-    if (!pipe.empty()) pipe.hand_over(flags);
-  }
-}
-
-/// Lists the rows of this rank, or those that take another's place.
-template <int workers>
-__device__ void list_own(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                         MoveLister<workers>& pipe) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  if (args.operation != Operation::dispatch)
-    list_own(comm, args, plan.at(plan.fields.local_topk_idx), epoch, pipe);
-  else if (args.wide_ids)
-    list_own(comm, args, static_cast<const int64_t*>(args.ids), epoch, pipe);
-  else
-    list_own(comm, args, static_cast<const int32_t*>(args.ids), epoch, pipe);
-}
 
 /// Rows under way in more memory than this many warps have only wait for each other, and arrive later.
 template <int workers>
@@ -761,9 +613,11 @@ __device__ __noinline__ bool relay_rows(const Comm& comm, const SendArguments& a
 /// The work of the blocks that relay: records and tables of the rail, then its rows.
 __device__ void relay(const Comm& comm, const SendArguments& args, uint64_t epoch, RelayBlocks relay,
                       bool valid, BlockMemory& block, const ChunkMeta& meta) {
-  if (!gpu::relay_records(comm, args.operation, args.plan, epoch, relay) ||
-      !gpu::wait_forwarded(comm, args.operation, epoch))
+  // In a dispatch the kernel of the routes hands them on.
+  if (args.operation != Operation::dispatch &&
+      !gpu::relay_records(comm, args.operation, args.plan, epoch, relay))
     return;
+  if (!gpu::wait_forwarded(comm, args.operation, epoch)) return;
 #if MOECOMM_HAS_BULK
   ptx::fence_shared_to_bulk();
 #endif

@@ -1,0 +1,189 @@
+// Dispatch, receiving side, of rows that change where they arrive: out of the wire format, or, in the
+// backward of a combine with weights, times the factor of each place, with their products with the rows that
+// lie there. By a pipe with workers (move_pipe.cuh), which takes rows that are one piece of a stage.
+#include "kernels/gpu/receive_list.cuh"
+#include "kernels/gpu/wire_vector.cuh"
+
+namespace moecomm::gpu {
+namespace {
+
+#if MOECOMM_HAS_BULK
+
+/// Makes rows of `dtype` of those in a wire format. For the workers of a pipe.
+template <DType dtype, WireFormat wire>
+class DequantiseWork {
+  using V = WireVector<dtype, wire>;
+  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
+
+ public:
+  explicit __device__ DequantiseWork(const DeviceShape& shape) : shape_(shape) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List&, int, int thread, float*) {
+    const int vectors = static_cast<int>(shape_.row_bytes() / 16);
+    const auto* const scales = reinterpret_cast<const typename V::Scale*>(stage + shape_.wire_data_bytes());
+    float of_row = 0;
+    if constexpr (V::W::kRowScale) of_row = *reinterpret_cast<const float*>(stage + shape_.wire_row_scale());
+    typename V::Values packed[kSteps];
+    float factors[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      if (v >= vectors) continue;
+      packed[s] = reinterpret_cast<const typename V::Values*>(stage)[v];
+      factors[s] = V::W::factor(scales[v / V::kBlockLanes], of_row);
+    }
+    sync_workers();  // the row takes the place of what was read
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      if (v < vectors) reinterpret_cast<uint4*>(stage)[v] = V::read(packed[s], factors[s]);
+    }
+  }
+
+ private:
+  const DeviceShape& shape_;
+};
+
+/// Receives rows in a wire format, which become rows of `dtype`. Whole block.
+template <DType dtype, WireFormat wire>
+__device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                   std::byte* shared) {
+  run_move_pipe<kWorkers>(
+      shared, MoveShape::of<kWorkers>(comm.window.wire_bytes, comm.window.shape.row_bytes()), epoch,
+      [&](MoveLister<kWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
+      [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
+}
+
+/// Makes of a row of `dtype` one for each of its places: times the place's factor. The row that lies in the
+/// place's stage before, if there is one, is what its product is with. For the workers of a pipe: what a
+/// thread keeps of the row.
+template <DType dtype>
+class ScaleWork {
+  using E = Element<dtype>;
+  static constexpr int kSteps = MovePipe<kWorkers>::kPiece / 16 / kWorkerThreads;
+
+ public:
+  __device__ ScaleWork(const ReceiveArguments& args, int64_t row_bytes)
+      : scales_(args.scales != nullptr), vectors_(static_cast<int>(row_bytes / 16)) {}
+
+  template <class List>
+  __device__ void operator()(std::byte* stage, const List& list, int entry, int thread, float* parts) {
+    auto* const values = reinterpret_cast<uint4*>(stage);
+    const int first = entry > 0 ? list.ends[entry - 1] : 0;
+    if (list.ends[entry] == first) {  // the row of a token
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+        if (s * kWorkerThreads + thread < vectors_) row_[s] = values[s * kWorkerThreads + thread];
+      return;
+    }
+    const bool products = list.products[entry] != nullptr;
+    const float factor = list.factors[entry];
+    float dot = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = s * kWorkerThreads + thread;
+      if (v >= vectors_) continue;
+      float row[E::kVector];
+      E::widen(row_[s], row);
+      if (products) {
+        float with[E::kVector];
+        E::widen(values[v], with);
+#pragma unroll
+        for (int e = 0; e < E::kVector; ++e) dot = __fmaf_rn(row[e], with[e], dot);
+      }
+#pragma unroll
+      for (int e = 0; e < E::kVector; ++e) row[e] = scales_ ? multiply(row[e], factor) : row[e];
+      values[v] = E::narrow(row);
+    }
+    if (!products) return;
+    for (int width = 16; width > 0; width /= 2) dot = add(dot, __shfl_xor_sync(0xffffffffu, dot, width));
+    if (lane_id() == 0) parts[thread / 32] = dot;
+  }
+
+ private:
+  const bool scales_;
+  const int vectors_;
+  uint4 row_[kSteps];
+};
+
+/// Receives rows that go out times the factors of their places, and their products. Whole block.
+template <DType dtype>
+__device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              std::byte* shared) {
+  const int64_t row_bytes = comm.window.wire_bytes;
+  run_move_pipe<kWorkers>(
+      shared, MoveShape::of<kWorkers>(row_bytes, row_bytes), epoch,
+      [&](MoveLister<kWorkers>& pipe) {
+        const TokenLanes map = TokenLanes::of_many(comm.top_k());
+        const auto* const scales = reinterpret_cast<const float*>(args.scales);
+        auto* const dots = reinterpret_cast<float*>(args.dots);
+        list_arriving<kWorkers, Operation::redispatch>(
+            comm, args, epoch, pipe, map, [&](const std::byte* source, int32_t row) {
+              const bool wanted = row >= 0, products = args.other != nullptr;
+              const float factor = wanted && scales != nullptr ? scales[row] : 1.0f;
+              pipe.add_each(map, source, wanted, args.out + row * row_bytes, factor,
+                            products ? args.other + row * row_bytes : nullptr,
+                            products ? dots + row : nullptr);
+            });
+      },
+      [&] { zero_paddings(comm, args); }, ScaleWork<dtype>(args, row_bytes));
+}
+
+#endif
+
+/// Rows times factors.
+template <DType dtype>
+__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
+    dispatch_scale_kernel(const __grid_constant__ Comm comm, const __grid_constant__ ReceiveArguments args) {
+#if MOECOMM_HAS_BULK
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (start(comm, args, epoch)) scale_by_pipe<dtype>(comm, args, epoch, shared);
+  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+#endif
+}
+
+/// Rows out of a wire format.
+template <DType dtype, WireFormat wire>
+__global__ void __launch_bounds__(MovePipe<kWorkers>::kThreads, 1)
+    dispatch_dequantise_kernel(const __grid_constant__ Comm comm,
+                               const __grid_constant__ ReceiveArguments args) {
+#if MOECOMM_HAS_BULK
+  extern __shared__ __align__(128) std::byte shared[];
+  const uint64_t epoch = comm.state().epoch + 1;
+  if (start(comm, args, epoch)) dequantise_by_pipe<dtype, wire>(comm, args, epoch, shared);
+  end_operation(comm, args.operation, epoch, args.senders, true, args.copied);
+#endif
+}
+
+template <DType dtype>
+struct Scaling {
+  static constexpr auto kernel = &dispatch_scale_kernel<dtype>;
+};
+template <DType dtype, WireFormat wire>
+struct Dequantising {
+  static constexpr auto kernel = &dispatch_dequantise_kernel<dtype, wire>;
+};
+
+/// Calls use.operator()<kernel>() with the kernel for rows that are changed in this way.
+template <class Use>
+cudaError_t with_kernel(const DeviceShape& shape, Arrival arrival, const Use& use) {
+  return arrival == Arrival::scaled ? with_dtype<Scaling>(shape.dtype, use)
+                                    : with_conversion<Dequantising>(shape, use);
+}
+
+}  // namespace
+
+cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args) {
+  return with_kernel(comm.window.shape, arrival_of(args), [&]<auto kernel>() {
+    return launch_kernel<kernel>(launch, MovePipe<kWorkers>::kThreads, sizeof(MovePipe<kWorkers>::Memory),
+                                 comm, args);
+  });
+}
+
+cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival) {
+  return with_kernel(shape, arrival, Prepare{sizeof(MovePipe<kWorkers>::Memory)});
+}
+
+}  // namespace moecomm::gpu

@@ -1,0 +1,227 @@
+// Dispatch, receiving side: which rows go where, for a pipe of warps (move_pipe.cuh).
+#pragma once
+
+#include "kernels/gpu/move_pipe.cuh"
+#include "kernels/gpu/resolve.cuh"
+
+namespace moecomm::gpu {
+
+/// What is done with rows where they arrive.
+enum class Arrival { as_it_is, dequantised, scaled };
+
+inline Arrival arrival_of(const ReceiveArguments& args) {
+  return args.dequantise                                   ? Arrival::dequantised
+         : args.scales != nullptr || args.other != nullptr ? Arrival::scaled
+                                                           : Arrival::as_it_is;
+}
+
+/// The kernels of dispatch_change.cu, for rows that pipe_works() takes.
+cudaError_t launch_dispatch_change(const Launch& launch, const Comm& comm, const ReceiveArguments& args);
+cudaError_t prepare_dispatch_change(const DeviceShape& shape, Arrival arrival);
+
+/// Waits until the items of an operation can be worked on. Whole block; false if there are none.
+__device__ inline bool start(const Comm& comm, const ReceiveArguments& args, uint64_t epoch) {
+  if (failed_for_block(comm)) return false;
+  bool going = true;
+  if (args.operation == Operation::dispatch) {
+    if (threadIdx.x == 0)
+      going = device::wait_until(comm, {comm.rank, WaitPhase::blocks, args.operation, epoch},
+                                 device::EpochFlag{&comm.state().planned, epoch});
+    going = __syncthreads_and(going);
+  } else {
+    going = agree_on_operation(comm, args.operation, epoch);
+  }
+  return going && PlanView{args.plan, comm.plan_fields}.header().id != 0;
+}
+
+/// The most chunks, or spans of span(tokens) tokens, that one source has.
+template <class Span>
+__device__ int64_t most_spans(const int32_t* tokens_of, int32_t ranks, const Span& span) {
+  int64_t most = 0;
+  for (int32_t source = 0; source < ranks; ++source) {
+    const int64_t tokens = tokens_of[source];
+    if (tokens > 0) most = max(most, (tokens - 1) / span(tokens) + 1);
+  }
+  return most;
+}
+
+#if MOECOMM_HAS_BULK
+
+/// Spans of a list each, of a pipe with so many workers.
+template <int workers>
+struct ByList {
+  const TokenLanes& map;
+  int ranks;
+  __device__ int operator()(int64_t tokens) const {
+    return move_tokens<workers>(map, map.top_k, chunk_tokens(tokens), tokens * ranks);
+  }
+};
+
+/// A list of one source's tokens, and what tells their rows here, which is under way while those of others
+/// are listed: in a dispatch what the source has pushed, else rows of the plan, which are in `packed`.
+struct ReceiveList {
+  Item item{};
+  int of_source = 0;  ///< tokens of the source
+  ChunkRoutes<kMoveRounds> known;
+  __device__ int tokens() const { return static_cast<int>(item.end - item.begin); }
+};
+
+/// Lists the tokens of all sources. All lanes call every function. `operation`: whose rows arrive.
+template <int workers, Operation operation>
+class ReceiveLister {
+ public:
+  __device__ ReceiveLister(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                           const TokenLanes& map)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        map_(map),
+        plan_{args.plan, comm.plan_fields},
+        tokens_of_(plan_.at(plan_.fields.tokens)),
+        size_{map, comm.ranks()},
+        claims_end_(static_cast<uint32_t>(most_spans(tokens_of_, comm.ranks(), size_) * comm.ranks())),
+        claims_(&comm.state().item_next) {}
+
+  /// A list without tokens is the last one.
+  __device__ ReceiveList next() {
+    ReceiveList list;
+    const auto ranks = static_cast<uint32_t>(comm_.ranks());
+    while (list.tokens() == 0) {
+      const auto claim = static_cast<uint32_t>(claims_.take());
+      if (claim >= claims_end_) return list;
+      const uint32_t number = claim / ranks;
+      list.item.source = comm_.rank + static_cast<int32_t>(claim - number * ranks);
+      if (list.item.source >= comm_.ranks()) list.item.source -= comm_.ranks();
+      list.of_source = tokens_of_[list.item.source];
+      const int size = size_(list.of_source);
+      list.item.begin = min(static_cast<int>(number) * size, list.of_source);
+      list.item.end = min(static_cast<int>(list.item.begin) + size, list.of_source);
+    }
+    list.item.chunk = list.item.begin >> (__ffs(chunk_tokens(list.of_source)) - 1);
+    list.item.landing = args_.copied ? landing_of(comm_, epoch_, list.item.source) : 0;
+    if constexpr (operation == Operation::dispatch) {
+      list.known = ChunkRoutes<kMoveRounds>(comm_, args_, epoch_, map_, list.item);
+      return list;
+    }
+    const bool by_expert = args_.layout == RowLayout::expert;
+    const int64_t entry = list.item.source * comm_.window.shape.max_tokens + list.item.begin + map_.within;
+    const int32_t* const planned = plan_.at(by_expert ? plan_.fields.positions : plan_.fields.rows) +
+                                   (by_expert ? entry * map_.top_k + map_.k : entry);
+    const int each = map_.tokens * (by_expert ? map_.top_k : 1);  // of a round
+#pragma unroll
+    for (int j = 0; j < kMoveRounds; ++j)
+      list.known.packed[j] =
+          map_.has(j, list.tokens()) && (by_expert || map_.leads()) ? planned[j * each] : kRowElsewhere;
+    return list;
+  }
+
+  /// The output row of this lane's (token, k) in each round of a list, kRowElsewhere or kRowDropped; in the
+  /// rank layout the first lane of a token has it. A dispatch writes it into the plan.
+  __device__ void resolve(const ReceiveList& list, int32_t (&rows)[kMoveRounds]) const {
+    if constexpr (operation == Operation::dispatch) {
+      const auto found = resolve_rows(comm_, args_, RowTables::of(plan_), map_, list.item, list.known);
+      write_rows(comm_, args_, map_, list.item, found);
+#pragma unroll
+      for (int j = 0; j < kMoveRounds; ++j)
+        rows[j] = args_.layout == RowLayout::expert ? found.position[j]
+                  : map_.leads()                    ? found.row[j]
+                                                    : kRowElsewhere;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kMoveRounds; ++j) rows[j] = list.known.packed[j];
+    }
+  }
+
+ private:
+  const Comm& comm_;
+  const ReceiveArguments& args_;
+  const uint64_t epoch_;
+  const TokenLanes& map_;
+  const PlanView plan_;
+  const int32_t* const tokens_of_;
+  const ByList<workers> size_;
+  const uint32_t claims_end_;
+  Claims claims_;
+};
+
+/// Waits for those chunks, of `size` tokens each, of a list that have one of `tokens`, bits of the list's
+/// tokens. All lanes; false if it waits in vain.
+__device__ inline bool wait_for_list(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                     const Item& item, int size, uint32_t tokens) {
+  const int first = min(lane_id() * size, 31);
+  const bool waits =
+      args.copied ? lane_id() == 0 && tokens != 0 : (tokens >> first & ((1u << size) - 1)) != 0;
+  const int64_t flag = args.copied ? kCopiesChunk : item.chunk + lane_id();
+  bool here = true;
+  if (waits)
+    here = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch},
+                              device::EagerFlag{comm.arrival(comm.own, item.source, flag), epoch});
+  __syncwarp();  // what a lane has acquired, all lanes load
+  return __all_sync(0xffffffffu, here);
+}
+
+/// The work of a unit's lister: where the rows of all sources go. add(pipe, list, j, source, row) adds those
+/// of round j of a list, where `source` is the row of a lane's token and `row` the output row of its (token,
+/// k), if it is not negative.
+template <int workers, Operation operation, class Add>
+__device__ void list_arriving(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                              MoveLister<workers>& pipe, const TokenLanes& map, const Add& add) {
+  ReceiveLister<workers, operation> lister(comm, args, epoch, map);
+  ReceiveList next = lister.next();
+  while (next.tokens() > 0) {
+    const ReceiveList list = next;
+    next = lister.next();
+    const int size = chunk_tokens(list.of_source);
+    const bool travels = list.item.source != comm.rank || comm.own_rows_travel();
+    const bool in_turn = travels && !args.copied && list.of_source > comm.window.stage_tokens;
+    int32_t rows[kMoveRounds];
+    lister.resolve(list, rows);
+    auto& out = pipe.open();
+    uint32_t awaited = 0;  // tokens whose row comes here; only to be left out, if its place is given back
+#pragma unroll
+    for (int j = 0; j < kMoveRounds; ++j) {
+      const int first = j * map.tokens;
+      if (first >= list.tokens()) continue;
+      const bool comes = in_turn ? rows[j] != kRowElsewhere : rows[j] >= 0;
+      awaited |= __reduce_or_sync(0xffffffffu, comes ? 1u << (first + map.within) : 0u);
+      add(arrived_row(comm, args, epoch, list.item, list.item.begin + first + map.within), rows[j]);
+    }
+    if (travels && !wait_for_list(comm, args, epoch, list.item, size, awaited)) return;
+    int flags = 0;  // the place of each chunk may be taken when its rows have been read
+    if (in_turn) {
+      flags = (list.tokens() + size - 1) / size;
+      if (lane_id() < flags)
+        out.flags[lane_id()] = comm.flag(comm.bases[comm.relay_rank(list.item.source)], comm.window.credits,
+                                         comm.pair(list.item.source, comm.rank), list.item.chunk + lane_id());
+    }
+    if (!pipe.empty() || flags > 0) pipe.hand_over(flags);
+  }
+}
+
+/// Zeroes the alignment rows of all experts. All lanes of the warps that share them.
+__device__ inline void zero_paddings(const Comm& comm, const ReceiveArguments& args) {
+  if (args.layout != RowLayout::expert) return;
+  const RowTables tables = RowTables::of({args.plan, comm.plan_fields});
+  Claims claims(&comm.state().receive_next);
+  for (int64_t e = claims.take(); e < comm.local_experts; e = claims.take())
+    zero_padding(comm, args, tables, e);
+}
+
+/// Lists rows that go to all their places, by a pipe with so many workers.
+template <int workers>
+__device__ void list_rows_to_places(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                                    MoveLister<workers>& pipe) {
+  const TokenLanes map = TokenLanes::of_many(comm.top_k());
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const auto add = [&](const std::byte* source, int32_t row) {
+    pipe.add(map, source, row >= 0, args.out + row * row_bytes);
+  };
+  if (args.operation == Operation::dispatch)
+    list_arriving<workers, Operation::dispatch>(comm, args, epoch, pipe, map, add);
+  else
+    list_arriving<workers, Operation::redispatch>(comm, args, epoch, pipe, map, add);
+}
+
+#endif
+
+}  // namespace moecomm::gpu
