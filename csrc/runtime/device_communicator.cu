@@ -242,7 +242,7 @@ device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[st
 void DeviceCommunicator::limit_sms(int32_t num_sms) {
   heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1,
                                        gpu::fuses(config_.shape.ranks, config_.shape.num_experts),
-                                       config_.shape.ranks, config_.shape.top_k);
+                                       config_.shape.ranks, config_.shape.top_k, config_.shape.row_bytes());
 }
 
 void DeviceCommunicator::use_copies(bool copies, bool held) {

@@ -194,7 +194,7 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   const int64_t rows = std::max(M * std::min(R, K) * row, R * std::min<int64_t>(M, 64) * std::max(row, wire));
   int64_t total = kPage;  // kernel state
   for (const int64_t once :
-       {128 * R, 16 * R, 8 * R, 16 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
+       {128 * R, 16 * R, 8 * R, 32 * (E + R) * 4, R * (chunks + 1) * 8, R * (chunks + 1) * 8})
     total += rounded(once, kPage);
   for (const int64_t twice :
        {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
@@ -225,13 +225,13 @@ void test_worked_example() {
   const DeviceShape shape{4, 8, 64, 7168, 4096, DType::bfloat16, WireFormat::same};
   const DeviceWindow w = DeviceWindow::make(shape);
   int64_t total = 4 * 4096;                         // signals, kernel state, lost peers, waits by rank
-  total += 8192;                                    // 16 blocks' counts for 64 experts and 4 ranks
+  total += 12288;                                   // 32 blocks' counts for 64 experts and 4 ranks
   total += 2 * (4096 + 4096);                       // error texts, counts
   total += 2 * (524288 + 65536 + 524288 + 131072);  // packed routes, places, weights, gradients of weights
   total += 69632;          // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
   total += 69632;          // credits of 2048 chunks, and one more each
   total += 2 * 234881024;  // 4096 * 4 rows
-  CHECK(w.total_bytes == total && total == 472432640);
+  CHECK(w.total_bytes == total && total == 472436736);
   CHECK(w.stage_tokens == 4096);
 }
 
@@ -302,7 +302,7 @@ void test_division_of_a_combine() {
   CHECK(near(gpu::owners_share(4, 1), 0.75 / (0.75 + 0.25 + 1)));
   for (const int ranks : {1, 2, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
-      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8);
+      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8, 14336);
       CHECK(h.reduce_blocks >= 1 && h.sum_blocks >= 1 && h.reduce_blocks <= 26);
       CHECK(h.reduce_blocks + h.sum_blocks == (budget > 0 ? budget : 99));
       CHECK(budget < 4 || h.reduce_blocks % 2 == 0);  // in clusters of two
@@ -313,7 +313,7 @@ void test_division_of_a_combine() {
 void test_division_of_a_dispatch() {
   for (const int ranks : {1, 2, 3, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
-      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8);
+      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8, 14336);
       for (const gpu::DispatchBlocks& blocks : {h.by_expert[0], h.by_expert[1], h.by_rank[0], h.by_rank[1]}) {
         CHECK(blocks.send >= 1 && blocks.receive >= 1 && blocks.send <= 30);
         CHECK(blocks.all() == (budget > 0 ? budget : 99));
@@ -324,12 +324,14 @@ void test_division_of_a_dispatch() {
         CHECK(h.dispatch(true, quantised).send >= h.dispatch(false, quantised).send);
     }
   // Of the rows of a token that are stored one in nine goes out with two ranks, a quarter with four.
-  CHECK(gpu::divide_dispatch(24, 2, 1, 8, false, false).send <= 4);
-  const int of_four = gpu::divide_dispatch(24, 3.6, 2.7, 8, false, false).send;
+  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, false}, false).send <= 4);
+  const int of_four = gpu::divide_dispatch(24, {3.6, 2.7, 8, 14336, false}, false).send;
   CHECK(of_four >= 5 && of_four <= 8);
-  CHECK(gpu::divide_dispatch(99, 3.6, 2.7, 8, false, false).send ==
-        30);                                                        // the links hold it, whoever receives
-  CHECK(gpu::divide_dispatch(24, 2, 1, 8, true, false).send >= 5);  // quantising takes longer than copying
+  CHECK(gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).send ==
+        30);  // the links hold it, whoever receives
+  // Quantising takes longer than copying, and short rows are held by what is done for each.
+  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, true}, false).send >= 5);
+  CHECK(gpu::divide_dispatch(24, {2, 1, 8, 4096, false}, false).send >= 5);
   CHECK(gpu::Heuristics::route_blocks(0, 16) == 1 && gpu::Heuristics::route_blocks(4096, 16) == 16);
   CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
 }
@@ -338,11 +340,11 @@ void test_division_of_a_dispatch() {
 void test_shapes_of_one_kernel() {
   CHECK(gpu::fuses(1, 256) && gpu::fuses(8, 256) && gpu::fuses(64, 256) && gpu::fuses(8, 1024));
   CHECK(!gpu::fuses(65, 65) && !gpu::fuses(72, 144) && !gpu::fuses(64, 1024) && !gpu::fuses(1, 4096));
-  CHECK(gpu::choose_heuristics(132, 0, false, true, 4, 8).fused_tokens == gpu::kMostFusedTokens);
-  CHECK(gpu::choose_heuristics(132, 0, true, true, 4, 8).fused_tokens == 0);
-  CHECK(gpu::choose_heuristics(132, 0, false, false, 4, 8).fused_tokens == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, true, 4, 8, 14336).fused_tokens == gpu::kMostFusedTokens);
+  CHECK(gpu::choose_heuristics(132, 0, true, true, 4, 8, 14336).fused_tokens == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, false, 4, 8, 14336).fused_tokens == 0);
   for (const int budget : {0, 2, 3, 24, 64, 132}) {
-    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, 4, 8);
+    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, 4, 8, 14336);
     for (const int64_t items : {0, 1, 100, 5000})
       CHECK(h.fused_blocks(items, 3) >= 2 && h.fused_blocks(items, 3) <= h.all_blocks());
   }

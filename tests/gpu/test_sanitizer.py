@@ -16,10 +16,18 @@ LIMIT_S = 280
 FOUND = 9  # exit code of the sanitizer when it found something
 
 
-PIPES = ["combine_reduce", "combine_sum"]
-"""Kernels whose warps hand pieces to each other (csrc/kernels/gpu/sum_pipe.cuh). A lane arrives at a barrier
-for its warp there, and racecheck takes what the other lanes did for unordered. It found nothing in a build in
-which every lane arrived."""
+PIPES = [
+    "combine_reduce",
+    "combine_sum",
+    "dispatch_send",
+    "dispatch_quantise",
+    "dispatch_receive",
+    "dispatch_dequantise",
+    "dispatch_scale",
+]
+"""Kernels whose warps hand pieces to each other (csrc/kernels/gpu/sum_pipe.cuh, move_pipe.cuh). A lane
+arrives at a barrier for its warp there, and racecheck takes what the other lanes did for unordered. It found
+nothing in those of a combine in a build in which every lane arrived."""
 
 
 def _run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:

@@ -46,9 +46,9 @@ def _play(rank: int, world_size: int, shape: Shape, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("wire", ["same", *WIRE_FORMATS])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("tokens", [1, 7, 130, 512])
-def test_same_bits(pool: Pools, tokens: int, layout: str, wire: str, seed: int) -> None:
-    shape = Shape(tokens=tokens, layout=layout, wire=wire, hidden=1024, num_experts=64, top_k=4)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1024), (7, 1024), (130, 1024), (130, 4128), (512, 1024)])
+def test_same_bits(pool: Pools, tokens: int, hidden: int, layout: str, wire: str, seed: int) -> None:
+    shape = Shape(tokens=tokens, layout=layout, wire=wire, hidden=hidden, num_experts=64, top_k=4)
     assert pool(1)(_play, shape, seed) == [[]]
 
 

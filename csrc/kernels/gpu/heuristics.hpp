@@ -101,30 +101,39 @@ inline double owners_share(int32_t ranks, int32_t top_k) {
   return owner / (owner + home);
 }
 
-/// Divides `total` blocks between the side that sends a token's row to `sent` other ranks of its `owners`,
-/// and the one that stores it `received` times where it arrives, so that both end together. `quantised`: rows
-/// are half as long on the way. Of divisions that are as good, more blocks send, up to those that fill the
-/// links best.
-inline DispatchBlocks divide_dispatch(int total, double owners, double sent, double received, bool quantised,
-                                      bool even) {
-  // GB/s (docs/performance.md): of a block's loads and stores, of its stores, of rows that it quantises, and
-  // of the links.
+/// How often a dispatch moves a token's row, with uniform routing.
+struct RowMoves {
+  double owners;    ///< ranks that it goes to
+  double sent;      ///< but this one
+  double received;  ///< times that owners store it together
+  int64_t bytes;    ///< of a row
+  bool quantised;   ///< it is half as long on the way
+};
+
+/// Divides `total` blocks between the side that sends and the one that receives, so that both end together.
+/// Of divisions that are as good, more blocks send, up to those that fill the links best.
+inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even) {
+  // Bytes in a nanosecond (docs/performance.md): of a block's loads and stores, of its stores, of rows that
+  // it quantises, and of the links.
   constexpr double kMoved = 80, kStored = 55, kQuantised = 24, kLinks = 332;
+  // Nanoseconds of a block for each row besides, where it is sent and where it arrives.
+  constexpr double kSend = 70, kReceive = 30;
   constexpr double kLater = 1.1;  // those that receive begin when something has come
   constexpr int kMostSend = 30;
-  const auto of_block = [](double loads, double stores) {
-    return std::max((loads + stores) / kMoved, stores / kStored);
+  const auto bytes = static_cast<double>(row.bytes), wire = row.quantised ? bytes / 2 : bytes;
+  const auto of_block = [&](double loaded, double stored, double besides) {
+    return std::max((loaded + stored) / kMoved + besides, stored / kStored);
   };
-  const double wire = quantised ? 0.5 : 1;  // of a row
-  const double send_time = quantised  ? std::max(1 / kQuantised, of_block(1, owners * wire))
-                           : sent > 0 ? of_block(1, sent)
-                                      : 0;
+  const double send_time = row.quantised  ? bytes / kQuantised + kSend
+                           : row.sent > 0 ? of_block(bytes, row.sent * bytes, kSend)
+                                          : 0;
+  const double receive_time =
+      kLater * of_block(row.owners * wire, row.received * bytes, row.owners * kReceive);
   DispatchBlocks best{};
   double least = 0;
   const int step = even && total >= 4 ? 2 : 1;
   for (int send = step; send <= std::min(kMostSend, total - 1); send += step) {
-    const double time = std::max({send_time / send, sent * wire / kLinks,
-                                  kLater * of_block(owners * wire, received) / (total - send)});
+    const double time = std::max({send_time / send, row.sent * wire / kLinks, receive_time / (total - send)});
     if (best.send > 0 && time > least * 1.01) continue;
     least = best.send > 0 ? std::min(time, least) : time;
     best.send = send;
@@ -138,7 +147,7 @@ inline DispatchBlocks divide_dispatch(int total, double owners, double sent, dou
 /// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
 /// nodes three are the least. `fuses`: kernels for few tokens serve the shape.
 inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, bool fuses, int32_t ranks,
-                                    int32_t top_k) {
+                                    int32_t top_k, int64_t row_bytes) {
   const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
   h.paired = budget > 0;
@@ -148,8 +157,11 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   const int total = std::max(2, all - h.relay_blocks);
   const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
   for (const bool quantised : {false, true}) {
-    h.by_expert[quantised] = divide_dispatch(total, owners, sent, top_k, quantised, h.paired);
-    h.by_rank[quantised] = divide_dispatch(total, owners, sent, owners, quantised, h.paired);
+    const auto divide = [&](double received) {
+      return divide_dispatch(total, {owners, sent, received, row_bytes, quantised}, h.paired);
+    };
+    h.by_expert[quantised] = divide(top_k);
+    h.by_rank[quantised] = divide(owners);
   }
   // Past what fills the links, SMs are better used at the home.
   const int least = h.paired && total >= 4 ? 2 : 1;

@@ -74,11 +74,12 @@ static_assert(MovePipe<0>::kThreads == block_threads(true));
 static_assert(sizeof(MovePipe<0>::Memory) <= block_bytes(true));  // kernels have it instead of a BlockMemory
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= (227 - 1) * 1024);
 
-/// True where a pipe with workers can take the rows of a communicator, which have at most `each` places: a
-/// row is one piece.
+/// True where a pipe with workers takes the rows of a communicator, which have at most `each` places: a row
+/// is one piece, and long enough that what is done for each row does not count (docs/performance.md).
 inline bool pipe_works(const DeviceShape& shape, int each) {
-  return lists_hold(shape, each) && shape.row_bytes() <= MovePipe<kWorkers>::kPiece &&
-         shape.wire_row_bytes() <= MovePipe<kWorkers>::kPiece;
+  constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
+  return lists_hold(shape, each) && shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost &&
+         shape.wire_row_bytes() <= kMost;
 }
 /// Threads and shared memory of a block of a kernel that moves rows: by a pipe with workers, or not.
 inline int pipe_threads(bool works, bool bulk) {
