@@ -1,15 +1,13 @@
 // Dispatch, receiving side: each row that arrives goes to all the output rows that want it.
-//   - items are taken in order: a chunk of one source's tokens, or a few, sources in turn, this rank's own
-//   first
+//   - items are taken in order: one chunk of a source's tokens, or some that follow each other; sources in
+//     turn, this rank's own first
 //   - in a dispatch, what the source has worked out (route.cuh) and where its rows begin (plan.cuh) give each
 //     row's positions in expert-major order, and in the rank layout its output row; they are kept in the
 //     plan, where the backward of combine finds them. In the expert layout the positions are the output rows;
 //     in the rank layout they are those of the index, which says which row each position reads
-//   - once the chunk has arrived, its rows are loaded and stored to every place: as they are by a pipe of
-//   warps
+//   - once the chunk has arrived, a pipe of warps stores its rows to every place, as they are
 //     (move_pipe.cuh). Rows that change, out of the wire format or times the factor of the place, go through
-//     a pipe with workers (dispatch_change.cu); only where that cannot take them, all warps do, piece by
-//     piece
+//     a pipe with workers (dispatch_change.cu). Where a pipe cannot take them, all warps do, piece by piece
 //   - the alignment rows of each expert are zeroed
 #include <type_traits>
 

@@ -1,10 +1,8 @@
 // Dispatch, sending side: every row goes once to each rank that owns one of its experts.
 //   - chunks of tokens are taken in order, and their rows stored to the staging section of every owner, at
-//   the
-//     place of (source, token), which the routes that dispatch_route.cu works out meanwhile have no part in
-//   - rows that stay as they are go, on one node, through a pipe of warps (move_pipe.cuh). Otherwise all
-//   warps
-//     take chunks; a row is loaded piece by piece (and quantised, if asked), and each piece stored
+//     the place of (source, token). What dispatch_route.cu works out meanwhile has no part in it
+//   - on one node a pipe of warps does so (move_pipe.cuh), with workers where rows are quantised. Where it
+//     cannot take them, all warps take chunks; a row is loaded piece by piece, and each piece stored
 //   - when all rows of a chunk are in place, the owners' arrival flags are set
 // The staging section may be smaller than all tokens: then a chunk waits until the owners have read those
 // whose place it takes. Chunks that have to wait are left to a kernel of their own (`later`), which is not
@@ -12,8 +10,7 @@
 //
 // The backward of a combine does the same along its plan, which this kernel announces.
 //
-// The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt): its kernels
-// take by far the longest of all to compile.
+// The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
 //
 // Where the copy engine moves the rows (`copied`), this kernel brings rows that travel in another format into
 // it. That of the backward of a combine ends when the windows of others may be written.
