@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from tests.protocol import states
+from tests.protocol.states import require
+
 Lists = tuple[tuple[int, ...], ...]
 """The numbers of sources of the tokens of each list; a token without sources has a stage all the same."""
 
@@ -89,23 +92,6 @@ class State(NamedTuple):
     ended: bool = False
 
 
-class Violation(Exception):
-    """A state that must not be, and the steps to it."""
-
-    def __init__(self, text: str, trace: tuple[str, ...]) -> None:
-        super().__init__(f"{text} after {len(trace)} steps")
-        self.trace = trace
-
-
-class _Wrong(Exception):
-    pass
-
-
-def _require(right: bool, text: str) -> None:
-    if not right:
-        raise _Wrong(text)
-
-
 def _item_of(pipe: Pipe, source: int) -> int:
     return next(i for i, (_, last) in enumerate(pipe.items) if source <= last)
 
@@ -132,11 +118,11 @@ def _loader(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
     if state.issued == first and state.written[first_item % pipe.places] != first_item:
         if state.listed <= number:
             return
-        _require(state.buffers[number % 2] == number, "a list was written over before it was taken")
+        require(state.buffers[number % 2] == number, "a list was written over before it was taken")
         written = list(state.written)
         for item in range(first_item, last_item + 1):
             before = written[item % pipe.places]
-            _require(before < state.released or before < 0, "an item was written over before it was stored")
+            require(before < state.released or before < 0, "an item was written over before it was stored")
             written[item % pipe.places] = item
         yield f"write items of list {number}", state._replace(written=tuple(written))
         return
@@ -144,10 +130,10 @@ def _loader(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
     if before >= 0:
         if not _released(pipe, state, before):
             return
-        _require(min(state.added) > before, "a stage was loaded again before all had added it")
+        require(min(state.added) > before, "a stage was loaded again before all had added it")
         item = _item_of(pipe, before)
         stored = before < pipe.items[item][1] or (item < state.stored and item not in state.reading)
-        _require(stored, "a stage was loaded again before its sum was stored")
+        require(stored, "a stage was loaded again before its sum was stored")
     yield f"load {source}", state._replace(issued=source + 1, loading=state.loading | {source})
 
 
@@ -156,7 +142,7 @@ def _adders(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
         if source >= state.issued or source in state.loading:
             continue
         item = _item_of(pipe, source)
-        _require(state.written[item % pipe.places] == item, "an adder found another item")
+        require(state.written[item % pipe.places] == item, "an adder found another item")
         added = (*state.added[:adder], source + 1, *state.added[adder + 1 :])
         yield f"adder {adder} takes {source}", state._replace(added=added)
 
@@ -177,7 +163,7 @@ def _storer(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
             yield f"flags up to {due}", _flag(state, due)
         return
     if min(state.added) > pipe.items[item][1]:
-        _require(state.written[item % pipe.places] == item, "the storer found another item")
+        require(state.written[item % pipe.places] == item, "the storer found another item")
         if item + 1 == len(pipe.items):
             if not state.storing:
                 yield "end", _flag(state, item)._replace(ended=True)
@@ -192,7 +178,7 @@ def _storer(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
 
 
 def _flag(state: State, items: int) -> State:
-    _require(not any(each < items for each in state.storing), "a flag was set before its sum was in place")
+    require(not any(each < items for each in state.storing), "a flag was set before its sum was in place")
     return state._replace(flagged=items)
 
 
@@ -206,52 +192,24 @@ def _lister(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
     yield f"list {number}", state._replace(listed=number + 1, buffers=buffers)
 
 
-def _copies(state: State) -> Iterator[tuple[str, State]]:
-    for source in state.loading:
-        yield f"loaded {source}", state._replace(loading=state.loading - {source})
-    for item in state.reading:
-        yield f"read {item}", state._replace(reading=state.reading - {item})
-    for item in state.storing - state.reading:
-        yield f"in place {item}", state._replace(storing=state.storing - {item})
-
-
 def _steps(pipe: Pipe, state: State) -> Iterator[tuple[str, State]]:
     yield from _lister(pipe, state)
     yield from _loader(pipe, state)
     yield from _adders(pipe, state)
     yield from _storer(pipe, state)
-    yield from _copies(state)
+    yield from states.copies(state)
+
+
+def _ended(pipe: Pipe, state: State) -> bool:
+    done = state.flagged + 1 == len(pipe.items) and not state.storing
+    require(not state.ended or done, "the pipe ended before its work")
+    return state.ended
 
 
 def search(pipe: Pipe) -> int:
-    """Returns the number of states. Raises Violation for the first that is wrong, or from which nothing goes
-    on."""
+    """Returns the number of states; raises Violation as states.search does."""
     start = State(written=(-1,) * pipe.places, added=(0,) * pipe.adders)
-    found: dict[State, tuple[State, str] | None] = {start: None}
-    todo = [start]
-
-    def trace(state: State) -> tuple[str, ...]:
-        names: list[str] = []
-        came = found[state]
-        while came is not None:
-            names.append(came[1])
-            came = found[came[0]]
-        return tuple(reversed(names))
-
-    for state in todo:
-        try:
-            steps = list(_steps(pipe, state))
-        except _Wrong as wrong:
-            raise Violation(str(wrong), trace(state)) from None
-        if not steps and not state.ended:
-            raise Violation("all wait", trace(state))
-        if state.ended and (state.flagged + 1 < len(pipe.items) or state.storing):
-            raise Violation("the pipe ended before its work", trace(state))
-        for name, after in steps:
-            if after not in found:
-                found[after] = (state, name)
-                todo.append(after)
-    return len(found)
+    return states.search(start, lambda state: _steps(pipe, state), lambda state: _ended(pipe, state))
 
 
 _USUAL = Pipe(lists=((2, 1), (1,), (0, 3)), stages=3)
@@ -278,15 +236,5 @@ MUTANTS: dict[str, tuple[Pipe, str]] = {
 }
 
 
-def main() -> None:
-    for name, (pipe, _) in QUICK.items():
-        print(f"{name}: {search(pipe)} states")
-    for name, (mutant, _) in MUTANTS.items():
-        try:
-            print(f"{name}: not found in {search(mutant)} states")
-        except Violation as violation:
-            print(f"{name}: {violation}")
-
-
 if __name__ == "__main__":
-    main()
+    states.report(search, QUICK, MUTANTS)

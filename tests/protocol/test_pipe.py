@@ -1,19 +1,34 @@
-"""The search of the model of the pipe that makes sums: it finds nothing wrong, and each mutant it finds."""
+"""The searches of the models of the pipes that make sums and that move rows find nothing wrong, and they find
+each mutant.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.protocol.pipe import MUTANTS, QUICK, Pipe, Violation, search
+from tests.protocol import move, pipe
+from tests.protocol.states import Violation
+
+MODELS = {"sums": pipe, "rows": move}
 
 
-@pytest.mark.parametrize(("pipe", "states"), QUICK.values(), ids=QUICK.keys())
-def test_every_state_is_right(pipe: Pipe, states: int) -> None:
-    assert search(pipe) == states
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model, module in MODELS.items() for name in module.QUICK]
+)
+def test_every_state_is_right(model: str, name: str) -> None:
+    module: Any = MODELS[model]
+    small, states = module.QUICK[name]
+    assert module.search(small) == states
 
 
-@pytest.mark.parametrize(("mutant", "found"), MUTANTS.values(), ids=MUTANTS.keys())
-def test_mutants_are_found(mutant: Pipe, found: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model, module in MODELS.items() for name in module.MUTANTS]
+)
+def test_mutants_are_found(model: str, name: str) -> None:
+    module: Any = MODELS[model]
+    mutant, found = module.MUTANTS[name]
     with pytest.raises(Violation, match=found) as caught:
-        search(mutant)
+        module.search(mutant)
     assert caught.value.trace, "the way there is told"
