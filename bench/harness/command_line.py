@@ -50,7 +50,7 @@ _ALIASES = {
     "double": "float64",
     "fp64": "float64",
 }
-_LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "copy-engine", "memcpy")}
+_LINKS = {"cpu": ("memcpy",), "cuda": ("sm-push", "sm-exchange", "copy-engine", "memcpy")}
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
 _DENSE = {"cpu": (512, 512, 512), "cuda": (16384, 7168, 4096)}
 _OPERATION = Shape(hidden=4096, experts=32, topk=4)  # where flags do not say otherwise
@@ -226,7 +226,8 @@ def build_parser(program: str) -> Parser:
             help="the dispatch along an earlier handle, combine's backward; weighted: with weights")
     if not is_layer:
         cpu, cuda = (", ".join(_known_baselines(program, device)) for device in ("cpu", "cuda"))
-        add("--graph", action="store_true", help="replay a CUDA graph (--capacity)")
+        add("--graph", nargs="?", type=positive, const=1, default=0, metavar="CALLS",
+            help="replay a CUDA graph of so many calls (--capacity; 1)")
         add("--ids", choices=("fresh", "same"), default="fresh",
             help="timed dispatches get new ids, as in training, or the same again, as when recomputing")
         add("--baselines", nargs="?", const="all", metavar="LIST",

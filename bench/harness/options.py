@@ -21,10 +21,11 @@ ROUTINGS = ("uniform", "zipf", "one-hot", "balanced")
 LAYER_ROUTINGS = ("uniform", "zipf", "balanced")
 
 # Baselines of operations. What --baselines without a list leaves out: on one node those between nodes, and
-# ON_REQUEST: torch-symm takes all symmetric memory of its process, gloo-rows is nccl-rows on a CPU, and
-# fabric-one says nothing that fabric does not where moecomm has one endpoint a rank.
+# ON_REQUEST: torch-symm takes all symmetric memory of its process, gloo-rows is nccl-rows on a CPU,
+# sm-exchange is for few tokens, and fabric-one says nothing that fabric does not where moecomm has one
+# endpoint a rank.
 BETWEEN_NODES = ("fabric", "fabric-cold", "fabric-one")
-ON_REQUEST = ("torch-symm", "gloo-rows", "fabric-one")
+ON_REQUEST = ("torch-symm", "gloo-rows", "sm-exchange", "fabric-one")
 
 DENSE = "dense product"  # the path whose rate the layers' TFLOP/s are shares of
 # Ways to time a layer: one call of it, the microbatches of a training step, those of a stack of blocks.
@@ -188,7 +189,7 @@ class Options:
     phases: bool = False  # show when moecomm's operation passes its phases
     dequantize: bool = True
     kept_handle: str | None = None  # None | plain | weighted
-    graph: bool = False
+    graph: int = 0  # calls in a CUDA graph; 0: none
     ids: str = "fresh"  # fresh | same
     baselines: tuple[str, ...] = ()
     baselines_only: bool = False

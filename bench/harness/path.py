@@ -34,7 +34,8 @@ class Path:
     `note` goes into the record. `blocks` says that a
     call waits for the GPU; `waited`, if there is one, gives the seconds that all calls so far spent so. `own`
     says that it is moecomm's: that it cannot run is a failure. `more` measures, after the times, what else is
-    said of each phase.
+    said of each phase. `times`: how often a call does what is timed, as the replay of a graph with several
+    does; times are divided by it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Path:
     blocks: bool = False
     waited: Callable[[], float] | None = None
     own: bool = False
+    times: int = 1
     more: Callable[[], dict[str, dict[str, Any]]] = field(default=dict)
 
 

@@ -57,8 +57,12 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
     # torch's all_to_all_vdev_2d takes at most 16 experts a rank.
     symmetric = f"-b 4096 {shape} --experts {16 * ranks} --topk 8 --baselines sm-push,torch-symm"
     many = ",".join(str(_shared(count, ranks)) for count in (32, 256, 896))
+    # Twenty calls in a graph, so that neither the host nor a launch is in the time.
+    graph, many_sms = "--capacity auto --graph 20", "8,16,24,32,64,132"
+    sizes = (
+        f"-b 1 -e 4096 -f 2 {shape} --experts {experts} --topk 8 {graph} --baselines sm-exchange,nccl-rows"
+    )
     sweeps = {
-        "sms": f"{point} --num-sms 8,24,48,132 {links}",
         "experts": f"-b 4096 {shape} --experts {many} --topk 8 {beside_nccl}",
         "tokens": f"-b 1 -e 32768 -f 8 {shape} --experts {experts} --topk 8 {beside_nccl}",
         "topk": f"-b 4096 {shape} --experts {experts} --topk 1,2,4,8,16 {beside_nccl}",
@@ -88,6 +92,19 @@ def operations_cuda(ranks: int, iters: int, warmup: int) -> list[Run]:
         run("dispatch-fixed", f"{fixed} {links}", quick=True),
         *(run(f"{operation}-512", f"{few} {beside_nccl},nccl-tuned") for operation in _BOTH),
         *(each for gpus in dict.fromkeys((ranks, 2, 3, 4)) if 1 < gpus <= ranks for each in on_gpus(gpus)),
+        *(
+            run(f"{operation}-few{wire and '-'}{wire}", f"{sizes} {wire and '--wire'} {wire}", most=10)
+            for operation, wire in (("dispatch", ""), ("combine", ""), ("dispatch", "fp8"))
+        ),
+        *(
+            run(
+                f"{operation}-{layout}-sms",
+                f"{point} --layout {layout} {graph} --num-sms {many_sms} {links}",
+                most=10,
+            )
+            for layout in ("expert", "rank")
+            for operation in _BOTH
+        ),
         run("dispatch-graph", f"{fixed} --graph {links}"),
         run("dispatch-fp8-graph", f"{fixed} --wire fp8 --graph {links}"),
         run("combine-graph", f"{fixed} --graph {links}"),

@@ -114,7 +114,7 @@ class CudaClock:
                 took.append(seconds)
                 del result
         torch.cuda.synchronize()
-        return float(np.median(took))
+        return float(np.median(took)) / path.times
 
 
 Clock = CpuClock | CudaClock
@@ -150,7 +150,7 @@ def measure(
             for phase, call in path.calls.items():
                 if path.before is not None:
                     path.before()
-                seconds = clock.time(call)
+                seconds = clock.time(call) / path.times
                 if iteration >= 0:
                     took[path.name, phase][iteration] = seconds
                     if watch is not None:

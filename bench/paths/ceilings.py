@@ -18,9 +18,11 @@ from ..harness.case import Case, poison
 from ..harness.inputs import payload
 from ..harness.path import CALL, Path, Verdict
 from ..harness.timing import Clock, fastest, sum_over_ranks
+from .captured import in_graph
 from .push_kernel import push_kernel, ring
 
 SM_COUNTS = (9, 16, 24, 32, 64, 96, 132)  # tried for the push kernel, and all that the GPU has
+FEW_SMS = (1, 2, 4)  # and for the exchange of few rows
 LINE = 128  # bytes of a line of memory
 
 
@@ -168,6 +170,30 @@ def push_pieces(blocks: Blocks) -> tuple[int, list[tuple[int, int]]]:
 
 def sm_push_path(case: Case, clock: Clock) -> Path:
     """The push kernel on the number of SMs that a short trial finds to be fastest."""
+    return _pushed(case, clock, flags=False)
+
+
+def sm_exchange_path(case: Case, clock: Clock) -> Path:
+    """The same kernel with a flag to each peer behind the rows, and a wait for the flags of all peers."""
+    return _pushed(case, clock, flags=True)
+
+
+class Flags:
+    """A flag of each peer on this rank, and where this rank's flags are on the peers."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._memory = PeerMemory(blocks.ranks * LINE, blocks.device)
+        self._memory.own.zero_()
+        _synchronize(blocks.device)  # no flag comes before
+        own = self._memory.pointers[blocks.rank]
+        there = [self._memory.pointers[peer] + blocks.rank * LINE for peer in blocks.peers]
+        self.flags_P = torch.tensor(there, dtype=torch.int64, device=blocks.device)
+        here = [own + peer * LINE for peer in blocks.peers]
+        self.own_P = torch.tensor(here, dtype=torch.int64, device=blocks.device)
+        self.counters = torch.zeros(2, dtype=torch.int64, device=blocks.device)
+
+
+def _pushed(case: Case, clock: Clock, *, flags: bool) -> Path:
     blocks = Blocks(case)
     memory = _memory(blocks)
     kernel = push_kernel(blocks.device)
@@ -180,13 +206,20 @@ def sm_push_path(case: Case, clock: Clock) -> Path:
     from_N = (blocks.sent.data_ptr() + starts + order[:, 1]).to(blocks.device)
     to_N = (targets + order[:, 1]).to(blocks.device)
 
+    signals = Flags(blocks) if flags else None
+
     def on(sms: int) -> Callable[[], None]:
-        return lambda: kernel.push(from_N, to_N, piece, sms)
+        if signals is None:
+            return lambda: kernel.push(from_N, to_N, piece, sms)
+        ends = (signals.flags_P, signals.own_P, signals.counters)
+        return lambda: kernel.exchange(from_N, to_N, piece, sms, *ends)
 
     there = torch.cuda.get_device_properties(blocks.device).multi_processor_count
-    trials = {str(sms): on(sms) for sms in sorted({*SM_COUNTS, there}) if sms <= there}
+    counts = {*SM_COUNTS, there, *(FEW_SMS if flags else ())}
+    trials = {str(sms): on(sms) for sms in sorted(counts) if sms <= there}
     best = int(fastest(trials, clock))
-    checked = blocks.checker(on(best), memory.own, spread=True)
+    timed = in_graph(on(best), case.options.graph)
+    checked = blocks.checker(timed, memory.own, spread=True)
 
     def check(round: int) -> Verdict:
         verdict = checked(round)
@@ -194,7 +227,12 @@ def sm_push_path(case: Case, clock: Clock) -> Path:
         return verdict
 
     return Path(
-        name="sm-push", calls={CALL: on(best)}, check=check, sms=best, note=f"best of {', '.join(trials)} SMs"
+        name="sm-exchange" if flags else "sm-push",
+        calls={CALL: timed},
+        check=check,
+        sms=best,
+        note=f"best of {', '.join(trials)} SMs",
+        times=max(1, case.options.graph),
     )
 
 
@@ -207,7 +245,13 @@ def bare_rows_path(case: Case) -> Path:
         dist.all_to_all_single(arrived, blocks.sent, blocks.receive_splits, blocks.send_splits)
 
     backend = "nccl" if blocks.device.type == "cuda" else "gloo"
-    return Path(name=f"{backend}-rows", calls={CALL: call}, check=blocks.checker(call, arrived, spread=False))
+    timed = in_graph(call, case.options.graph)
+    return Path(
+        name=f"{backend}-rows",
+        calls={CALL: timed},
+        check=blocks.checker(timed, arrived, spread=False),
+        times=max(1, case.options.graph),
+    )
 
 
 def memcpy_path(case: Case, clock: Clock) -> Path:

@@ -31,7 +31,7 @@ from ..harness.options import FP8_VARIANTS, GRAPH_VARIANTS, KEEPS, Choice, keep_
 from ..harness.path import FORWARD, STEP, NotRun, Path, Verdict, Yardstick, attempt
 from ..harness.report import skew_words
 from ..harness.timing import Clock, mean_over_ranks, slowest
-from .moecomm_path import Captured
+from .captured import Captured
 from .plain_layer import PlainLayer, swiglu_experts
 
 IN_ORDER = OverlapConfig(overlap=False)

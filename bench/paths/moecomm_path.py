@@ -17,8 +17,7 @@ from ..harness.case import Case, poison
 from ..harness.options import MOECOMM, Options, Point
 from ..harness.path import CALL, Path, Verdict
 from ..harness.verify import Received
-
-_WARMUP_BEFORE_CAPTURE = 2
+from .captured import in_graph
 
 
 def communicator(options: Options, point: Point, engine: str | None = None) -> moecomm.Communicator:
@@ -47,28 +46,6 @@ def communicator(options: Options, point: Point, engine: str | None = None) -> m
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-
-
-class Captured:
-    """A call captured once in a CUDA graph; `replay` is the call, `result` what each replay writes."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(_WARMUP_BEFORE_CAPTURE):
-                call()
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread asks after its own events meanwhile: only this thread is watched.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.result = call()
-        self._graph = graph
-
-    def replay(self) -> Any:
-        self._graph.replay()
-        return self.result
 
 
 def make_path(comm: moecomm.Communicator, case: Case) -> Path:
@@ -181,7 +158,7 @@ def _path(
     """The path of a call, or with --graph of its replay, whose result `wrong` counts the wrong values of;
     `prepare` makes its inputs of those of the case, and counts, too.
     """
-    timed = Captured(call).replay if case.options.graph else call
+    timed = in_graph(call, case.options.graph)
 
     def check(round: int) -> Verdict:
         case.load(round)
@@ -210,6 +187,7 @@ def _path(
         sms=sms,
         blocks=blocks,
         waited=lambda: comm.stats().get("host_wait_seconds", 0.0),
+        times=max(1, case.options.graph),
     )
 
 

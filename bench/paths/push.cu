@@ -6,8 +6,11 @@
 // allows; a slot is loaded again once the store from it, KEEP stores earlier, has been read out of shared
 // memory.
 //
-// Waits are bounded: a load that does not arrive ends the lane and sets *late. Needs sm_90. Row sizes are
-// multiples of 16 bytes, addresses are aligned to 16 bytes.
+// push_rows does this and ends. exchange_rows then tells every peer by a flag that all of its rows are there,
+// and waits for the flags of all peers: the least that an operation on received rows can take.
+//
+// Waits are bounded: a load or a flag that does not arrive ends the lane or the kernel, and sets *late. Needs
+// sm_90. Row sizes are multiples of 16 bytes, addresses are aligned to 16 bytes.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -53,7 +56,7 @@ __device__ __forceinline__ void store(u64 to, u32 slot, u32 bytes) {
 
 // row_bytes: of a row; slots: of a lane, more than KEEP; blockDim.x: 32 x lanes.
 // Shared memory: lanes x slots slots of row_bytes rounded up to 128, then as many barriers of 8 bytes.
-extern "C" __global__ void push_rows(const u64* from_N, const u64* to_N, int rows, int row_bytes, int slots,
+__device__ __forceinline__ void push(const u64* from_N, const u64* to_N, int rows, int row_bytes, int slots,
                                      u32* late) {
   extern __shared__ __align__(128) unsigned char shared[];
   if (threadIdx.x % 32 != 0) return;
@@ -91,4 +94,33 @@ extern "C" __global__ void push_rows(const u64* from_N, const u64* to_N, int row
     }
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+extern "C" __global__ void push_rows(const u64* from_N, const u64* to_N, int rows, int row_bytes, int slots,
+                                     u32* late) {
+  push(from_N, to_N, rows, row_bytes, slots, late);
+}
+
+// flags_P: the addresses, in the memory of each peer, of this rank's flag there; own_P: of the peers' flags
+// here. A flag is the number of the last exchange, which counters[0] has; counters[1] is 0 between kernels.
+extern "C" __global__ void exchange_rows(const u64* from_N, const u64* to_N, int rows, int row_bytes, int slots,
+                                         u32* late, const u64* flags_P, const u64* own_P, int peers,
+                                         u64* counters) {
+  push(from_N, to_N, rows, row_bytes, slots, late);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  if (atomicAdd(counters + 1, 1ull) != gridDim.x - 1) return;  // the last block goes on
+  __threadfence();
+  const u64 number = counters[0] + 1;
+  counters[0] = number;
+  counters[1] = 0;
+  for (int peer = 0; peer < peers; ++peer)
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flags_P[peer]), "l"(number) : "memory");
+  for (int peer = 0; peer < peers; ++peer) {
+    u64 seen = 0;
+    for (int i = 0; i < TRIES && seen < number; ++i)
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(own_P[peer]) : "memory");
+    if (seen < number) atomicExch(late, 1);
+  }
 }

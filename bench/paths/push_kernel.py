@@ -1,4 +1,4 @@
-"""The push kernel of push.cu: compiled when it is first wanted, launched on torch's current stream."""
+"""The kernels of push.cu: compiled when they are first wanted, launched on torch's current stream."""
 
 from __future__ import annotations
 
@@ -51,39 +51,64 @@ class PushKernel:
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         torch.cuda.current_stream(device).synchronize()  # torch's context is there and current
         module = _checked(self._driver.cuModuleLoadData(_cubin(device)))
-        self._kernel = _checked(self._driver.cuModuleGetFunction(module, b"push_rows"))
+        self._push, self._exchange = (
+            _checked(self._driver.cuModuleGetFunction(module, name))
+            for name in (b"push_rows", b"exchange_rows")
+        )
         attributes = self._driver.CUdevice_attribute
         optin = attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_bytes: int = _checked(self._driver.cuDeviceGetAttribute(optin, device.index))
         limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(self._driver.cuFuncSetAttribute(self._kernel, limit, self.shared_bytes))
+        for kernel in (self._push, self._exchange):
+            _checked(self._driver.cuFuncSetAttribute(kernel, limit, self.shared_bytes))
         self._late = torch.zeros(1, dtype=torch.int32, device=device)
 
     def push(self, from_N: torch.Tensor, to_N: torch.Tensor, row_bytes: int, sms: int) -> None:
         """Copies a row of `row_bytes` from each address of `from_N` to its address in `to_N` (int64)."""
-        rows = from_N.numel()
-        if rows == 0:
-            return
+        if from_N.numel():
+            self._launch(self._push, from_N, to_N, row_bytes, sms)
+
+    def exchange(
+        self,
+        from_N: torch.Tensor,
+        to_N: torch.Tensor,
+        row_bytes: int,
+        sms: int,
+        flags_P: torch.Tensor,
+        own_P: torch.Tensor,
+        counters: torch.Tensor,
+    ) -> None:
+        """The same, then a flag to each peer, at the addresses `flags_P`, and a wait for theirs at `own_P`
+        (int64); `counters` are two zeros (int64) that the exchanges of these flags keep. All ranks call it.
+        """
+        flags = (flags_P.data_ptr(), own_P.data_ptr(), flags_P.numel(), counters.data_ptr())
+        self._launch(self._exchange, from_N, to_N, row_bytes, sms, *flags)
+
+    def _launch(
+        self, kernel: Any, from_N: torch.Tensor, to_N: torch.Tensor, row_bytes: int, sms: int, *flags: int
+    ) -> None:
         shape = ring(row_bytes, self.shared_bytes)
-        values = (from_N.data_ptr(), to_N.data_ptr(), rows, row_bytes, shape.slots, self._late.data_ptr())
+        rows = (from_N.data_ptr(), to_N.data_ptr(), from_N.numel(), row_bytes, shape.slots)
         pointer, word = ctypes.c_void_p, ctypes.c_int
+        kinds = (pointer, pointer, word, word, word, pointer, pointer, pointer, word, pointer)
+        values = (*rows, self._late.data_ptr(), *flags)
         _checked(
             self._driver.cuLaunchKernel(
-                self._kernel,
+                kernel,
                 *(sms, 1, 1),
                 *(32 * shape.lanes, 1, 1),
                 shape.shared_bytes,
                 torch.cuda.current_stream().cuda_stream,
-                (values, (pointer, pointer, word, word, word, pointer)),
+                (values, kinds[: len(values)]),
                 0,
             )
         )
 
     def require_done(self) -> None:
-        """Raises RuntimeError if a row of an earlier push did not come out of memory in time."""
+        """Raises RuntimeError if a row of an earlier push, or a peer's flag, did not come in time."""
         if int(self._late):
             self._late.zero_()
-            raise RuntimeError("the push kernel gave up waiting for a load")
+            raise RuntimeError("the push kernel gave up waiting for a load or a flag")
 
 
 @lru_cache(maxsize=1)

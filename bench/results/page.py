@@ -68,9 +68,11 @@ def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(titles), f"|{rule}|", *(line(row) for row in lines)])
 
 
-def table_of(cells: Cells, groups: Iterable[Group]) -> str:
-    """The table of some columns, a line a comparison."""
-    return table([title for title, _ in cells], [[cell(group) for _, cell in cells] for group in groups])
+def table_of(cells: Cells, groups: Sequence[Group]) -> str:
+    """The table of some columns, a line a comparison, without columns in which nothing stands."""
+    columns = [(title, [cell(group) for group in groups]) for title, cell in cells]
+    shown = [(title, values) for title, values in columns if set(values) != {"-"}]
+    return table([title for title, _ in shown], list(zip(*(values for _, values in shown), strict=True)))
 
 
 def _titled(title: str, body: str) -> str:
@@ -111,6 +113,10 @@ def _wrong(group: Group) -> str:
     return str(sum(row["wrong"] or 0 for row in group.paths.values()))
 
 
+def _of_graph(calls: int) -> str:
+    return "graph" if int(calls) == 1 else f"graph of {calls}"
+
+
 def _case(group: Group) -> str:
     """Describes a comparison in a few words: "bfloat16, top-8 of 256, fp8, fixed"."""
     options, row = group.record["options"], group.own
@@ -122,7 +128,9 @@ def _case(group: Group) -> str:
     if options.get("combine_wire"):
         words.append(f"{options['combine_wire']} sums")
     if options["graph"] or options["capacity"] is not None:
-        words.append("graph" if options["graph"] else "fixed")
+        words.append(_of_graph(options["graph"]) if options["graph"] else "fixed")
+    if options["layout"] == "rank":
+        words.append("by rank")
     if options["kept_handle"]:
         words.append("kept handle" + (" weighted" if options["kept_handle"] == "weighted" else ""))
     if row["num_sms"] is not None:
@@ -155,10 +163,12 @@ _GPU: Cells = (
     ("remote GB/s", lambda g: number(g.own["busbw_GBps"])),
     ("of ceiling", lambda g: g.share("sm-push", 1)),
     ("ceiling GB/s", lambda g: g.of("sm-push", "busbw_GBps", 1, 1)),
+    ("least us", lambda g: g.of("sm-exchange", "time_s", 1e6, 1)),
     ("SMs", lambda g: number(g.own["num_sms"] if g.own["sms"] is None else g.own["sms"], digits=0)),
     ("host us", lambda g: number(g.own.get("host_s"), 1e6)),
     ("faster than nccl", lambda g: g.faster("nccl")),
     ("than nccl-tuned", lambda g: g.faster("nccl-tuned")),
+    ("than nccl-rows", lambda g: g.faster("nccl-rows")),
     ("than torch-symm", lambda g: g.faster("torch-symm")),
     ("#wrong", _wrong),
 )
