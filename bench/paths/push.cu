@@ -103,9 +103,9 @@ extern "C" __global__ void push_rows(const u64* from_N, const u64* to_N, int row
 
 // flags_P: the addresses, in the memory of each peer, of this rank's flag there; own_P: of the peers' flags
 // here. A flag is the number of the last exchange, which counters[0] has; counters[1] is 0 between kernels.
-extern "C" __global__ void exchange_rows(const u64* from_N, const u64* to_N, int rows, int row_bytes, int slots,
-                                         u32* late, const u64* flags_P, const u64* own_P, int peers,
-                                         u64* counters) {
+extern "C" __global__ void exchange_rows(const u64* from_N, const u64* to_N, int rows, int row_bytes,
+                                         int slots, u32* late, const u64* flags_P, const u64* own_P,
+                                         int peers, u64* counters) {
   push(from_N, to_N, rows, row_bytes, slots, late);
   __syncthreads();
   if (threadIdx.x != 0) return;
