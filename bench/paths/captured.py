@@ -29,7 +29,7 @@ class Captured:
         with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             for _ in range(times):
                 self.result = call()
-        self._graph = graph
+        self._graph, self._call = graph, call  # the call's tensors are the graph's
 
     def replay(self) -> Any:
         self._graph.replay()

@@ -190,11 +190,13 @@ def _nodes(rank: int, world_size: int, most: int | None, tokens: int) -> tuple[i
 
 
 @pytest.mark.parametrize(
-    ("most", "tokens", "kernels"), [(None, MOST, 1), (None, MOST + 1, 2), (0, 8, 2), (8, 8, 1), (8, 9, 2)]
+    ("most", "tokens", "one"),
+    [(None, MOST, True), (None, MOST + 1, False), (0, 8, False), (8, 8, True), (8, 9, False)],
 )
-def test_kernels_of_an_operation(pool: Pools, most: int | None, tokens: int, kernels: int) -> None:
+def test_kernels_of_an_operation(pool: Pools, most: int | None, tokens: int, one: bool) -> None:
+    """Beyond few tokens a dispatch is the kernels of its routes, its sender and its receiver."""
     pytest.importorskip("cuda.bindings.runtime")
-    assert pool(1)(_nodes, most, tokens) == [(kernels, kernels)]
+    assert pool(1)(_nodes, most, tokens) == [(1, 1) if one else (3, 2)]
 
 
 def _bad_ids(rank: int, world_size: int, job: Case, bad: int) -> tuple[list[Caught | None], list[str]]:
