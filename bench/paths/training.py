@@ -86,7 +86,24 @@ def merged(
     return results
 
 
-SCHEDULES: dict[str, Schedule] = {"one after the other": one_after_the_other, "merged": merged}
+def weights_together(
+    blocks: Sequence[nn.Module], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    """One after the other, with the gradients of the experts' weights of all microbatches at the end."""
+    layers = [each for block in blocks for each in block.modules() if isinstance(each, MoELayer)]
+    for each in layers:
+        each.overlap = replace(each.overlap, defer_weights=True)
+    results = one_after_the_other(blocks, inputs, gradients)
+    for each in layers:
+        each.backward_weights()
+    return results
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "one after the other": one_after_the_other,
+    "weights together": weights_together,
+    "merged": merged,
+}
 
 
 class Steps:

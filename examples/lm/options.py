@@ -101,6 +101,7 @@ PER_CALL = (
     "compile",
     "graph",
     "merged",
+    "delay_wgrad",
     "note",
 )
 
@@ -129,6 +130,7 @@ class Options:
     graph: bool
     microbatches: int
     merged: bool
+    delay_wgrad: bool
     recompute: list[str]
     offload: int | None
     preset: str
@@ -306,6 +308,11 @@ def _check(options: Options) -> None:
         raise UsageError("--graph captures a step as a whole: not with --microbatches")
     if options.merged and options.microbatches == 1:
         raise UsageError("--merged computes microbatches beside each other: give --microbatches 2 or more")
+    if options.delay_wgrad and (options.microbatches == 1 or options.fsdp):
+        reason = "one product of several microbatches: give --microbatches 2 or more"
+        if options.fsdp:
+            reason = "computed past the hooks by which FSDP shards gradients: not with --fsdp"
+        raise UsageError(f"--delay-wgrad: the gradients of the experts' weights are {reason}")
     if options.top_k > options.experts:
         raise UsageError(f"--top-k {options.top_k} is more than --experts {options.experts}")
     if options.expert_bias and options.expert_precision == "fp8":
@@ -682,6 +689,13 @@ def _parser() -> argparse.ArgumentParser:
         default=False,
         help="compute one microbatch's backward beside the next one's transfers, and the reverse; the losses "
         "are the same, and two H200 were no faster with it",
+    )
+    add(
+        "--delay-wgrad",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compute the gradients of the experts' weights at the end of a step, of all microbatches at "
+        "once: faster where each brings few rows to an expert; rows are kept until then",
     )
     add(
         "--recompute",

@@ -15,11 +15,12 @@ from moecomm.nn import ActivationOffload, MoELayer, OverlapConfig, keep_plans
 
 
 def overlap_config(options: Options) -> OverlapConfig:
-    """Returns what the layers with experts keep."""
+    """Returns what the layers with experts keep, and when they compute their weights' gradients."""
     chosen = options.recompute
     return OverlapConfig(
         keep="nothing" if "dispatch" in chosen else "rows" if "fc1" in chosen else "all",
         keep_shared="shared" not in chosen,
+        defer_weights=options.delay_wgrad,
     )
 
 

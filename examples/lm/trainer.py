@@ -175,6 +175,8 @@ class Trainer:
         ).to(self.ranks.device)
         with self.sharding.step() if self.sharding else nullcontext():
             loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
+        for layer in moe_layers(self.model):
+            layer.backward_weights()  # those of --delay-wgrad
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm = clip_grad_norm(self.model, options.clip, pp_group=pp_group)

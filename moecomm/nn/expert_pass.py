@@ -30,23 +30,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
+from moecomm.nn.deferred import Deferred, Operands, Pending
 from moecomm.nn.experts import shared_gates
 from moecomm.nn.overlap_config import Keep
-from moecomm.nn.parameters import has_hooks, has_main_grad, main_grad_of, to_main_grad
+from moecomm.nn.parameters import grad_in_place, has_hooks
 from moecomm.nn.pool import ActivationPool, PoolHandle
 from moecomm.overlap import Beside, Stages, Timeline
 from moecomm.overlap.beside import Turns
@@ -66,37 +64,6 @@ class Weights(NamedTuple):
     shared_gate: Tensor | None = None
     b_in: Tensor | None = None
     b_out: Tensor | None = None
-
-
-@dataclass
-class Deferred:
-    """Weight gradients of the experts that are still to be computed, oldest first: each function returns
-    those of w_in and of w_out, or None."""
-
-    pending: list[Callable[[], tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
-
-    def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
-        """Computes all pending gradients and adds them to the parameters' `grad`, or `main_grad`. Raises
-        InvalidArgument where the parameters have hooks, which would not run, or are sharded."""
-        for parameter in (w_in, w_out) if self.pending else ():
-            if has_hooks(parameter) or isinstance(parameter, DTensor):
-                raise InvalidArgument(
-                    "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
-                    "fully_shard, or with hooks, which would not see the gradients: set it to False"
-                )
-        while self.pending:
-            for parameter, gradient in zip((w_in, w_out), self.pending.pop(0)(), strict=True):
-                add_gradient(parameter, gradient)
-
-
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Adds a gradient to the parameter's `grad`, or `main_grad`, as autograd does, but for hooks, unless the
-    product has added it already: None."""
-    if gradient is None:
-        return
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    if has_main_grad(parameter):
-        to_main_grad(parameter)
 
 
 @dataclass
@@ -467,9 +434,10 @@ def backward(
             grad_b_out_LH = products.bias_grad(grad_rows_PH, groups, weights_P, index_P=index_P)
     del inner_PI, last, saved, kept
     if call.deferred is not None and (need_in or need_out):
-        of_in = (rows_PH, grad_inner_PI) if need_in else None
-        of_out = None if z_PF is None else (z_PF, grad_rows_PH)
-        call.deferred.pending.append(partial(_wgrads, products, groups, index_P, of_in, of_out))
+        count = grad_inner_PI.shape[0]
+        of_in = Operands(w_in, rows_PH, grad_inner_PI, rows_index=index_P) if need_in else None
+        of_out = None if z_PF is None else Operands(w_out, z_PF, grad_rows_PH, grad_index=index_P)
+        call.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
             grad_out_LFH = products.grouped_mm_wgrad(
@@ -544,17 +512,6 @@ def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
     return grad if runs else None
 
 
-def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
-    None."""
-    if has_main_grad(parameter):
-        return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
-    grad = parameter.grad
-    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
-        return None
-    return grad if grad.dtype is parameter.dtype and grad.shape == parameter.shape else None
-
-
 def _shared_backward(
     grad_y_TH: Tensor,
     x_TH: Tensor,
@@ -592,23 +549,6 @@ def _shared_backward(
         z_TF.t() @ grad_y_TH if z_TF is not None else None,
         grad_gate_H,
     )
-
-
-def _wgrads(
-    products: Products,
-    groups: Tensor,
-    index_P: Tensor | None,
-    of_in: tuple[Tensor, Tensor] | None,
-    of_out: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the weight gradients of w_in and w_out that a backward has put off, where wanted."""
-    with torch.no_grad(), without_autocast(groups.device.type):
-        grad_in = grad_out = None
-        if of_out is not None:
-            grad_out = products.grouped_mm_wgrad(*of_out, groups, grad_index_P=index_P)
-        if of_in is not None:
-            grad_in = products.grouped_mm_wgrad(*of_in, groups, rows_index_P=index_P)
-        return grad_in, grad_out
 
 
 # -- autograd and checkpoints ------------------------------------------------------------------------------

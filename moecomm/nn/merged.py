@@ -22,13 +22,11 @@ from moecomm.nn.expert_pass import (
     Call,
     Forward,
     Weights,
-    add_gradient,
     backward,
-    grad_in_place,
     without_autocast,
 )
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import has_hooks
+from moecomm.nn.parameters import add_gradient, grad_in_place, has_hooks
 from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import CutBlock, Operations, Turned, Values
 

@@ -7,6 +7,7 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.expert_parts import ExpertPart, Split
@@ -66,6 +67,27 @@ def to_main_grad(parameter: Tensor) -> None:
     if parameter.grad is not None:
         main_grad_of(parameter).add_(parameter.grad)
         parameter.grad = None
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Adds a gradient to the parameter's `grad`, or `main_grad`, as autograd does, but for hooks, unless the
+    product has added it already: None."""
+    if gradient is None:
+        return
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    if has_main_grad(parameter):
+        to_main_grad(parameter)
+
+
+def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
+    """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
+    None."""
+    if has_main_grad(parameter):
+        return None if isinstance(parameter, DTensor) else main_grad_of(parameter)
+    grad = parameter.grad
+    if grad is None or isinstance(parameter, DTensor) or grad.requires_grad or not grad.is_contiguous():
+        return None
+    return grad if grad.dtype is parameter.dtype and grad.shape == parameter.shape else None
 
 
 def has_hooks(parameter: Tensor) -> bool:

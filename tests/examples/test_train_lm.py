@@ -300,6 +300,11 @@ WRONG_BEFORE_THERE_ARE_RANKS = {
     "zero steps": (["--steps", "0"], "0 is not a number of at least 1"),
     "negative rate": (["--lr", "-1"], "-1.0 is not a finite number"),
     "a graph of microbatches": (["--graph", "--microbatches", "2"], "not with --microbatches"),
+    "one microbatch with gradients of weights later": (["--delay-wgrad"], "give --microbatches 2 or more"),
+    "sharded gradients of weights later": (
+        ["--delay-wgrad", "--microbatches", "2", "--fsdp"],
+        "hooks by which FSDP shards",
+    ),
     "one merged microbatch": (["--merged"], "--merged computes microbatches beside each other: give --micro"),
     "width of fp8 experts": (["--expert-precision", "fp8", "--ffn", "24"], "--ffn 24 must be a multiple"),
     "unknown option": (["--colour", "red"], "--colour"),

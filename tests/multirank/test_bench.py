@@ -192,7 +192,7 @@ def test_microbatches_are_verified_and_recorded(activation: str, run: Callable[.
         *(("torch products", phase) for phase in ("step", "in a row")),
         *(
             (f"{schedule}, torch", phase)
-            for schedule in ("one after the other", "merged")
+            for schedule in training.SCHEDULES
             for phase in ("step", "in a row", "whole step")
         ),
     ]
@@ -218,8 +218,8 @@ def test_blocks_with_attention_are_verified_and_recorded(run: Callable[..., Ran]
         flags = ("--presets", preset, "--ways", "model", "--layers", "2", "--microbatches", "2", "-d", dtype)
         status, said, content = run("moe_layer", *flags)
         assert status == 0 and "in blocks with attention" in said, said
-        own = [row for row in content["rows"] if row["path"] in ("one after the other", "merged")]
-        assert [row["phase"] for row in own] == ["step", "in a row", "whole step"] * 2
+        own = [row for row in content["rows"] if row["path"] in training.SCHEDULES]
+        assert [row["phase"] for row in own] == ["step", "in a row", "whole step"] * 3
         for row in own:
             assert row["wrong"] == 0 and row["layers"] == 2 and row["note"] == "2 layers, products by torch"
             assert 0 < row["worst"] < verify.BOUNDS[dtype]

@@ -6,6 +6,7 @@ import copy
 import gc
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, InvalidArgument
+from moecomm.kernels.products import Products
 from moecomm.nn import (
     MoEConfig,
     MoELayer,
@@ -24,6 +26,7 @@ from moecomm.nn import (
     sync_gradients,
     update_expert_bias,
 )
+from moecomm.nn import deferred as deferring
 from tests.multirank.conftest import Pools
 from tests.multirank.harness import RankPool
 from tests.multirank.moe_cases import (
@@ -267,28 +270,57 @@ def test_checkpoints_keep_plans(
     pools[2](checkpointed, options, layer, seed)
 
 
-def deferred(rank: int, world_size: int, seed: int) -> None:
-    """Several backwards before their weights' gradients, which add up in their order; none is left over."""
+class CountedProducts(Products):
+    """torch's products, which count the weight gradients that they compute."""
+
+    count = 0
+
+    def grouped_mm_wgrad(self, *args: Any, **options: Any) -> torch.Tensor | None:
+        self.count += 1
+        return super().grouped_mm_wgrad(*args, **options)
+
+
+def deferred(rank: int, world_size: int, options: dict[str, Any], most_rows: int | None, seed: int) -> None:
+    """Several backwards, one of them without tokens, before their weights' gradients; none is left over. With
+    few rows an expert each gradient is one product, and added to what there was before."""
     torch.manual_seed(seed)
-    layer = MoELayer(MoEConfig(**SIZES), max_tokens=8)
-    x = [torch.randn(5, 16) for _ in range(3)]
-    for each in x:
-        layer(each).square().sum().backward()
+    config = MoEConfig(**{**SIZES, "dtype": torch.float64, **options})
+    layer = MoELayer(config, max_tokens=8)
+    x = [torch.randn(tokens, 16, dtype=torch.float64) for tokens in (5, 0, 3, 8 - rank)]
+
+    def run(layer: MoELayer) -> None:
+        for each in x:
+            layer(each).square().sum().backward()
+
+    run(layer)
+    run(layer)
     want = [parameter.grad for parameter in layer.experts.parameters()]
     layer.zero_grad()
+    run(layer)
+    layer.experts.products = products = CountedProducts()
     layer.overlap = OverlapConfig(defer_weights=True)
-    for each in x:
-        layer(each).square().sum().backward()
+    before = [parameter.grad.clone() for parameter in layer.experts.parameters()]
+    run(layer)
     layer.overlap = OverlapConfig()
-    assert all(parameter.grad is None for parameter in layer.experts.parameters())
-    for _ in range(2):  # the second has nothing to do
-        layer.backward_weights()
-        for parameter, grad in zip(layer.experts.parameters(), want, strict=True):
-            assert torch.equal(parameter.grad, grad)
+    for parameter, grad in zip(layer.experts.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    joined = deferring.MOST_JOINED_ROWS if most_rows is None else most_rows
+    with mock.patch.object(deferring, "MOST_JOINED_ROWS", joined):
+        for _ in range(2):  # the second has nothing to do
+            layer.backward_weights()
+            for parameter, grad in zip(layer.experts.parameters(), want, strict=True):
+                torch.testing.assert_close(parameter.grad, grad, rtol=1e-13, atol=1e-13)
+                assert most_rows is None or torch.equal(parameter.grad, grad)
+    assert products.count == (2 if most_rows is None else 2 * len(x))
+    layer.comm.close()
 
 
-def test_weights_later_over_several_backwards(pools: dict[int, RankPool], seed: int) -> None:
-    pools[2](deferred, seed)
+@pytest.mark.parametrize("most_rows", [None, 0])
+@pytest.mark.parametrize("options", [{}, {"rows": "rank"}, {"capacity_factor": 2.0, "pad_to_capacity": True}])
+def test_weights_later_over_several_backwards(
+    pools: dict[int, RankPool], options: dict[str, Any], most_rows: int | None, seed: int
+) -> None:
+    pools[2](deferred, options, most_rows, seed)
 
 
 def frozen(rank: int, world_size: int, seed: int) -> None:

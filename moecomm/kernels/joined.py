@@ -1,0 +1,73 @@
+"""Rows of several passes in one: group by group, and within a group pass by pass.
+
+So a product that sums over the rows of a group, as a weight's gradient does, sums over all passes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PIECE = torch.complex128
+"""A dtype of 16 bytes, in which rows are copied: the largest pieces that a thread of a GPU moves."""
+
+
+class Joined(NamedTuple):
+    """The places of the rows of some passes where these are joined."""
+
+    ends_L: Tensor
+    """int32, the inclusive ends of the joined groups."""
+    places: list[Tensor]
+    """Of each pass, (P,) int64: where its row p comes. Rows past the groups come behind all groups."""
+
+
+def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:
+    """Works out where rows come when passes are joined; the host waits for nothing.
+
+    ends: of each pass the inclusive ends of its groups, (L,) int32, ascending; rows: how many rows it has, P,
+    at least ends[-1].
+
+    Example, two passes of two groups, ends [2, 3] and [1, 4], 3 and 5 rows: the joined ends are [3, 7], and
+    the places [0, 1, 3] and [2, 4, 5, 6, 7].
+    """
+    device = ends[0].device
+    # What is past the groups is one more of them.
+    ends_MG = torch.stack(
+        [torch.cat((each, each.new_full((1,), count))) for each, count in zip(ends, rows, strict=True)]
+    )
+    starts_MG = torch.nn.functional.pad(ends_MG[:, :-1], (1, 0))
+    sizes_MG = ends_MG - starts_MG
+    joined_G = sizes_MG.sum(0).cumsum(0)
+    before_MG = sizes_MG.cumsum(0) - sizes_MG  # rows of the group in earlier passes
+    shifts_MG = joined_G - sizes_MG.sum(0) + before_MG - starts_MG
+    places = []
+    for number, count in enumerate(rows):
+        row_P = torch.arange(count, device=device, dtype=torch.int32)
+        group_P = torch.searchsorted(ends_MG[number], row_P, right=True)
+        places.append(row_P + shifts_MG[number][group_P])
+    return Joined(joined_G[:-1].to(torch.int32), places)
+
+
+def join_rows(rows: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """Returns the rows of all passes, (sum of P, A), each at its place; they are (P, A) of one dtype."""
+    first = rows[0]
+    joined = first.new_empty(sum(each.shape[0] for each in rows), first.shape[1])
+    target = _in_pieces(joined)
+    for each_PA, place_P in zip(rows, places, strict=True):
+        each_PA = each_PA.contiguous()
+        if target is None or (pieces := _in_pieces(each_PA)) is None:
+            joined.index_copy_(0, place_P, each_PA)
+        else:
+            target.index_copy_(0, place_P, pieces)
+    return joined
+
+
+def _in_pieces(rows_PA: Tensor) -> Tensor | None:
+    """Returns the same memory in pieces; None where rows or their beginning are no multiple of them."""
+    size = _PIECE.itemsize
+    if (rows_PA.shape[1] * rows_PA.element_size()) % size or rows_PA.data_ptr() % size:
+        return None
+    return rows_PA.view(_PIECE)

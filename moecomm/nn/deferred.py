@@ -1,0 +1,129 @@
+"""Weight gradients of the experts that backwards have put off, computed all together.
+
+Where a microbatch brings few rows to an expert, a gradient's memory takes longer than its product: every
+microbatch reads and writes all of `grad`. Microbatches that are put off are joined, so that the gradient is
+one product over the rows of all of them, added once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moecomm.errors import InvalidArgument
+from moecomm.kernels.joined import join_groups, join_rows
+from moecomm.kernels.products import Products, gathered
+from moecomm.nn.parameters import add_gradient, grad_in_place, has_hooks
+
+MOST_JOINED_ROWS = 384
+"""Rows that an expert gets on average from a microbatch, up to which gradients are joined: with more the
+product hides its memory, and copying rows together costs what it saves (docs/performance.md)."""
+
+
+@dataclass
+class Operands:
+    """What the gradient of `weight` is the product of: rows^T grad, (P, A) and (P, B) by expert; with an
+    index for the rows, or for the gradients, these are others, and their row p is the one that the index
+    names. The weight is the parameter, or was computed from it."""
+
+    weight: Tensor
+    rows: Tensor
+    grad: Tensor
+    rows_index: Tensor | None = None
+    grad_index: Tensor | None = None
+
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """Returns both without an index, copied where they had one."""
+        return gathered(self.rows, self.rows_index), gathered(self.grad, self.grad_index)
+
+
+@dataclass
+class Pending:
+    """The weight gradients that one backward has put off; None for one that nobody wants."""
+
+    products: Products
+    groups: Tensor
+    count: int
+    """Rows of the experts."""
+    of_in: Operands | None
+    of_out: Operands | None
+
+
+@dataclass
+class Deferred:
+    """Weight gradients that are still to be computed, oldest first."""
+
+    pending: list[Pending] = field(default_factory=list)
+
+    def run(self, w_in: nn.Parameter, w_out: nn.Parameter) -> None:
+        """Computes all pending gradients and adds them to the parameters' `grad`, or `main_grad`. Raises
+        InvalidArgument where the parameters have hooks, which would not run, or are sharded."""
+        for parameter in (w_in, w_out) if self.pending else ():
+            if has_hooks(parameter) or isinstance(parameter, DTensor):
+                raise InvalidArgument(
+                    "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
+                    "fully_shard, or with hooks, which would not see the gradients: set it to False"
+                )
+        with torch.no_grad(), torch.autocast(w_in.device.type, enabled=False):
+            while self.pending:
+                experts = w_in.shape[0]
+                together = _alike(self.pending, experts)
+                del self.pending[: len(together)]
+                ends = [each.groups[-experts:] for each in together]
+                joined = join_groups(ends, [each.count for each in together]) if len(together) > 1 else None
+                groups = together[0].groups if joined is None else together[0].products.groups(joined.ends_L)
+                for parameter, name in ((w_out, "of_out"), (w_in, "of_in")):
+                    operands: list[Operands] = [getattr(each, name) for each in together]
+                    for each in together:
+                        setattr(each, name, None)  # its memory is free as soon as it is read
+                    if operands[0] is None:
+                        continue
+                    made = operands.pop()
+                    if joined is not None:
+                        ordered = [each.in_order() for each in (*operands, made)]
+                        operands.clear()
+                        rows, grads = map(list, zip(*ordered, strict=True))
+                        del ordered
+                        made = Operands(
+                            made.weight, _taken(rows, joined.places), _taken(grads, joined.places)
+                        )
+                    _add(parameter, together[0].products, groups, made)
+                    del made
+
+
+def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:
+    """Joins rows and lets go of the tensors."""
+    joined = join_rows(tensors, places)
+    tensors.clear()
+    return joined
+
+
+def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
+    """Returns the first pending gradients that are to be computed together."""
+    first = pending[0]
+    found = list(itertools.takewhile(lambda each: _kind(each) == _kind(first), pending))
+    rows = sum(each.count for each in found)
+    return found if rows <= MOST_JOINED_ROWS * experts * len(found) else [first]
+
+
+def _kind(pending: Pending) -> tuple[object, ...]:
+    """Returns what pending gradients have in common that are computed together."""
+    operands = (pending.of_in, pending.of_out)
+    return (pending.products, *(None if each is None else each.weight.is_leaf for each in operands))
+
+
+def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:
+    into = grad_in_place(parameter) if products.adds and of.weight.is_leaf else None
+    gradient = products.grouped_mm_wgrad(
+        of.rows, of.grad, groups, into=into, rows_index_P=of.rows_index, grad_index_P=of.grad_index
+    )
+    if gradient is not None and not of.weight.is_leaf:
+        # A cast, say, by torch.func.functional_call: autograd takes the gradient to the parameter.
+        of.weight.backward(gradient, retain_graph=True)
+    else:
+        add_gradient(parameter, gradient)
