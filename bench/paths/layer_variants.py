@@ -328,7 +328,7 @@ class Variants:
         words = [point.preset or "layer", skew_words(vars(point)), str(point.tokens), name]
         stem = "-".join("".join(c if c.isalnum() or c in ".-" else "_" for c in word) for word in words)
         for phase, timeline in timelines.items():
-            path = FilePath(folder) / f"{stem}-{phase}"
+            path = FilePath(folder) / f"{stem}-{phase}".replace(" ", "_")
             timeline.chrome_trace(f"{path}.json", process=f"{point.preset} {phase}")
             try:
                 timeline.picture(f"{path}.png")

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moecomm.nn import MoEBlock, MoELayer
-from moecomm.overlap import run_microbatches
+from moecomm.overlap import Stages, run_microbatches
 
 from ..harness import inputs, verify
 from ..harness import options as named
@@ -71,10 +71,13 @@ def _cut(block: nn.Module) -> MoEBlock:
 
 
 def merged(
-    blocks: Sequence[nn.Module], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    blocks: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    stages: Stages | None = None,
 ) -> list[Tensor]:
     """The backward of a microbatch beside the forward of the next, and the first and last two beside each
-    other."""
+    other; `stages` records when each part runs."""
     results: list[Tensor] = []
 
     def loss(y_TH: Tensor, number: int) -> Tensor:
@@ -82,7 +85,7 @@ def merged(
         value: Tensor = _Loss.apply(y_TH, gradients[number])  # type: ignore[no-untyped-call]
         return value
 
-    run_microbatches([_cut(each) for each in blocks], inputs, loss, merge_ends=True)
+    run_microbatches([_cut(each) for each in blocks], inputs, loss, merge_ends=True, stages=stages)
     return results
 
 
@@ -184,7 +187,7 @@ class _OfALayer(Variants):
                     found[0][key] = weight.grad if anew else weight.grad.mul_(0.5)
                 yield found  # type: ignore[misc]  # a grad that is not there is an error of its own
 
-        return self.path(
+        path = self.path(
             name,
             steps.calls(),
             run,
@@ -194,6 +197,20 @@ class _OfALayer(Variants):
             waited=self.waited,
             note=f"products by {layer.experts.products.name}",
         )
+        if schedule is not merged or case.options.timelines is None:
+            return path
+        return replace(path, more=partial(self._recorded, path, layer))
+
+    def _recorded(self, path: Path, layer: MoELayer) -> dict[str, dict[str, Any]]:
+        """Writes the timeline of a merged step, and measures what else is said of it."""
+        case = self.case
+        stages = Stages(layer.comm.device, record=True)
+        steps = Steps(partial(merged, stages=stages), [layer], [case.microbatches])
+        self.clock.time(partial(steps.run, len(steps.inputs), anew=True))
+        if case.rank == 0:
+            assert case.options.timelines is not None
+            self._write_timelines(case.options.timelines, path.name, {WHOLE: stages.timeline()})
+        return path.more()
 
 
 def make_microbatches(comms: Comms, case: LayerCase, clock: Clock) -> list[Path | Yardstick | NotRun]:
