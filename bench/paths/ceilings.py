@@ -211,8 +211,10 @@ def _pushed(case: Case, clock: Clock, *, flags: bool) -> Path:
     def on(sms: int) -> Callable[[], None]:
         if signals is None:
             return lambda: kernel.push(from_N, to_N, piece, sms)
-        ends = (signals.flags_P, signals.own_P, signals.counters)
-        return lambda: kernel.exchange(from_N, to_N, piece, sms, *ends)
+        # The call keeps the flags' memory, which peers write to, with the addresses in it.
+        return lambda: kernel.exchange(
+            from_N, to_N, piece, sms, signals.flags_P, signals.own_P, signals.counters
+        )
 
     there = torch.cuda.get_device_properties(blocks.device).multi_processor_count
     counts = {*SM_COUNTS, there, *(FEW_SMS if flags else ())}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from moecomm.nn import MoEBlock, MoELayer
+from moecomm.nn import MoEBlock, MoELayer, backward_weights
 from moecomm.overlap import Stages, run_microbatches
 
 from ..harness import inputs, verify
@@ -97,8 +97,8 @@ def weights_together(
     for each in layers:
         each.overlap = replace(each.overlap, defer_weights=True)
     results = one_after_the_other(blocks, inputs, gradients)
-    for each in layers:
-        each.backward_weights()
+    for block in blocks:
+        backward_weights(block)
     return results
 
 

@@ -42,7 +42,7 @@ from lm.recompute import save_memory
 from lm.sharding import Sharding
 from lm.speed import measure_speed
 from lm.stop import StopRequest
-from moecomm.nn import clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
+from moecomm.nn import backward_weights, clip_grad_norm, set_loss_scale, sync_gradients, update_expert_bias
 
 
 class Trainer:
@@ -175,8 +175,7 @@ class Trainer:
         ).to(self.ranks.device)
         with self.sharding.step() if self.sharding else nullcontext():
             loss, load_AE, travelled = self._accumulate(tokens_BS, measured)
-        for layer in moe_layers(self.model):
-            layer.backward_weights()  # those of --delay-wgrad
+        backward_weights(self.model)  # those of --delay-wgrad
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
         norm = clip_grad_norm(self.model, options.clip, pp_group=pp_group)

@@ -19,7 +19,7 @@ from moecomm.nn.data_parallel import fully_shard_experts, prepare_ddp
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.gradients import clip_grad_norm, sync_gradients
 from moecomm.nn.graphed import GraphedStep
-from moecomm.nn.layer import MoELayer, set_loss_scale
+from moecomm.nn.layer import MoELayer, backward_weights, set_loss_scale
 from moecomm.nn.losses import attach_loss, load_balancing_loss, z_loss
 from moecomm.nn.merged import MoEBlock
 from moecomm.nn.offload import ActivationOffload
@@ -43,6 +43,7 @@ __all__ = [
     "SharedExperts",
     "TopKRouter",
     "attach_loss",
+    "backward_weights",
     "clip_grad_norm",
     "fully_shard_experts",
     "is_expert_parameter",

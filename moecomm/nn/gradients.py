@@ -60,8 +60,9 @@ def sync_gradients(
 
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
-    expert_group, parameters that fully_shard has sharded over some of `group`, or a model under
-    DistributedDataParallel, which has synchronised its gradients in the backward. Parameters that tensor
+    expert_group, parameters that fully_shard has sharded over some of `group`, a model under
+    DistributedDataParallel, which has synchronised its gradients in the backward, or gradients that are put
+    off (`backward_weights`). Parameters that tensor
     parallelism has split are not for this function where they are plain tensors: marked, as Megatron-Core
     does (`tensor_model_parallel`), they are refused too.
 
@@ -70,6 +71,7 @@ def sync_gradients(
     has it, so that the backward of all TP ranks has brought the gradients of all their losses into these
     parameters: they are summed over folding.group("dp-cp") and divided by the size of `group`.
     """
+    _require_computed(model)
     if not dist.is_initialized():
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
@@ -139,8 +141,10 @@ def clip_grad_norm(
 
     pp_group: with pipeline stages, the ranks that hold those of one pipeline, over which the norm is summed
     then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
-    several raise InvalidArgument, as every stage would scale its gradients by another factor.
+    several raise InvalidArgument, as every stage would scale its gradients by another factor. So do gradients
+    that are put off (`backward_weights`).
     """
+    _require_computed(model)
     ep_group, pp_group = as_group(ep_group, "ep_group"), as_group(pp_group, "pp_group")
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
     if staged and pp_group is None:
@@ -177,6 +181,15 @@ def clip_grad_norm(
             local = _local(gradient)
             local.mul_(scale.to(local.device, local.dtype))
     return norm if any(p.dtype == torch.float64 for p in trained) else norm.float()
+
+
+def _require_computed(model: nn.Module) -> None:
+    """Refuses gradients that are not all there."""
+    if any(layer.has_pending_weights for layer in layers_of(model)):
+        raise InvalidArgument(
+            "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
+            "that are still put off: call moecomm.nn.backward_weights(model) before"
+        )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -338,6 +338,11 @@ class MoELayer(nn.Module):
             return
         self._deferred.run(self.experts.w_in, self.experts.w_out)
 
+    @property
+    def has_pending_weights(self) -> bool:
+        """True while `backward_weights` has gradients to compute."""
+        return bool(self._deferred.pending)
+
     def timelines(self) -> dict[str, Timeline]:
         """Returns when the stages of the last "forward" and "backward" ran, of those that were recorded
         (`OverlapConfig.record`).
@@ -528,6 +533,14 @@ def _sms_to_share(comm: Communicator) -> int | None:
         return None
     gpu = CudaDevice(comm.device.index)
     return gpu.count_sms() if gpu.capability()[0] >= 9 else None
+
+
+def backward_weights(model: nn.Module) -> None:
+    """Calls `MoELayer.backward_weights` of every MoELayer in the model: before gradients are synchronised,
+    clipped or used."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.backward_weights()
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moecomm
-from moecomm.nn import MoELayer, set_loss_scale, update_expert_bias
+from moecomm.nn import MoELayer, backward_weights, set_loss_scale, update_expert_bias
 from moecomm.overlap import Span, Timeline
 from moecomm.parallel import ParallelFolding
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
@@ -37,7 +37,6 @@ from lm.metrics import (  # isort: skip
     StepTotals,
     Totals,
     last_load,
-    moe_layers,
     read_metrics,
     travel_seconds,
 )
@@ -241,8 +240,7 @@ def test_merged_microbatches_have_the_same_bits(dtype: torch.dtype, tmp_path: Pa
                 losses = [torch.stack(losses).sum()]
                 found.append(torch.stack(loads).sum(0))
             found += losses
-            for layer in moe_layers(model):
-                layer.backward_weights()
+            backward_weights(model)
             optimizer.step()
             optimizer.zero_grad()
             update_expert_bias(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from moecomm.nn import (
     MoEConfig,
     MoELayer,
     OverlapConfig,
+    backward_weights,
     clip_grad_norm,
     is_expert_parameter,
     keep_plans,
@@ -304,10 +306,13 @@ def deferred(rank: int, world_size: int, options: dict[str, Any], most_rows: int
     layer.overlap = OverlapConfig()
     for parameter, grad in zip(layer.experts.parameters(), before, strict=True):
         assert torch.equal(parameter.grad, grad)
+    for use in (sync_gradients, partial(clip_grad_norm, max_norm=1.0)):
+        with pytest.raises(InvalidArgument, match="still put off"):
+            use(layer)
     joined = deferring.MOST_JOINED_ROWS if most_rows is None else most_rows
     with mock.patch.object(deferring, "MOST_JOINED_ROWS", joined):
         for _ in range(2):  # the second has nothing to do
-            layer.backward_weights()
+            backward_weights(layer)
             for parameter, grad in zip(layer.experts.parameters(), want, strict=True):
                 torch.testing.assert_close(parameter.grad, grad, rtol=1e-13, atol=1e-13)
                 assert most_rows is None or torch.equal(parameter.grad, grad)
