@@ -24,6 +24,7 @@ from .push_kernel import push_kernel, ring
 SM_COUNTS = (9, 16, 24, 32, 64, 96, 132)  # tried for the push kernel, and all that the GPU has
 FEW_SMS = (1, 2, 4)  # and for the exchange of few rows
 LINE = 128  # bytes of a line of memory
+_PIECE = 16  # bytes of which bulk copies move multiples
 
 
 class PeerMemory:
@@ -55,7 +56,8 @@ class Blocks:
 
     def __init__(self, case: Case) -> None:
         self.rank, self.ranks = case.rank, case.options.ranks
-        self.row_bytes, self.device = case.wire_row_bytes, case.device
+        # Whole pieces of bulk copies: a row of nvfp4 is a scale longer.
+        self.row_bytes, self.device = -(-case.wire_row_bytes // _PIECE) * _PIECE, case.device
         self._seed, self._inject_error = case.options.seed, case.options.inject_error
         self.rows = case.rows_between()
         if not any(any(rows) for rows in self.rows):

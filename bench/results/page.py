@@ -424,6 +424,20 @@ def _missing(records: Records) -> str:
 
 
 def _gpus(records: Records) -> list[str]:
+    """Returns the section of operations; records with a label, of other machines, have a table each behind
+    it."""
+    others = {name: content for name, content in records.items() if "." in name}
+    found = _gpus_of({name: content for name, content in records.items() if name not in others})
+    for (_, ranks, _), of_one in _grouped(others).items():
+        first = next(iter(of_one.values()))
+        title = f"### On {ranks} x {first['gpus']['names'][0]}"
+        found += [title, _facts(of_one), table_of(_GPU, groups_of(of_one)), _missing(of_one)]
+    return found
+
+
+def _gpus_of(records: Records) -> list[str]:
+    if not records:
+        return ["## GPUs"]
     grown = {name: content for name, content in records.items() if growth.is_one(name)}
     groups = groups_of({name: content for name, content in records.items() if name not in grown})
     points = [each.name for each in groups]

@@ -93,7 +93,7 @@ class Timeline:
         except ImportError as error:
             raise Unsupported("a picture of a timeline needs matplotlib; pip install matplotlib") from error
         height = 0.7
-        figure = Figure(figsize=(12, 1.2 + 0.8 * len(self.streams)), layout="constrained")
+        figure = Figure(figsize=(12, 1.2 + 1.4 * len(self.streams)), layout="constrained")
         axes = figure.add_subplot()
         start = self.spans[0].begin if self.spans else 0.0
         for span in self.spans:
@@ -103,8 +103,11 @@ class Timeline:
             axes.broken_barh(
                 [(begin, length)], (row - height / 2, height), facecolors=colour, edgecolors="white"
             )
-            if length > 0.03 * self.seconds * 1e6:
-                axes.text(begin + length / 2, row, span.name, ha="center", va="center", fontsize=7)
+            share = length / (self.seconds * 1e6)
+            if share > _LEAST_WIDTH:  # names that do not fit in the span's width stand upright in it
+                upright = 90 if share < _OF_A_LETTER * len(span.name) else 0
+                middle = begin + length / 2
+                axes.text(middle, row, span.name, ha="center", va="center", fontsize=6, rotation=upright)
         axes.set_yticks(range(len(self.streams)), self.streams)
         axes.set_ylim(len(self.streams) - 0.5, -0.5)
         axes.set_xlabel("us")
@@ -112,6 +115,10 @@ class Timeline:
             title or f"{self.seconds * 1e6:.0f} us, {self.exposed_share:.1%} exposed communication"
         )
         figure.savefig(path, dpi=120)
+
+
+_LEAST_WIDTH, _OF_A_LETTER = 0.009, 0.005
+"""Parts of a picture's width: of a span that has its name in it, and of a letter."""
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
