@@ -69,31 +69,39 @@ class Deferred:
                     "defer_weights is True for experts under DistributedDataParallel (prepare_ddp) or "
                     "fully_shard, or with hooks, which would not see the gradients: set it to False"
                 )
+        experts = w_in.shape[0]
         with torch.no_grad(), torch.autocast(w_in.device.type, enabled=False):
             while self.pending:
-                experts = w_in.shape[0]
                 together = _alike(self.pending, experts)
                 del self.pending[: len(together)]
-                ends = [each.groups[-experts:] for each in together]
-                joined = join_groups(ends, [each.count for each in together]) if len(together) > 1 else None
-                groups = together[0].groups if joined is None else together[0].products.groups(joined.ends_L)
+                products, groups, places = together[0].products, together[0].groups, None
+                if len(together) > 1:
+                    ends = [each.groups[-experts:] for each in together]
+                    joined = join_groups(ends, [each.count for each in together])
+                    groups, places = products.groups(joined.ends_L), joined.places
                 for parameter, name in ((w_out, "of_out"), (w_in, "of_in")):
-                    operands: list[Operands] = [getattr(each, name) for each in together]
-                    for each in together:
-                        setattr(each, name, None)  # its memory is free as soon as it is read
-                    if operands[0] is None:
-                        continue
-                    made = operands.pop()
-                    if joined is not None:
-                        ordered = [each.in_order() for each in (*operands, made)]
-                        operands.clear()
-                        rows, grads = map(list, zip(*ordered, strict=True))
-                        del ordered
-                        made = Operands(
-                            made.weight, _taken(rows, joined.places), _taken(grads, joined.places)
-                        )
-                    _add(parameter, together[0].products, groups, made)
-                    del made
+                    operands = _take(together, name)
+                    if operands:
+                        _add(parameter, products, groups, _join(operands, places))
+
+
+def _take(together: Sequence[Pending], name: str) -> list[Operands]:
+    """Takes the operands of one weight out of pending gradients, so that their memory is free as soon as they
+    are read; none where nobody wants its gradient."""
+    found = [getattr(each, name) for each in together]
+    for each in together:
+        setattr(each, name, None)
+    return [each for each in found if each is not None]
+
+
+def _join(operands: list[Operands], places: Sequence[Tensor] | None) -> Operands:
+    """Joins the operands of several backwards, whose rows come to `places`, and lets go of them."""
+    if places is None:
+        return operands.pop()
+    weight = operands[0].weight
+    rows, grads = map(list, zip(*(each.in_order() for each in operands), strict=True))
+    operands.clear()
+    return Operands(weight, _taken(rows, places), _taken(grads, places))
 
 
 def _taken(tensors: list[Tensor], places: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -250,6 +251,7 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
         ys = [of(each) for each in x]
         for y in ys:
             y.backward(grad)
+        of.backward_weights()
         grads = {name: parameter.grad for name, parameter in of.named_parameters()}
         return {"y": torch.stack(ys), "x": x.grad, **grads}  # type: ignore[dict-item]
 
@@ -261,6 +263,9 @@ def _layer(rank: int, world_size: int, seed: int, activation: str, bias: bool) -
     found = {"overlapped": taken(step(layer))}  # into gradients that are there
     layer.overlap = OverlapConfig(overlap=False)
     found["in order"] = taken(step(layer))
+    layer.overlap = OverlapConfig(defer_weights=True)
+    with mock.patch("moecomm.nn.deferred.MOST_JOINED_ROWS", 10**6):
+        found["weights together"] = taken(step(layer))
     layer.overlap = OverlapConfig()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
