@@ -508,6 +508,10 @@ def _check_together(options: Options) -> None:
             options.combine_wire is not None and (on_cpu or not on_one_node),
             "--combine-wire is for GPUs (--device cuda) of one node",
         ),
+        (
+            options.graph and options.kept_handle is not None,
+            "--graph is not for --kept-handle, whose backward autograd runs on the forward's stream",
+        ),
         (options.graph and exact, "--graph needs --capacity: exact sizes make the host wait"),
         (by_rank and options.alignment != 1, "--alignment is for --layout expert"),
         (by_rank and options.kept_handle == "weighted", "--kept-handle weighted is for --layout expert"),

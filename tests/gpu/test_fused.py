@@ -194,7 +194,8 @@ def _nodes(rank: int, world_size: int, most: int | None, tokens: int) -> tuple[i
     [(None, MOST, True), (None, MOST + 1, False), (0, 8, False), (8, 8, True), (8, 9, False)],
 )
 def test_kernels_of_an_operation(pool: Pools, most: int | None, tokens: int, one: bool) -> None:
-    """Beyond few tokens a dispatch is the kernels of its routes, its sender and its receiver."""
+    """Beyond few tokens a dispatch is the kernels of its routes, its sender and its receiver. A copy of rows
+    would be one more node."""
     pytest.importorskip("cuda.bindings.runtime")
     assert pool(1)(_nodes, most, tokens) == [(1, 1) if one else (3, 2)]
 

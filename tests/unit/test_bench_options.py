@@ -107,6 +107,7 @@ def test_wide_presets_have_four_experts_a_rank_with_8192_rows_each() -> None:
         ("--baselines nccl", "nccl"),
         ("--graph --capacity auto", "--graph"),
         ("--device cuda -g 2 --graph", "--capacity"),
+        ("--device cuda -g 2 --graph 20 --capacity auto --kept-handle", "--kept-handle"),
         ("--baselines-only", "--baselines"),
         ("-J /nowhere/x.json", "nowhere"),
         ("--plot x.txt", ".png"),
