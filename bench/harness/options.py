@@ -227,6 +227,11 @@ class Options:
         return [Choice(*each) for each in itertools.product(*(values or (None,) for values in given))]
 
     @property
+    def calls_at_once(self) -> int:
+        """How many calls of an operation one timed call makes: those of a graph, or itself."""
+        return max(1, self.graph)
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens per rank of any point."""
         return max(*self.sizes, self.graph_tokens)

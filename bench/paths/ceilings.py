@@ -236,7 +236,7 @@ def _pushed(case: Case, clock: Clock, *, flags: bool) -> Path:
         check=check,
         sms=best,
         note=f"best of {', '.join(trials)} SMs",
-        times=max(1, case.options.graph),
+        times=case.options.calls_at_once,
     )
 
 
@@ -254,7 +254,7 @@ def bare_rows_path(case: Case) -> Path:
         name=f"{backend}-rows",
         calls={CALL: timed},
         check=blocks.checker(timed, arrived, spread=False),
-        times=max(1, case.options.graph),
+        times=case.options.calls_at_once,
     )
 
 

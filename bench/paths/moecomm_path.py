@@ -187,7 +187,7 @@ def _path(
         sms=sms,
         blocks=blocks,
         waited=lambda: comm.stats().get("host_wait_seconds", 0.0),
-        times=max(1, case.options.graph),
+        times=case.options.calls_at_once,
     )
 
 

@@ -21,7 +21,8 @@ class Joined(NamedTuple):
     ends_L: Tensor
     """int32, the inclusive ends of the joined groups."""
     places: list[Tensor]
-    """Of each pass, (P,) int64: where its row p comes. Rows past the groups come behind all groups."""
+    """A tensor for each pass, (P,) int64: element p is the place of the pass's row p among the joined rows.
+    Rows past the groups have places behind all groups."""
 
 
 def join_groups(ends: Sequence[Tensor], rows: Sequence[int]) -> Joined:

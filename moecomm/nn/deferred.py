@@ -130,8 +130,4 @@ def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operan
     gradient = products.grouped_mm_wgrad(
         of.rows, of.grad, groups, into=into, rows_index_P=of.rows_index, grad_index_P=of.grad_index
     )
-    if gradient is not None and not of.weight.is_leaf:
-        # A cast, say, by torch.func.functional_call: autograd takes the gradient to the parameter.
-        of.weight.backward(gradient, retain_graph=True)
-    else:
-        add_gradient(parameter, gradient)
+    add_gradient(parameter if of.weight.is_leaf else of.weight, gradient)

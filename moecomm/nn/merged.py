@@ -152,11 +152,7 @@ class MoEBlock(nn.Module, CutBlock):
         del grads, grad_y_TH
         _, grad_rows_TH, grad_weights_TK, *of_weights = yield from _without_grad(passing, self.comm)
         for weight, gradient in zip(kept.weights, of_weights, strict=True):
-            if isinstance(weight, nn.Parameter):
-                add_gradient(weight, gradient)
-            elif weight is not None and gradient is not None:
-                # One computed from parameters (a cast, by torch.func.functional_call), for all microbatches.
-                weight.backward(gradient, retain_graph=True)
+            add_gradient(weight, gradient)
         return grad_rows_TH, None, grad_weights_TK
 
     def _operations(self, kept: _Kept | None) -> Sequence[Operations]:

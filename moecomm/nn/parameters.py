@@ -69,14 +69,19 @@ def to_main_grad(parameter: Tensor) -> None:
         parameter.grad = None
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Adds a gradient to the parameter's `grad`, or `main_grad`, as autograd does, but for hooks, unless the
-    product has added it already: None."""
-    if gradient is None:
+def add_gradient(weight: Tensor | None, gradient: Tensor | None) -> None:
+    """Adds a gradient to the `grad` of a parameter, or its `main_grad`, as autograd does, but for hooks,
+    unless the product has added it already: None. The gradient of a weight that was computed from parameters
+    (a cast, by torch.func.functional_call) goes on to them through its graph, which stays for other
+    microbatches."""
+    if weight is None or gradient is None:
         return
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    if has_main_grad(parameter):
-        to_main_grad(parameter)
+    if not isinstance(weight, nn.Parameter):
+        weight.backward(gradient, retain_graph=True)
+        return
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    if has_main_grad(weight):
+        to_main_grad(weight)
 
 
 def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
