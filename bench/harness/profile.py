@@ -74,9 +74,12 @@ def longest(kernels: Iterable[tuple[str, Span]], count: int) -> list[dict[str, A
 
 def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, Any]:
     """Runs `call` and returns, of its kernels on this rank's GPU, "profile", their `shares`, and "kernels",
-    the `longest`. trace: the file for a trace that a browser shows (chrome://tracing, ui.perfetto.dev)."""
-    kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds) as profile:
+    the `longest`. trace: the file for a trace that a browser shows (chrome://tracing, ui.perfetto.dev); it
+    has what the host did, too, which takes minutes for a step of many layers."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    if trace is not None:
+        kinds.append(torch.profiler.ProfilerActivity.CPU)
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     if trace is not None:

@@ -35,6 +35,7 @@ class Plan:
         profiled: whether one more step is profiled, on GPUs.
         trace: the folder for its trace, which a browser shows.
         json: the file for the record.
+        commit: the source's, where it is no git checkout.
     """
 
     variants: tuple[str, ...]
@@ -43,6 +44,7 @@ class Plan:
     profiled: bool
     trace: str | None
     json: str | None
+    commit: str | None
 
     @property
     def steps(self) -> int:
@@ -65,6 +67,7 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
     add("--no-profile", action="store_true", help="GPUs: without a profile of one more step")
     add("--trace", metavar="FOLDER", help="GPUs: write the trace of the profiled step there")
     add("-J", "--json", metavar="FILE", help="write a record of the run")
+    add("--commit", metavar="HASH", help="commit to record where the source is no git checkout")
     given, others = parser.parse_known_args(arguments)
     variants = tuple(given.variants.split(","))
     if wrong := [each for each in variants if each not in (MOECOMM, TORCH)]:
@@ -78,6 +81,7 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
         profiled=not given.no_profile,
         trace=given.trace,
         json=given.json,
+        commit=given.commit,
     )
     if taken := [each for each in ("--out", "--steps", "--resume") if each in others]:
         raise UsageError(f"{taken[0]} is not for train_perf.py, which keeps nothing of the training")
@@ -137,7 +141,7 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
         if joined.first:
             command = shlex.join(["python", "bench/train_perf.py", *sys.argv[1:]])
             content = {
-                **record.heading("train_perf", command, None, joined.device.type),
+                **record.heading("train_perf", command, plan.commit, joined.device.type),
                 "ranks": joined.world,
                 "folding": ranks.describe(folding),
                 "options": dataclasses.asdict(options),
@@ -210,15 +214,30 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
         "samples_s": seconds,
         "tokens_per_s": tokens / statistics.median(seconds),
         "losses": [each["loss"] for each in records],
+        "busiest_rank": _busiest(records[-1]["load"], joined.folding.ep),
     }
     if trainer.speed is not None:
         row |= trainer.speed.of(row["tokens_per_s"])
     if variant == MOECOMM and "exposed_share" in records[-1]:
         row["exposed_share"] = records[-1]["exposed_share"]
+    if joined.first:  # a run of all variants takes minutes
+        speed = f", MFU {100 * row['mfu']:.1f} %" if "mfu" in row else ""
+        print(f"{variant}: {row['time_s']:.4f} s a step{speed}", flush=True)
     if on_gpu:
         row["memory_bytes"] = torch.cuda.max_memory_allocated()
-        if plan.profiled:
-            trace = Path(plan.trace, f"{variant}-{number}.json") if plan.trace and joined.first else None
+        if plan.profiled and joined.first:
+            trace = Path(plan.trace, f"{variant}-{number}.json") if plan.trace else None
             row |= profiled(lambda: trainer.step(plan.steps + 1), trace)
+        elif plan.profiled:
+            trainer.step(plan.steps + 1)
     trainer.comm.close()
     return row
+
+
+def _busiest(load_AE: list[list[int]], ep: int) -> float:
+    """Returns the rows of the rank of `ep` that gets most, over those of the average one: the mean over
+    layers. While its experts compute, the others wait."""
+    import torch
+
+    load_AR = torch.tensor(load_AE, dtype=torch.float64).unflatten(1, (ep, -1)).sum(-1)
+    return float((load_AR.amax(1) / load_AR.mean(1)).mean())

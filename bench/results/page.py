@@ -554,11 +554,12 @@ def _cpus(records: Records) -> list[str]:
 
 
 _TRAIN_TITLES = ("model", "layers", "ranks", "tokens a step", "window", "variant", "s a step", "tokens/s",
-                 "TFLOP/s", "MFU %", "exposed %", "memory GB", "loss", "#wrong")  # fmt: skip
+                 "TFLOP/s", "MFU %", "exposed %", "busiest rank", "memory GB", "loss", "#wrong")  # fmt: skip
 
 
 def train_table(records: Records) -> str:
-    """The table of `train_perf.py`: a line a variant of a run, whose loss is that of the last step."""
+    """The table of `train_perf.py`: a line a variant of a run. The busiest rank's rows are over the average
+    rank's, in the last step; the loss is that of the last step."""
     lines = [
         [
             str(row["model"]),
@@ -572,6 +573,7 @@ def train_table(records: Records) -> str:
             number(row.get("tflops"), 1, 0),
             number(row.get("mfu"), 100, 1),
             number(row.get("exposed_share"), 100, 1),
+            number(row.get("busiest_rank"), 1, 3),
             number(row.get("memory_bytes"), 1e-9, 1),
             number(row["losses"][-1], 1, 4),
             wrong_words(row),

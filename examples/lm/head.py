@@ -7,6 +7,8 @@ on from them to the gradients at once: backward only multiplies these by the gra
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch import Tensor, nn
 SLICE_BYTES = 1 << 30
 """Bytes of the float32 logits that there are at a time. With their gradient in bfloat16 it is half as much
 again; products of a thousand tokens and more are as fast as larger ones."""
+
+SLICE_MULTIPLE = 128
+"""Larger slices are a multiple of so many tokens, as tiles of a product are."""
 
 
 class Head(nn.Module):
@@ -85,29 +90,45 @@ def _by_slices(
     dx_TH = torch.empty_like(x_TH)
     dweight_VH = torch.zeros_like(weight_VH, dtype=summed) if need_grads else weight_VH
     size = max(1, SLICE_BYTES // (weight_VH.shape[0] * summed.itemsize))
+    if size > SLICE_MULTIPLE:
+        size -= size % SLICE_MULTIPLE
+    softmax = _compiled_softmax() if x_TH.is_cuda else _softmax
     for start in range(0, len(x_TH), size):
         part = slice(start, start + size)
         logits_TV = x_TH[part] @ weight_VH.T
-        log_shares_TV = logits_TV.log_softmax(dim=-1, dtype=summed)
-        said_T1 = targets_T[part].unsqueeze(1)
-        log_share_T1 = log_shares_TV.gather(1, said_T1)
-        losses_T[part] = -log_share_T1.squeeze(1)
-        if not need_grads:
-            continue
-        # The gradient of a token's logits is its softmax, less one where the target is.
-        dlogits_TV = torch.exp(log_shares_TV, out=logits_TV)
-        del log_shares_TV
-        dlogits_TV.scatter_(1, said_T1, log_share_T1.expm1().to(x_TH.dtype))
-        torch.mm(dlogits_TV, weight_VH, out=dx_TH[part])
-        _add_product(dweight_VH, dlogits_TV, x_TH[part])
+        losses_T[part] = softmax(logits_TV, targets_T[part], summed, need_grads)
+        if need_grads:
+            torch.mm(logits_TV, weight_VH, out=dx_TH[part])
+            _add_product(dweight_VH, logits_TV, x_TH[part])
     return losses_T, (dx_TH, dweight_VH) if need_grads else None
 
 
+def _softmax(logits_TV: Tensor, targets_T: Tensor, summed: torch.dtype, need_grads: bool) -> Tensor:
+    """Returns the tokens' cross-entropies in the dtype `summed`. If needed, logits become the gradient of the
+    sum of these: the softmax, less one where the target is."""
+    log_shares_TV = logits_TV.log_softmax(dim=-1, dtype=summed)
+    said_T1 = targets_T.unsqueeze(1)
+    log_share_T1 = log_shares_TV.gather(1, said_T1)
+    if need_grads:
+        logits_TV.copy_(log_shares_TV.exp_())
+        logits_TV.scatter_(1, said_T1, log_share_T1.expm1().to(logits_TV.dtype))
+    return -log_share_T1.squeeze(1)
+
+
+@functools.cache
+def _compiled_softmax() -> Callable[..., Tensor]:
+    """On GPUs two kernels that torch.compile makes take the place of five, and no logits are written in
+    float32."""
+    return torch.compile(_softmax)
+
+
 def _add_product(sum_VH: Tensor, dlogits_TV: Tensor, x_TH: Tensor) -> None:
-    """Adds dlogits_TV.T @ x_TH, of fewer bits some columns at a time: their product takes memory beside the
-    sum."""
+    """Adds dlogits_TV.T @ x_TH. The CPU has no product that adds to a sum of more bits than its operands
+    have; there it is added some columns at a time, since the product takes memory beside the sum."""
     if sum_VH.dtype == x_TH.dtype:
         sum_VH.addmm_(dlogits_TV.T, x_TH)
-        return
-    for sum_part_VH, part_TV in zip(sum_VH.chunk(8), dlogits_TV.chunk(8, dim=1), strict=True):
-        sum_part_VH += part_TV.T @ x_TH
+    elif sum_VH.is_cuda:
+        torch.addmm(sum_VH, dlogits_TV.T, x_TH, out_dtype=sum_VH.dtype, out=sum_VH)
+    else:
+        for sum_part_VH, part_TV in zip(sum_VH.chunk(8), dlogits_TV.chunk(8, dim=1), strict=True):
+            sum_part_VH += part_TV.T @ x_TH

@@ -55,8 +55,8 @@ class Trainer:
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
         folding = ranks.folding
-        # Windows that a rank computes at a time outside of the training, too.
-        self.eval_batch = self.local_batch // (options.microbatches if folding.pp > 1 else 1)
+        # Windows that a rank computes at a time, outside of the training, too.
+        self.eval_batch = self.local_batch // options.microbatches
         tokens = self.eval_batch * options.seq // (folding.tp * folding.cp)
         self.comm = make_communicator(options, folding, tokens, ranks.device)
         torch.manual_seed(options.seed)

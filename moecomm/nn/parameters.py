@@ -4,6 +4,8 @@ their first values, and gradients in float32."""
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from moecomm.nn.expert_parts import ExpertPart, Split
 
 _MARK = "moecomm_expert_parallel"
 _MAIN_GRAD = "moecomm_main_grad"
+_MOST_THREADS = 16
+"""Threads that draw the first weights of experts."""
 
 
 def mark_expert_parameter(parameter: nn.Parameter) -> None:
@@ -124,11 +128,21 @@ def init_expert_weights(
     """
     if weight_LAB.is_meta:
         return
-    generator = torch.Generator("cpu")
     shape = list(weight_LAB.shape)
     shape[0], shape[split.dim] = 1, shape[split.dim] * part.of
-    for local, weight_AB in enumerate(weight_LAB.detach()):
+
+    def draw(local: int) -> Tensor:
         key = f"{seed}:{name}:{first_expert + local}".encode()
+        generator = torch.Generator("cpu")
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
         whole_1AB = torch.normal(0.0, std, shape, generator=generator, device="cpu")
-        weight_AB.copy_(part.take(whole_1AB, split)[0])
+        return part.take(whole_1AB, split)[0]
+
+    # Each expert has a generator of its own, so a thread can draw it; a few are in memory at a time.
+    at_once = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    experts = list(weight_LAB.detach())
+    with ThreadPoolExecutor(at_once) as threads:
+        for start in range(0, len(experts), at_once):
+            some = range(start, min(start + at_once, len(experts)))
+            for local, drawn_AB in zip(some, threads.map(draw, some), strict=True):
+                experts[local].copy_(drawn_AB)
