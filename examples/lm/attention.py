@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -319,8 +319,9 @@ class AttentionCore(nn.Module):
     keys from max(0, i - window + 1) to i, with window 0 those from 0 to i; logits are multiplied by `scale`,
     None for D^-0.5. A head's sink, if sinks_N is not None, is one logit more in the softmax, without a value.
 
-    Without window and sinks it is torch's scaled_dot_product_attention. That has no kernel for them, so with
-    one of them it is flex_attention on GPUs, compiled: it skips the blocks of keys outside a window, and
+    Without window and sinks it is torch's scaled_dot_product_attention, or for fewer queries than keys two
+    calls of cuDNN's kernel (`attend_in_two`). They have no kernel for the others, so with one of them it is
+    flex_attention on GPUs, compiled: it skips the blocks of keys outside a window, and
     keeps S numbers a head for its backward, not S^2. Of the sinks its logsumexp is enough: a softmax with one
     logit s more is the softmax times sigmoid(logsumexp - s). flex_attention has no backward on the CPU; there
     all logits of some queries at a time are computed, and again in the backward.
@@ -343,6 +344,8 @@ class AttentionCore(nn.Module):
         if not q_BNSD.is_cuda and (queries != keys or window or sinks_N is not None):
             return attend_by_slices(q_BNSD, k_BMSD, v_BMSV, window, sinks_N, scale)
         if window == 0 and sinks_N is None:
+            if q_BNSD.is_cuda and queries < keys and cudnn_serves(q_BNSD, k_BMSD, v_BMSV):
+                return attend_in_two(q_BNSD, k_BMSD, v_BMSV, scale)
             if q_BNSD.is_cuda:
                 k_BMSD, v_BMSV = fit_kernel(q_BNSD, k_BMSD, v_BMSV)
             grouped = q_BNSD.shape[1] != k_BMSD.shape[1]
@@ -362,6 +365,114 @@ class AttentionCore(nn.Module):
 
     def extra_repr(self) -> str:
         return f"window={self.window}" if self.window else ""
+
+
+def cudnn_serves(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> bool:
+    """Does cuDNN's causal kernel take as many keys and values of this kind as there are queries?"""
+    queries, grouped = q_BNSD.shape[2], q_BNSD.shape[1] != k_BMSD.shape[1]
+    own = k_BMSD[:, :, -queries:], v_BMSV[:, :, -queries:]
+    return can_use_cudnn_attention(SDPAParams(q_BNSD, *own, None, 0.0, True, grouped))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_in_two(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, scale: float, kernels: Kernels | None = None
+) -> Tensor:
+    """AttentionCore of the last keys' queries, without window and sinks, by two calls of a kernel that is
+    causal for as many queries as keys alone: of the keys before the queries, each of which all queries see,
+    and of the queries' own. With FlashAttention 2, the one kernel of torch for it, Hopper GPUs reach about
+    half of what they do with cuDNN's.
+
+    The parts are put together by the logarithms of their softmaxes' sums, as in ring attention (arXiv
+    2310.01889); the backward of each part starts from the whole's result.
+    """
+    y_BNSV: Tensor = _InTwo.apply(q_BNSD, k_BMSD, v_BMSV, scale, kernels or CUDNN)  # type: ignore[no-untyped-call]
+    return y_BNSV
+
+
+class Kernels(NamedTuple):
+    """A kernel of attention.
+
+    Attributes:
+        forward: (q, k, v, is_causal, scale) -> the result, the logarithms of its softmaxes' sums, float32,
+            and what else the backward takes.
+        backward: (gradient, q, k, v, result, logarithms, others, is_causal, scale) -> those of q, k and v.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor, Any]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Any]:
+    y, sums, *others, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return y, sums, others
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    sums: Tensor,
+    others: Any,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts_q, starts_k, most_q, most_k, seed, offset = others
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, y, sums, seed, offset, None, starts_q, starts_k, most_q, most_k, 0.0, is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return found
+
+
+CUDNN = Kernels(_cudnn_forward, _cudnn_backward)
+
+
+class _InTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, scale: float, kernels: Kernels
+    ) -> Tensor:
+        first = k_BMSD.shape[2] - q_BNSD.shape[2]
+        parts = [
+            kernels.forward(q_BNSD, k_BMSD[:, :, seen], v_BMSV[:, :, seen], is_causal, scale)
+            for seen, is_causal in ((slice(first), False), (slice(first, None), True))
+        ]
+        sums = torch.logaddexp(parts[0][1], parts[1][1])
+        shares = [(part - sums).exp().view(*q_BNSD.shape[:3], 1) for _, part, _ in parts]
+        y_BNSV = (parts[0][0] * shares[0] + parts[1][0] * shares[1]).to(q_BNSD.dtype)
+        ctx.save_for_backward(q_BNSD, k_BMSD, v_BMSV, y_BNSV, sums)
+        ctx.others, ctx.scale, ctx.kernels = [others for _, _, others in parts], scale, kernels
+        return y_BNSV
+
+    @staticmethod
+    def backward(ctx: Any, grad_BNSV: Tensor) -> tuple[Tensor | None, ...]:
+        q_BNSD, k_BMSD, v_BMSV, y_BNSV, sums = ctx.saved_tensors
+        first = k_BMSD.shape[2] - q_BNSD.shape[2]
+        before, own = (
+            ctx.kernels.backward(
+                grad_BNSV,
+                q_BNSD,
+                k_BMSD[:, :, seen],
+                v_BMSV[:, :, seen],
+                y_BNSV,
+                sums,
+                others,
+                is_causal,
+                ctx.scale,
+            )
+            for (seen, is_causal), others in zip(
+                ((slice(first), False), (slice(first, None), True)), ctx.others, strict=True
+            )
+        )
+        grads = before[0] + own[0], *(torch.cat(both, 2) for both in zip(before[1:], own[1:], strict=True))
+        return *grads, None, None
 
 
 def fit_kernel(q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor) -> tuple[Tensor, Tensor]:

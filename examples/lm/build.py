@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import moecomm
 from lm.attention import AttentionConfig
@@ -21,6 +26,7 @@ from moecomm.parallel import ParallelFolding
 
 FINAL_LR_SHARE = 0.1
 HEADROOM = 1.25  # rows of a graph, and its pool, beyond what a balanced routing needs
+DRAWN = 1 << 22  # numbers of a weight that a thread draws at a time
 
 
 def build_model(
@@ -29,9 +35,11 @@ def build_model(
     comm: moecomm.Communicator,
     folding: ParallelFolding | None = None,
     holds: Callable[[str], bool] = lambda part: True,
+    device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The same weights on every rank, device and folding, from torch's default generator; float32, or rounded
-    to bfloat16 (`narrow`). A stage of a pipeline has some of them: `holds` as in Transformer.
+    """The model on a device. Weights are the same on every rank, device and folding, from torch's default
+    generator; float32, or rounded to bfloat16 (`narrow`). A stage of a pipeline has some of them: `holds` as
+    in Transformer.
 
     Weights start small in proportion to the square root of the width, and those that write into the
     residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, and
@@ -43,33 +51,61 @@ def build_model(
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
     overlap = overlap_config(options)
-    model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding, overlap=overlap), holds)
+    with _LeaveEmpty():
+        model = assemble(
+            options, vocab, lambda: MoELayer(moe, comm, folding=folding, overlap=overlap), holds
+        )
     model = model.float()  # those of experts: see precision
-
-    def draw(weight: torch.Tensor) -> None:
-        """Fills a weight; for one of another stage the numbers are drawn as well, so that the next weight
-        gets its own."""
-        weight = torch.empty(weight.shape) if weight.is_meta else weight
-        torch.nn.init.normal_(weight, std=std)
-
+    seed = int(torch.randint(2**62, ()))
     with torch.no_grad():
-        draw(model.embedding.weight)
-        for module in model.modules():
+        draw_normal(model.embedding.weight, std, f"{seed}:embedding")
+        for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
-                draw(module.weight)
+                if module is model.head.output:
+                    torch.nn.init.zeros_(module.weight)
+                else:
+                    draw_normal(module.weight, std, f"{seed}:{name}")
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
-        if model.head.output is not None:
-            model.head.output.weight.zero_()
+        model.drop_meta()
+        model = model.to(device)
         for name, parameter in model.named_parameters():
             if name.endswith(("out.weight", "w_out", "ffn.down.weight")):
                 parameter.div_(math.sqrt(2 * options.layers))
             elif name.endswith("router.weight"):
                 parameter.mul_(0.1)
-    model.drop_meta()
     if options.weights == "bfloat16":
         narrow(model)
     return model
+
+
+class _LeaveEmpty(TorchFunctionMode):
+    """Leaves the matrices of torch's Linear and Embedding as they are made, since `build_model` fills
+    them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        drawn = func in (torch.nn.init.kaiming_uniform_, torch.nn.init.normal_)
+        if drawn and isinstance(kwargs["tensor"], torch.nn.Parameter):
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def draw_normal(weight: torch.Tensor, std: float, key: str) -> None:
+    """Fills a weight on the CPU with normal numbers that depend on its key alone, on all cores: one core
+    takes a minute for the dense matrices of a large model. A weight on the meta device is left alone."""
+    if weight.is_meta:
+        return
+    flat = weight.detach().view(-1)
+
+    def draw(start: int) -> None:
+        name = hashlib.blake2b(f"{key}:{start}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(name, "little"))
+        flat[start : start + DRAWN].normal_(std=std, generator=generator)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(draw, range(0, flat.numel(), DRAWN)))
 
 
 def narrow(model: Transformer) -> None:

@@ -61,7 +61,7 @@ class Trainer:
         self.comm = make_communicator(options, folding, tokens, ranks.device)
         torch.manual_seed(options.seed)
         layout = lay_out(options, ranks.place.pp)
-        self.model = build_model(options, vocab, self.comm, folding, layout.holds).to(ranks.device)
+        self.model = build_model(options, vocab, self.comm, folding, layout.holds, ranks.device)
         mesh = parallel.split_attention(self.model, folding, ranks.device)
         save_memory(self.model, options)
         if options.compile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from lm import attention as lm_attention  # isort: skip
 from lm.attention import (  # isort: skip
     AttentionConfig,
     AttentionCore,
+    Kernels,
     attend_by_blocks,
     attend_by_slices,
     attend_densely,
+    attend_in_two,
     fit_kernel,
     make_attention,
     make_block_mask,
@@ -330,3 +333,33 @@ def test_fewer_queries_are_those_of_the_last_keys(window: int, sinks: bool, seed
             attend_by_blocks(last_BNSD, k_BMSD, v_BMSD, window, sinks_N, 0.25),
         ):
             assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+    y, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    return y, sums, None
+
+
+def _cpu_backward(*tensors: Any) -> tuple[Tensor, ...]:
+    *given, _, is_causal, scale = tensors
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, ...] = backward(*given, 0.0, is_causal, scale=scale)
+    return found
+
+
+@pytest.mark.parametrize("queries", [1, 8, 23])
+def test_two_calls_of_a_kernel_equal_all_logits(queries: int, seed: int) -> None:
+    """Forward and gradients, in float64, by the CPU's kernels in the place of a GPU's."""
+    torch.manual_seed(seed)
+    shapes = [(2, 3, queries, 16), (2, 3, 24, 16), (2, 3, 24, 16), (2, 3, queries, 16)]
+    *parts, factor = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    found = []
+    for attend in (
+        lambda q, k, v: attend_in_two(q, k, v, 0.3, Kernels(_cpu_forward, _cpu_backward)),
+        lambda q, k, v: attend_densely(q, k, v, 0, None, 0.3),
+    ):
+        own = [each.clone().requires_grad_() for each in parts]
+        y = attend(*own)
+        found.append([y.detach(), *torch.autograd.grad((y * factor).sum(), own)])
+    for one, want in zip(*found, strict=True):
+        assert_close(one, want)
