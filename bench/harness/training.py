@@ -151,7 +151,8 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
             if plan.json is not None:
                 record.write(plan.json, content)
             print(f"# {report.machine_words(content['hardware'], content['gpus'])}")
-            for table in (train_table({"": content}), profile_table({"": content})):
+            run = {str(rows[0]["model"]): content}
+            for table in (train_table(run), profile_table(run)):
                 if table:
                     print(f"\n{table}", flush=True)
             for row in rows:

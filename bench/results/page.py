@@ -553,8 +553,8 @@ def _cpus(records: Records) -> list[str]:
     ]
 
 
-_TRAIN_TITLES = ("model", "layers", "ranks", "tokens a step", "window", "variant", "s a step", "tokens/s",
-                 "TFLOP/s", "MFU %", "exposed %", "busiest rank", "memory GB", "loss", "#wrong")  # fmt: skip
+_TRAIN_TITLES = ("run", "model", "layers", "ranks", "tokens a step", "window", "variant", "s a step",
+                 "tokens/s", "TFLOP/s", "MFU %", "exposed %", "busiest rank", "memory GB", "loss", "#wrong")  # fmt: skip
 
 
 def train_table(records: Records) -> str:
@@ -562,6 +562,7 @@ def train_table(records: Records) -> str:
     rank's, in the last step; the loss is that of the last step."""
     lines = [
         [
+            name,
             str(row["model"]),
             str(row["layers"]),
             str(content["folding"]),
@@ -578,7 +579,7 @@ def train_table(records: Records) -> str:
             number(row["losses"][-1], 1, 4),
             wrong_words(row),
         ]
-        for content in records.values()
+        for name, content in records.items()
         for row in content["rows"]
     ]
     return table(_TRAIN_TITLES, lines)
@@ -587,16 +588,10 @@ def train_table(records: Records) -> str:
 def profile_table(records: Records) -> str:
     """Where the time of a profiled step went on the first GPU, in milliseconds: a line a variant, a column a
     kind of kernels."""
-    runs = [(content, row) for content in records.values() for row in content["rows"] if row.get("profile")]
+    runs = [(name, row) for name, content in records.items() for row in content["rows"] if row.get("profile")]
     kinds = list(dict.fromkeys(kind for _, row in runs for kind in row["profile"]))
-    lines = [
-        [
-            f"{row['model']}, {row['layers']} layers, {content['folding']}, {row['path']}",
-            *(number(row["profile"].get(kind)) for kind in kinds),
-        ]
-        for content, row in runs
-    ]
-    return table(("ms of a step", *kinds), lines)
+    lines = [[name, row["path"], *(number(row["profile"].get(kind)) for kind in kinds)] for name, row in runs]
+    return table(("run", "ms of", *kinds), lines)
 
 
 def _training(records: Records) -> list[str]:

@@ -52,9 +52,7 @@ def build_model(
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
     overlap = overlap_config(options)
     with _LeaveEmpty():
-        model = assemble(
-            options, vocab, lambda: MoELayer(moe, comm, folding=folding, overlap=overlap), holds
-        )
+        model = assemble(options, vocab, lambda: MoELayer(moe, comm, folding=folding, overlap=overlap), holds)
     model = model.float()  # those of experts: see precision
     seed = int(torch.randint(2**62, ()))
     with torch.no_grad():

@@ -126,7 +126,7 @@ def test_the_tables() -> None:
         "profile": {"step": 500.0, "idle": 20.0},
     }  # fmt: skip
     content = {"program": "train_perf", "folding": "2 = tp 1", "rows": [row]}
-    cells = [each.strip() for each in page.train_table({"": content}).splitlines()[-1].split("|")]
-    assert cells[1:3] == ["small", "2"] and "40.4" in cells and "2.5000" in cells
-    assert page.profile_table({"": content}).splitlines()[-1].endswith("| 500.0 | 20.0 |")
+    cells = [each.strip() for each in page.train_table({"one": content}).splitlines()[-1].split("|")]
+    assert cells[1:4] == ["one", "small", "2"] and "40.4" in cells and "2.5000" in cells
+    assert page.profile_table({"one": content}).splitlines()[-1].endswith("| moecomm | 500.0 | 20.0 |")
     assert page.section_of(content) == "training"
