@@ -554,7 +554,8 @@ def _cpus(records: Records) -> list[str]:
 
 
 _TRAIN_TITLES = ("run", "model", "layers", "ranks", "tokens a step", "window", "variant", "s a step",
-                 "tokens/s", "TFLOP/s", "MFU %", "exposed %", "busiest rank", "memory GB", "loss", "#wrong")  # fmt: skip
+                 "tokens/s", "TFLOP/s", "MFU %", "exposed %", "busiest rank", "memory GB", "loss",
+                 "#wrong")  # fmt: skip
 
 
 def train_table(records: Records) -> str:
