@@ -244,7 +244,8 @@ class Communicator:
         it; print it.
 
         The default `device` is that of the constructor; "cuda" needs no GPU here, only a build with the CUDA
-        part. Raises InvalidArgument and Unsupported as the constructor does.
+        part. Raises InvalidArgument and Unsupported as the constructor does, but for what several nodes alone
+        refuse (combine_wire, gradient_wire, engine="copy").
         """
         check_sizes(ranks, num_experts, hidden, top_k, max_tokens, dtype)
         ranks_per_node = check_ranks_per_node(ranks, ranks_per_node) or ranks
@@ -899,7 +900,9 @@ class Communicator:
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
         and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
         waited for each rank to begin operations), rows_in (tokens brought), rows_out (rows got), bytes_wire
-        (row bytes that crossed between ranks, counted at the owner of the experts), plans_made, plans_reused.
+        (row bytes that crossed between ranks, counted at the owner of the experts), plans_made, plans_reused,
+        network_puts, network_bytes, network_row_bytes (messages, bytes, and bytes of rows sent to other
+        nodes).
 
         A rank that holds the others up, since it computes longer or was descheduled, has the largest
         late_seconds on all ranks but its own. Waits for several ranks pass at the same time, so they do not

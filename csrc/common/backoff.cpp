@@ -24,7 +24,7 @@ constexpr unsigned long kTimerSlackNanoseconds = 1000;
 }  // namespace
 
 void Backoff::turn(bool busy, bool stay_awake) {
-  idle_ = busy ? 0 : idle_ + 1;
+  idle_ = busy ? 0 : std::min(idle_ + 1, kAwakeYields + 1);
   if (idle_ == 0) return;
   if (idle_ == 1) since_ = Clock::now();
   if (idle_ <= kYields || (stay_awake && idle_ <= kAwakeYields)) {

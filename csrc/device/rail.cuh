@@ -6,7 +6,7 @@
 namespace moecomm::device {
 
 /// Hands over a command. What this thread wrote, or saw written, before is there for the network to read. The
-/// ring holds more than two operations give, and the one before the last has left when one begins.
+/// ring holds what four operations give, and the one before the last has left when one begins.
 __device__ inline void push_command(const Comm& comm, const Command& command) {
   const uint64_t ticket = atomicAdd(reinterpret_cast<unsigned long long*>(&comm.state().commands), 1ull);
   uint64_t* const slot = comm.rail.at<uint64_t>(comm.rail.layout.commands) + ticket % comm.rail.commands * 2;

@@ -128,7 +128,7 @@ struct EpochFlag {
   }
 };
 
-/// A flag that few threads poll, of which each has nothing else to do: what has arrived is acquired at once.
+/// A flag that is polled by threads that have nothing else to do: what has arrived is acquired at once.
 struct EagerFlag {
   static constexpr unsigned kInterval = 32;
   const uint64_t* address;

@@ -56,7 +56,7 @@ struct WindowShape {
   int64_t most_ids_bytes() const {
     return ids_bytes(max_tokens, for_device() ? RowLayout::rank : RowLayout::expert);
   }
-  /// Commands that the proxy's ring holds: those of two operations and more.
+  /// Commands that the proxy's ring holds: those of four operations, or more.
   uint64_t commands() const;
   /// Pieces in which `bytes` of ids, weights or gradients travel.
   MOECOMM_HD static int64_t pieces(int64_t bytes) { return (bytes + kPieceBytes - 1) / kPieceBytes; }

@@ -1,8 +1,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cassert>
 #include <cstring>
+#include <stdexcept>
 
 #include "common/start_thread.hpp"
 #include "device/comm.cuh"
@@ -289,8 +289,8 @@ void DeviceCommunicator::join_side(cudaStream_t stream) {
   check_cuda(cudaStreamWaitEvent(stream, join_, 0), "cudaStreamWaitEvent");
 }
 
-/// Ends what was begun and will not be completed.
-void DeviceCommunicator::abandon() {
+/// Ends what was begun and will not be completed, before what follows on `stream`.
+void DeviceCommunicator::abandon(cudaStream_t stream) {
   if (!pending_) return;
   const Sent begun = *pending_;
   pending_.reset();
@@ -301,6 +301,12 @@ void DeviceCommunicator::abandon() {
                                  sent.tokens, sent.apart ? begun.blocks : 0),
              "launch of abandon");
   if (sent.apart || begun.later) join_side(pending_stream_);
+  if (stream == pending_stream_) return;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) return;  // who replays a graph puts it after what came before
+  check_cuda(cudaEventRecord(fork_, pending_stream_), "cudaEventRecord");
+  check_cuda(cudaStreamWaitEvent(stream, fork_, 0), "cudaStreamWaitEvent");
 }
 
 const gpu::DispatchBlocks& DeviceCommunicator::divided(const gpu::SendArguments& arguments) const {
@@ -442,8 +448,7 @@ gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positi
 
 /// True where one kernel does all of an operation of `tokens` tokens whose rows travel in `wire`.
 bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
-  return !copies_ && tokens <= std::min<int64_t>(heuristics_.fused_tokens, most_fused_) &&
-         tokens <= comm(wire)->window.stage_tokens;
+  return !copies_ && tokens <= fused_tokens() && tokens <= comm(wire)->window.stage_tokens;
 }
 
 /// Starts to send and to receive what is known before to be so many rows: in one kernel, or two.
@@ -477,7 +482,7 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
   require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
-  abandon();
+  abandon(stream);
   send_and_receive(config_.shape.wire, sending(d), receiving(rows, positions, output), stream);
 }
 
@@ -485,7 +490,7 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
-  abandon();
+  abandon(stream);
   send(config_.shape.wire, sending(d), stream);
 }
 
@@ -507,11 +512,17 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
       if (interrupt_) interrupt_();
     }
     check();
+    // The block that reports a failure and the one that reports the rows may be two: the reason can come later.
+    const Clock::time_point until = Clock::now() + std::chrono::seconds(10);
+    while (rows.rows < 0) {
+      check();
+      if (Clock::now() > until) throw std::runtime_error("a dispatch failed, and the device does not say why");
+      std::this_thread::yield();
+    }
   } catch (...) {
-    abandon();  // at once: peers may wait for what is sent here to be read
+    abandon(pending_stream_);  // at once: peers may wait for what is sent here to be read
     throw;
   }
-  assert(rows.rows >= 0);
   return {rows.rows, rows.positions};
 }
 
@@ -527,7 +538,7 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
-  abandon();
+  abandon(stream);
   gpu::SendArguments arguments{};
   arguments.operation = Operation::redispatch;
   arguments.x = r.x;
@@ -552,7 +563,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
-  abandon();
+  abandon(stream);
   const device::Comm& comm = *this->comm(WireFormat::same);
   gpu::CombineArguments all = arguments;
   all.wire = quantised ? config_.sums : WireFormat::same;
@@ -596,7 +607,7 @@ void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStrea
   require_usable();
   const DeviceGuard guard(config_.device);
   complete(stream);
-  abandon();
+  abandon(stream);
   char* const target = pinned_->texts + (texts_++ % kTexts) * kErrorText;
   const size_t length = std::min(text.size(), size_t{kErrorText - 1});
   std::memcpy(target, text.data(), length);

@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -127,6 +128,7 @@ class DeviceCommunicator {
   /// Up to so many tokens of this rank, one kernel does all of an operation, if it can; as the heuristics say
   /// where this is not called. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
+  int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
   /// Sends and receives, with a capacity: the two functions below in one.
   void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,
                 cudaStream_t stream);
@@ -198,7 +200,7 @@ class DeviceCommunicator {
                      cudaStream_t stream);
   void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
   int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
-  void abandon();
+  void abandon(cudaStream_t stream);
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
   void note_broken();

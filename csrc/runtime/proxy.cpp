@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <exception>
 #include <utility>
 
 #include "common/start_thread.hpp"
@@ -128,7 +129,11 @@ bool Proxy::close(bool drain) noexcept {
 /// any other call.
 void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
-  talk();
+  try {
+    talk();
+  } catch (const std::exception& error) {  // of the network's library, or no memory: nobody is reached any more
+    for (int32_t other = 0; other < others_; ++other) lose(other, Cause::unreachable, error.what());
+  }
   links_->close(kLinksSeconds);
   transport_.reset();
   ended_.set_value();

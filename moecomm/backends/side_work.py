@@ -104,7 +104,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
         return [result]
     found: tuple[torch.Tensor | None, ...]
     if isinstance(result, RawDispatch):
-        found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, result.plan.blob)
+        index = () if result.expert_index is None else result.expert_index[:2]
+        found = (result.tokens_PH, result.scales, result.weights, result.topk_idx_PK, *index)
+        found += (result.plan.blob,)
     else:
         found = result  # the gradients of a dispatch, some of them None
     return [each for each in found if each is not None]

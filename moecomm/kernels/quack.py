@@ -2,7 +2,7 @@
 
 Its grouped products are faster than torch's, add gradients of weights to what is there, and have the
 activation and the routing weight in their epilogues. It is an optional dependency, which `pip
-install 'moecomm[cuda]'` brings.
+install '.[cuda]'` brings.
 
 quack's epilogues read a gate and its up value from neighbouring columns, so the activation is part of the
 products with activation="swiglu_interleaved" and "swiglu_clamped" alone; with others it is a pass of its own,

@@ -35,8 +35,8 @@ class OverlapConfig:
             it again, beside the gradients on their way to the experts.
         beside_sms: SMs of the gradients' way home, beside the gradients of the experts' first weights, which
             leave it so many: from 2 to half of the GPU. None: by the layer's sizes
-            (`moecomm.overlap.sms_beside_wgrad`), for products in bfloat16, or the communicator's SMs where
-            these are at most half of the GPU. 0: it comes first. On one node.
+            (`moecomm.overlap.sms_beside_wgrad`), for products by torch in bfloat16, or the communicator's SMs
+            where these are at most half of the GPU. 0: it comes first. On one node.
         defer_weights: True: backwards leave the gradients of the experts' weights to
             `MoELayer.backward_weights`.
         record: True: measure when stages run, for `MoELayer.timelines`.

@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The spans of one `Executor.run`, by their begin.
+    """The stages of one recorded run (`Stages.timeline`, `MoELayer.timelines`), by their begin.
 
     Attributes:
         spans: all stages, by their begin.

@@ -26,7 +26,7 @@ constexpr double kTimeout = 60.0;
 class GatedRemote final : public Transport {
  public:
   struct Gate {
-    std::atomic<bool> closed = false, waiting = false;
+    std::atomic<bool> closed = false, waiting = false, throws = false;
     std::atomic<int> puts = 0;
   };
   explicit GatedRemote(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {
@@ -36,6 +36,7 @@ class GatedRemote final : public Transport {
   const TransportCaps& caps() const override { return caps_; }
   bool put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) override {
     ++gate_->puts;
+    if (gate_->throws) throw Error(ErrorKind::out_of_memory, "the network has no memory");
     return true;
   }
   void forget(int32_t) override {}
@@ -138,11 +139,23 @@ void test_thread_that_does_not_come_back(bool drain) {
   CHECK(pair.gate.use_count() == 1);
 }
 
+/// What the network's library throws is the reason why nobody on other nodes is reached; the thread ends.
+void test_network_that_throws() {
+  Pair pair;
+  pair.gate->throws = true;
+  pair.proxy->push({Command::Kind::head, 1, 0, 0, 64, 0});
+  const Deadline deadline{std::chrono::duration<double>(kTimeout)};
+  while (pair.proxy->reason(1).empty() && !deadline.passed()) std::this_thread::sleep_for(1ms);
+  CHECK(pair.proxy->reason(1) == "the network has no memory");
+  CHECK(pair.proxy->close(true));
+}
+
 }  // namespace
 
 int main() {
   test_goodbye_counts_what_was_pushed_before();
   test_close_at_once();
+  test_network_that_throws();
   test_thread_that_does_not_come_back(true);
   test_thread_that_does_not_come_back(false);
   return test::finish();

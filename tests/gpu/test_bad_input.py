@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from moecomm import OutOfMemory
+from tests import oracle
 from tests.cases import Case
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
+from tests.multirank.catching import catch
 from tests.multirank.test_bad_input import (
     arguments_of,
     communicator,
@@ -54,3 +59,37 @@ def _valid_after_an_error(rank: int, world_size: int, case: Case) -> list[bool]:
 def test_an_error_leaves_valid_memory(pool: Pools, most_ranks: int, seed: int) -> None:
     for found in pool(most_ranks)(_valid_after_an_error, small(most_ranks, seed, slack=3)):
         assert found == [True] * 6, "offsets, counts, rows, y, InvalidRouting from check(), once"
+
+
+def _no_memory_for_rows(rank: int, world_size: int, case: Case) -> tuple[list[bool], list[str]]:
+    """Rank 0 has no memory for the padded rows of a dispatch, dropless and with a capacity."""
+    found = []
+    with communicator(case) as comm:
+        known, backend = Oracle(case, rank, comm.device), comm._open()
+        room = torch.full((1 << 20,), 7, dtype=torch.uint8, device=comm.device)
+        backend._nowhere, backend._nowhere_address = room, room.data_ptr()
+        make = backend._empty
+
+        def no_rows(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if rank == 0 and len(shape) == 2:
+                raise OutOfMemory("none left", needed=1)
+            return make(shape, dtype)
+
+        for capacity in (None, 4096):
+            call = partial(comm.dispatch, known.own.x_TH, known.own.ids_TK, alignment=16, capacity=capacity)
+            backend._empty = no_rows
+            caught = catch(call)
+            backend._empty = make
+            harness.synchronize()
+            found.append((caught is not None and caught.name == "OutOfMemory") == (rank == 0))
+            found.append(bool((room == 7).all()))
+        return found, oracle.play(comm, case, rank)
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("tokens", [None, 0], ids=["one kernel", "two kernels"])
+def test_no_memory_for_rows_changes_none(pool: Pools, most_ranks: int, tokens: int | None, seed: int) -> None:
+    environment = {} if tokens is None else {"MOECOMM_FUSED_TOKENS": str(tokens)}
+    answers = pool(most_ranks, **environment)(_no_memory_for_rows, small(most_ranks, seed, slack=3))
+    for found, problems in answers:
+        assert problems == [] and found == [True] * 4, found

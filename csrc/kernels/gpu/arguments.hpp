@@ -39,7 +39,7 @@ struct SendArguments {
   RowLayout layout;
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
   int32_t route_blocks;  ///< dispatch: blocks that share the routes
-  int32_t warps;         ///< of a block that move rows, at most
+  int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
   int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
   bool apart;            ///< the kernel that receives is on another stream, and may end before

@@ -34,7 +34,6 @@ struct MemoryOfWarps {
   int32_t counts[warps][kMaxChunk];    ///< entries of meta for each token of a chunk
   uint64_t barriers[warps][8];
   alignas(16) std::byte scales[warps][kScaleBuffer];
-  int32_t shared_word;
 };
 
 constexpr size_t block_bytes(bool bulk) {

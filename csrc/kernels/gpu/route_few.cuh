@@ -21,7 +21,6 @@ struct TokenMaps {
     const uint32_t bit = 1u << (token & 31);
     return atomicOr(map(bin) + (token >> 5), bit) & bit;
   }
-  __device__ bool has(int32_t bin, int32_t token) const { return map(bin)[token >> 5] >> (token & 31) & 1; }
   /// Tokens of a map below `token`.
   __device__ int32_t below(int32_t bin, int32_t token) const {
     const uint32_t* const of = map(bin);
