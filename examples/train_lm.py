@@ -66,7 +66,7 @@ def start_ranks(options: command_line.Options) -> int:
 
     count = ranks.default_ranks(options.device, options.batch) if options.ranks is None else options.ranks
     command_line.check_ranks(options, count)
-    data.split_files(data.find_files(options.data))
+    data.split_files(data.find_files(options.data, Path(options.out)))
     tokenizer.make_tokenizer(options.tokenizer)
     if options.resume:
         from lm import checkpoint  # late: it takes a second to import
@@ -75,12 +75,26 @@ def start_ranks(options: command_line.Options) -> int:
     return ranks.launch(sys.argv, count)
 
 
+def make_room(options: command_line.Options) -> None:
+    """Puts an earlier run's checkpoints aside, before anything can fail: after a restart by torchrun they
+    would be taken for this run's."""
+    from pathlib import Path
+
+    from lm import checkpoint
+
+    aside = checkpoint.set_aside(Path(options.out) / "checkpoints")
+    if aside is not None:
+        print(f"a new run: the checkpoints of the earlier one are now in {aside}", flush=True)
+
+
 def run_rank(options: command_line.Options, stop: StopRequest) -> None:
     import torch.distributed as dist
     from lm import ranks
     from lm.trainer import train
 
     ranks.follow_parent()
+    if not options.resume and os.environ["RANK"] == "0":
+        make_room(options)
     folding = command_line.check_ranks(options, int(os.environ["WORLD_SIZE"]))
     joined = ranks.join(folding, options.device)
     try:

@@ -21,12 +21,11 @@ KINDS = (
     ("attention", r"flash|fmha|sdpa|flex_attention|attention"),
     ("experts' products", r"quack|grouped|GroupProblem"),
     ("dense products", r"nvjet|gemm|cutlass|cublas|splitK|gemv"),
-    ("optimizer", r"adam|multi_tensor|foreach|lamb"),
     ("copies", r"memcpy|memset|copy_kernel|CatArray|fill"),
     ("loss and embedding", r"softmax|nll_loss|cross_entropy|embedding"),
 )
 """The first of these patterns that a kernel's name has is its kind."""
-REST = "elementwise and others"
+REST = "elementwise, optimizer and others"
 LONGEST = 20
 """Kernels of a step that a record names."""
 Span = tuple[float, float]
@@ -88,6 +87,6 @@ def profiled(call: Callable[[], Any], trace: Path | None = None) -> dict[str, An
     kernels = [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in profile.events() or ()
-        if event.device_type == DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     return {"profile": shares(kernels), "kernels": longest(kernels, LONGEST)}

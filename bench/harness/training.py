@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 MOECOMM, TORCH = "moecomm", "torch"
 FLOAT32_DIFFERENCE, BFLOAT16_DIFFERENCE = 1e-4, 1e-2
-"""The most by which the first loss of a variant may differ from that of the first one, of it."""
+"""The most by which the first loss of a variant, and its second gradient norm, may differ from those of the
+first one, of them. The loss alone would not do: a model with an output matrix of its own begins with that of
+guessing, whatever its layers compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,8 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
         json=given.json,
         commit=given.commit,
     )
-    if taken := [each for each in ("--out", "--steps", "--resume") if each in others]:
+    flags = {each.partition("=")[0] for each in others}
+    if taken := sorted(flags & {"--out", "--steps", "--resume", "--sample", "--prompt"}):
         raise UsageError(f"{taken[0]} is not for train_perf.py, which keeps nothing of the training")
     steps = str(plan.steps)
     fixed = ["--out", tempfile.gettempdir(), "--steps", steps, "--log-every", steps]
@@ -94,6 +97,11 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, command_line.Options]:
         "--merged": options.merged,
         "--graph": options.graph,
         "--expert-precision": options.expert_precision == "fp8",
+        "--delay-wgrad": options.delay_wgrad,
+        "--recompute": bool({"fc1", "dispatch", "shared"} & set(options.recompute)),
+        "--wire": options.wire != "dtype",
+        "--combine-wire": options.combine_wire != "dtype",
+        "--gradient-wire": options.gradient_wire != "dtype",
     }
     for name, is_given in not_for_torch.items():
         if is_given and TORCH in variants:
@@ -164,13 +172,14 @@ def _run_rank(plan: Plan, options: command_line.Options) -> int:
 
 
 def measure(plan: Plan, options: command_line.Options, joined: Any) -> list[Row]:
-    """Returns a row of each variant. `wrong` is 1 in one whose first loss is not that of the first variant, 0
-    in the others. joined: this rank's `lm.ranks.Ranks`."""
+    """Returns a row of each variant. `wrong` is 1 in one whose first loss or second gradient norm is not that
+    of the first variant, 0 in the others. joined: this rank's `lm.ranks.Ranks`."""
     rows = [_variant(plan, options, joined, number, name) for number, name in enumerate(plan.variants)]
     allowed = FLOAT32_DIFFERENCE if options.dtype == "float32" else BFLOAT16_DIFFERENCE
-    first = rows[0]["losses"][0]
+    loss, norm = rows[0]["losses"][0], rows[0]["grad_norms"][1]
     for row in rows:
-        row["wrong"] = int(not abs(row["losses"][0] - first) <= allowed * first)
+        same = abs(row["losses"][0] - loss) <= allowed * loss
+        row["wrong"] = int(not (same and abs(row["grad_norms"][1] - norm) <= allowed * norm))
     return rows
 
 
@@ -215,6 +224,7 @@ def _variant(plan: Plan, options: command_line.Options, joined: Any, number: int
         "samples_s": seconds,
         "tokens_per_s": tokens / statistics.median(seconds),
         "losses": [each["loss"] for each in records],
+        "grad_norms": [each["grad_norm"] for each in records],
         "busiest_rank": _busiest(records[-1]["load"], joined.folding.ep),
     }
     if trainer.speed is not None:

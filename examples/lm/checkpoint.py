@@ -141,6 +141,7 @@ def load(
                 print(f"{path} is damaged ({damage}), so it is not used", flush=True)
             continue
         state = _state(model, optimizer, run)
+        del state["param_groups"]  # what a resumed run is given, or sets in each step
         _require_same_model(path, state, ranks)
         load_state(state, checkpoint_id=path)
         return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 from lm import data
 from lm.errors import UsageError
@@ -15,7 +16,9 @@ class Corpus:
 
     def __init__(self, options: Options) -> None:
         self.tokenizer = make_tokenizer(options.tokenizer)
-        self.training_files, self.validation_files = data.split_files(data.find_files(options.data))
+        self.training_files, self.validation_files = data.split_files(
+            data.find_files(options.data, Path(options.out))
+        )
         self.training_N = data.encode(self.training_files, self.tokenizer)
         self.validation_N = data.encode(self.validation_files, self.tokenizer)
         for side, tokens_N in (("training", self.training_N), ("held-out", self.validation_N)):

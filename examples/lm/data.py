@@ -35,8 +35,9 @@ class TextFile:
     name: str  # relative to the folder it was found in: what decides its side of the split
 
 
-def find_files(places: list[str] | None) -> list[TextFile]:
-    """The text files named by paths, folders and globs; by default Python's own standard library."""
+def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFile]:
+    """The text files named by paths, folders and globs; by default Python's own standard library. Of a
+    folder that `out` is in, the files in `out` are left out: what a run writes is not its text."""
     if not places:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         return [file for file in _walk(stdlib) if file.path.suffix == ".py"]
@@ -48,6 +49,8 @@ def find_files(places: list[str] | None) -> list[TextFile]:
         for match in map(Path, matches):
             if match.is_dir():
                 files = _walk(match)
+                if out is not None and match.resolve() in out.resolve().parents:
+                    files = [file for file in files if out.resolve() not in file.path.resolve().parents]
             elif _is_text(match):
                 files = [TextFile(match, match.name)]
             elif match == Path(place):

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 
 SLICE = 1 << 23  # elements that are float32 copies at a time
 KERNEL_ROW = 1024  # a kernel takes tensors as rows of it, and knows by that that they are aligned
-KERNEL_ELEMENTS = range(1 << 18, 1 << 31)  # of tensors that are worth a kernel, and whose indices are 32 bits
+KERNEL_LEAST = 1 << 18  # elements of a tensor that is worth a kernel
+KERNEL_ROWS = (1 << 31) // KERNEL_ROW - 1  # that a kernel takes at a time, since its indices have 32 bits
 
 
 class AdamW(torch.optim.Optimizer):
@@ -116,7 +117,7 @@ class _Part(NamedTuple):
     @property
     def has_kernel(self) -> bool:
         elements = self.weight.numel()
-        return self.weight.is_cuda and elements in KERNEL_ELEMENTS and elements % KERNEL_ROW == 0
+        return self.weight.is_cuda and elements >= KERNEL_LEAST and elements % KERNEL_ROW == 0
 
     def slices(self) -> Iterator[_Part]:
         """Yields slices of at most SLICE elements."""
@@ -205,8 +206,8 @@ def _split(master: Tensor, high: Tensor, remainder: Tensor) -> None:
 
 
 def _update_by_kernel(parts: list[_Part], group: dict[str, Any]) -> None:
-    """Updates each part by one kernel. What it takes beside tensors and constants is on the GPU, so that no
-    step compiles anew and none waits."""
+    """Updates each part by one kernel, those of 2^31 elements and more by several. What it takes beside
+    tensors and constants is on the GPU, so that no step compiles anew and none waits."""
     if not parts:
         return
     kernel, (beta1, beta2), lr = _compiled_update(), group["betas"], group["lr"]
@@ -220,7 +221,11 @@ def _update_by_kernel(parts: list[_Part], group: dict[str, Any]) -> None:
         )
         assert weight is not None
         bits = weight if remainder is None else weight.view(torch.int16)
-        kernel(bits, grad, exp_avg, exp_avg_sq, remainder, *numbers, beta1, beta2, group["eps"])
+        for start in range(0, len(bits), KERNEL_ROWS):
+            rows = slice(start, start + KERNEL_ROWS)
+            tensors = bits, grad, exp_avg, exp_avg_sq, remainder
+            some = (None if each is None else each[rows] for each in tensors)
+            kernel(*some, *numbers, beta1, beta2, group["eps"])
 
 
 @functools.cache

@@ -446,9 +446,9 @@ def _check_attention(options: Options) -> None:
 def _absolute_paths(values: dict[str, Any]) -> None:
     """A run may be resumed from another folder."""
     if values["data"] is not None:
-        values["data"] = [os.path.abspath(place) for place in values["data"]]
+        values["data"] = [os.path.abspath(os.path.expanduser(place)) for place in values["data"]]
     if values["tokenizer"] is not None:
-        values["tokenizer"] = os.path.abspath(values["tokenizer"])
+        values["tokenizer"] = os.path.abspath(os.path.expanduser(values["tokenizer"]))
 
 
 def _load_saved(out: Path) -> dict[str, Any]:
@@ -637,7 +637,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr", type=_amount, help="highest learning rate")
     add("--warmup", type=_count, help="steps in which the learning rate rises")
     add("--weight-decay", type=_amount, default=0.1, help="of matrices, not of norms")
-    add("--clip", type=_amount, default=1.0, help="largest norm of the gradient")
+    add("--clip", type=_amount, default=1.0, help="largest norm of the gradient; 0: any")
     add("--seed", type=int, default=0, help="of the weights and the batches")
 
     add = parser.add_argument_group("ranks").add_argument

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
+
+SAME_SECONDS = 2.0
+"""Signals that come so soon after the first one are the same request: a batch system tells the ranks and
+their launcher, which tells the ranks once more."""
 
 
 class StopRequest:
-    """True once SIGINT or SIGTERM came. A second signal ends the process at once."""
+    """True once SIGINT or SIGTERM came. A later signal ends the process at once."""
 
     def __init__(self) -> None:
         self._asked = False
+        self._since = 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
@@ -19,7 +25,8 @@ class StopRequest:
         return self._asked
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked:
+        if self._asked and time.monotonic() - self._since > SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._asked = True
+        if not self._asked:
+            self._asked, self._since = True, time.monotonic()

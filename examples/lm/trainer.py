@@ -51,6 +51,7 @@ class Trainer:
         self.options, self.ranks, self.stop = options, ranks, stop
         self.out = Path(options.out)
         self.corpus = Corpus(options)
+        self._require_same_text()
         self.local_batch = options.batch // ranks.folding.dp
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         vocab = model_vocab(options, self.corpus.tokenizer.vocab)
@@ -93,6 +94,14 @@ class Trainer:
             self.piped = PipelineStep(self.pipeline, options, self.eval_batch, self.places_S)
         elif options.merged:
             self.merged = MergedStep(self.model, options.microbatches, self.places_S)
+
+    def _require_same_text(self) -> None:
+        """Raises UsageError on all ranks if some have read other text than others: on several hosts, say."""
+        found: list[int] = [0] * self.ranks.world
+        dist.all_gather_object(found, self.corpus.fingerprint)
+        for rank, fingerprint in enumerate(found):
+            if fingerprint != found[0]:
+                raise UsageError(f"--data: ranks 0 and {rank} have read different texts")
 
     def _count_parameters(self) -> tuple[int, int]:
         """`count_parameters` of all stages."""
@@ -178,7 +187,7 @@ class Trainer:
         backward_weights(self.model)  # those of --delay-wgrad
         sync_gradients(self.model, folding=self.ranks.folding)
         pp_group = None if self.pipeline is None else self.pipeline.group
-        norm = clip_grad_norm(self.model, options.clip, pp_group=pp_group)
+        norm = clip_grad_norm(self.model, options.clip or math.inf, pp_group=pp_group)
         rate = learning_rate(step, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -298,9 +307,6 @@ class Trainer:
         if changed:
             self.metrics.write({"step": self.run_state.step, "changed": changed})
         if not self.options.resume:
-            aside = checkpoint.set_aside(self.out / "checkpoints")
-            if aside is not None:
-                self._say(f"a new run: the checkpoints of the earlier one are now in {aside}")
             facts = {
                 "unigram": self.corpus.unigram,
                 "vocab": self.corpus.tokenizer.vocab,

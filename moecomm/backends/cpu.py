@@ -81,7 +81,7 @@ def _plan_view(plan: _C.Plan, name: str) -> torch.Tensor:
         values = _overflow(plan)
     else:
         values = by_expert.offsets if name == "expert_offsets" else [0, *by_expert.offsets]
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
 class CpuBackend:
@@ -152,7 +152,7 @@ class CpuBackend:
         for size in shape:
             count *= size
         if count * dtype.itemsize < _POOLED_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         buffer = self._pool.take(count * dtype.itemsize)
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
@@ -285,7 +285,9 @@ class CpuBackend:
         plan = self._plan(plan)
         rows_TH, scales_P, other_PH = _dense(rows_TH), _dense_or_none(scales_P), _dense_or_none(other_PH)
         out_PH = self._empty((plan.rows, self.hidden), self.dtype)
-        dots_P = None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype))
+        dots_P = (
+            None if other_PH is None else torch.zeros(plan.rows, dtype=weight_dtype(self.dtype), device="cpu")
+        )
         self._native.redispatch(
             plan,
             rows=rows_TH.data_ptr(),
@@ -312,7 +314,7 @@ class CpuBackend:
         y_TH = None if rows_PH is None else self._empty((plan.tokens, self.hidden), self.dtype)
         grads_TK = None
         if weight_grads is not None:
-            grads_TK = torch.empty((plan.tokens, self.top_k), dtype=weight_dtype(self.dtype))
+            grads_TK = torch.empty((plan.tokens, self.top_k), dtype=weight_dtype(self.dtype), device="cpu")
         self._native.combine(
             plan,
             rows=_address(rows_PH),
@@ -326,7 +328,7 @@ class CpuBackend:
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor in the window."""
         if num_tokens == 0:
-            return torch.empty((0, self.hidden), dtype=self.dtype)
+            return torch.empty((0, self.hidden), dtype=self.dtype, device="cpu")
         buffer = self._native.take_input(num_tokens)
         return torch.frombuffer(buffer, dtype=self.dtype).view(num_tokens, self.hidden)
 
@@ -380,4 +382,4 @@ def _address(tensor: torch.Tensor | None) -> int:
     return tensor.data_ptr() or _NOWHERE.data_ptr()
 
 
-_NOWHERE = torch.empty(1, dtype=torch.float64)
+_NOWHERE = torch.empty(1, dtype=torch.float64, device="cpu")

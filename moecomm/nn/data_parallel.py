@@ -76,8 +76,9 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             _ = replicas[layer.comm].group  # makes the process group now and not within a backward
         average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
         setattr(parameter, AVERAGED_BY_DDP, average)
-        parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))
-        parameter.register_post_accumulate_grad_hook(average)
+        if parameter.requires_grad:  # a frozen one has no gradient to average, and takes no hook
+            parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))
+            parameter.register_post_accumulate_grad_hook(average)
     return model
 
 
@@ -139,7 +140,8 @@ def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
     fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     for parameter in experts.parameters():
         setattr(parameter, DIVIDED, True)
-        parameter.register_hook(functools.partial(_divide, divisor=ep_size))
+        if parameter.requires_grad:
+            parameter.register_hook(functools.partial(_divide, divisor=ep_size))
 
 
 def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:

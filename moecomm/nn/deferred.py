@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,12 +123,26 @@ def _alike(pending: Sequence[Pending], experts: int) -> list[Pending]:
 def _kind(pending: Pending) -> tuple[object, ...]:
     """Returns what pending gradients have in common that are computed together."""
     operands = (pending.of_in, pending.of_out)
-    return (pending.products, *(None if each is None else each.weight.is_leaf for each in operands))
+    return (pending.products, *(None if each is None else _source(each.weight) for each in operands))
+
+
+def _source(weight: Tensor) -> tuple[bool, int]:
+    """Returns what tells weights apart whose gradients are not one: whether it is a leaf, and of which leaf
+    it is a cast, or by which operation it was computed. A weight keeps these alive, and so their numbers."""
+    if weight.is_leaf:
+        return True, weight.data_ptr()
+    node: Any = weight.grad_fn
+    while node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    return False, id(getattr(node, "variable", node))
 
 
 def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:
-    into = grad_in_place(parameter) if products.adds and of.weight.is_leaf else None
+    # What a checkpoint has kept of the parameter is another tensor of the same memory.
+    same = of.weight.is_leaf and of.weight.data_ptr() == parameter.data_ptr()
+    weight = parameter if same else of.weight
+    into = grad_in_place(weight) if products.adds and weight.is_leaf else None
     gradient = products.grouped_mm_wgrad(
         of.rows, of.grad, groups, into=into, rows_index_P=of.rows_index, grad_index_P=of.grad_index
     )
-    add_gradient(parameter if of.weight.is_leaf else of.weight, gradient)
+    add_gradient(weight, gradient)

@@ -18,6 +18,7 @@ from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.expert_parts import ExpertPart, splits_of
 from moecomm.nn.parameters import (
+    has_main_grad,
     init_expert_weights,
     init_shared_weight,
     keep_main_grad,
@@ -199,9 +200,16 @@ class GroupedExperts(nn.Module):
 
     def _mark_parameters(self) -> None:
         for parameter in self.parameters():
+            if isinstance(parameter, DTensor):  # FSDP's, which are not marked
+                continue
             mark_expert_parameter(parameter)
-            if self.config.main_grad:
+            if self.config.main_grad and parameter.requires_grad and not has_main_grad(parameter):
                 keep_main_grad(parameter)
+
+    def _apply(self, *args: Any, **options: Any) -> GroupedExperts:
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        self._mark_parameters()  # to_empty, for example, makes new parameters
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -263,6 +271,7 @@ class GroupedExperts(nn.Module):
                 "moecomm.nn.sharded_state, which has all of them"
             )
         super()._load_from_state_dict(state_dict, prefix, *others)
+        self._mark_parameters()  # assign=True puts other tensors in their places
 
     @staticmethod
     def _holds(record: list[int]) -> str:

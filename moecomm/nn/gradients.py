@@ -132,8 +132,9 @@ def clip_grad_norm(
     Call it on every rank, after gradients are synchronised (`sync_gradients`, or a backward under FSDP2 or
     DistributedDataParallel). Each expert is counted once, whichever rank holds it, and a replicated parameter
     once; shards of FSDP2 and of tensor parallelism are added up. With MoEConfig(main_grad=True) an expert's
-    gradient is its `main_grad`. float64 gradients give a float64 norm. All ranks get the same number, and a
-    norm that is not finite makes the gradients so too, as torch.nn.utils.clip_grad_norm_ does.
+    gradient is its `main_grad`. float64 gradients give a float64 norm. All ranks get the same number. As
+    in torch.nn.utils.clip_grad_norm_, a norm of NaN makes all gradients NaN, and an infinite one makes finite
+    gradients zero.
 
     ep_group: the ranks that share out the experts, as a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised on all ranks for another than the layers'

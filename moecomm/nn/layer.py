@@ -32,7 +32,11 @@ from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
 from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
+from moecomm.setup.memory_plan import NATIVE_DTYPES
 from moecomm.types import AnyGroup, Engine
+
+# Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
+_run_experts = _disable_dynamo(run_experts)
 
 
 class Routed(NamedTuple):
@@ -297,6 +301,8 @@ class MoELayer(nn.Module):
         try:
             self._check_settings(in_order)
             require_tensor("x", x, self.comm.device)
+            if x.dtype not in NATIVE_DTYPES:
+                raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
             if x.dim() == 3 and x.shape[2] == self.config.hidden:
                 x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
             if self._sequence is not None:
@@ -328,14 +334,17 @@ class MoELayer(nn.Module):
             y_TH = self._attach(y_TH, unattached)
         return y_TH.view(shape)
 
-    def backward_weights(self) -> None:
+    def backward_weights(self, *, drop: bool = False) -> None:
         """Computes the gradients of the experts' weights that backwards have put off
         (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad`. Where backwards have brought
         up to 384 rows to an expert on average, the gradients of all of them are one product, which is
         faster (docs/overlap.md) and rounds once; else the oldest backward comes first. Hooks of the
-        parameters do not run, and they must not be sharded. Without any it does nothing."""
+        parameters do not run, and they must not be sharded. Without any it does nothing. `drop` throws them
+        away instead, for a step that is left out."""
         if self._own_experts:
             return
+        if drop:
+            self._deferred.pending.clear()
         self._deferred.run(self.experts.w_in, self.experts.w_out)
 
     @property
@@ -380,7 +389,7 @@ class MoELayer(nn.Module):
         experts, shared, call = self.experts, self.shared, self._call(topk_idx_TK)
 
         def run(x_TH: Tensor) -> Tensor:
-            return run_experts(call, x_TH, topk_weights_TK, self._weights())
+            return _run_experts(call, x_TH, topk_weights_TK, self._weights())
 
         # This runs within the calls of both modules, whose hooks may have to make their weights ready.
         y_TH: Tensor = (
@@ -535,12 +544,12 @@ def _sms_to_share(comm: Communicator) -> int | None:
     return gpu.count_sms() if gpu.capability()[0] >= 9 else None
 
 
-def backward_weights(model: nn.Module) -> None:
+def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
     """Calls `MoELayer.backward_weights` of every MoELayer in the model: before gradients are synchronised,
-    clipped or used."""
+    clipped or used; with `drop` where a step is left out."""
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.backward_weights()
+            module.backward_weights(drop=drop)
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:

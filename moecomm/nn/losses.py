@@ -49,6 +49,7 @@ class _AttachLoss(torch.autograd.Function):
         (loss,) = ctx.saved_tensors
         if ctx.on_backward is not None:
             ctx.on_backward()
+            ctx.on_backward = None  # a graph may have several backwards
         return grad_y, torch.full_like(loss, ctx.scale), None, None
 
 

@@ -80,7 +80,7 @@ def add_gradient(weight: Tensor | None, gradient: Tensor | None) -> None:
     microbatches."""
     if weight is None or gradient is None:
         return
-    if not isinstance(weight, nn.Parameter):
+    if not weight.is_leaf:
         weight.backward(gradient, retain_graph=True)
         return
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
@@ -88,7 +88,7 @@ def add_gradient(weight: Tensor | None, gradient: Tensor | None) -> None:
         to_main_grad(weight)
 
 
-def grad_in_place(parameter: nn.Parameter) -> Tensor | None:
+def grad_in_place(parameter: Tensor) -> Tensor | None:
     """Returns the parameter's `grad`, or its `main_grad` if it has one, if a product can add to it, else
     None."""
     if has_main_grad(parameter):
@@ -135,7 +135,7 @@ def init_expert_weights(
         key = f"{seed}:{name}:{first_expert + local}".encode()
         generator = torch.Generator("cpu")
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
-        whole_1AB = torch.normal(0.0, std, shape, generator=generator, device="cpu")
+        whole_1AB = torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32, device="cpu")
         return part.take(whole_1AB, split)[0]
 
     # Each expert has a generator of its own, so a thread can draw it; a few are in memory at a time.

@@ -99,7 +99,9 @@ def saved_beside(rank: int, world_size: int, folder: Path, seed: int) -> list[st
     other = Run(rank, world_size, folder, seed + 1)
     run.state.step = 9
     run.comm.close()
+    other.optimizer.param_groups[0]["weight_decay"] = 0.5  # what a resumed run was given
     path = other.load()
+    problems += ["another weight decay"] * (other.optimizer.param_groups[0]["weight_decay"] != 0.5)
     problems += [f"loaded {path}, step {other.state.step}"] * (other.state.step != 4)
     problems += ["another state"] * (not same(run.values(), other.values()))
     other.comm.close()

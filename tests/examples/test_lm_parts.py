@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from moecomm.overlap import Span, Timeline
 from moecomm.parallel import ParallelFolding
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm import checkpoint, data, options, plots, precision, presets, progress, ranks  # isort: skip
+from lm import checkpoint, data, options, plots, precision, presets, progress, ranks, stop  # isort: skip
 from lm.attention import AttentionConfig  # isort: skip
 from lm.build import (  # isort: skip
     build_graphed_step,
@@ -484,3 +485,39 @@ def test_pictures_of_short_runs(tmp_path: Path, experts: int) -> None:
         assert (tmp_path / "loss.png").stat().st_size > 1000
         assert (tmp_path / "load.png").exists() == (length > 0)
         records.append({"step": length + 1, "loss": 2.0, "load": [[3] * experts, [0] * (experts - 1) + [9]]})
+
+
+def test_what_a_run_writes_is_not_its_text(tree: Path, tmp_path: Path) -> None:
+    """Of a folder that --out is in; not where the text is in --out, or named by itself."""
+    (tree / "runs").mkdir()
+    (tree / "runs" / "metrics.jsonl").write_text("{}\n")
+    assert len(data.find_files([str(tree)])) == 42
+    assert len(data.find_files([str(tree)], tree / "runs")) == 41
+    assert len(data.find_files([str(tree / "runs" / "*")], tree / "runs")) == 1
+    assert len(data.find_files([str(tree)], tree)) == len(data.find_files([str(tree)], tree.parent)) == 42
+
+
+def test_paths_of_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    chosen = options.parse(["--data", "~/src/**/*.md", "--out", str(tmp_path)])
+    assert chosen.data == [f"{tmp_path}/src/**/*.md"]
+
+
+def test_a_second_signal_right_after_the_first_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    now, killed = [100.0], []
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append(number))
+    try:
+        request = stop.StopRequest()
+        assert not request
+        for seconds in (0.0, 0.1, stop.SAME_SECONDS):
+            now[0] = 100.0 + seconds
+            signal.raise_signal(signal.SIGTERM)
+            assert request and not killed
+        now[0] += 0.1
+        signal.raise_signal(signal.SIGTERM)
+        assert killed == [signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -48,6 +48,7 @@ def _measured(rank: int, world: int, arguments: list[str], spoil: bool) -> list[
     [
         "--activation swiglu_interleaved --aux-coef 0 --tp 2",
         "--activation swiglu_clamped --expert-bias --shared-experts 1 --microbatches 2",
+        "--no-tied",
     ],
 )
 def test_variants_train_the_same_model(pool: Pools, text_folder: Path, flags: str) -> None:
@@ -61,10 +62,27 @@ def test_variants_train_the_same_model(pool: Pools, text_folder: Path, flags: st
     assert 0 <= own["exposed_share"] <= 1 and "exposed_share" not in plain
 
 
-def test_a_variant_that_computes_something_else_is_found(pool: Pools, text_folder: Path) -> None:
-    arguments = [*MODEL.split(), "--data", str(text_folder)]
+@pytest.mark.parametrize("flags", ["", "--no-tied"])
+def test_a_variant_that_computes_something_else_is_found(pool: Pools, text_folder: Path, flags: str) -> None:
+    arguments = [*f"{MODEL} {flags}".split(), "--data", str(text_folder)]
     own, plain = pool(2)(_measured, arguments, True)[0]
     assert own["wrong"] == 0 and plain["wrong"] == 1
+
+
+def _other_text(rank: int, world: int, folder: str) -> str:
+    flags = [*MODEL.split(), "--data", f"{folder}/{'a*' if rank == 1 else '*'}"]
+    try:
+        _measured(rank, world, flags, False)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_read_different_texts_are_refused(pool: Pools, tmp_path: Path) -> None:
+    for name in ("a1", "a2", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} is some text of a rank\n" * 200)
+    said = pool(2)(_other_text, str(tmp_path))
+    assert said == ["--data: ranks 0 and 1 have read different texts"] * 2
 
 
 @pytest.mark.parametrize(
@@ -74,6 +92,10 @@ def test_a_variant_that_computes_something_else_is_found(pool: Pools, text_folde
         ("--timed-steps 0", "at least 1"),
         ("--resume", "--resume"),
         ("--out there", "--out"),
+        ("--steps=7", "--steps"),
+        ("--recompute norms,fc1", "--recompute"),
+        ("--delay-wgrad --microbatches 2", "--delay-wgrad"),
+        ("--wire fp8", "--wire"),
         ("--merged --microbatches 2", "--merged"),
         ("--etp 2", "--etp"),
     ],
@@ -92,9 +114,9 @@ def test_the_kinds_of_kernels() -> None:
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
         "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object": "experts' products",
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "dense products",
-        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": profile.REST,
         "Memcpy DtoD (Device -> Device)": "copies",
-        "void at::native::vectorized_elementwise_kernel<4>": "elementwise and others",
+        "void at::native::vectorized_elementwise_kernel<4>": profile.REST,
     }
     assert {name: profile.kind_of(name) for name in names} == names
 

@@ -518,3 +518,27 @@ def destroyed(rank: int, world_size: int, folder: str) -> float:
 
 def test_a_group_that_was_destroyed_is_made_anew(tmp_path: Path) -> None:
     assert run_ranks(3, destroyed, str(tmp_path)) == [3.0, 3.0, 3.0]
+
+
+def _frozen(rank: int, world: int, way: str) -> list[bool]:
+    """Experts without gradients under a wrapper, on two ranks each: everything else trains."""
+    group = groups_of(rank, world, 2)[0]
+    torch.manual_seed(0)
+    model = Model(MoELayer(CONFIG, group=group, max_tokens=8))
+    model.moe.experts.requires_grad_(False)
+    if way == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(prepare_ddp(model))
+    else:
+        fully_shard_experts(model)
+        wrapped = fully_shard(model)
+    wrapped(torch.randn(5, 16, dtype=torch.float64)).square().sum().backward()
+    grads = [model.first.weight.grad, model.moe.router.weight.grad]
+    return [
+        all(each is not None for each in grads),
+        all(each.grad is None for each in model.moe.experts.parameters()),
+    ]
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("ddp", 4), ("ddp", 2), ("fsdp", 2)])
+def test_frozen_experts_take_no_hooks(pool: Pools, way: str, ranks: int) -> None:
+    assert pool(ranks)(_frozen, way) == [[True, True]] * ranks

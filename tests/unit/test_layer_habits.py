@@ -1,0 +1,159 @@
+"""What programs do with a layer: compile it, load its weights, put other tensors in their place, leave steps
+out. One rank, so that gradients can be compared with those of the plain way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import moecomm
+from moecomm.nn import (
+    GroupedExperts,
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    backward_weights,
+    is_expert_parameter,
+    set_loss_scale,
+)
+
+SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "top_k": 2}
+CONFIG = MoEConfig(**SIZES, ffn_hidden=8, init_std=0.5)
+
+
+@pytest.fixture
+def comm() -> Iterator[moecomm.Communicator]:
+    with moecomm.Communicator(**SIZES, max_tokens=64, device="cpu", dtype=torch.float32) as made:
+        yield made
+
+
+def made(comm: moecomm.Communicator, seed: int, **changes: Any) -> MoELayer:
+    overlap = changes.pop("overlap", OverlapConfig())
+    torch.manual_seed(seed)
+    return MoELayer(dataclasses.replace(CONFIG, **changes), comm, overlap=overlap)
+
+
+def gradients(layer: MoELayer, run: Any, x_TH: Tensor) -> list[Tensor | None]:
+    layer.zero_grad()
+    x_TH = x_TH.clone().requires_grad_()
+    run(x_TH).square().sum().backward()
+    return [x_TH.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("breaks", ["load", "hook"])
+def test_a_graph_that_breaks_in_the_routing_keeps_gradients(
+    comm: moecomm.Communicator, breaks: str, seed: int
+) -> None:
+    """The balancing biases' count of choices, and a hook that looks at numbers, end a graph."""
+    layer = made(comm, seed, bias_update_rate=0.001 if breaks == "load" else 0.0)
+    if breaks == "hook":
+        seen: list[list[int]] = []
+        layer.router.register_forward_hook(
+            lambda module, given, out: seen.append(out.tokens_per_expert_E.tolist())
+        )
+    x_TH = torch.randn(8, 16)
+    want = gradients(layer, layer, x_TH)
+    counted = layer.router.load_E.clone() if breaks == "load" else None
+    torch._dynamo.reset()
+    found = gradients(layer, torch.compile(layer, backend="eager"), x_TH)
+    for one, other in zip(found, want, strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one, other)
+    if counted is not None:
+        assert torch.equal(layer.router.load_E, 2 * counted) and counted.sum() == 16
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_weights_that_are_put_in_keep_their_mark(
+    comm: moecomm.Communicator, main_grad: bool, seed: int
+) -> None:
+    layer = made(comm, seed, main_grad=main_grad)
+    state = {name: each.clone() for name, each in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+    layer.load_state_dict(state)
+    layer(torch.randn(4, 16)).sum().backward()
+    w_in = layer.experts.w_in
+    assert is_expert_parameter(w_in) and (w_in.grad is None) == main_grad
+    assert not main_grad or w_in.main_grad.abs().sum() > 0
+    experts = GroupedExperts(dataclasses.replace(CONFIG, main_grad=main_grad), device="meta")
+    assert all(map(is_expert_parameter, experts.to_empty(device="cpu").parameters()))
+
+
+def test_deferred_gradients_of_other_tensors_go_to_these(comm: moecomm.Communicator, seed: int) -> None:
+    layer = made(comm, seed, overlap=OverlapConfig(defer_weights=True))
+    others = {name: each.detach().clone().requires_grad_() for name, each in layer.named_parameters()}
+    functional_call(layer, others, (torch.randn(4, 16),)).sum().backward()
+    layer.backward_weights()
+    assert layer.experts.w_in.grad is None and others["experts.w_in"].grad is not None
+
+
+@pytest.mark.parametrize("computed", ["sum", "cast"])
+def test_deferred_gradients_of_what_a_weight_was_computed_from(
+    comm: moecomm.Communicator, computed: str, seed: int
+) -> None:
+    """A different tensor in each of two microbatches, or a cast of one in both."""
+    layer, parts = made(comm, seed), [torch.randn(8, 16) for _ in range(2)]
+    found = []
+    for defer in (False, True):
+        layer.overlap = OverlapConfig(defer_weights=defer)
+        wide = layer.experts.w_in.detach().double().requires_grad_()
+        added = [torch.zeros_like(layer.experts.w_in, requires_grad=True) for _ in parts]
+        for part, each in zip(parts, added, strict=True):
+            w_in = wide.float() if computed == "cast" else wide.float() + each
+            functional_call(layer, {"experts.w_in": w_in}, (part,)).square().sum().backward()
+        layer.backward_weights()
+        found.append([wide.grad, *(each.grad for each in added)])
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert (found[1][1] is None) == (computed == "cast")
+
+
+def test_a_step_that_is_left_out_leaves_nothing(comm: moecomm.Communicator, seed: int) -> None:
+    layer = made(comm, seed, overlap=OverlapConfig(defer_weights=True))
+    layer(torch.full((4, 16), torch.nan)).sum().backward()
+    backward_weights(layer, drop=True)
+    layer.zero_grad()
+    layer(torch.randn(4, 16)).sum().backward()
+    backward_weights(layer)
+    assert layer.experts.w_in.grad.isfinite().all() and layer.experts.w_in.grad.abs().sum() > 0
+
+
+def test_choices_are_counted_once_for_several_backwards(comm: moecomm.Communicator, seed: int) -> None:
+    layer = made(comm, seed, bias_update_rate=0.001, aux_loss="batch", aux_loss_coef=0.01)
+    set_loss_scale(layer, 1.0)
+    y_TH = layer(torch.randn(8, 16))
+    y_TH[:4].sum().backward(retain_graph=True)
+    y_TH[4:].sum().backward()
+    assert layer.router.load_E.sum() == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_other_dtypes_are_refused(comm: moecomm.Communicator, dtype: torch.dtype, seed: int) -> None:
+    layer = made(comm, seed)
+    with pytest.raises(moecomm.InvalidArgument, match="x is torch"):
+        layer(torch.zeros(4, 16).to(dtype))
+    assert layer(torch.zeros(4, 16)).shape == (4, 16)
+
+
+def test_another_default_device_and_dtype(comm: moecomm.Communicator, seed: int) -> None:
+    layer, x_TH = made(comm, seed), torch.randn(4, 16)
+    want_TH = layer(x_TH)
+    torch.set_default_device("meta")
+    try:
+        found_TH = layer(x_TH)
+        found_TH.sum().backward()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found_TH, want_TH)
+    torch.set_default_dtype(torch.float64)
+    try:
+        twin = made(comm, seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(twin.experts.w_in, layer.experts.w_in)
