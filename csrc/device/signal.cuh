@@ -9,7 +9,8 @@
 namespace moecomm::device {
 
 /// Writes the record of `writer` to every rank of this node. What this block has written before a barrier
-/// that these threads have passed is visible to whoever sees its epoch. Called by whole blocks or warps: threads share the peers.
+/// that these threads have passed is visible to whoever sees its epoch. Called by whole blocks or warps:
+/// threads share the peers.
 __device__ inline void signal_records(const Comm& comm, const SignalRecord& record, int32_t writer,
                                       int thread, int threads) {
   for (int peer = thread; peer < comm.local_ranks; peer += threads) {

@@ -512,11 +512,13 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
       if (interrupt_) interrupt_();
     }
     check();
-    // The block that reports a failure and the one that reports the rows may be two: the reason can come later.
+    // The block that reports a failure and the one that reports the rows may be two: the reason can come
+    // later.
     const Clock::time_point until = Clock::now() + std::chrono::seconds(10);
     while (rows.rows < 0) {
       check();
-      if (Clock::now() > until) throw std::runtime_error("a dispatch failed, and the device does not say why");
+      if (Clock::now() > until)
+        throw std::runtime_error("a dispatch failed, and the device does not say why");
       std::this_thread::yield();
     }
   } catch (...) {

@@ -380,8 +380,7 @@ def attend_in_two(
 ) -> Tensor:
     """AttentionCore of the last keys' queries, without window and sinks, by two calls of a kernel that is
     causal for as many queries as keys alone: of the keys before the queries, each of which all queries see,
-    and of the queries' own. With FlashAttention 2, the one kernel of torch for it, Hopper GPUs reach about
-    half of what they do with cuDNN's.
+    and of the queries' own. torch's one kernel for it, FlashAttention 2, is of the time before Hopper GPUs.
 
     The parts are put together by the logarithms of their softmaxes' sums, as in ring attention (arXiv
     2310.01889); the backward of each part starts from the whole's result.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moecomm.errors import InvalidArgument
 from moecomm.kernels.activation import INTERLEAVED
 from moecomm.nn.expert_parts import splits_of
 from moecomm.nn.experts import GroupedExperts, SharedExperts
@@ -42,7 +43,8 @@ def sharded_state(
 
     ep_group: the ranks that share out the experts, a process group or a DeviceMesh of one dimension. For
     MoELayers it need not be given, and InvalidArgument is raised for another than the layers' own. For
-    parameters marked outside of MoELayers the default is all ranks.
+    parameters marked outside of MoELayers the default is all ranks. InvalidArgument is raised, too, for an
+    optimizer with several numbers of an expert parameter in another shape (Adafactor).
 
     The w_in of experts whose activation interleaves gates and up values has the name w_in.interleaved, so
     that a model with another order of columns finds it missing.
@@ -50,7 +52,7 @@ def sharded_state(
     Every tensor shares storage with the live one: `load` writes into model and optimizer in place.
     "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded;
     add keys of your own beside these, but keep these at the top level of what you pass to `load`. An
-    optimizer that has not stepped is given its state tensors first, all zero, and behaves as before.
+    optimizer that has not stepped is given its state tensors first, as before a step, and behaves as before.
     """
     all_tensors = model.state_dict()  # first: it makes FSDP put its shards in place
     places = _find_places(model, as_group(ep_group, "ep_group"))
@@ -65,7 +67,7 @@ def sharded_state(
         _ensure_state(optimizer)
         state["optimizer"] = {
             saved_as.get(name, name): {
-                key: _shard(value, places.get(parameter) if value.shape == parameter.shape else None)
+                key: _shard(value, _place_of_state(places, parameter, name, key, value))
                 for key, value in optimizer.state[parameter].items()
                 if isinstance(value, Tensor)
             }
@@ -74,6 +76,23 @@ def sharded_state(
         }
         state["param_groups"] = _ParamGroups(optimizer)
     return state
+
+
+def _place_of_state(
+    places: dict[Any, Place], parameter: Tensor, name: str, key: str, value: Tensor
+) -> Place | None:
+    """Returns the place of a tensor of the optimizer's: the parameter's, or None for a number that all ranks
+    have. Raises InvalidArgument for what is of this rank's experts and has another shape than they."""
+    place = places.get(parameter)
+    if place is None or value.shape == parameter.shape:
+        return place
+    if value.numel() > 1:
+        raise InvalidArgument(
+            f"the optimizer's {key} of {name} is {tuple(value.shape)}, and the experts' weight "
+            f"{tuple(parameter.shape)}: a checkpoint would take it for the same on all ranks. Use an "
+            "optimizer whose state has the weights' shape"
+        )
+    return None
 
 
 def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
@@ -133,6 +152,10 @@ def _shard(tensor: Any, place: Place | None) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+_FIRST = {"mu_product": 1.0, "mu": 1.0}  # of NAdam and ASGD; what no step has changed is zero else,
+_FIRST_RATES = ("eta", "step_size")  # or the learning rate: of ASGD and Rprop
+
+
 @torch.no_grad()
 def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes the state tensors of an optimizer that has none, by a step of zero gradients at rate zero."""
@@ -151,10 +174,11 @@ def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    value.fill_(_FIRST.get(name, 0.0) if name not in _FIRST_RATES else group["lr"])
 
 
 class _ParamGroups:

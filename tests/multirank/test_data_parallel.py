@@ -542,3 +542,17 @@ def _frozen(rank: int, world: int, way: str) -> list[bool]:
 @pytest.mark.parametrize(("way", "ranks"), [("ddp", 4), ("ddp", 2), ("fsdp", 2)])
 def test_frozen_experts_take_no_hooks(pool: Pools, way: str, ranks: int) -> None:
     assert pool(ranks)(_frozen, way) == [[True, True]] * ranks
+
+
+def _factored(rank: int, world: int) -> str:
+    model = Model(MoELayer(CONFIG, max_tokens=8))
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    model(torch.randn(5, 16, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    caught = catch(lambda: sharded_state(model, optimizer))
+    return "" if caught is None else f"{caught.name}: {caught.text}"
+
+
+def test_state_that_no_checkpoint_can_tell_apart_is_refused(pool: Pools) -> None:
+    for said in pool(2)(_factored):
+        assert said.startswith("InvalidArgument: the optimizer's row_var of moe.experts."), said

@@ -21,6 +21,7 @@ from moecomm.nn import (
     backward_weights,
     is_expert_parameter,
     set_loss_scale,
+    sharded_state,
 )
 
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "top_k": 2}
@@ -157,3 +158,23 @@ def test_another_default_device_and_dtype(comm: moecomm.Communicator, seed: int)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(twin.experts.w_in, layer.experts.w_in)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "Rprop", "RMSprop", "Adadelta", "SGD"])
+def test_the_state_of_an_optimizer_that_has_not_stepped_changes_nothing(
+    comm: moecomm.Communicator, kind: str, seed: int
+) -> None:
+    found = []
+    for saves in (False, True):
+        layer = made(comm, seed)
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=1e-2, **options)
+        if saves:
+            sharded_state(layer, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.arange(64.0).view(4, 16).sin()).square().sum().backward()
+            optimizer.step()
+        found.append([parameter.detach().clone() for parameter in layer.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

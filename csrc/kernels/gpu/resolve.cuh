@@ -168,8 +168,8 @@ __device__ inline void zero(std::byte* memory, int64_t bytes) {
   for (int64_t i = lane_id(); i < bytes; i += 32) memory[i] = std::byte{0};
 }
 
-/// Zeroes the alignment rows of local expert `e`, as far as the output has them: a dropless dispatch for whose
-/// rows there was no memory has none.
+/// Zeroes the alignment rows of local expert `e`, as far as the output has them: a dropless dispatch for
+/// whose rows there was no memory has none.
 __device__ inline void zero_padding(const Comm& comm, const ReceiveArguments& args, const RowTables& tables,
                                     int64_t e) {
   const DeviceShape& s = comm.window.shape;
