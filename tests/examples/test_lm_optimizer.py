@@ -99,6 +99,7 @@ def test_what_is_compiled_for_gpus_is_the_same_update(
             (AdamW([{"params": parameters, "weight_decay": 0.1}], **SETTINGS, moments=moments), parameters)
         )
     monkeypatch.setattr(under_test, "KERNEL_ROW", 64)
+    monkeypatch.setattr(under_test, "KERNEL_ROWS", 3)  # so that a tensor goes by parts
     monkeypatch.setattr(under_test, "_compiled_update", lambda: under_test._update_one)
     for step in range(6):
         grads = [gradients(seed, step, dtype)[1]]

@@ -7,18 +7,23 @@ import torch
 
 from tests.examples import conftest  # noqa: F401  (puts examples/ on the path)
 
-from lm.optimizer import KERNEL_ELEMENTS, AdamW  # isort: skip
+from lm import optimizer as lm_optimizer  # isort: skip
+from lm.optimizer import KERNEL_LEAST, AdamW  # isort: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_only")]
 
-SHAPES = [(8, 256, 512), (KERNEL_ELEMENTS.start // 512, 1024), (100, 30)]
+SHAPES = [(8, 256, 512), (KERNEL_LEAST // 512, 1024), (100, 30)]
 
 
+@pytest.mark.parametrize("rows", [lm_optimizer.KERNEL_ROWS, 300], ids=["whole", "parts"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_the_update_on_cpus(weights: torch.dtype, moments: torch.dtype, seed: int) -> None:
-    """One step at a time from the same state; a kernel may round a product and a sum together. In bfloat16
-    two that are nearly equal may be rounded apart, by one number."""
+def test_equals_the_update_on_cpus(
+    weights: torch.dtype, moments: torch.dtype, rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step at a time from the same state, of whole tensors and by parts; a kernel may round a product and
+    a sum together. In bfloat16 two that are nearly equal may be rounded apart, by one number."""
+    monkeypatch.setattr(lm_optimizer, "KERNEL_ROWS", rows)
     torch.manual_seed(seed)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(weights)) for shape in SHAPES]
     copies = [torch.nn.Parameter(each.detach().cuda()) for each in parameters]
