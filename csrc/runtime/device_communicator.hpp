@@ -128,6 +128,7 @@ class DeviceCommunicator {
   /// Up to so many tokens of this rank, one kernel does all of an operation, if it can; as the heuristics say
   /// where this is not called. Ranks need not agree on it.
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
+  /// The number of tokens up to which that is so.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
   /// Sends and receives, with a capacity: the two functions below in one.
   void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,

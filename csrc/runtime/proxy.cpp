@@ -131,8 +131,8 @@ void Proxy::run() {
   begin_polling("moecomm-proxy", caps_.cores);
   try {
     talk();
-  } catch (
-      const std::exception& error) {  // of the network's library, or no memory: nobody is reached any more
+  } catch (const std::exception& error) {
+    // The network's library has thrown it, or there is no memory: nobody is reached any more.
     for (int32_t other = 0; other < others_; ++other) lose(other, Cause::unreachable, error.what());
   }
   links_->close(kLinksSeconds);

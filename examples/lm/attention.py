@@ -433,15 +433,20 @@ def _cudnn_backward(
 CUDNN = Kernels(_cudnn_forward, _cudnn_backward)
 
 
+def _parts(queries: int, keys: int) -> tuple[tuple[slice, bool], tuple[slice, bool]]:
+    """Returns the keys before the last queries and their own, each with whether attention is causal there."""
+    first = keys - queries
+    return (slice(first), False), (slice(first, None), True)
+
+
 class _InTwo(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_BNSD: Tensor, k_BMSD: Tensor, v_BMSV: Tensor, scale: float, kernels: Kernels
     ) -> Tensor:
-        first = k_BMSD.shape[2] - q_BNSD.shape[2]
         parts = [
             kernels.forward(q_BNSD, k_BMSD[:, :, seen], v_BMSV[:, :, seen], is_causal, scale)
-            for seen, is_causal in ((slice(first), False), (slice(first, None), True))
+            for seen, is_causal in _parts(q_BNSD.shape[2], k_BMSD.shape[2])
         ]
         sums = torch.logaddexp(parts[0][1], parts[1][1])
         shares = [(part - sums).exp().view(*q_BNSD.shape[:3], 1) for _, part, _ in parts]
@@ -453,23 +458,14 @@ class _InTwo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BNSV: Tensor) -> tuple[Tensor | None, ...]:
         q_BNSD, k_BMSD, v_BMSV, y_BNSV, sums = ctx.saved_tensors
-        first = k_BMSD.shape[2] - q_BNSD.shape[2]
-        before, own = (
-            ctx.kernels.backward(
-                grad_BNSV,
-                q_BNSD,
-                k_BMSD[:, :, seen],
-                v_BMSV[:, :, seen],
-                y_BNSV,
-                sums,
-                others,
-                is_causal,
-                ctx.scale,
-            )
-            for (seen, is_causal), others in zip(
-                ((slice(first), False), (slice(first, None), True)), ctx.others, strict=True
-            )
-        )
+        found = []
+        for (seen, is_causal), others in zip(
+            _parts(q_BNSD.shape[2], k_BMSD.shape[2]), ctx.others, strict=True
+        ):
+            keys = k_BMSD[:, :, seen], v_BMSV[:, :, seen]
+            whole = y_BNSV, sums, others, is_causal, ctx.scale
+            found.append(ctx.kernels.backward(grad_BNSV, q_BNSD, *keys, *whole))
+        before, own = found
         grads = before[0] + own[0], *(torch.cat(both, 2) for both in zip(before[1:], own[1:], strict=True))
         return *grads, None, None
 

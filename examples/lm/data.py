@@ -42,6 +42,7 @@ def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFi
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         return [file for file in _walk(stdlib) if file.path.suffix == ".py"]
     found: dict[Path, TextFile] = {}
+    written = None if out is None else out.resolve()
     for place in places:
         matches = sorted(glob.glob(place, recursive=True))
         if not matches:
@@ -49,8 +50,8 @@ def find_files(places: list[str] | None, out: Path | None = None) -> list[TextFi
         for match in map(Path, matches):
             if match.is_dir():
                 files = _walk(match)
-                if out is not None and match.resolve() in out.resolve().parents:
-                    files = [file for file in files if out.resolve() not in file.path.resolve().parents]
+                if written is not None and match.resolve() in written.parents:
+                    files = [file for file in files if written not in file.path.resolve().parents]
             elif _is_text(match):
                 files = [TextFile(match, match.name)]
             elif match == Path(place):

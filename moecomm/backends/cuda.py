@@ -528,7 +528,7 @@ class CudaBackend:
             scales_P, scales_address = self._readable(scales_P)
         if other_PH is not None:
             other_PH, other_address = self._readable(other_PH)
-        dots_P = self._begun = None
+        self._begun = dots_P = None
         try:
             out_PH = self._empty((plan.rows, self.hidden), self.dtype)
             if other_PH is not None:
@@ -561,7 +561,7 @@ class CudaBackend:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
-        y_TH = grads_TK = self._begun = None
+        self._begun = y_TH = grads_TK = None
         rows_address = weights_address = grads_address = 0
         if weights_P is not None:
             weights_P, weights_address = self._readable(weights_P)

@@ -152,8 +152,11 @@ def _shard(tensor: Any, place: Place | None) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-_FIRST = {"mu_product": 1.0, "mu": 1.0}  # of NAdam and ASGD; what no step has changed is zero else,
-_FIRST_RATES = ("eta", "step_size")  # or the learning rate: of ASGD and Rprop
+def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
+    """Returns what a state tensor of torch's optimizers holds before their first step."""
+    if name in ("eta", "step_size"):  # ASGD, Rprop
+        return rate
+    return 1.0 if name in ("mu", "mu_product") else 0.0  # ASGD, NAdam
 
 
 @torch.no_grad()
@@ -178,7 +181,7 @@ def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    value.fill_(_FIRST.get(name, 0.0) if name not in _FIRST_RATES else group["lr"])
+                    value.fill_(_before_steps(name, group["lr"]))
 
 
 class _ParamGroups:

@@ -487,8 +487,9 @@ def test_pictures_of_short_runs(tmp_path: Path, experts: int) -> None:
         records.append({"step": length + 1, "loss": 2.0, "load": [[3] * experts, [0] * (experts - 1) + [9]]})
 
 
-def test_what_a_run_writes_is_not_its_text(tree: Path, tmp_path: Path) -> None:
-    """Of a folder that --out is in; not where the text is in --out, or named by itself."""
+def test_what_a_run_writes_is_not_its_text(tree: Path) -> None:
+    """Files in --out are left out of a folder that has --out in it. Text stays that is named by itself, or in
+    a folder that is --out or lies in it."""
     (tree / "runs").mkdir()
     (tree / "runs" / "metrics.jsonl").write_text("{}\n")
     assert len(data.find_files([str(tree)])) == 42

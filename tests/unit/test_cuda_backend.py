@@ -94,10 +94,9 @@ class TestOperations:
         assert native.calls[-1] == "combine@100" and gpu.log == []
         assert gpu.ranges == ["moecomm dispatch", "pop", "moecomm combine", "pop"]
 
-    @pytest.mark.parametrize("few", [False, True])
-    def test_rank_rows(self, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not few:
-            monkeypatch.setattr(cuda_backend, "FEW_BYTES", -1)
+    @pytest.mark.parametrize("few", [-1, 1 << 20])
+    def test_rank_rows(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_backend, "FEW_BYTES", few)
         comm, _, _ = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK.int(), weights_TK, layout="rank")
@@ -349,10 +348,9 @@ class TestErrors:
         assert native.calls == calls
         comm.dispatch(*_inputs(), capacity=4)
 
-    @pytest.mark.parametrize("few", [False, True])
-    def test_no_memory_for_the_output(self, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not few:
-            monkeypatch.setattr(cuda_backend, "FEW_BYTES", -1)
+    @pytest.mark.parametrize("few", [-1, 1 << 20])
+    def test_no_memory_for_the_output(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_backend, "FEW_BYTES", few)
         comm, native, _ = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK)
@@ -364,7 +362,7 @@ class TestErrors:
             return real(like, *sizes)
 
         monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
-        dropless = (12, "dispatch@100") if few else (7, "finish_dispatch@100")
+        dropless = (12, "dispatch@100") if few > 0 else (7, "finish_dispatch@100")
         for capacity, rows, last in ((None, *dropless), (9, 9, "dispatch@100")):
             with pytest.raises(moecomm.OutOfMemory) as caught:
                 comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
