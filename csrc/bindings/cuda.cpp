@@ -166,7 +166,6 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def_property_readonly("num_sms", &DeviceCommunicator::num_sms)
       .def("limit_sms", &DeviceCommunicator::limit_sms)
       .def("fuse_up_to", &DeviceCommunicator::fuse_up_to)
-      .def_property_readonly("fused_tokens", &DeviceCommunicator::fused_tokens)
       .def("use_copies", &DeviceCommunicator::use_copies)
       .def("complete", [](DeviceCommunicator& self, uintptr_t stream) { self.complete(stream_of(stream)); })
       .def("copies_pay", &DeviceCommunicator::copies_pay)

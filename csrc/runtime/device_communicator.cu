@@ -448,7 +448,7 @@ gpu::ReceiveArguments DeviceCommunicator::receiving(int64_t rows, int64_t positi
 
 /// True where one kernel does all of an operation of `tokens` tokens whose rows travel in `wire`.
 bool DeviceCommunicator::fuses(WireFormat wire, int64_t tokens) const {
-  return !copies_ && tokens <= fused_tokens() && tokens <= comm(wire)->window.stage_tokens;
+  return !copies_ && gpu::in_one_kernel(tokens, fused_tokens()) && tokens <= comm(wire)->window.stage_tokens;
 }
 
 /// Starts to send and to receive what is known before to be so many rows: in one kernel, or two.

@@ -40,23 +40,16 @@ Finished = TypeVar("Finished")
 # Bulk copies read rows from addresses that are multiples of this.
 _ALIGNMENT = 16
 
-FEW_BYTES = 32 << 20
-"""Where no rank has more tokens than one kernel takes, the output of a dropless dispatch is made for as many
-rows as may come, if these are no more bytes than this: nothing on the device waits then for the host to know
-how many do come. The output keeps that memory."""
-
 _Sending = tuple[int, int, int, bool, int, int, _C.RowLayout, int, int, int, int]
 _Inputs = tuple[torch.Tensor | None, ...]
 
 
 class _Begun(NamedTuple):
-    """A dropless dispatch whose number of rows the host does not know yet. `received`: the output for as many
-    rows as may come; None where they are only sent."""
+    """A dispatch whose rows are sent and not received yet."""
 
     call: DispatchCall
     blob: torch.Tensor
     inputs: _Inputs
-    received: RawDispatch | None
 
 
 class CudaBackend:
@@ -143,10 +136,6 @@ class CudaBackend:
             self.network_lanes = self._native.network_lanes()
         self._num_sms, self._limit = num_sms, num_sms
         self._copies = (False, False)
-        self._begun: _Begun | None = None  # the dispatch that the next operation ends
-        self._few_tokens = arguments["max_tokens"] <= self._native.fused_tokens
-        self._most_tokens = rendezvous.size * arguments["max_tokens"]
-        self._local_experts = arguments["num_experts"] // rendezvous.size
         self.held = 0
         self._held_tensors: tuple[torch.Tensor | None, ...] = ()  # those of the operation that is held
         self.copies_beside = engine == "copy" or (engine == "auto" and self._native.copies_pay())
@@ -384,41 +373,19 @@ class CudaBackend:
         return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
-        """Sends the rows of a dispatch without capacity and makes the plan, on the device. Where few rows may
-        come it receives them, too."""
+        """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
         if self._capturing:
             raise InvalidArgument(
                 "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
                 "dispatch waits for its row count on the host"
             )
         sending, blob, inputs = self._sending(call)
-        received, most = None, self._most_rows(call)
-        if most is None:
-            self._native.begin_dispatch(*sending, self._raw_stream)
-        else:
-            received = self._receive(call, blob, most, partial(self._native.dispatch, *sending))
-        self._begun = _Begun(call, blob, inputs, received)
-        return self._begun
+        self._native.begin_dispatch(*sending, self._raw_stream)
+        return _Begun(call, blob, inputs)
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Waits on the host for the number of rows, and receives them if that was not begun."""
-        if self._begun is not begun:
-            raise InvalidArgument("no dispatch was begun")
-        self._begun = None
-        counts = self._native.wait_rows()
-        if begun.received is None:
-            return self._receive(begun.call, begun.blob, counts, self._native.finish_dispatch)
-        return _first(begun.received, *counts)
-
-    def _most_rows(self, call: DispatchCall) -> tuple[int, int] | None:
-        """Returns how many rows, and positions in expert-major order, a dropless dispatch may bring; None
-        where these are not few (`FEW_BYTES`), or the copy engine brings them."""
-        if not self._few_tokens or self._copies[0]:
-            return None
-        positions = self._most_tokens * min(self.top_k, self._local_experts)
-        positions += (call.alignment - 1) * self._local_experts
-        rows = self._most_tokens if call.layout == "rank" else positions
-        return (rows, positions) if rows * self.hidden * self.dtype.itemsize <= FEW_BYTES else None
+        """Waits on the host for the number of rows, and receives them."""
+        return self._receive(begun.call, begun.blob, self._native.wait_rows(), self._native.finish_dispatch)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
@@ -432,7 +399,6 @@ class CudaBackend:
             x_scales, scales_address = self._readable(x_scales)
         if weights_TK is not None:
             weights_TK, weights_address = self._readable(weights_TK)
-        self._begun = None
         try:
             blob = self._empty((self.plan_fields.words,), torch.int32)
         except OutOfMemory as error:
@@ -528,7 +494,7 @@ class CudaBackend:
             scales_P, scales_address = self._readable(scales_P)
         if other_PH is not None:
             other_PH, other_address = self._readable(other_PH)
-        self._begun = dots_P = None
+        dots_P = None
         try:
             out_PH = self._empty((plan.rows, self.hidden), self.dtype)
             if other_PH is not None:
@@ -561,7 +527,7 @@ class CudaBackend:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
-        self._begun = y_TH = grads_TK = None
+        y_TH = grads_TK = None
         rows_address = weights_address = grads_address = 0
         if weights_P is not None:
             weights_P, weights_address = self._readable(weights_P)
@@ -599,7 +565,6 @@ class CudaBackend:
     def fail(self, error: MoecommError) -> NoReturn:
         """Tells all ranks that this rank's arguments are bad, unless a capture is on, and raises `error`."""
         if not self._capturing:
-            self._begun = None
             self._native.fail(getattr(_C.ErrorKind, kind_of(error)), str(error), self._raw_stream)
         raise error
 
@@ -666,23 +631,6 @@ class CudaBackend:
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             address = tensor.data_ptr()
         return tensor, address or self._nowhere_address
-
-
-def _first(raw: RawDispatch, rows: int, positions: int) -> RawDispatch:
-    """Returns a dispatch with the first `rows` rows of its tensors; in the rank layout with the first
-    `positions` of its index."""
-    index = raw.expert_index
-    if index is not None:
-        weights_Q = None if index.weights_Q is None else index.weights_Q[:positions]
-        index = ExpertIndex(index.rows_Q[:positions], weights_Q, index.plan._replace(rows=positions))
-    return raw._replace(
-        tokens_PH=raw.tokens_PH[:rows],
-        weights=None if raw.weights is None else raw.weights[:rows],
-        topk_idx_PK=None if raw.topk_idx_PK is None else raw.topk_idx_PK[:rows],
-        plan=raw.plan._replace(rows=rows),
-        scales=None if raw.scales is None else raw.scales[:rows],
-        expert_index=index,
-    )
 
 
 def _less(value: Any, before: Any) -> Any:

@@ -55,13 +55,21 @@ class Stages:
         if self._gpu is not None:
             for each in self._times:
                 each.end.synchronize()
-        first: Any = self._times[0].begin if self._times else None
+        issued: Any = self._times[0].begin if self._times else None
 
         def seconds(of: Any) -> float:
-            return float(first.elapsed_time(of)) * 1e-3 if self._gpu is not None else float(of - first)
+            return float(issued.elapsed_time(of)) * 1e-3 if self._gpu is not None else float(of - issued)
 
+        # On another stream a stage that was issued later may begin before the first one.
+        first = min((seconds(each.begin) for each in self._times), default=0.0)
         spans = [
-            Span(each.name, each.stream, seconds(each.begin), seconds(each.end), each.communicates)
+            Span(
+                each.name,
+                each.stream,
+                seconds(each.begin) - first,
+                seconds(each.end) - first,
+                each.communicates,
+            )
             for each in self._times
         ]
         return Timeline(spans, streams=(COMPUTE, COMM))

@@ -343,6 +343,10 @@ void test_shapes_of_one_kernel() {
   CHECK(gpu::choose_heuristics(132, 0, false, true, 4, 8, 14336).fused_tokens == gpu::kMostFusedTokens);
   CHECK(gpu::choose_heuristics(132, 0, true, true, 4, 8, 14336).fused_tokens == 0);
   CHECK(gpu::choose_heuristics(132, 0, false, false, 4, 8, 14336).fused_tokens == 0);
+  CHECK(gpu::in_one_kernel(0, 512) && gpu::in_one_kernel(512, 512) && !gpu::in_one_kernel(513, 512));
+  CHECK(!gpu::in_one_kernel(0, 0) && !gpu::in_one_kernel(1, 0));  // not even where there are no tokens
+  CHECK(gpu::in_one_kernel(0, 512) && gpu::in_one_kernel(512, 512) && !gpu::in_one_kernel(513, 512));
+  CHECK(!gpu::in_one_kernel(0, 0) && !gpu::in_one_kernel(1, 0));  // not even where there are no tokens
   for (const int budget : {0, 2, 3, 24, 64, 132}) {
     const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, 4, 8, 14336);
     for (const int64_t items : {0, 1, 100, 5000})

@@ -68,7 +68,6 @@ class LoopbackNative:
 
     ends = True
     """Do its threads end at close()?"""
-    fused_tokens = 512
 
     def __init__(
         self,
@@ -118,7 +117,6 @@ class LoopbackNative:
         self.calls.append(f"limit_sms {num_sms}")
 
     def fuse_up_to(self, tokens: int) -> None:
-        self.fused_tokens = min(tokens, self.fused_tokens)
         self.calls.append(f"fuse_up_to {tokens}")
 
     def check(self) -> None:

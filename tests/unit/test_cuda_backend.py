@@ -11,7 +11,6 @@ import torch
 
 import moecomm
 from moecomm.arguments import check_dispatch, check_wire_options
-from moecomm.backends import cuda as cuda_backend
 from moecomm.backends.arrays import shared_tensor
 from moecomm.setup.checks import check_combine_wire, check_gradient_wire
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
@@ -31,12 +30,6 @@ def _comm(**changes: Any) -> tuple[moecomm.Communicator, LoopbackNative, FakeGpu
 def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(5, 8, generator=generator), IDS_TK, torch.rand(5, 2, generator=generator)
-
-
-@pytest.fixture
-def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of a dropless dispatch are received when the host knows how many there are."""
-    monkeypatch.setattr(cuda_backend, "FEW_BYTES", -1)
 
 
 @pytest.mark.usefixtures("loopback")
@@ -64,23 +57,13 @@ class TestOperations:
         gc.collect()
         assert native.closed and FakeWindow.last.closed
 
-    @pytest.mark.parametrize(
-        ("capacity", "few", "calls"),
-        [
-            (None, -1, ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]),
-            (None, 12 * 8 * 4 - 1, ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]),
-            (None, 12 * 8 * 4, ["dispatch@100", "wait_rows"]),
-            (9, -1, ["dispatch@100"]),
-        ],
-    )
-    def test_expert_rows(
-        self, capacity: int | None, few: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(cuda_backend, "FEW_BYTES", few)
+    @pytest.mark.parametrize("capacity", [None, 9])
+    def test_expert_rows(self, capacity: int | None) -> None:
         comm, native, gpu = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
-        assert native.calls[3:] == calls
+        halves = ["begin_dispatch@100", "wait_rows", "finish_dispatch@100"]
+        assert native.calls[3:] == (halves if capacity is None else ["dispatch@100"])
         assert out.tokens.shape == (7 if capacity is None else 9, 8)
         assert out.offsets.tolist() == [2, 4, 5, 7] and out.tokens_per_expert.tolist() == [2, 2, 1, 2]
         assert out.overflow.shape == () and int(out.overflow) == 0 and out.overflow.dtype == torch.int32
@@ -94,9 +77,7 @@ class TestOperations:
         assert native.calls[-1] == "combine@100" and gpu.log == []
         assert gpu.ranges == ["moecomm dispatch", "pop", "moecomm combine", "pop"]
 
-    @pytest.mark.parametrize("few", [-1, 1 << 20])
-    def test_rank_rows(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_backend, "FEW_BYTES", few)
+    def test_rank_rows(self) -> None:
         comm, _, _ = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK.int(), weights_TK, layout="rank")
@@ -104,47 +85,6 @@ class TestOperations:
         assert out.offsets.tolist() == [4] and torch.equal(out.tokens, x_TH[:4])
         assert out.weights is not None
         assert torch.equal(out.weights, torch.where(ids_TK >= 0, weights_TK, 0)[:4])
-
-    def test_few_rows_are_those_of_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In both layouts, with padding, and in fp8 that is handed on: what is received before the host knows
-        how many rows there are is no more than they, and combines alike."""
-        for options in ({}, {"alignment": 4}, {"layout": "rank"}, {"dequantize": False}):
-            found = []
-            for few in (-1, 1 << 20):
-                monkeypatch.setattr(cuda_backend, "FEW_BYTES", few)
-                comm, native, _ = _comm(wire="fp8" if "dequantize" in options else None)
-                x_TH, ids_TK, weights_TK = _inputs()
-                x: Any = (
-                    x_TH if "dequantize" not in options else (x_TH.to(torch.float8_e4m3fn), x_TH[:, :1].abs())
-                )
-                out = comm.dispatch(x, ids_TK, weights_TK, **options)
-                assert ("wait_rows" in native.calls[-2:]) and ("dispatch@100" in native.calls) == (few > 0)
-                tensors = [out.tokens, out.weights, out.topk_idx, out.scales, out.expert_rows]
-                tensors += [out.expert_weights, out.offsets, out.tokens_per_expert]
-                found.append([None if each is None else each.float() for each in tensors])
-                assert out.handle.num_rows == out.tokens.shape[0]
-                if "dequantize" not in options:
-                    found[-1].append(comm.combine(out.tokens, out.handle))
-                if out.expert_rows is not None:
-                    assert out.expert_handle.num_rows == out.expert_rows.shape[0] == 7
-                comm.close()
-            for one, other in zip(*found, strict=True):
-                assert one is other is None or torch.equal(one, other)
-
-    def test_a_dispatch_is_received_before_the_next_operation(self) -> None:
-        comm, native, _ = _comm()
-        x_TH, ids_TK, weights_TK = _inputs()
-        out = comm.dispatch(x_TH, ids_TK, weights_TK)
-        for operation in (
-            lambda: comm.combine(out.tokens, out.handle),
-            lambda: comm.redispatch(x_TH, out.handle),
-            lambda: comm.dispatch(x_TH, ids_TK, capacity=9),
-        ):
-            receive = comm.begin_dispatch(x_TH, ids_TK, weights_TK)
-            assert native.calls[-1] == "dispatch@100"
-            operation()
-            with pytest.raises(moecomm.InvalidArgument, match="no dispatch was begun"):
-                receive()
 
     def test_overflow(self) -> None:
         comm, native, _ = _comm()
@@ -188,7 +128,6 @@ class TestOperations:
             assert torch.equal(out.tokens, x_TH[[1, 3, 0, 2, 3, 0, 2]])
             torch.testing.assert_close(comm.combine(out.tokens.t().contiguous().t(), out.handle)[1], x_TH[1])
 
-    @pytest.mark.usefixtures("many_rows")
     def test_copied_inputs_live_until_the_rows_are_received(self) -> None:
         comm, native, _ = _comm()
         inputs = [each.t().contiguous().t() for each in _inputs()]
@@ -207,11 +146,8 @@ class TestOperations:
         comm, native, _ = _comm()
         told = [call for call in native.calls if call.startswith("fuse_up_to")]
         assert told == ([] if most is None else [f"fuse_up_to {most}"])
-        comm.dispatch(*_inputs())  # of a communicator that has none but few tokens
-        assert native.calls[-2].partition("@")[0] == ("wait_rows" if most == 0 else "dispatch")
         comm.close()
 
-    @pytest.mark.usefixtures("many_rows")
     def test_a_begun_dispatch_is_settled_on_the_sms_that_it_began_with(self) -> None:
         comm, native, _ = _comm()
         backend, inputs = comm._open(), _inputs()
@@ -348,9 +284,7 @@ class TestErrors:
         assert native.calls == calls
         comm.dispatch(*_inputs(), capacity=4)
 
-    @pytest.mark.parametrize("few", [-1, 1 << 20])
-    def test_no_memory_for_the_output(self, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_backend, "FEW_BYTES", few)
+    def test_no_memory_for_the_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
         comm, native, _ = _comm()
         x_TH, ids_TK, weights_TK = _inputs()
         out = comm.dispatch(x_TH, ids_TK, weights_TK)
@@ -362,12 +296,11 @@ class TestErrors:
             return real(like, *sizes)
 
         monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
-        dropless = (12, "dispatch@100") if few > 0 else (7, "finish_dispatch@100")
-        for capacity, rows, last in ((None, *dropless), (9, 9, "dispatch@100")):
+        for capacity, last in ((None, "finish_dispatch@100"), (9, "dispatch@100")):
             with pytest.raises(moecomm.OutOfMemory) as caught:
                 comm.dispatch(x_TH, ids_TK, weights_TK, capacity=capacity)
             # The peers' rows are received all the same, into nothing.
-            assert caught.value.needed == rows * 8 * 4 and native.calls[-1] == last
+            assert caught.value.needed == (capacity or 7) * 8 * 4 and native.calls[-1] == last
             assert native.received == 0
         with pytest.raises(moecomm.OutOfMemory):
             comm.combine(out.tokens, out.handle)
@@ -411,7 +344,6 @@ class TestStreams:
         comm.dispatch(*inputs, capacity=8)
         assert len(gpu.log) == 4
 
-    @pytest.mark.usefixtures("many_rows")
     def test_another_current_device(self) -> None:
         comm, native, gpu = _comm()
         gpu.device_is_current = False
@@ -451,7 +383,6 @@ class TestWork:
         second = comm.combine(out.tokens, out.handle, weights=out.weights, async_op=True)
         assert second.wait().shape == (5, 8) and native.calls[-1] == "combine@101"
 
-    @pytest.mark.usefixtures("many_rows")
     def test_the_count_is_waited_for_late(self) -> None:
         comm, native, _ = _comm()
         work = comm.dispatch(*_inputs(), async_op=True)
@@ -459,7 +390,6 @@ class TestWork:
         assert work.wait().tokens.shape == (7, 8)
         assert native.calls[-2:] == ["wait_rows", "finish_dispatch@101"]
 
-    @pytest.mark.usefixtures("many_rows")
     def test_the_next_operation_completes_it(self) -> None:
         comm, native, _ = _comm()
         x_TH, ids_TK, _ = _inputs()
@@ -472,7 +402,6 @@ class TestWork:
         ] * 2
         assert torch.equal(first.wait().tokens * 2, second.tokens)
 
-    @pytest.mark.usefixtures("many_rows")
     def test_polling_gets_there(self) -> None:
         comm, native, gpu = _comm()
         work = comm.dispatch(*_inputs(), async_op=True)
@@ -481,7 +410,6 @@ class TestWork:
         gpu.streams[1].done = True
         assert work.is_completed() and native.calls[-1] == "finish_dispatch@101"
 
-    @pytest.mark.usefixtures("many_rows")
     def test_close_completes_it(self) -> None:
         comm, native, _ = _comm()
         work = comm.dispatch(*_inputs(), async_op=True)

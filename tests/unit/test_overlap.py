@@ -108,6 +108,14 @@ def test_stages_on_the_host() -> None:
     assert Stages(torch.device("cpu"), record=True).timeline().spans == ()
 
 
+def test_a_timeline_begins_with_the_stage_that_began_first() -> None:
+    stages = Stages(torch.device("cpu"), record=True)
+    with stages("outer"), stages("inner"):  # the inner one ends, and is noted, first
+        pass
+    spans = {span.name: span for span in stages.timeline().spans}
+    assert spans["outer"].begin == 0 < spans["inner"].begin < spans["inner"].end < spans["outer"].end
+
+
 def test_stages_on_a_gpu(gpu: Gpu) -> None:
     stages = Stages(torch.device("cuda", 0), record=True)
     with stages("dispatch", stream="comm", communicates=True), stages("inner"):

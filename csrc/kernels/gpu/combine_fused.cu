@@ -126,6 +126,7 @@ cudaError_t with_kernel(const DeviceShape& shape, WireFormat wire, const Use& us
 }  // namespace
 
 cudaError_t launch_combine_fused(const Launch& launch, const Comm& comm, const CombineArguments& args) {
+  if (comm.window.shape.other_nodes() > 0) return cudaErrorInvalidValue;
   return with_kernel(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_kernel<kernel>(launch, kReduceThreads, sizeof(FusedMemory), comm, args);
   });

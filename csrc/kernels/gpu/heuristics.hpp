@@ -26,6 +26,10 @@ inline constexpr int kMostFusedRanks = 64;
 // where rows begin.
 inline constexpr int kFusedCounts = 24576, kFusedTables = 8192;
 
+/// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
+/// none where that is 0, and so not for a rank without tokens.
+inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
+
 /// True where a kernel that does all of an operation can serve a shape: on one node of so many ranks.
 inline bool fuses(int64_t ranks, int64_t num_experts) {
   const int64_t local = num_experts / ranks, counts = num_experts + ranks;
