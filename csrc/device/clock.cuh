@@ -7,10 +7,10 @@
 
 namespace moecomm::device {
 
-/// Starts the clock of an operation, and adds up what the last one took. Whole grid; the second block does
-/// it, since all ranks wait for what the first one announces.
+/// Starts the clock of an operation, and adds up what the last one took. Whole grid; the last block does it,
+/// since all ranks wait for what the first one announces, and the next ones have the first rows.
 __device__ inline void start_clock(const Comm& comm, Operation operation) {
-  if (blockIdx.x != min(1, gridDim.x - 1) || threadIdx.x != blockDim.x - 1) return;
+  if (blockIdx.x != gridDim.x - 1 || threadIdx.x != blockDim.x - 1) return;
   const int kind = clock_of(operation);
   PhaseClock& clock = comm.state().clocks[kind];
   comm.state().clocked_ns[kind] += clock.nanoseconds();

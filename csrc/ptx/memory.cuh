@@ -89,6 +89,17 @@ __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t 
   return before;
 }
 
+/// Starts to copy 4 or 8 bytes, whose addresses are multiples of that, to shared memory.
+template <int bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global), "n"(bytes)
+               : "memory");
+}
+/// What this thread has started to copy is there, for itself.
+__device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 }  // namespace moecomm::ptx

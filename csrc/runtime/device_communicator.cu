@@ -467,7 +467,9 @@ void DeviceCommunicator::send_and_receive_in_one(WireFormat wire, const gpu::Sen
   const int warps = gpu::block_warps(overlaps_);
   const int64_t items = sent.tokens * config_.shape.ranks;
   const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps);
-  const gpu::FusedArguments arguments{sent, received, team_warps(items, blocks, warps)};
+  const bool dispatch = sent.operation == Operation::dispatch;
+  const int senders = dispatch ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise) : 0;
+  const gpu::FusedArguments arguments{sent, received, team_warps(items, blocks, warps), senders};
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
                        [&]<WireFormat travels>() {

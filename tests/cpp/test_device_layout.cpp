@@ -343,6 +343,12 @@ void test_shapes_of_one_kernel() {
   CHECK(gpu::choose_heuristics(132, 0, false, true, 4, 8, 14336).fused_tokens == gpu::kMostFusedTokens);
   CHECK(gpu::choose_heuristics(132, 0, true, true, 4, 8, 14336).fused_tokens == 0);
   CHECK(gpu::choose_heuristics(132, 0, false, false, 4, 8, 14336).fused_tokens == 0);
+  CHECK(gpu::Heuristics::fused_senders(192, 99, false) == 0 &&
+        gpu::Heuristics::fused_senders(256, 99, true) == 0);
+  for (const int blocks : {2, 3, 32, 99}) {  // some receive, and what is sent is sent by some
+    const int senders = gpu::Heuristics::fused_senders(512, blocks, false);
+    CHECK(senders >= 0 && senders < blocks - 1);
+  }
   CHECK(gpu::in_one_kernel(0, 512) && gpu::in_one_kernel(512, 512) && !gpu::in_one_kernel(513, 512));
   CHECK(!gpu::in_one_kernel(0, 0) && !gpu::in_one_kernel(1, 0));  // not even where there are no tokens
   CHECK(gpu::in_one_kernel(0, 512) && gpu::in_one_kernel(512, 512) && !gpu::in_one_kernel(513, 512));

@@ -75,6 +75,7 @@ struct FusedArguments {
   SendArguments send;
   ReceiveArguments receive;
   int32_t team_warps;  ///< that work on a row
+  int32_t senders;     ///< blocks that send, the others receive; 0: each does both
 };
 
 /// Arguments of both sides of a combine.
@@ -98,7 +99,7 @@ struct CombineArguments {
 /// True where one block works out the routes of a dispatch of `tokens` tokens, with `words` of shared memory.
 MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int64_t words) {
   return shape.other_nodes() == 0 && tokens <= kMostFusedTokens && shape.ranks <= kMostFusedRanks &&
-         shape.counts() * ((tokens + 31) / 32) <= words;
+         route_few_words(shape.counts(), tokens) <= words;
 }
 
 /// Loads all kernels that a communicator of `shape` may launch onto the current device: those that send rows

@@ -2,16 +2,18 @@
 // loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
 //   - the first block works out the routes and announces them (route_few.cuh), and makes the plan when all
-//   ranks
-//     have (plan.cuh)
+//     ranks have (plan.cuh)
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then wait for the records of all ranks, and each works out for itself, in shared memory,
-//     where rows begin: none waits for the first one
-//   - teams take the rows of all sources in turn: a row's route and its flag are loaded together, then the
-//     row, which goes to all the output rows that want it
+//     where rows begin: none waits for the first one. Meanwhile the route of each team's first row is loaded
+//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one,
+//   then
+//     the row, which goes to all the output rows that want it
+// Where more than few tokens are sent, some blocks send and the others receive.
 // Shares are fixed, so no counter is asked for work, and none has to be set back: the operation ends with its
-// last row.
+// last row. Few instructions are run more than a few times here, and to fetch one that has not been run takes
+// longer than to run it: so loops are short and not unrolled where nothing is held by bytes.
 //
 // The backward of a combine does the same along its plan, without routes and tables.
 //
@@ -269,71 +271,113 @@ __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, cons
                        to(args.out_scales, s.wire_scale_bytes()));
 }
 
-/// Receives a chunk of one source. Whole team; false if it waits in vain.
+/// A token whose row a team may have to receive: those of a chunk, then those of the team's next one.
+struct ReceivedToken {
+  int number;  ///< of the chunk, the sources taking turns
+  Item chunk;
+  int64_t token;
+  bool valid;
+
+  /// The first token of chunk `number`, or of a later one of this team.
+  __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, const Team& team,
+                                           int number, int chunks) {
+    const int32_t ranks = comm.ranks();
+    for (; number < chunks; number += team.count) {
+      Item chunk{};
+      chunk.chunk = number / ranks;
+      chunk.source = (comm.rank + number) % ranks;
+      const int tokens = tables.tokens[chunk.source], size = chunk_tokens(tokens);
+      chunk.begin = chunk.chunk * size;
+      chunk.end = min(chunk.begin + size, int64_t{tokens});
+      if (chunk.begin < chunk.end) return {number, chunk, chunk.begin, true};
+    }
+    return {number, {}, 0, false};
+  }
+  /// The token after this one.
+  __device__ ReceivedToken next(const Comm& comm, const RowTables& tables, const Team& team,
+                                int chunks) const {
+    if (!ends_chunk()) return {number, chunk, token + 1, true};
+    return first_of(comm, tables, team, number + team.count, chunks);
+  }
+  __device__ bool ends_chunk() const { return token + 1 == chunk.end; }
+  /// The token alone.
+  __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1, 0}; }
+};
+
+/// Where the row of a token goes: what its source has pushed, or, along a plan, what the plan says.
+struct ReceivedRoute {
+  ChunkRoutes<1> routes;
+  int32_t row;
+
+  ReceivedRoute() = default;
+  /// Starts the loads; nothing waits for them here.
+  __device__ ReceivedRoute(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                           const TokenLanes& map, const ReceivedToken& at) {
+    if (!at.valid) return;
+    if (args.operation == Operation::dispatch) {
+      routes = ChunkRoutes<1>(comm, args, epoch, map, at.item());
+      return;
+    }
+    const int64_t entry = at.chunk.source * comm.window.shape.max_tokens + at.token;
+    row = planned_row(PlanView{args.plan, comm.plan_fields}, args.layout, entry, comm.top_k());
+  }
+};
+
+/// The chunks of all sources, if all had as many as the one that has most.
+__device__ int all_chunks(const Comm& comm, const RowTables& tables) {
+  int most = 0;
+  for (int32_t source = 0; source < comm.ranks(); ++source)
+    most = max(most, static_cast<int>(chunk_count(tables.tokens[source])));
+  return most * comm.ranks();
+}
+
+/// Receives this team's share of the rows of all sources, from `at` on. The route of a row is loaded while
+/// the one before moves.
 template <DType dtype>
-__device__ bool receive_chunk(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                              const RowTables& tables, const Team& team, const Item& chunk) {
-  const PlanView plan{args.plan, comm.plan_fields};
-  const bool travels = chunk.source != comm.rank || comm.own_rows_travel();
-  const bool in_turn = travels && tables.tokens[chunk.source] > comm.window.stage_tokens;
-  const device::EagerFlag arrival{comm.arrival(comm.own, chunk.source, chunk.chunk), epoch};
+__device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
+                             const RowTables& tables, const Team& team, ReceivedToken at, ReceivedRoute route,
+                             int chunks) {
   const TokenLanes map = TokenLanes::of_one(comm.top_k());
-  bool here = !travels, all = true;
-  for (int64_t token = chunk.begin; token < chunk.end; ++token) {
-    const Item item{chunk.source, chunk.chunk, token, token + 1, 0};
-    const int64_t entry = chunk.source * comm.window.shape.max_tokens + token;
+  bool here = false;  // the chunk of the token
+  bool all = true;    // what this warp has waited for has come
+  while (at.valid) {
+    const Item item = at.item();
+    const bool travels = item.source != comm.rank || comm.own_rows_travel();
+    const bool in_turn = travels && tables.tokens[item.source] > comm.window.stage_tokens;
+    const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
+    // The flag is loaded with the route, though it may turn out that no row comes.
+    here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
+    const ReceivedToken after = at.next(comm, tables, team, chunks);
+    const ReceivedRoute following(comm, args, epoch, map, after);
     ChunkRows<1> rows;
     Places places;
     if (args.operation == Operation::dispatch) {
-      const ChunkRoutes<1> routes(comm, args, epoch, map, item);
-      // The flag is loaded with them, though it may turn out that no row comes.
-      here = here || __all_sync(0xffffffffu, arrival.arrived());
-      rows = resolve_rows(comm, args, tables, map, item, routes);
+      rows = resolve_rows(comm, args, tables, map, item, route.routes);
       places = places_of(args.layout, rows.position[0], rows.row[0]);
     } else {
-      const int32_t row = planned_row(plan, args.layout, entry, comm.top_k());
-      here = here || __all_sync(0xffffffffu, arrival.arrived());
-      places = places_of(args.layout, row, row);
+      places = places_of(args.layout, route.row, route.row);
     }
-    if (!here && (places.targets != 0 || (in_turn && places.sent))) {
+    if (all && !here && (places.targets != 0 || (in_turn && places.sent))) {
       bool arrived = true;
       if (lane_id() == 0)
-        arrived = device::wait_until(comm, {chunk.source, WaitPhase::rows, args.operation, epoch}, arrival);
+        arrived = device::wait_until(comm, {item.source, WaitPhase::rows, args.operation, epoch}, arrival);
       __syncwarp();  // what a lane has acquired, all lanes load
-      here = __all_sync(0xffffffffu, arrived);
-      all = here;
-      if (!here) break;
+      here = all = __all_sync(0xffffffffu, arrived);
     }
-    if (places.targets != 0)
-      receive_row<dtype>(comm, args, team, arrived_row(comm, args, epoch, item, token), places);
+    if (all && places.targets != 0)
+      receive_row<dtype>(comm, args, team, arrived_row(comm, args, epoch, item, at.token), places);
     if (args.operation == Operation::dispatch && team.leads()) write_rows(comm, args, map, item, rows);
+    if (at.ends_chunk()) {
+      if (in_turn && team.all(all) && team.thread() == 0)
+        ptx::store_release_sys(comm.flag(comm.bases[item.source], comm.window.credits,
+                                         comm.pair(item.source, comm.rank), item.chunk),
+                               epoch);
+      here = false;
+    }
+    at = after;
+    route = following;
   }
-  all = team.all(all);
-  if (all && in_turn && team.thread() == 0)
-    ptx::store_release_sys(comm.flag(comm.bases[chunk.source], comm.window.credits,
-                                     comm.pair(chunk.source, comm.rank), chunk.chunk),
-                           epoch);
-  return all;
-}
-
-/// Receives this team's share of the rows of all sources.
-template <DType dtype>
-__device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                             const RowTables& tables, const Team& team) {
-  const int32_t ranks = comm.ranks();
-  int most_chunks = 0;
-  for (int32_t source = 0; source < ranks; ++source)
-    most_chunks = max(most_chunks, static_cast<int>(chunk_count(tables.tokens[source])));
-  for (int i = team.number; i < most_chunks * ranks; i += team.count) {
-    Item chunk{};
-    chunk.chunk = i / ranks;
-    chunk.source = (comm.rank + i) % ranks;
-    const int tokens = tables.tokens[chunk.source], size = chunk_tokens(tokens);
-    chunk.begin = chunk.chunk * size;
-    chunk.end = min(chunk.begin + size, int64_t{tokens});
-    if (chunk.begin < chunk.end && !receive_chunk<dtype>(comm, args, epoch, tables, team, chunk)) return;
-  }
-  if (args.layout == RowLayout::rank) return;
+  if (!all || args.layout == RowLayout::rank) return;
   for (int64_t e = team.number * team.warps + warp_id() - team.first_warp; e < comm.local_experts;
        e += int64_t{team.count} * team.warps)
     zero_padding(comm, args, tables, e);
@@ -343,7 +387,7 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
 __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, FusedMemory& memory) {
   const bool failed = failed_for_block(comm);
   if (args.operation == Operation::dispatch) {
-    if (!failed) route_few(comm, args, epoch, memory.counts);
+    if (!failed) route_few(comm, args, epoch, memory.counts, kFusedCounts);
     pass_epoch(comm, epoch);
     __syncthreads();
     make_plan(comm, args, epoch, memory.counts, kFusedCounts);
@@ -362,23 +406,51 @@ template <DType dtype>
 __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, FusedMemory& memory) {
   const Operation operation = args.send.operation;
   const PlanView plan{args.send.plan, comm.plan_fields};
-  const Team team(args.team_warps, static_cast<int>(blockIdx.x) - 1, static_cast<int>(gridDim.x) - 1);
+  const int block = static_cast<int>(blockIdx.x) - 1, blocks = static_cast<int>(gridDim.x) - 1;
+  const int senders = args.senders == 0 ? blocks : args.senders;
   const bool failed = failed_for_block(comm);
   const bool valid = !failed && (operation == Operation::dispatch || plan.header().id != 0);
-  if (valid && team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
+  if (valid && block < senders) {
+    const Team team(args.team_warps, block, senders);
+    if (team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
+  }
   device::note_sent(comm, operation);
   pass_epoch(comm, epoch);
-  if (!valid) return;
+  if (!valid || block < args.senders) return;
+  const Team team(args.team_warps, block - args.senders, blocks - args.senders);
   RowTables tables = RowTables::of(plan);
+  ReceivedToken first{};
+  ReceivedRoute route;
+  int chunks = 0;
+  const auto begin_rows = [&] {
+    chunks = all_chunks(comm, tables);
+    if (team.number >= 0) first = ReceivedToken::first_of(comm, tables, team, team.number, chunks);
+    route = ReceivedRoute(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first);
+  };
   if (operation == Operation::dispatch) {
     __shared__ HostStatus::Verdict verdict;
-    const int64_t bins = comm.window.shape.counts();
-    if (!agree<device::EagerFlag>(comm, epoch, verdict, memory.counts, bins * comm.ranks()).same) return;
+    const OwnCounts counts(memory.counts, comm);
     tables = RowTables::in(memory.tables, comm);
-    lay_out_rows(comm, args.send, epoch, StagedCounts{memory.counts, bins}, tables);
+    counts.clear(comm);
     __syncthreads();
+    // Rows are laid out twice, at first none: so the instructions have been fetched when the counts come.
+#pragma unroll 1
+    for (const bool known : {false, true}) {
+      if (known) {
+        if (!agree<device::EagerFlag>(comm, epoch, verdict, [&](int thread, int threads) {
+               list_tokens(comm, epoch, tables, threads - 1 - thread, threads);
+               counts.copy(comm, epoch, thread, threads);
+             }).same)
+          return;
+        begin_rows();  // their routes are loaded meanwhile
+      }
+      lay_out_rows(comm, args.send, epoch, counts, tables);
+      __syncthreads();
+    }
+  } else {
+    begin_rows();
   }
-  if (team.number >= 0) receive_rows<dtype>(comm, args.receive, epoch, tables, team);
+  if (team.number >= 0) receive_rows<dtype>(comm, args.receive, epoch, tables, team, first, route, chunks);
 }
 
 template <DType dtype>

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "common/macros.hpp"
+
 namespace moecomm::gpu {
 
 /// True where a copy beside a product costs less than the SMs of a kernel do: a copy takes 13 us besides its
@@ -22,9 +24,26 @@ inline constexpr int kMostFusedTokens = 512;
 /// The most ranks of such a kernel: a token's owners are the bits of a word.
 inline constexpr int kMostFusedRanks = 64;
 
+/// Words of a bitmap of tokens, and from one map to the next: an odd number, so that words of the same number
+/// lie in different banks of shared memory.
+MOECOMM_HD constexpr int map_words(int64_t tokens) {
+  return tokens <= 32 ? 1 : static_cast<int>((tokens + 31) / 32);
+}
+MOECOMM_HD constexpr int map_stride(int64_t tokens) { return map_words(tokens) | 1; }
+/// Words of shared memory for bitmaps of `counts` experts and ranks, with a number of 16 bits for each word;
+/// even, since ids of 64 bits come after them.
+MOECOMM_HD constexpr int64_t map_memory_words(int64_t counts, int64_t tokens) {
+  return (3 * counts * map_stride(tokens) + 3) / 4 * 2;
+}
+/// Words of shared memory that working out the routes of few tokens takes, at least.
+MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
+  constexpr int64_t kStaged = 512;  // ids, with weights
+  return map_memory_words(counts, tokens) + 3 * kStaged;
+}
+
 // Words of shared memory in which a block of a kernel for few tokens keeps what all ranks have announced, and
 // where rows begin.
-inline constexpr int kFusedCounts = 24576, kFusedTables = 8192;
+inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
 /// none where that is 0, and so not for a rank without tokens.
@@ -34,7 +53,7 @@ inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tok
 inline bool fuses(int64_t ranks, int64_t num_experts) {
   const int64_t local = num_experts / ranks, counts = num_experts + ranks;
   return ranks <= kMostFusedRanks &&
-         counts * std::max<int64_t>(ranks, kMostFusedTokens / 32) <= kFusedCounts &&
+         std::max(counts * ranks, route_few_words(counts, kMostFusedTokens)) <= kFusedCounts &&
          (3 + ranks) * local + 3 * ranks <= kFusedTables;
 }
 
@@ -76,6 +95,14 @@ struct Heuristics {
     constexpr int64_t kLeast = 31;
     const int64_t most = all_blocks() - 1;
     return 1 + static_cast<int>(std::min(most, std::max(kLeast, (items + each - 1) / each)));
+  }
+
+  /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those behind the
+  /// first do both. The links hold back those that send more than few tokens, so that rows which have come
+  /// can be taken meanwhile; quantised ones take more of their time, and less of the links'.
+  static int fused_senders(int64_t tokens, int blocks, bool quantised) {
+    constexpr int64_t kBoth = 192, kBothQuantised = 256;  // tokens; measured, as is the share
+    return tokens <= (quantised ? kBothQuantised : kBoth) ? 0 : (blocks - 1) * 3 / 10;
   }
 
   std::string text() const {

@@ -52,6 +52,45 @@ struct StagedCounts {
   __device__ int32_t operator()(int32_t source, int64_t bin) const { return all[source * bins + bin]; }
 };
 
+/// A copy of those that this rank's rows are laid out by, in shared memory: of each source the rows of every
+/// expert here, and of this rank.
+struct OwnCounts {
+  int32_t* of;
+  int32_t local, first_expert;
+  int64_t experts;  ///< of all ranks
+
+  __device__ OwnCounts(int32_t* memory, const Comm& comm)
+      : of(memory),
+        local(comm.local_experts),
+        first_expert(comm.rank * comm.local_experts),
+        experts(comm.window.shape.num_experts) {}
+  __device__ int32_t operator()(int32_t source, int64_t bin) const {
+    return of[source * (local + 1) + (bin < experts ? bin - first_expert : local)];
+  }
+  /// As if no rank had any rows. Whole block.
+  __device__ void clear(const Comm& comm) const {
+    for (int32_t i = threadIdx.x; i < (local + 1) * comm.ranks(); i += kThreads) of[i] = 0;
+  }
+  /// Makes the copy; called by `threads` threads.
+  __device__ void copy(const Comm& comm, uint64_t epoch, int thread, int threads) const {
+    constexpr int kBatch = 4;  // loads of a thread that are under way together
+    const PushedCounts pushed{pushed_counts(comm, epoch), comm.window.shape.counts()};
+    const int32_t each = local + 1, words = each * comm.ranks();
+    for (int32_t base = thread; base < words; base += kBatch * threads) {
+      int32_t values[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int32_t i = base + j * threads, within = i % each;
+        if (i < words)
+          values[j] = pushed(i / each, within < local ? first_expert + within : experts + comm.rank);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+        if (base + j * threads < words) of[base + j * threads] = values[j];
+    }
+  }
+};
+
 /// Where the rows of a dispatch begin and end on this rank: fields of its plan, or the same in shared memory.
 struct RowTables {
   int32_t *expert_rows, *offsets, *ends, *bases, *source_bases, *source_ends, *tokens;  ///< as in DevicePlan
@@ -78,7 +117,8 @@ __device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows&
   int64_t base = 0;
   for (int64_t first = 0; first < groups; first += kThreads) {
     const int64_t i = first + threadIdx.x;
-    const int64_t rows = i < groups ? rows_of(i) : 0, aligned = align_up(rows, alignment);
+    const int64_t rows = i < groups ? rows_of(i) : 0;
+    const int64_t aligned = alignment == 1 ? rows : align_up(rows, alignment);  // no division of 64 bits
     int64_t total;
     const int64_t start = base + block_scan(aligned, total);
     if (i < groups) begin(i, start, rows, start + aligned);
@@ -135,6 +175,13 @@ __device__ inline void write_empty_plan(const Comm& comm, const PlanView& plan) 
   plan.header() = PlanHeader{};
 }
 
+/// Fills `tables` with the tokens of each source, as its record of `epoch` says. Called by `threads` threads.
+__device__ inline void list_tokens(const Comm& comm, uint64_t epoch, const RowTables& tables, int thread,
+                                   int threads) {
+  for (int32_t source = thread; source < comm.ranks(); source += threads)
+    tables.tokens[source] = comm.record(comm.own, source, epoch).tokens;
+}
+
 /// Fills `tables` with where rows begin and end, and returns the header of the plan. Whole block.
 template <class Counts>
 __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments& args, uint64_t epoch,
@@ -172,10 +219,8 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
           tables.source_bases[source] = static_cast<int32_t>(start);
           tables.source_ends[source] = clamp(end, args.capacity);
         });
-  for (int64_t source = threadIdx.x; source < s.ranks; source += kThreads) {
-    tables.tokens[source] = comm.record(comm.own, static_cast<int32_t>(source), epoch).tokens;
-    if (by_expert) tables.source_ends[source] = 0;
-  }
+  if (by_expert)
+    for (int64_t source = threadIdx.x; source < s.ranks; source += kThreads) tables.source_ends[source] = 0;
   PlanHeader header{};
   header.id = epoch;
   header.needed_rows = static_cast<int32_t>(needed);
@@ -205,11 +250,11 @@ struct Agreement {
   bool same;   ///< and say the same
 };
 
-/// Waits for the records of all ranks, and compares them; meanwhile the first `words` numbers that sources
-/// have pushed are copied to `counts`, in shared memory. Where they differ, `verdict` says how. Whole block.
-template <class Flag = device::EpochFlag>
+/// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Meanwhile
+/// the other threads call copy(thread, threads), for what sources have pushed. Whole block.
+template <class Flag = device::EpochFlag, class Copy>
 __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict,
-                                  int32_t* counts, int64_t words) {
+                                  const Copy& copy) {
   __shared__ bool same;
   if (!device::wait_records<Flag>(comm, Operation::dispatch, epoch)) return {false, false};
   if (threadIdx.x < 32) {
@@ -220,8 +265,7 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
       verdict = found;
     }
   } else {
-    const int32_t* const pushed = pushed_counts(comm, epoch);
-    for (int64_t i = threadIdx.x - 32; i < words; i += kThreads - 32) counts[i] = __ldcg(pushed + i);
+    copy(static_cast<int>(threadIdx.x) - 32, kThreads - 32);
   }
   __syncthreads();
   return {true, same};
@@ -232,7 +276,9 @@ template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const PlanHeader header = lay_out_rows(comm, args, epoch, counts, RowTables::of(plan));
+  const RowTables tables = RowTables::of(plan);
+  list_tokens(comm, epoch, tables, static_cast<int>(threadIdx.x), kThreads);
+  const PlanHeader header = lay_out_rows(comm, args, epoch, counts, tables);
   if (threadIdx.x == 0) {
     plan.at(plan.fields.expert_starts)[0] = 0;
     plan.header() = header;
@@ -263,7 +309,11 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   const int64_t bins = comm.window.shape.counts(), words = bins * comm.ranks();
   const bool staged = words <= scratch_words;
   Agreement found{};
-  if (!failed_for_block(comm)) found = agree(comm, epoch, verdict, scratch, staged ? words : 0);
+  if (!failed_for_block(comm))
+    found = agree(comm, epoch, verdict, [&](int thread, int threads) {
+      const int32_t* const pushed = pushed_counts(comm, epoch);
+      for (int64_t i = thread; staged && i < words; i += threads) scratch[i] = __ldcg(pushed + i);
+    });
   if (found.same && staged) return publish_plan(comm, args, epoch, StagedCounts{scratch, bins});
   if (found.same) return publish_plan(comm, args, epoch, PushedCounts{pushed_counts(comm, epoch), bins});
   write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});

@@ -2,8 +2,11 @@
 // kMostFusedTokens. A bitmap of tokens for each expert and each rank tells every (token, k) its number
 // without a walk in order: the tokens below it in the map of its expert.
 //   1. each thread takes the ids of some (token, k), and sets their bits
-//   2. the bits of a map are a count; those below a token are its number. Both are pushed to every rank
-//   3. the block signals the records of the dispatch
+//   2. the bits of a map are a count, which every rank gets; the bits before each of its words are kept. The
+//      map of a rank is that of its experts together
+//   3. the bits below a token are its number, which every rank gets
+//   4. the block signals the records of the dispatch
+// Other ranks wait for what this block does, so that it loads all it needs at once, before anything else.
 #pragma once
 
 #include "kernels/gpu/route.cuh"
@@ -13,25 +16,107 @@ namespace moecomm::gpu {
 /// Bitmaps of tokens, of `words` words each.
 struct TokenMaps {
   uint32_t* bits;
-  int words;
+  uint16_t* before;  ///< tokens in the words of the map before this one
+  int words, stride;
 
-  __device__ uint32_t* map(int32_t bin) const { return bits + bin * words; }
+  /// In `scratch`, route_few_words of shared memory.
+  __device__ TokenMaps(int32_t* scratch, int64_t counts, int64_t tokens)
+      : bits(reinterpret_cast<uint32_t*>(scratch)), words(map_words(tokens)), stride(map_stride(tokens)) {
+    before = reinterpret_cast<uint16_t*>(bits + counts * stride);
+  }
   /// Adds a token to the map of `bin`; true if it is there already.
   __device__ bool add(int32_t bin, int32_t token) const {
     const uint32_t bit = 1u << (token & 31);
-    return atomicOr(map(bin) + (token >> 5), bit) & bit;
+    return atomicOr(&bits[bin * stride + (token >> 5)], bit) & bit;
   }
   /// Tokens of a map below `token`.
   __device__ int32_t below(int32_t bin, int32_t token) const {
-    const uint32_t* const of = map(bin);
-    int32_t count = __popc(of[token >> 5] & ((1u << (token & 31)) - 1));
-    for (int w = 0; w < token >> 5; ++w) count += __popc(of[w]);
-    return count;
+    const int word = bin * stride + (token >> 5);
+    return before[word] + __popc(bits[word] & ((1u << (token & 31)) - 1));
   }
+  /// True if `token` is in the map of `bin`.
+  __device__ bool has(int32_t bin, int32_t token) const {
+    return bits[bin * stride + (token >> 5)] >> (token & 31) & 1;
+  }
+  /// Fills `before` of a map that is complete, and returns its tokens.
   __device__ int32_t count(int32_t bin) const {
     int32_t count = 0;
-    for (int w = 0; w < words; ++w) count += __popc(map(bin)[w]);
+#pragma unroll 2
+    for (int w = 0; w < words; ++w) {
+      before[bin * stride + w] = static_cast<uint16_t>(count);
+      count += __popc(bits[bin * stride + w]);
+    }
     return count;
+  }
+  /// Makes the map of a rank of those of its `local` experts from `first` on, as `bin`, and returns its
+  /// tokens. One warp: lanes share the words, and the experts.
+  __device__ int32_t join(int32_t bin, int32_t first, int32_t local) const {
+    int width = 1;  // lanes for the words
+    while (width < words) width *= 2;
+    const int word = lane_id() % width, parts = 32 / width;
+    uint32_t tokens = 0;
+    if (word < words) {
+#pragma unroll 4
+      for (int32_t e = lane_id() / width; e < local; e += parts) tokens |= bits[(first + e) * stride + word];
+    }
+    for (int lanes = width; lanes < 32; lanes *= 2) tokens |= __shfl_xor_sync(0xffffffffu, tokens, lanes);
+    int32_t inclusive = __popc(tokens);
+    for (int lanes = 1; lanes < width; lanes *= 2) {
+      const int32_t below = __shfl_up_sync(0xffffffffu, inclusive, lanes, width);
+      if (word >= lanes) inclusive += below;
+    }
+    if (lane_id() < words) {
+      bits[bin * stride + word] = tokens;
+      before[bin * stride + word] = static_cast<uint16_t>(inclusive - __popc(tokens));
+    }
+    return __shfl_sync(0xffffffffu, inclusive, width - 1);
+  }
+};
+static_assert(map_words(kMostFusedTokens) <= 32, "a lane for each word");
+
+/// The (token, k) of a thread, kThreads apart, by which it goes without a division.
+struct EntryWalk {
+  int32_t token, k, top_k;
+
+  __device__ explicit EntryWalk(int32_t entry, int32_t of_top_k)
+      : token(entry / of_top_k), k(entry % of_top_k), top_k(of_top_k) {}
+  __device__ void next() {
+    token += kThreads / top_k;
+    k += kThreads % top_k;
+    if (k < top_k) return;
+    k -= top_k;
+    ++token;
+  }
+};
+
+/// Ids as they are given, and weights, of as many (token, k) as shared memory has room for. Each thread
+/// copies those that it uses, all of them together.
+struct StagedEntries {
+  std::byte* ids;
+  float* weights;
+  int32_t room;
+
+  /// In `words` words at `memory`.
+  __device__ StagedEntries(int32_t* memory, int64_t words)
+      : ids(reinterpret_cast<std::byte*>(memory)), room(static_cast<int32_t>(words / 3)) {
+    weights = reinterpret_cast<float*>(ids + int64_t{room} * sizeof(int64_t));
+  }
+  /// Copies the entries from `base` on, of `entries` in all.
+  __device__ void copy(const SendArguments& args, int32_t base, int32_t entries) const {
+    const int32_t count = min(room, entries - base);
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count; i += kThreads) {
+      if (args.wide_ids)
+        ptx::copy_async<8>(ids + i * 8, static_cast<const int64_t*>(args.ids) + base + i);
+      else
+        ptx::copy_async<4>(ids + i * 4, static_cast<const int32_t*>(args.ids) + base + i);
+      if (args.weights != nullptr)
+        ptx::copy_async<4>(weights + i, reinterpret_cast<const float*>(args.weights) + base + i);
+    }
+  }
+  __device__ int64_t id(const SendArguments& args, int32_t i) const {
+    return args.wide_ids ? reinterpret_cast<const int64_t*>(ids)[i]
+                         : reinterpret_cast<const int32_t*>(ids)[i];
   }
 };
 
@@ -53,33 +138,25 @@ __device__ inline void find_bad_ids(const Comm& comm, const SendArguments& args)
   }
 }
 
-/// Sets the bits of a warp's tokens in the maps of ranks, and writes what a token's home has to know: its
-/// number of sums, and which of them in ascending order is this rank's.
-__device__ inline void map_ranks(const Comm& comm, const SendArguments& args, const TokenMaps& maps) {
+/// Writes what a token's home has to know: its number of sums, and which of them in ascending order is this
+/// rank's.
+__device__ inline void write_homes(const Comm& comm, const SendArguments& args, const TokenMaps& maps) {
   const int32_t experts = static_cast<int32_t>(comm.window.shape.num_experts), ranks = comm.ranks();
-  const int top_k = comm.top_k();
   const PlanView plan{args.plan, comm.plan_fields};
-  for (int word = warp_id(); word < maps.words; word += kWarps) {
-    const int token = word * 32 + lane_id();
-    uint64_t owners = 0;
-#pragma unroll 4
-    for (int k = 0; token < args.tokens && k < top_k; ++k) {
-      const int32_t id = valid_id(comm, read_id(args, token * top_k + k));
-      if (id >= 0) owners |= uint64_t{1} << expert_owner(id, comm.local_experts);
-    }
+  for (int32_t token = static_cast<int32_t>(threadIdx.x); token < args.tokens; token += kThreads) {
+    int sums = 0, slot = kNoOwnSlot;
     for (int32_t rank = 0; rank < ranks; ++rank) {
-      const uint32_t tokens = __ballot_sync(0xffffffffu, owners >> rank & 1);
-      if (lane_id() == 0) maps.map(experts + rank)[word] = tokens;
+      if (!maps.has(experts + rank, token)) continue;
+      if (rank == comm.rank) slot = sums;
+      ++sums;
     }
-    const bool own = owners >> comm.rank & 1;
-    const int slot = own ? __popcll(owners & ((uint64_t{1} << comm.rank) - 1)) : kNoOwnSlot;
-    if (token < args.tokens) plan.at(plan.fields.home)[token] = __popcll(owners) | slot << 16;
+    plan.at(plan.fields.home)[token] = sums | slot << 16;
   }
 }
 
-/// Whole block. `scratch`: shared memory, overwritten.
+/// Whole block. `scratch`: `words` of shared memory, overwritten, at least route_few_words.
 __device__ inline void route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 int32_t* scratch) {
+                                 int32_t* scratch, int64_t words) {
   const DeviceWindow& w = comm.window;
   const auto experts = static_cast<int32_t>(w.shape.num_experts);
   const auto counts = static_cast<int32_t>(w.shape.counts());
@@ -87,53 +164,77 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
   const int top_k = comm.top_k(), thread = static_cast<int>(threadIdx.x), number_bits = w.number_bits;
   const auto tokens = static_cast<int32_t>(args.tokens), entries = tokens * top_k;
   const PlanView plan{args.plan, comm.plan_fields};
-  int32_t* const local_topk_idx = plan.at(plan.fields.local_topk_idx);
-  const TokenMaps maps{reinterpret_cast<uint32_t*>(scratch), max((tokens + 31) / 32, 1)};
+  const TokenMaps maps(scratch, counts, tokens);
+  const int64_t maps_end = map_memory_words(counts, tokens);
+  const StagedEntries staged(scratch + maps_end, words - maps_end);
 
-  for (int i = thread; i < experts * maps.words; i += kThreads) maps.bits[i] = 0;
+  staged.copy(args, 0, entries);
+  for (int i = thread; i < experts * maps.stride; i += kThreads) maps.bits[i] = 0;
   __syncthreads();
+  // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled here:
+  // few tokens take each of them a few times, and instructions that are run once take longer to fetch than to
+  // run.
+  const auto each_entry = [&](const auto& use) {
+#pragma unroll 1
+    for (int32_t base = 0; base < entries; base += staged.room) {
+      if (entries > staged.room) staged.copy(args, base, entries);  // else they are there
+      ptx::wait_for_async_copies();
+      EntryWalk at(base + thread, top_k);
+      const int32_t count = min(staged.room, entries - base);
+#pragma unroll 1
+      for (int32_t i = thread; i < count; i += kThreads, at.next())
+        use(base + i, at.token, staged.id(args, i), staged.weights[i]);
+    }
+  };
 
   // 1
   bool bad = false;
-  for (int entry = thread; entry < entries; entry += kThreads) {
-    const int64_t given = read_id(args, entry);
+  each_entry([&](int32_t, int32_t token, int64_t given, float) {
     const int32_t id = valid_id(comm, given);
-    local_topk_idx[entry] = id;
-    bad = bad || given < -1 || given >= experts;
-    if (id >= 0) bad = maps.add(id, entry / top_k) || bad;
-  }
-  map_ranks(comm, args, maps);
+    bad = bad || given < kNoExpert || given >= experts;
+    if (id >= 0) bad = maps.add(id, token) || bad;
+  });
   bad = __syncthreads_or(bad);
   if (bad) find_bad_ids(comm, args);
 
-  // 2
-  const float* const weights = reinterpret_cast<const float*>(args.weights);
-  const int64_t first = rank * w.shape.max_tokens, to_counts = w.counts[epoch & 1];
-  const int64_t to_routes = w.packed_routes[epoch & 1], to_weights = w.weights[epoch & 1];
-  const int64_t to_places = w.places[epoch & 1];
-  for (int bin = thread; bin < counts; bin += kThreads) {
+  // 2. The first warps have most experts.
+  const int64_t to_counts = w.counts[epoch & 1] + int64_t{rank} * counts * sizeof(int32_t);
+  for (int bin = thread; bin < experts; bin += kThreads) {
     const int32_t count = maps.count(bin);
-    for (int32_t peer = 0; peer < ranks; ++peer)
-      comm.at<int32_t>(comm.bases[peer], to_counts)[int64_t{rank} * counts + bin] = count;
+#pragma unroll 1
+    for (int32_t peer = 0; peer < ranks; ++peer) comm.at<int32_t>(comm.bases[peer], to_counts)[bin] = count;
   }
-  for (int entry = thread; entry < entries; entry += kThreads) {
-    const int32_t id = valid_id(comm, read_id(args, entry)), token = entry / top_k;
-    const float weight = weights != nullptr ? weights[entry] : 0.0f;
+  for (int32_t owner = kWarps - 1 - warp_id(); owner < ranks; owner += kWarps) {
+    const int32_t count = maps.join(experts + owner, owner * local, local);
+    for (int32_t peer = lane_id(); peer < ranks; peer += 32)
+      comm.at<int32_t>(comm.bases[peer], to_counts)[experts + owner] = count;
+  }
+  __syncthreads();
+
+  // 3
+  const bool weighted = args.weights != nullptr, by_rank = args.layout == RowLayout::rank;
+  const int64_t first = rank * w.shape.max_tokens, to_routes = w.packed_routes[epoch & 1];
+  const int64_t to_weights = w.weights[epoch & 1], to_places = w.places[epoch & 1];
+  each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
+    const int32_t id = valid_id(comm, given);
     const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
     const int64_t at = first * top_k + entry;
+#pragma unroll 1
     for (int32_t peer = 0; peer < ranks; ++peer) {
       std::byte* const base = comm.bases[peer];
       comm.at<int32_t>(base, to_routes)[at] = packed;
-      if (weights != nullptr) comm.at<float>(base, to_weights)[at] = weight;
+      if (weighted) comm.at<float>(base, to_weights)[at] = weight;
     }
-    if (id < 0 || args.layout == RowLayout::expert) continue;
+    plan.at(plan.fields.local_topk_idx)[entry] = id;
+    if (id < 0 || !by_rank) return;
     const int32_t owner = expert_owner(id, local);
     comm.at<int32_t>(comm.bases[owner], to_places)[first + token] = maps.below(experts + owner, token);
-  }
+  });
 
-  // 3
+  // 4
   __syncthreads();
   announce_routes(comm, args, epoch, bad);
+  write_homes(comm, args, maps);
 }
 
 }  // namespace moecomm::gpu
