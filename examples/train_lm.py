@@ -28,7 +28,7 @@ import os
 import sys
 
 from lm import options as command_line
-from lm.errors import RunError, UsageError
+from lm.errors import RunError, UsageError, first_to_say
 from lm.stop import StopRequest
 
 
@@ -39,7 +39,7 @@ def main() -> int:
         stop = StopRequest()  # before torch is imported: from here on Ctrl-C is a request
         run_rank(after_restart(command_line.parse()), stop)
     except (UsageError, RunError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if first_to_say():
             print(f"train_lm.py: error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1
     return 0

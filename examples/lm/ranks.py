@@ -68,7 +68,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode != 2:  # 2: the command line was wrong, and rank 0 has said so
+        if failure.exitcode != 2:  # 2: the command line was wrong, and a rank has said so
             program = os.path.basename(arguments[0])
             print(f"{program}: rank {rank} failed with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1

@@ -282,6 +282,39 @@ def test_what_a_rank_finds_wrong_gives_one_line(text_folder: Path, tmp_path: Pat
     assert done.err.startswith("train_lm.py: error: ") and "held-out text" in done.err
 
 
+FAILS = """
+import os, sys, time
+sys.path.insert(0, os.environ["EXAMPLES"])
+import train_lm
+from lm.errors import UsageError
+
+def run_rank(options, stop):
+    if os.environ["RANK"] in os.environ["WHO"]:
+        raise UsageError("this is not there")
+    while not stop:  # as a rank that goes on
+        time.sleep(0.1)
+
+train_lm.run_rank = run_rank
+sys.exit(train_lm.main())
+"""
+
+
+@pytest.mark.parametrize("who", ["0", "1", "01"])
+def test_an_error_of_one_rank_or_all_gives_one_line(who: str, text_folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(FAILS)
+    arguments = ["--ranks", "2", "--preset", "small", "--data", str(text_folder), "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env={**clean_environment(), "WHO": who, "EXAMPLES": str(EXAMPLES)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2, done
+    assert done.stderr.splitlines() == ["train_lm.py: error: this is not there"], done
+
+
 TWO = ["--ranks", "2"]
 WRONG_BEFORE_THERE_ARE_RANKS = {
     "one file": (["--data", str(EXAMPLES / "train_lm.py")], "is the only text file"),
