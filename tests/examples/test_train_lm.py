@@ -303,9 +303,9 @@ sys.exit(train_lm.main())
 def test_an_error_of_one_rank_or_all_gives_one_line(who: str, text_folder: Path, tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text(FAILS)
-    arguments = ["--ranks", "2", "--preset", "small", "--data", str(text_folder), "--out", str(tmp_path / "run")]
+    places = ["--data", str(text_folder), "--out", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, str(program), *arguments],
+        [sys.executable, str(program), "--ranks", "2", "--preset", "small", *places],
         env={**clean_environment(), "WHO": who, "EXAMPLES": str(EXAMPLES)},
         capture_output=True,
         text=True,
