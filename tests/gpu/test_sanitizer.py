@@ -30,10 +30,10 @@ arrives at a barrier for its warp there, and racecheck takes what the other lane
 nothing in those of a combine in a build in which every lane arrived."""
 
 TEAMS = ["dispatch_fused"]
-"""Kernels in which teams of warps have barriers whose number is in a register. After these racecheck no
-longer sees the barriers of the block: in the machine code of all pairs that it named and that could be found
-in it, `BAR.SYNC 0x0` lies between the store and the load (block_scan, agree and lay_out_rows in
-csrc/kernels/gpu/plan.cuh). In dispatch_route, which has these functions and no teams, it names none."""
+"""Kernels in which teams of warps have barriers of their own. Between warps that have passed different
+numbers of these, racecheck seems to miss the barriers of the block behind them: in the machine code of all
+pairs that it named, `BAR.SYNC 0x0` lies between the store and the load (block_scan, agree and lay_out_rows
+in csrc/kernels/gpu/plan.cuh). It names none in the first block, which has these functions and no teams."""
 
 
 def _run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
