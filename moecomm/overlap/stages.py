@@ -60,17 +60,12 @@ class Stages:
         def seconds(of: Any) -> float:
             return float(issued.elapsed_time(of)) * 1e-3 if self._gpu is not None else float(of - issued)
 
+        ran = [(seconds(each.begin), seconds(each.end)) for each in self._times]
         # On another stream a stage that was issued later may begin before the first one.
-        first = min((seconds(each.begin) for each in self._times), default=0.0)
+        first = min((begin for begin, _ in ran), default=0.0)
         spans = [
-            Span(
-                each.name,
-                each.stream,
-                seconds(each.begin) - first,
-                seconds(each.end) - first,
-                each.communicates,
-            )
-            for each in self._times
+            Span(each.name, each.stream, begin - first, end - first, each.communicates)
+            for each, (begin, end) in zip(self._times, ran, strict=True)
         ]
         return Timeline(spans, streams=(COMPUTE, COMM))
 

@@ -7,9 +7,8 @@
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then wait for the records of all ranks, and each works out for itself, in shared memory,
 //     where rows begin: none waits for the first one. Meanwhile the route of each team's first row is loaded
-//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one,
-//   then
-//     the row, which goes to all the output rows that want it
+//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, and
+//     then the row, which goes to all the output rows that want it
 // Where more than few tokens are sent, some blocks send and the others receive.
 // Shares are fixed, so no counter is asked for work, and none has to be set back: the operation ends with its
 // last row. Few instructions are run more than a few times here, and to fetch one that has not been run takes
