@@ -900,9 +900,11 @@ class Communicator:
         dispatch_calls, dispatch_seconds, combine_calls, combine_seconds (of each kind of transfer, forward
         and backward), wait_seconds (of both, waiting for peers), late_seconds (a list: how long this rank
         waited for each rank to begin operations), rows_in (tokens brought), rows_out (rows got), bytes_wire
-        (row bytes that crossed between ranks, counted at the owner of the experts), plans_made, plans_reused,
-        network_puts, network_bytes, network_row_bytes (messages, bytes, and bytes of rows sent to other
-        nodes).
+        (row bytes that crossed between ranks, counted at the owner of the experts), bytes_staged (row bytes
+        that this rank copied to its own memory for other ranks of its node: on the CPU rows of a dispatch
+        that are not from `empty_input`, on CUDA rows that the copy engine moves in a wire format),
+        plans_made, plans_reused, network_puts, network_bytes, network_row_bytes (messages, bytes, and bytes
+        of rows sent to other nodes).
 
         A rank that holds the others up, since it computes longer or was descheduled, has the largest
         late_seconds on all ranks but its own. Waits for several ranks pass at the same time, so they do not

@@ -45,6 +45,7 @@ py::dict stats_dict(DeviceCommunicator& self) {
   out["rows_in"] = s.rows_in;
   out["rows_out"] = counters.rows_out;
   out["bytes_wire"] = counters.bytes_wire;
+  out["bytes_staged"] = s.bytes_staged;
   add_network_stats(out, self.proxy());
   return out;
 }

@@ -53,6 +53,7 @@ py::dict stats_dict(Communicator& communicator) {
   out["rows_in"] = s.rows_in;
   out["rows_out"] = s.rows_out;
   out["bytes_wire"] = s.bytes_wire;
+  out["bytes_staged"] = s.bytes_staged;
   out["plans_made"] = s.plans_made;
   out["plans_reused"] = s.plans_reused;
   add_network_stats(out, communicator.proxy());

@@ -249,7 +249,8 @@ int64_t Communicator::publish(const std::byte* x, const int32_t* ids, int64_t to
   // Two sections alternate. Epoch n overwrites what n-2 published: all ranks announced n-1, so all have left
   // n-2.
   const int64_t offset = layout_.rows[epoch_ & 1];
-  cpu::dispatch_send(context(), x, ids, tokens, own(offset));
+  stats_.bytes_staged +=
+      cpu::dispatch_send(context(), x, ids, tokens, own(offset)) * layout_.shape.row_bytes();
   return offset;
 }
 

@@ -51,7 +51,8 @@ struct DispatchArguments {
 struct Stats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, plans_reused = 0;
   int64_t rows_in = 0, rows_out = 0;
-  int64_t bytes_wire = 0;  ///< of rows that came from other ranks, or went to them
+  int64_t bytes_wire = 0;    ///< of rows that came from other ranks, or went to them
+  int64_t bytes_staged = 0;  ///< of rows copied to the window for other ranks of the node to pull
   double dispatch_seconds = 0, combine_seconds = 0, wait_seconds = 0;
 };
 

@@ -342,6 +342,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   const bool as_it_is = window.shape.wire == WireFormat::same;
   const std::byte* const packed = bases_[own_index()] + window.landed[arguments.landing] +
                                   config_.rank * window.shape.max_tokens * window.wire_bytes;
+  if (!as_it_is) stats_.bytes_staged += arguments.tokens * window.wire_bytes;
   copy_to_peers(as_it_is ? arguments.x : packed, 0, arguments.tokens * window.wire_bytes, window.wire_bytes,
                 arguments.landing, stream);
 }

@@ -86,6 +86,7 @@ struct DeviceOutput {
 
 struct DeviceStats {
   int64_t dispatch_calls = 0, combine_calls = 0, plans_made = 0, rows_in = 0;
+  int64_t bytes_staged = 0;      ///< of rows brought into their wire format for the copy engine
   double host_wait_seconds = 0;  ///< of the host, for row counts
 };
 

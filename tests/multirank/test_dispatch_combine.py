@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -421,6 +423,50 @@ def _late(rank: int, world_size: int, case: Case, slow: int, seconds: float) -> 
             ranks.synchronize()
             dist.barrier()
         return comm.stats()["late_seconds"]
+
+
+def _staged(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int]]:
+    """What each call copied within this rank, beside what others need of its rows."""
+    needed = {
+        (source, token)
+        for other in range(world_size)
+        for row in case.expected(other).origin
+        for source, token, _ in row
+        if source == rank != other
+    }
+    row_bytes, found = case.hidden * 4, []
+
+    def count(what: str, want: int, call: Callable[[], Any]) -> Any:
+        before = comm.stats()["bytes_staged"]
+        result = call()
+        found.append((what, comm.stats()["bytes_staged"] - before, want * row_bytes))
+        return result
+
+    with ranks.communicator(**case.communicator) as comm:
+        known = Oracle(case, rank, comm.device)
+        copied = len(needed) if comm.device.type == "cpu" else 0
+        count("dispatch", copied, lambda: known.dispatch(comm))
+        x_TH = comm.empty_input(case.tokens[rank])
+        x_TH.copy_(known.own.x_TH)
+        placed = replace(known.own, x_TH=x_TH.requires_grad_())
+        out = count("dispatch from the window", 0, lambda: known.dispatch(comm, placed))
+        rows_PH = known.answer(out.tokens)
+        y_TH = count("combine", 0, lambda: comm.combine(rows_PH, out.handle, weights=out.weights))
+        # The gradient of y goes the way of a dispatch, that of x the way of a combine.
+        count("backward", copied, lambda: y_TH.sum().backward())
+    return found
+
+
+def test_rows_are_copied_where_others_pull_them_and_nowhere_else(
+    pool: Pools, most_ranks: int, seed: int
+) -> None:
+    size = min(3, most_ranks)
+    if size < 2:
+        pytest.skip("one rank's rows stay where they are")
+    case = Case(tokens=(12, 7, 0)[:size], num_experts=2 * size, hidden=16, top_k=2, seed=seed)
+    for rank, found in enumerate(pool(size)(_staged, case)):
+        assert all(got == want for _, got, want in found), (rank, found)
+        assert not pool(size).on_cpu or case.tokens[rank] == 0 or found[0][1] > 0
 
 
 def test_a_slow_rank_is_seen_by_the_others(pool: Pools, most_ranks: int, seed: int) -> None:

@@ -21,9 +21,9 @@ struct Context {
 };
 
 /// Copies those of the `tokens` rows of x that another rank of this node will pull; rows of tokens that
-/// nobody else owns stay behind.
-void dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
-                   std::byte* rows);
+/// nobody else owns stay behind. Returns the number of rows copied.
+int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                      std::byte* rows);
 
 /// Copies rows tokens[0], tokens[1], ... of x one after the other: a chunk on its way to another node.
 void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<const int32_t> tokens,

@@ -1,6 +1,7 @@
 // Dispatch on the CPU, the sending half: rows that others need, into the own window or on the way to another
 // node.
 #include <algorithm>
+#include <atomic>
 
 #include "kernels/cpu/dispatch.hpp"
 #include "kernels/cpu/rows.hpp"
@@ -8,26 +9,31 @@
 
 namespace moecomm::cpu {
 
-void dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
-                   std::byte* rows) {
+int64_t dispatch_send(const Context& context, const std::byte* x, const int32_t* ids, int64_t tokens,
+                      std::byte* rows) {
   const int64_t row_bytes = context.shape.row_bytes();
   const int32_t top_k = context.shape.top_k;
   const RowKernels& kernels = row_kernels();
   const bool stream = context.heuristics.stream(tokens * row_bytes);
   const NodeMap nodes = context.shape.nodes();
+  std::atomic<int64_t> copied = 0;
   context.pool.parallel(tokens, context.heuristics.parallel(tokens * row_bytes),
                         [&](int64_t begin, int64_t end) {
+                          int64_t here = 0;
                           for (int64_t t = begin; t < end; ++t) {
                             const int32_t* token_ids = ids + t * top_k;
                             const bool leaves = std::any_of(token_ids, token_ids + top_k, [&](int32_t id) {
                               const int32_t owner = expert_owner(id, context.local_experts);
                               return id >= 0 && owner != context.rank && nodes.same_node(owner, context.rank);
                             });
-                            if (leaves)
-                              kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
+                            if (!leaves) continue;
+                            kernels.copy(rows + t * row_bytes, x + t * row_bytes, row_bytes, stream);
+                            ++here;
                           }
                           kernels.fence();
+                          copied += here;
                         });
+  return copied;
 }
 
 void dispatch_send_chunk(const Context& context, const std::byte* x, std::span<const int32_t> tokens,
