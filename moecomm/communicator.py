@@ -870,17 +870,25 @@ class Communicator:
 
     # -- state -----------------------------------------------------------------------------------------
 
-    def refuse(self, error: InvalidArgument) -> NoReturn:
-        """Raises `error` on this rank and, in the operation that they call instead, on all other ranks, which
-        learn which rank it was. A layer calls it for an error that it finds on its rank alone: a plain
-        exception would leave the other ranks waiting until their deadline. The communicator stays usable."""
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raises `error` on this rank and, in the operation that they call instead, InvalidArgument on all
+        other ranks, which learn which rank it was, and of what kind the error is where that is another one. A
+        layer calls it for an error that it finds on its rank alone: a plain exception would leave the other
+        ranks waiting until their deadline. The communicator stays usable."""
         backend = self._open()
+        told = error
+        if not isinstance(told, InvalidArgument):
+            told = InvalidArgument(f"{type(error).__name__}: {error}")
 
         def announce() -> NoReturn:
             backend.ready()
-            backend.fail(error)
+            backend.fail(told)
 
-        backend.run("moecomm refuse", announce)
+        try:
+            backend.run("moecomm refuse", announce)
+        except InvalidArgument as raised:
+            if raised is not told:
+                raise
         raise error
 
     def check(self) -> None:

@@ -123,6 +123,12 @@ def kind_of(error: MoecommError) -> str:
     return next(name for name, error_type in _KINDS.items() if type(error) is error_type)
 
 
+def known_to_all(error: Exception) -> bool:
+    """Returns whether the ranks have come to know of `error` together: an operation has raised it. What one
+    rank finds by itself is an InvalidArgument, or no error of this package."""
+    return isinstance(error, MoecommError) and not isinstance(error, InvalidArgument)
+
+
 def to_message(error: MoecommError) -> dict[str, Any]:
     """Returns `error` as JSON values, so that a rank can tell its peers what went wrong."""
     return {"kind": kind_of(error), "text": str(error), "facts": dict(vars(error))}

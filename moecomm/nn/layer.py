@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from moecomm.arguments import require_tensor
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.kernels.activation import prepare as prepare_activation
 from moecomm.nn import folded
 from moecomm.nn.config import MoEConfig
@@ -287,7 +287,10 @@ class MoELayer(nn.Module):
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
         try:
             routed = self._route(x, seq_len, in_order)
-        except InvalidArgument as error:
+        except Exception as error:
+            compiling = torch.compiler.is_compiling() and not isinstance(error, InvalidArgument)
+            if compiling or known_to_all(error):
+                raise
             self.comm.refuse(error)
         run = self._run_in_order if in_order else self._run
         y_TH = run(routed.rows_TH, routed.topk_idx_TK, routed.topk_weights_TK)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.parameters import mark_expert_parameter
 from moecomm.types import DispatchOutput
@@ -35,6 +37,18 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
         mark_expert_parameter(parameter)
 
 
+def _call(comm: Communicator, experts: nn.Module, rows_PH: Tensor, offsets_L: Tensor) -> Any:
+    """Returns what the module returns. An exception that it raises is told to the other ranks."""
+    if torch.compiler.is_compiling():  # there is no way to go on behind a graph break within a try
+        return experts(rows_PH, offsets_L)
+    try:
+        return experts(rows_PH, offsets_L)
+    except Exception as error:
+        if known_to_all(error):
+            raise
+        comm.refuse(error)
+
+
 def combine_own_experts(
     comm: Communicator, experts: nn.Module, out: DispatchOutput, has_tail: bool
 ) -> Tensor:
@@ -46,7 +60,7 @@ def combine_own_experts(
         real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < out.offsets[-1]).unsqueeze(1)
         rows_PH = rows_PH.where(real_P1, 0.0)
     with torch.autocast(rows_PH.device.type, enabled=False):
-        expert_rows_PH = experts(rows_PH, out.offsets)
+        expert_rows_PH = _call(comm, experts, rows_PH, out.offsets)
     if not isinstance(expert_rows_PH, Tensor):
         kind = type(expert_rows_PH).__name__
         comm.refuse(

@@ -172,6 +172,40 @@ def test_a_wrong_result_on_one_rank_is_refused_on_all(
     assert texts[0].startswith("rank 1: ")
 
 
+class Raises(nn.Module):
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return rows_PH
+
+
+def raising(rank: int, world_size: int, options: dict[str, Any], in_router: bool) -> tuple[str, str]:
+    error = KeyError("gate") if rank == 1 else None
+    layer = build(rank, world_size, options, 0, experts=Raises(None if in_router else error))
+    hook = layer.router.register_forward_pre_hook(lambda *_: Raises(error if in_router else None)(None, None))
+    x_TH = torch.ones(4, HIDDEN, dtype=torch.float64)
+    with pytest.raises((InvalidArgument, KeyError)) as raised:
+        layer(x_TH)
+    layer.experts.error = None
+    hook.remove()
+    assert layer(x_TH).isfinite().all(), "the communicator can be used again"
+    layer.comm.close()
+    return type(raised.value).__name__, str(raised.value)
+
+
+@pytest.mark.parametrize("in_router", [False, True], ids=["experts", "router"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
+def test_an_exception_on_one_rank_is_told_to_all(
+    pool: Pools, options: dict[str, Any], in_router: bool
+) -> None:
+    told = ("InvalidArgument", "rank 1: KeyError: 'gate'")
+    assert pool(3)(raising, options, in_router) == [told, ("KeyError", "'gate'"), told]
+
+
 def wrong_setting(rank: int, world_size: int) -> str:
     layer = build(rank, world_size, {}, 0)
     layer.overlap = OverlapConfig(record=rank == 1)
