@@ -107,7 +107,7 @@ struct SourceLines {
 static_assert(sizeof(SourceLines) == 2 * kLine);
 
 /// A peer that signals no more, for waits on it. Written by the host, through a copy: kernels that polled
-/// host memory would fill the path that their own NVLink traffic takes (docs/performance.md).
+/// host memory would fill the path that their own NVLink traffic takes (docs/history.md).
 struct PeerLoss {
   uint32_t set;  ///< 1: a wait for this peer whose signal is not there ends
   int32_t peer;  ///< the one to blame: itself, or who it gave up on

@@ -10,7 +10,7 @@ namespace {
 
 // Bytes of a chunk: a sixteenth of what a rank can send to a node, so that staging holds all of it, but not
 // so few that a put's fixed cost counts. The ranks of a node wait for each other with every chunk of sums on
-// CPUs, not on GPUs, whose chunks are smaller, for several lanes to share (docs/performance.md).
+// CPUs, not on GPUs, whose chunks are smaller, for several lanes to share (docs/history.md).
 constexpr int64_t kChunksWanted = WindowLayout::kStagingChunks, kLeastChunkBytes = int64_t{512} << 10,
                   kMostChunkBytes = int64_t{4} << 20, kMostDeviceChunkBytes = int64_t{1} << 20;
 // An immediate has 15 bits for an arrival flag, a command 16 bits for the rows of a chunk.

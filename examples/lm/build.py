@@ -46,7 +46,7 @@ def build_model(
     an output matrix of its own at zero. A tied one expects the token that was read to come next, by a logit
     of sqrt(dim): the first loss is far above that of guessing (10.5 for 257 tokens, where guessing has 5.5).
     The model learns faster from there than from any indifferent beginning that was tried
-    (docs/performance.md).
+    (docs/history.md).
     """
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)

@@ -26,7 +26,7 @@ def sms_beside_wgrad(*, sms: int, ranks: int, top_k: int, row_bytes: int, inner:
 
     Both the bytes of the transfer and the product's operations grow with rows times H, so the share of the
     SMs follows from the product's columns alone; the transfer also sums a token's rows, which is one more row
-    a token. A transfer on fewer than eight SMs takes much longer; docs/performance.md has the measurements.
+    a token. A transfer on fewer than eight SMs takes much longer; docs/history.md has the measurements.
 
     None is for a share of more than a quarter of the GPU, or of less than 3 % (leaving eight SMs costs such a
     long product more than the transfer takes alone), for one rank, and for two ranks with rows above 8 KiB:

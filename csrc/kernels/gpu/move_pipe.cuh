@@ -75,7 +75,7 @@ static_assert(sizeof(MovePipe<0>::Memory) <= block_bytes(true));  // kernels hav
 static_assert(sizeof(MovePipe<kWorkers>::Memory) <= (227 - 1) * 1024);
 
 /// True where a pipe with workers takes the rows of a communicator, which have at most `each` places: a row
-/// is one piece, and long enough that what is done for each row does not count (docs/performance.md).
+/// is one piece, and long enough that what is done for each row does not count (docs/history.md).
 inline bool pipe_works(const DeviceShape& shape, int each) {
   constexpr int kMost = MovePipe<kWorkers>::kPiece, kLeast = kMost / 2;
   return lists_hold(shape, each) && shape.row_bytes() >= kLeast && shape.row_bytes() <= kMost &&
