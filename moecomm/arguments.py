@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moecomm.errors import InvalidArgument, InvalidRouting
 from moecomm.types import WIRE_FORMATS, Layout, WireTensors
@@ -26,7 +27,21 @@ def _is(value: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: t
         and value.dtype is dtype
         and value.device == device
         and value.layout is torch.strided
+        and _has_memory(value)
     )
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    """Returns whether a tensor has elements of its own in memory, and not a tensor of another kind within it
+    (DTensor and other wrappers, tensors of torch.func) or none (fake ones, torch's zeros without memory)."""
+    if torch.compiler.is_compiling():  # then a tensor stands for one that a call will have
+        return True
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        from torch._subclasses.fake_tensor import FakeTensor  # takes long, and is seldom wanted
+
+        if is_traceable_wrapper_subclass(value) or isinstance(value, FakeTensor):
+            return False
+    return not (value._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def require_tensor(name: str, value: Any, device: torch.device) -> None:
@@ -41,6 +56,11 @@ def require_tensor(name: str, value: Any, device: torch.device) -> None:
         raise InvalidArgument(f"{name} is on {place}, expected {device}")
     if value.layout != torch.strided:
         raise InvalidArgument(f"{name} has layout {value.layout}, expected a dense tensor")
+    if not _has_memory(value):
+        raise InvalidArgument(
+            f"{name} is a {type(value).__name__} without memory of its own, expected a plain tensor: of a "
+            "DTensor its to_local(), and no tensor of torch.func or of a fake mode"
+        )
 
 
 def _require_shape(name: str, value: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:

@@ -931,7 +931,7 @@ class Communicator:
 
     def last_phases(self) -> dict[str, dict[str, float]]:
         """Returns when the last operation of each kind passed its phases on this GPU, in seconds after its
-        first block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
+        last block began: {"dispatch": ..., "combine": ...}, the backward of combine counted as a dispatch
         and that of dispatch as a combine.
 
         "announced": this rank's record goes to all ranks, in a dispatch after the routes of all tokens;

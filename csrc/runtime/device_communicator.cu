@@ -497,7 +497,15 @@ void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t st
   send(config_.shape.wire, sending(d), stream);
 }
 
+/// Throws Error(invalid_argument) unless a dispatch was begun and is to be received.
+void DeviceCommunicator::require_begun() const {
+  if (!pending_ || pending_->arguments.operation != Operation::dispatch)
+    throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
+}
+
 std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
+  require_begun();
+  const uint64_t ticket = pending_->arguments.ticket;
   const DeviceGuard guard(config_.device);
   const BesideCaptures beside;
   ScopedSeconds waiting(stats_.host_wait_seconds);
@@ -507,7 +515,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
     // deadlines, and it reports in any case, unless the device itself has failed: that is looked for now and
     // then.
     Clock::time_point look = Clock::now() + std::chrono::milliseconds(5);
-    while (load_acquire(rows.ticket) != ticket_) {
+    while (load_acquire(rows.ticket) != ticket) {
       if (Clock::now() < look) continue;
       look = Clock::now() + std::chrono::milliseconds(5);
       const cudaError_t error = cudaStreamQuery(watch_stream_);
@@ -533,8 +541,7 @@ std::pair<int64_t, int64_t> DeviceCommunicator::wait_rows() {
 
 void DeviceCommunicator::finish_dispatch(int64_t rows, int64_t positions, const DeviceOutput& output,
                                          cudaStream_t stream) {
-  if (!pending_ || pending_->arguments.operation != Operation::dispatch)
-    throw Error(ErrorKind::invalid_argument, "no dispatch was begun");
+  require_begun();
   const DeviceGuard guard(config_.device);
   receive(receiving(rows, positions, output), stream);
 }

@@ -203,6 +203,7 @@ class DeviceCommunicator {
   void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
   int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon(cudaStream_t stream);
+  void require_begun() const;
   void watch();
   void require_usable();  // throws if the communicator is closed or broken
   void note_broken();

@@ -367,7 +367,7 @@ class CpuBackend:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
+    return tensor.detach().resolve_neg().contiguous()
 
 
 def _dense_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:

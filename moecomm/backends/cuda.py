@@ -368,9 +368,9 @@ class CudaBackend:
         """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
         if call.capacity < 0:
             return self.finish_dispatch(self.begin_dispatch(call))
-        sending, blob, _inputs = self._sending(call)
+        sending, blob, inputs = self._sending(call)
         rows = (call.capacity, call.expert_capacity)
-        return self._receive(call, blob, rows, partial(self._native.dispatch, *sending))
+        return self._receive(call, blob, inputs, rows, partial(self._native.dispatch, *sending))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
         """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
@@ -385,21 +385,22 @@ class CudaBackend:
 
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
         """Waits on the host for the number of rows, and receives them."""
-        return self._receive(begun.call, begun.blob, self._native.wait_rows(), self._native.finish_dispatch)
+        rows = self._native.wait_rows()
+        return self._receive(begun.call, begun.blob, begun.inputs, rows, self._native.finish_dispatch)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
         """Returns the arguments of the runtime's `begin_dispatch` without the stream, the plan's memory, and
         the tensors that the kernels read. (Receiving kernels write while these are read, so an output must
         not get their memory.)"""
-        x_TH, x_address = self._readable(call.x_TH)
-        ids_TK, ids_address = self._readable(call.topk_idx_TK)
         x_scales, weights_TK = call.x_scales, call.topk_weights_TK
         scales_address = weights_address = 0
-        if x_scales is not None:
-            x_scales, scales_address = self._readable(x_scales)
-        if weights_TK is not None:
-            weights_TK, weights_address = self._readable(weights_TK)
         try:
+            x_TH, x_address = self._readable(call.x_TH)
+            ids_TK, ids_address = self._readable(call.topk_idx_TK)
+            if x_scales is not None:
+                x_scales, scales_address = self._readable(x_scales)
+            if weights_TK is not None:
+                weights_TK, weights_address = self._readable(weights_TK)
             blob = self._empty((self.plan_fields.words,), torch.int32)
         except OutOfMemory as error:
             self.fail(error)
@@ -419,10 +420,16 @@ class CudaBackend:
         return sending, blob, (x_TH, x_scales, ids_TK, weights_TK)
 
     def _receive(
-        self, call: DispatchCall, blob: torch.Tensor, counts: tuple[int, int], receive: Callable[..., None]
+        self,
+        call: DispatchCall,
+        blob: torch.Tensor,
+        inputs: _Inputs,
+        counts: tuple[int, int],
+        receive: Callable[..., None],
     ) -> RawDispatch:
         """Receives the rows into new tensors, by a function of the runtime that takes `counts` (of rows and
-        of expert-major positions), addresses, and the stream."""
+        of expert-major positions), addresses, and the stream. `inputs`: what the kernels read, which a held
+        operation still does when this returns."""
         by_rank = call.layout == "rank"
         rows, positions = counts if by_rank else (counts[0], counts[0])
         weights = topk_idx_PK = scales = index = None
@@ -454,7 +461,7 @@ class CudaBackend:
             self._raw_stream,
         )
         by_index = () if index is None else index[:2]
-        self._keep(tokens_PH, scales, weights, topk_idx_PK, *by_index, blob, call.x_TH)
+        self._keep(tokens_PH, scales, weights, topk_idx_PK, *by_index, blob, *inputs)
         views = partial(self.plan_fields.view, blob, call.layout)
         plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
         return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales, index)
@@ -488,14 +495,14 @@ class CudaBackend:
         """Sends rows along a kept plan and returns (received rows (P, H) times scales, dots (P,)). dots[p] =
         <row p, other[p]> with `other_PH`, else dots is None. `gradients`: without both, rows travel in the
         gradient_wire."""
-        rows_TH, rows_address = self._readable(rows_TH)
         scales_address = other_address = 0
-        if scales_P is not None:
-            scales_P, scales_address = self._readable(scales_P)
-        if other_PH is not None:
-            other_PH, other_address = self._readable(other_PH)
         dots_P = None
         try:
+            rows_TH, rows_address = self._readable(rows_TH)
+            if scales_P is not None:
+                scales_P, scales_address = self._readable(scales_P)
+            if other_PH is not None:
+                other_PH, other_address = self._readable(other_PH)
             out_PH = self._empty((plan.rows, self.hidden), self.dtype)
             if other_PH is not None:
                 dots_P = self._empty((plan.rows,), self._weight_dtype).zero_()
@@ -529,9 +536,9 @@ class CudaBackend:
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
         y_TH = grads_TK = None
         rows_address = weights_address = grads_address = 0
-        if weights_P is not None:
-            weights_P, weights_address = self._readable(weights_P)
         try:
+            if weights_P is not None:
+                weights_P, weights_address = self._readable(weights_P)
             if rows_PH is not None:
                 rows_PH, rows_address = self._readable(rows_PH)
                 y_TH = self._empty((plan.tokens, self.hidden), self.dtype)
@@ -628,7 +635,10 @@ class CudaBackend:
         """Returns `tensor` contiguous and at an address that bulk copies take, and that address."""
         address = tensor.data_ptr()
         if address % _ALIGNMENT or not tensor.is_contiguous():
-            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+            try:
+                tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+            except torch.OutOfMemoryError as error:
+                raise _out_of_memory(tuple(tensor.shape), tensor.dtype, error) from error
             address = tensor.data_ptr()
         return tensor, address or self._nowhere_address
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,14 +52,16 @@ def sharded_state(
     Every tensor shares storage with the live one: `load` writes into model and optimizer in place.
     "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded;
     add keys of your own beside these, but keep these at the top level of what you pass to `load`. An
-    optimizer that has not stepped is given its state tensors first, as before a step, and behaves as before.
+    optimizer that has not stepped is given its state tensors first, as before a step, and behaves as before,
+    but for SGD with dampening, whose first step then dampens too.
     """
     all_tensors = model.state_dict()  # first: it makes FSDP put its shards in place
     places = _find_places(model, as_group(ep_group, "ep_group"))
-    records = {f"{n}._extra_state" for n, m in model.named_modules() if isinstance(m, GroupedExperts)}
-    records |= {"_extra_state"} if isinstance(model, GroupedExperts) else set()
+    experts = (name for name, module in _all_modules(model) if isinstance(module, GroupedExperts))
+    records = {f"{name}._extra_state".lstrip(".") for name in experts}
     tensors = {name: value for name, value in all_tensors.items() if name not in records}
-    parameters = dict(model.named_parameters())
+    # A tensor that two modules share has a name in each.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     saved_as = _names_of_interleaved(model)
     shards = {saved_as.get(n, n): _shard(t, places.get(parameters.get(n))) for n, t in tensors.items()}
     state: dict[str, Any] = {"model": shards}
@@ -71,7 +73,7 @@ def sharded_state(
                 for key, value in optimizer.state[parameter].items()
                 if isinstance(value, Tensor)
             }
-            for name, parameter in parameters.items()
+            for name, parameter in model.named_parameters()
             if parameter in optimizer.state
         }
         state["param_groups"] = _ParamGroups(optimizer)
@@ -95,12 +97,17 @@ def _place_of_state(
     return None
 
 
+def _all_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Returns the modules of a model by all of their names."""
+    return model.named_modules(remove_duplicate=False)
+
+
 def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
     """Returns other names for weights whose gates and up values are interleaved, so that a checkpoint of them
     cannot be loaded into halves, nor the other way round."""
     return {
         f"{name}.w_in".lstrip("."): f"{name}.w_in.interleaved".lstrip(".")
-        for name, module in model.named_modules()
+        for name, module in _all_modules(model)
         if isinstance(module, (GroupedExperts, SharedExperts)) and module.config.activation in INTERLEAVED
     }
 

@@ -65,7 +65,9 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     _refuse_main_grad(model, "DistributedDataParallel")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
-    ignored = {name for name, parameter in model.named_parameters() if parameter in owners}
+    # An expert's weights that two modules share have a name in each.
+    named = model.named_parameters(remove_duplicate=False)
+    ignored = {name for name, parameter in named if parameter in owners}
     ignored |= {name for name, _ in model.named_buffers() if name.rpartition(".")[2] == "load_E"}
     ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
@@ -139,15 +141,29 @@ def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
     FSDP over a single rank would do so too, but divides twice for some dtypes (seen with torch 2.13)."""
     fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     for parameter in experts.parameters():
+        if hasattr(parameter, DIVIDED):
+            continue  # of two modules
         setattr(parameter, DIVIDED, True)
-        if parameter.requires_grad:
-            parameter.register_hook(functools.partial(_divide, divisor=ep_size))
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen one takes no hook, and may be trained later
+        parameter.register_hook(functools.partial(_divide, divisor=ep_size))
+        parameter.requires_grad_(trains)
 
 
 def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
     """Divides a gradient, as a hook of a parameter; the gradient is None if the layer leaves it for later
     (`OverlapConfig.defer_weights`)."""
     return None if gradient is None else gradient / divisor
+
+
+_SYNCHRONISES = "_moecomm_synchronises"
+"""Attribute of a DistributedDataParallel: whether the backward of its last forward averages gradients. It
+decides that in the forward, which `no_sync()` may be around and not around the backward."""
+
+
+def _note_sync(wrapper: nn.Module, args: Any) -> None:
+    if torch.is_grad_enabled():
+        setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
 
 
 class _ReplicaAverage:
@@ -164,7 +180,7 @@ class _ReplicaAverage:
     def __call__(self, parameter: Tensor) -> None:
         wrapper = None if self.wrapper is None else self.wrapper()
         count = len(self._replicas.ranks)
-        synchronises = wrapper is None or wrapper.require_backward_grad_sync
+        synchronises = wrapper is None or getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
         if count == 1 or parameter.grad is None or not synchronises:
             return
         with torch.no_grad():
@@ -183,7 +199,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
     if len(ranks) == 1:
         return
     _refuse_main_grad(model, "DistributedDataParallel")
-    for path, parameter in model.named_parameters():
+    for path, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in owners:
             continue
         average = getattr(parameter, AVERAGED_BY_DDP, None)
@@ -198,6 +214,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
                 f"{average.ranks}: pass prepare_ddp the same group"
             )
         average.wrapper = weakref.ref(wrapper)
+    wrapper.register_forward_pre_hook(_note_sync)
     for path, _ in model.named_buffers():
         if path.rpartition(".")[2] == "load_E" and path not in ignored:
             raise InvalidArgument(

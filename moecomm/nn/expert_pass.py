@@ -435,9 +435,13 @@ def backward(
     del inner_PI, last, saved, kept
     if call.deferred is not None and (need_in or need_out):
         count = grad_inner_PI.shape[0]
-        of_in = Operands(w_in, rows_PH, grad_inner_PI, rows_index=index_P) if need_in else None
-        of_out = None if z_PF is None else Operands(w_out, z_PF, grad_rows_PH, grad_index=index_P)
-        call.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
+        of_in = of_out = None
+        if need_in and _is_wanted(ctx, W_IN):
+            of_in = Operands(w_in, rows_PH, grad_inner_PI, rows_index=index_P)
+        if z_PF is not None and _is_wanted(ctx, W_OUT):
+            of_out = Operands(w_out, z_PF, grad_rows_PH, grad_index=index_P)
+        if of_in is not None or of_out is not None:
+            call.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
         with stages("fc2_wgrad"):
             grad_out_LFH = products.grouped_mm_wgrad(
@@ -489,6 +493,18 @@ def backward(
 
 W_IN, W_OUT = 2, 3
 """The places of the experts' weights among the tensors that `_Keep` takes."""
+
+
+def _is_wanted(ctx: Any, number: int) -> bool:
+    """Returns whether the backward that runs is one for a weight, and not for other inputs alone
+    (torch.autograd.grad, or `inputs` of backward). In merged microbatches all of them are."""
+    if not hasattr(ctx, "next_functions"):
+        return True
+    try:
+        runs: bool = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+    except RuntimeError:  # torch says so where torch.autograd.grad is under way
+        return False
+    return runs
 
 
 def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:

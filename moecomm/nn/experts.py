@@ -111,7 +111,7 @@ class GroupedExperts(nn.Module):
             has = config.bias and not (name == "b_out" and part.number)
             bias = nn.Parameter(torch.empty(local, width, **make)) if has else None  # type: ignore[arg-type]
             self.register_parameter(name, bias)
-        self._mark_parameters()
+        self.mark_parameters()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -198,23 +198,26 @@ class GroupedExperts(nn.Module):
             b_out_LH=self.b_out,
         )
 
-    def _mark_parameters(self) -> None:
+    def mark_parameters(self) -> None:
+        """Marks the parameters as those of experts, and has those that are trained collect `main_grad` if
+        the config says so."""
         for parameter in self.parameters():
             if isinstance(parameter, DTensor):  # FSDP's, which are not marked
                 continue
             mark_expert_parameter(parameter)
-            if self.config.main_grad and parameter.requires_grad and not has_main_grad(parameter):
+            trained = parameter.requires_grad and parameter.is_leaf  # else it is computed from parameters
+            if self.config.main_grad and trained and not has_main_grad(parameter):
                 keep_main_grad(parameter)
 
     def _apply(self, *args: Any, **options: Any) -> GroupedExperts:
         super()._apply(*args, **options)  # type: ignore[no-untyped-call]
-        self._mark_parameters()  # to_empty, for example, makes new parameters
+        self.mark_parameters()  # to_empty, for example, makes new parameters
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # Copying or unpickling a module makes new Parameter objects, which have lost their attributes.
-        self._mark_parameters()
+        # Copying or unpickling a module makes new Parameter objects, which have lost attributes and hooks.
+        self.mark_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
@@ -271,7 +274,7 @@ class GroupedExperts(nn.Module):
                 "moecomm.nn.sharded_state, which has all of them"
             )
         super()._load_from_state_dict(state_dict, prefix, *others)
-        self._mark_parameters()  # assign=True puts other tensors in their places
+        self.mark_parameters()  # assign=True puts other tensors in their places
 
     @staticmethod
     def _holds(record: list[int]) -> str:

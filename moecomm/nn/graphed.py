@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moecomm.communicator import Communicator
 from moecomm.errors import CapacityExceeded, InvalidArgument, Unsupported
+from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.pool import ActivationPool, lost_rows
@@ -254,6 +255,11 @@ class GraphedStep:
                     self._buffers.append((kept, buffer))
             self._set_random(before.random)
             self._replay = self._recorder.record(self._body)
+        except BaseException:
+            with torch.no_grad():
+                for name, (kept, _) in saved.items():
+                    buffers[name].copy_(kept)
+            raise
         finally:
             self._set_random(before.random)
             self._put_grads(before.grads)
@@ -303,6 +309,14 @@ class GraphedStep:
         output = _map(lambda tensor: tensor.detach(), self._step_fn(*self._inputs))
         grads = [parameter.grad for parameter in self._parameters]
         self._put_grads([None] * len(self._parameters))
+        late = [layer for layer in self._layers if layer.has_pending_weights]
+        for layer in late:
+            layer.backward_weights(drop=True)
+        if late:
+            raise InvalidArgument(
+                "step_fn leaves gradients of experts' weights put off (OverlapConfig.defer_weights), which "
+                "replays would not compute: call moecomm.nn.backward_weights(model) within it"
+            )
         return _Done(
             output, grads, [(each.last_losses, each.last_tokens_per_expert) for each in self._layers]
         )
@@ -385,12 +399,20 @@ class GraphedStep:
                 with contextlib.suppress(*passed_over):
                     comm.check()
 
+    def _forget_quantized(self) -> None:
+        """Drops weights that were quantised before a graph changed those which they were made of, without
+        their version."""
+        for layer in self._layers:
+            if isinstance(layer.experts, GroupedExperts):
+                layer.experts.forget_quantized()
+
     def _rerun_eager(self, before: _Before, failed: _Done | None) -> _Done:
         """Runs the step without graph, at exact size, from the state before the replay."""
         self._set_random(before.random)
         with torch.no_grad():
             for kept, buffer in self._buffers:
                 buffer.copy_(kept)
+        self._forget_quantized()
         with self._at_exact_size():
             done = self._run_step()
         if failed is None:
@@ -433,6 +455,7 @@ class GraphedStep:
         for parameter, is_cleared in zip(self._parameters, self._replay_update(), strict=True):
             if is_cleared:
                 parameter.grad = None
+        self._forget_quantized()
 
     def _update_body(self) -> list[bool]:
         """Runs the update; returns which gradients it set to None."""

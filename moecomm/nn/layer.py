@@ -301,6 +301,7 @@ class MoELayer(nn.Module):
     def _route(self, x: Tensor, seq_len: int | None, in_order: bool) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
         x_TH = x
+        exchanges = 0 if self._sequence is None else self._sequence.exchanges
         try:
             self._check_settings(in_order)
             require_tensor("x", x, self.comm.device)
@@ -310,11 +311,12 @@ class MoELayer(nn.Module):
                 x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
             if self._sequence is not None:
                 self.router.check(x_TH, seq_len)  # not first in its forward, where ranks wait for each other
-        except InvalidArgument:
-            if self._sequence is not None:  # the other ranks wait for this one's choices
+            routing = self.router(x_TH, seq_len)
+        except Exception as error:
+            waited_for = self._sequence is not None and self._sequence.exchanges == exchanges
+            if self._sequence is not None and waited_for and not known_to_all(error):
                 self._sequence.bring_nothing(self.router.weight)
             raise
-        routing = self.router(x_TH, seq_len)
         self.last_losses = {name: loss.detach() for name, loss in routing.losses.items()}
         self.last_tokens_per_expert = routing.tokens_per_expert_E
         # The losses are attached to the weights, if these have gradients, so that a checkpoint's recompute
@@ -335,7 +337,8 @@ class MoELayer(nn.Module):
         y_TH = y_TH.to(dtype)
         if unattached is not None:
             y_TH = self._attach(y_TH, unattached)
-        return y_TH.view(shape)
+        # A view of it would lose FSDP2's hook of the backward when it is changed in place.
+        return y_TH if y_TH.shape == shape else torch.ops.aten._unsafe_view(y_TH, shape)
 
     def backward_weights(self, *, drop: bool = False) -> None:
         """Computes the gradients of the experts' weights that backwards have put off
@@ -492,8 +495,10 @@ class MoELayer(nn.Module):
                 "autograd keeps what it needs itself: set overlap=OverlapConfig() or pool=None"
             )
         if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.experts.mark_parameters()  # some may have been frozen before
             for parameter in self.experts.parameters():
-                main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
+                if parameter.requires_grad and parameter.is_leaf:
+                    main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
         for name, module in (
             ("experts", None if self._own_experts else self.experts),
             ("shared", self.shared),

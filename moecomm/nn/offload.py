@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from moecomm.device.cuda_device import CudaDevice
 from moecomm.errors import InvalidArgument
-from moecomm.nn.recompute import saving_hooks
+from moecomm.nn.recompute import require_unchanged, saving_hooks, version_of
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Tensors of bytes to copy, each (to, from)."""
@@ -154,7 +154,7 @@ class ActivationOffload:
         )
         if block is None or not moves:
             # A tensor with its graph would hold the node that keeps it.
-            return tensor if tensor.is_leaf else tensor.detach()
+            return _Kept(tensor if tensor.is_leaf else tensor.detach(), version_of(tensor))
         spec = tensor._spec if isinstance(tensor, DTensor) else None
         offset = int(local.storage_offset())
         return _Saved(block.part(local), local.dtype, local.shape, local.stride(), offset, spec)
@@ -175,12 +175,19 @@ _OF_PARAMETERS = frozenset(
 
 def _is_of_parameter(tensor: Tensor) -> bool:
     """Returns True for a leaf that requires a gradient, and for casts and views of one."""
-    if tensor.is_leaf:
-        return tensor.requires_grad
+    if tensor.is_leaf:  # what a product saves of a frozen weight is a view without a graph
+        return tensor.requires_grad or any(isinstance(each, nn.Parameter) for each in (tensor, tensor._base))
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _OF_PARAMETERS:
         node = node.next_functions[0][0]
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+class _Kept(NamedTuple):
+    """What autograd keeps in place of a tensor that stays. torch compares no versions behind hooks."""
+
+    tensor: Tensor
+    version: int
 
 
 class _Saved(NamedTuple):
@@ -195,11 +202,11 @@ class _Saved(NamedTuple):
     """How a DTensor, whose local part this is, lies over ranks; None for a tensor."""
 
 
-def _unpack(kept: Any) -> Tensor:
+def _unpack(kept: _Saved | _Kept) -> Tensor:
     """Returns the tensor in whose place autograd has kept this."""
-    if not isinstance(kept, _Saved):
-        tensor: Tensor = kept
-        return tensor
+    if isinstance(kept, _Kept):
+        require_unchanged(kept.tensor, kept.version)
+        return kept.tensor
     here = kept.part.bring_back()
     local = here.new_empty(0, dtype=kept.dtype)
     local.set_(here.untyped_storage(), kept.offset, kept.shape, kept.strides)

@@ -15,7 +15,6 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.expert_parts import ExpertPart, Split
 
 _MARK = "moecomm_expert_parallel"
-_MAIN_GRAD = "moecomm_main_grad"
 _MOST_THREADS = 16
 """Threads that draw the first weights of experts."""
 
@@ -34,12 +33,13 @@ def is_expert_parameter(parameter: Tensor) -> bool:
 
 def keep_main_grad(parameter: nn.Parameter) -> None:
     """Makes a parameter collect its gradients in `main_grad`, float32 of its shape, and leave `grad` None."""
-    setattr(parameter, _MAIN_GRAD, parameter.register_post_accumulate_grad_hook(to_main_grad))
+    parameter.register_post_accumulate_grad_hook(to_main_grad)
 
 
 def has_main_grad(parameter: Tensor) -> bool:
     """Returns True for a parameter that collects its gradients in `main_grad`."""
-    return hasattr(parameter, _MAIN_GRAD)
+    # An attribute would survive pickling, which the hook does not.
+    return to_main_grad in (parameter._post_accumulate_grad_hooks or {}).values()
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:

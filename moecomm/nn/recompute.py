@@ -23,6 +23,21 @@ def saving_hooks() -> Hooks | None:
     return hooks
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place; 0 for one of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def require_unchanged(tensor: Tensor, version: int) -> None:
+    """Raises RuntimeError, as autograd does, for a saved tensor that was changed in place since."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is at version "
+            f"{version_of(tensor)}, expected version {version}"
+        )
+
+
 @contextlib.contextmanager
 def recompute_outputs(
     make: Callable[..., Tensor | Sequence[Tensor]],
@@ -47,8 +62,8 @@ def recompute_outputs(
 
     Hooks that were active before (torch.autograd.graph.saved_tensors_hooks), such as those of
     torch.utils.checkpoint and ActivationOffload, see the inputs and all other tensors that the block saves.
-    Tensors made of the outputs by other operations are kept as ever. Raises InvalidArgument in the backward
-    if `make` returns tensors of other shapes or dtypes.
+    Tensors made of the outputs by other operations are kept as ever, and so are outputs that are changed in
+    place. Raises InvalidArgument in the backward if `make` returns tensors of other shapes or dtypes.
     """
     source = _Source(make, tuple(inputs), _as_tuple(outputs), saving_hooks())
     try:
@@ -98,6 +113,7 @@ class _Source:
     ) -> None:
         self._make, self._outputs, self._around = make, outputs, around
         self._likeness = [_likeness(each) for each in outputs]
+        self._versions = [version_of(each) for each in outputs]
         self._inputs = [self._keep(each) for each in inputs]
         kind = outputs[0].device.type
         self._autocast = (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -138,25 +154,33 @@ class _Source:
         memory = tensor.untyped_storage().data_ptr()
         for number, output in enumerate(self._outputs):
             if memory == output.untyped_storage().data_ptr() and tensor.dtype is output.dtype:
+                if version_of(output) != self._versions[number]:
+                    return None  # it was changed in place, and would be made again as it was
                 offset = int(tensor.storage_offset())
                 return _Again(number, tensor.dtype, tensor.shape, tensor.stride(), offset)
         node = tensor.grad_fn
         while node is not None and node.name() in _SAME_VALUES:
-            node = node.next_functions[0][0]
+            node, of_node = node.next_functions[0]
             for number, output in enumerate(self._outputs):
+                same = node is output.grad_fn and of_node == output.output_nr
                 whole = tensor.numel() == output.numel()
-                if whole and node is output.grad_fn and tensor.is_contiguous() and output.is_contiguous():
+                unchanged = version_of(output) == self._versions[number]
+                if same and whole and unchanged and tensor.is_contiguous() and output.is_contiguous():
                     return _Again(number, tensor.dtype, tensor.shape, None, 0)
         return None
 
     def _keep(self, tensor: Tensor) -> Any:
         if self._around is not None:
             return self._around[0](tensor)
-        # A tensor with its graph would hold the node that keeps it.
-        return tensor if tensor.is_leaf else tensor.detach()
+        # A tensor with its graph would hold the node that keeps it. torch compares no versions behind hooks.
+        return tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)
 
     def _restore(self, kept: Any) -> Tensor:
-        return kept if self._around is None else self._around[1](kept)
+        if self._around is not None:
+            return self._around[1](kept)
+        tensor, version = kept
+        require_unchanged(tensor, version)
+        return tensor
 
     def _compute(self) -> tuple[Tensor, ...]:
         inputs = [self._restore(each) for each in self._inputs]

@@ -88,18 +88,20 @@ class TopKRouter(nn.Module):
         bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if config.router_bias else None
         self.register_parameter("bias", bias)
         balances = config.bias_update_rate > 0
-        bias_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if balances else None
-        load_E = torch.zeros(config.num_experts, dtype=torch.int64, device=device) if balances else None
+        bias_E = torch.empty(config.num_experts, dtype=torch.float32, device=device) if balances else None
+        load_E = torch.empty(config.num_experts, dtype=torch.int64, device=device) if balances else None
         self.register_buffer("expert_bias_E", bias_E)
         self.register_buffer("load_E", load_E, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Fills the weight with new random numbers of standard deviation config.init_std, from torch's
-        default CPU generator, and the bias with zeros."""
+        default CPU generator, and the bias, the balancing biases and the load with zeros."""
         init_shared_weight(self.weight, self.config.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        with torch.no_grad():
+            for zero in (self.bias, self.expert_bias_E, self.load_E):
+                if zero is not None:
+                    zero.zero_()
 
     def forward(self, x_TH: Tensor, seq_len: int | None = None) -> Routing:
         """Routes tokens. x_TH: (T, H) of any float dtype; T may be 0. seq_len: tokens of one sequence, for

@@ -88,6 +88,8 @@ class SequenceRanks:
         self._config, self._order, self._max_tokens = config, order, max_tokens
         self._group = GroupReference(group)
         self._own = order.index(dist.get_rank(group))
+        self.exchanges = 0
+        """Exchanges so far, also those that failed."""
 
     def require_tokens(self, num_tokens: int) -> None:
         """Raises InvalidArgument for more tokens than the exchange has room for."""
@@ -134,6 +136,7 @@ class SequenceRanks:
 
     def _gather(self, own: Tensor) -> Tensor:
         """Returns the tensors of all ranks, in the order of their parts."""
+        self.exchanges += 1
         gathered = [torch.empty_like(own) for _ in self._order]
         group = self._group()
         try:

@@ -217,11 +217,13 @@ class Block(CutBlock):
             segments.append(segment)
             beside = contextlib.nullcontext() if name == "experts" else Beside(self.comm, turns=turns)
             with beside as side:
-                inputs = _as_tuple(node(*segment.inputs))
+                read = segment.inputs  # by the transfer, until it is joined
+                inputs = _as_tuple(node(*read))
             segment.end(*inputs)
             if side is not None:
                 yield
                 side.join(*(each for each in inputs if isinstance(each, Tensor)))
+            del read
         return tuple(map(detached, inputs)), segments
 
     def _backward_experts(
@@ -230,14 +232,16 @@ class Block(CutBlock):
         """Goes back through the segments."""
         combine, experts, dispatch = reversed(kept)
         with (side := Beside(self.comm, turns=turns)):
-            grads = combine.backward(grads)
+            read, grads = grads, combine.backward(grads)  # read by the transfer, until it is joined
         yield
         side.join(*grads)
+        del read
         grads = experts.backward(grads)
         with (side := Beside(self.comm, turns=turns)):
-            grads = dispatch.backward(grads)
+            read, grads = grads, dispatch.backward(grads)
         yield
         side.join(*grads)
+        del read
         return grads
 
     def _from_experts(self, home: Values, results: Values) -> Tensor:

@@ -382,7 +382,10 @@ def run_microbatches(
 
 
 def _loss_of(loss: Callable[[Tensor, int], Tensor], number: int, output: Tensor) -> Tensor:
-    return loss(output, number)
+    value = loss(output, number)
+    if isinstance(value, Tensor) and not value.requires_grad:
+        raise InvalidArgument("the loss requires no gradient, must be computed from what the blocks return")
+    return value
 
 
 def _order(count: int, merge_ends: bool) -> list[list[tuple[int, bool]]]:

@@ -314,6 +314,28 @@ def test_drops_over_whole_sequences(
     pool(4)(dropped, arguments, policies, seed)
 
 
+def raising(rank: int, world_size: int) -> str:
+    """A rank whose router's hook raises, where the others wait for its choices before they dispatch."""
+    case = Case({"capacity_factor": 1.0, "drop_over": "sequence"})
+    layer = MoELayer(case.config, folding=ParallelFolding(world_size=world_size, tp=2, ep=2), max_tokens=8)
+
+    def hook(*_: Any) -> None:
+        raise KeyError("gate")
+
+    handle = layer.router.register_forward_pre_hook(hook) if rank == 1 else None
+    x_TH = torch.ones(4, case.config.hidden, dtype=case.dtype)
+    found = catch(lambda: layer(x_TH))
+    if handle is not None:
+        handle.remove()
+    assert layer(x_TH).isfinite().all(), "the layer can be used again"
+    layer.comm.close()
+    return "" if found is None else f"{found.name}: {found.text}"
+
+
+def test_an_exception_before_the_exchange_of_choices(pool: Callable[[int], RankPool]) -> None:
+    assert pool(2)(raising) == ["InvalidArgument: rank 1: KeyError: 'gate'", "KeyError: 'gate'"]
+
+
 def bounds(rank: int, world_size: int, order: str) -> int | None:
     case = Case({"capacity_factor": 1.0, "pad_to_capacity": True, "drop_over": "sequence"})
     folding = ParallelFolding(world_size=world_size, tp=2, ep=2, order=order)

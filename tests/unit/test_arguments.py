@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from moecomm import InvalidArgument, InvalidRouting, Unsupported
 from moecomm.arguments import (
@@ -78,6 +80,13 @@ def test_good_arguments() -> None:
         ),
         ({"topk_weights_TK": torch.zeros(3, 2).double()}, InvalidArgument, ["topk_weights is torch.float64"]),
         ({"device": torch.device("cuda")}, InvalidArgument, ["x is on cpu", "cuda"]),
+        ({"x_TH": torch._efficientzerotensor((3, 8))}, InvalidArgument, ["x is a Tensor without memory"]),
+        ({"x_TH": FakeTensorMode().from_tensor(torch.zeros(3, 8))}, InvalidArgument, ["x is a FakeTensor"]),
+        (
+            {"topk_weights_TK": TwoTensor(torch.zeros(3, 2), torch.zeros(3, 2))},
+            InvalidArgument,
+            ["topk_weights is a TwoTensor without memory of its own", "to_local()"],
+        ),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], error: type[InvalidArgument], words: list[str]) -> None:
@@ -139,3 +148,13 @@ def test_rows_of_float64_are_for_the_cpu() -> None:
     text = r"dtype is torch\.float64 on cuda:1, .*: use float32 there, or device='cpu'"
     with pytest.raises(Unsupported, match=text):
         check_dtype(torch.float64, torch.device("cuda", 1))
+
+
+def test_tensors_of_torch_func_are_refused() -> None:
+    def look(x_TH: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(InvalidArgument, match=r"no tensor of torch\.func"):
+            _check(x_TH=x_TH)
+        return x_TH.sum()
+
+    torch.func.grad(look)(torch.zeros(3, 8))
+    torch.func.vmap(look)(torch.zeros(2, 3, 8))

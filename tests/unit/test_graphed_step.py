@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecomm import Communicator, InvalidArgument, Unsupported
-from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer
+from moecomm.nn import ActivationPool, GraphedStep, MoEConfig, MoELayer, OverlapConfig
 from moecomm.nn.graphed import Needed
 from tests.played import Played
 
@@ -101,3 +101,74 @@ def test_a_capacity_of_the_layer_bounds_that_of_the_graph() -> None:
         step(torch.randn(20, 16, dtype=torch.float64))
     assert step.overflows == 0 and model[0].capacity == 20
     comm.close()
+
+
+def test_gradients_put_off_beyond_a_step_are_refused() -> None:
+    comm = communicator()
+    model = nn.Sequential(MoELayer(CONFIG, comm, overlap=OverlapConfig(defer_weights=True)))
+    step = GraphedStep(step_of(model), model, recorder=Played())
+    with pytest.raises(InvalidArgument, match=r"call moecomm\.nn\.backward_weights\(model\) within it"):
+        step(torch.randn(4, 16, dtype=torch.float64))
+    assert not model[0].has_pending_weights
+    comm.close()
+
+
+def test_buffers_are_put_back_after_an_error_in_the_first_step() -> None:
+    comm = communicator()
+    model = nn.Sequential(MoELayer(replace(CONFIG, bias_update_rate=0.01), comm))
+    runs = []
+
+    def step(x_TH: Tensor) -> Tensor:
+        loss = step_of(model)(x_TH)
+        runs.append(loss)
+        if len(runs) == 2:
+            raise ZeroDivisionError
+        return loss
+
+    graphed = GraphedStep(step, model, recorder=Played(), warmup=3)
+    with pytest.raises(ZeroDivisionError):
+        graphed(torch.randn(4, 16, dtype=torch.float64))
+    assert not model[0].router.load_E.any()
+    comm.close()
+
+
+class Replayed(Played):
+    """The step is run anew; an update, which is recorded second, changes memory and nothing that Python
+    counts, as the replay of a graph does."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.weights, self.records = weights, 0
+
+    def record(self, run: Any) -> Any:
+        self.records += 1
+        if self.records == 1:
+            return run
+        result = run()
+
+        def replay() -> Any:
+            for each in self.weights:
+                each.detach().numpy()[...] *= 1.5
+            return result
+
+        return replay
+
+
+def test_weights_in_fp8_follow_an_update_that_is_replayed() -> None:
+    config = MoEConfig(hidden=32, ffn_hidden=32, num_experts=4, top_k=2, expert_precision="fp8", init_std=0.3)
+    layer = MoELayer(config, max_tokens=16)
+    weights = [layer.experts.w_in, layer.experts.w_out]
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(weights, lr=0.0)
+    step = GraphedStep(step_of(model), model, update=optimizer, headroom=0.5, recorder=Replayed(weights))
+    x_TH = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    for _ in range(4):
+        before = step.overflows
+        loss = step(x_TH)
+        assert step.overflows == before + 1  # it ran again without graph
+        for parameter in model.parameters():
+            parameter.grad = None
+    for each in weights:  # as they were for the last step
+        each.detach().numpy()[...] /= 1.5
+    layer.experts.forget_quantized()
+    assert torch.equal(loss, model(x_TH).square().sum())
+    layer.comm.close()

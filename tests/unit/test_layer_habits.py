@@ -3,7 +3,9 @@ out. One rank, so that gradients can be compared with those of the plain way."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,3 +180,40 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_changes_nothing(
         found.append([parameter.detach().clone() for parameter in layer.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_weights_put_off_are_those_that_a_backward_is_for(comm: moecomm.Communicator, seed: int) -> None:
+    layer = made(comm, seed, overlap=OverlapConfig(defer_weights=True))
+    x_TH = torch.randn(6, 16).requires_grad_()
+    torch.autograd.grad(layer(x_TH).sum(), x_TH)
+    layer(x_TH).sum().backward(inputs=[x_TH])
+    assert not layer.has_pending_weights
+    layer(x_TH).sum().backward(inputs=[layer.experts.w_in])
+    layer.backward_weights()
+    assert layer.experts.w_in.grad is not None and layer.experts.w_out.grad is None
+
+
+@pytest.mark.parametrize("way", ["pickle", "frozen copy"])
+def test_main_grad_survives(comm: moecomm.Communicator, way: str, seed: int) -> None:
+    layer = made(comm, seed, main_grad=True)
+    if way == "pickle":
+        layer.experts = pickle.loads(pickle.dumps(layer.experts))
+    else:
+        layer.experts.requires_grad_(False)
+        layer = copy.deepcopy(layer)
+        layer(torch.randn(6, 16)).sum()
+        assert not hasattr(layer.experts.w_in, "main_grad")  # which would be memory for nothing
+        layer.experts.requires_grad_(True)
+    layer(torch.randn(6, 16)).square().sum().backward()
+    for weight in layer.experts.parameters():
+        assert weight.grad is None and weight.main_grad.abs().sum() > 0
+
+
+def test_balancing_starts_at_zero_on_memory_that_held_something_else(
+    comm: moecomm.Communicator, seed: int
+) -> None:
+    router = made(comm, seed, bias_update_rate=0.01).router
+    router.expert_bias_E.fill_(7.0)
+    router.load_E.fill_(7)
+    router.reset_parameters()
+    assert not router.expert_bias_E.any() and not router.load_E.any()

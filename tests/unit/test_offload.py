@@ -3,6 +3,7 @@ of copies and waits that never reads or frees memory too early."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -292,3 +293,69 @@ def test_outputs_are_made_once_for_all_that_need_them() -> None:
     y.backward(retain_graph=True)
     y.backward()
     assert calls == [True, True, True]  # in the forward, and once in each backward
+
+
+class _Pair(torch.autograd.Function):
+    """Two outputs of one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 2 + grads[1] * 3
+
+
+def test_an_output_that_is_changed_in_place_is_kept() -> None:
+    norm, x = nn.LayerNorm(WIDTH), inputs(0)
+    found = []
+    for again in (False, True):
+        leaf = x.clone().requires_grad_()
+        h = norm(leaf)
+        with recompute_outputs(norm, (leaf,), h) if again else contextlib.nullcontext():
+            y = h.sigmoid_()
+        y.square().sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+def test_a_cast_of_the_second_output_is_not_the_first() -> None:
+    x, weight = inputs(0), torch.randn(WIDTH, 4, generator=torch.Generator().manual_seed(1))
+    found = []
+    for again in (False, True):
+        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        pair = _Pair.apply(leaf)
+        with recompute_outputs(_Pair.apply, (leaf,), pair) if again else contextlib.nullcontext():
+            y = pair[1].double() @ w.double()
+        y.sum().backward()
+        found.append(w.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["offload", "recompute"])
+def test_what_stays_may_not_be_changed_in_place(kind: str) -> None:
+    """torch compares no versions of tensors that go through hooks."""
+    model = make()
+    x = inputs(0).requires_grad_()
+    h = x * 1
+    block = (
+        ActivationOffload(model, min_bytes=1 << 30) if kind == "offload" else recompute_outputs(abs, (), h)
+    )
+    with block:
+        other = (x * 2).exp()
+        y = other * x
+    other.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_frozen_weight_stays() -> None:
+    model = make()
+    model.requires_grad_(False)
+    offload = ActivationOffload(model, min_bytes=1)
+    x = inputs(0).requires_grad_()
+    with offload:
+        y = nn.functional.linear(x, next(iter(model.children())).up.weight)
+    assert offload.moved_bytes == 0  # nothing but the weight is needed
+    y.sum().backward()

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import moecomm
-from moecomm.overlap import Beside, Span, Stages, Timeline, sms_beside_wgrad
+from moecomm.autograd import functions
+from moecomm.overlap import Beside, Block, Span, Stages, Timeline, sms_beside_wgrad
 from moecomm.overlap.beside import Turns
 from tests.unit.loopback import FakeGpu, FakeStream
 
@@ -244,3 +246,53 @@ def test_transfers_that_are_better_alone() -> None:
     two = {**GPU, "ranks": 2}
     assert sms_beside_wgrad(**two, inner=4096) is None  # rows above 8 KiB, half of which stay
     assert sms_beside_wgrad(**{**two, "row_bytes": 8192}, inner=4096) == 10
+
+
+def test_what_a_transfer_of_a_block_reads_stays_until_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The communicator's stream may still read it when the next node's memory is taken."""
+    comm = moecomm.Communicator(
+        num_experts=4, hidden=16, top_k=2, max_tokens=8, dtype=torch.float32, device="cpu"
+    )
+    weight = torch.randn(16, 16, requires_grad=True)
+    read: dict[str, StorageWeakRef] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        read[name] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def attention(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ids = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], 1)
+        return x, x * 1.0, ids
+
+    def dispatch(h: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
+        out = comm.dispatch(h, ids)
+        return out.tokens, out.handle
+
+    for name in ("combine_backward", "dispatch_backward"):
+        real = getattr(functions, name)
+
+        def noted(backend: Any, plan: Any, grad: Any, *rest: Any, name: str = name, real: Any = real) -> Any:
+            return real(backend, plan, note(name, grad), *rest)
+
+        monkeypatch.setattr(functions, name, noted)
+    block = Block(
+        comm,
+        attention,
+        dispatch,
+        lambda rows, handle: (rows @ weight, handle),
+        lambda rows, handle: comm.combine(note("combine", rows), handle),
+    )
+    _, inputs = block._to_experts(torch.randn(8, 16))
+    forward = block._forward_experts((inputs[0].detach().requires_grad_(), inputs[1]), Turns())
+    for _ in range(2):
+        next(forward)
+    assert not read["combine"].expired()
+    with pytest.raises(StopIteration) as ended:
+        next(forward)
+    _, kept = ended.value.value
+    backward = block._backward_experts(kept, (torch.randn(8, 16),), Turns())
+    next(backward)
+    assert not read["combine_backward"].expired()
+    next(backward)
+    assert not read["dispatch_backward"].expired()
+    comm.close()

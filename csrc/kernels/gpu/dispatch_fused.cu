@@ -33,7 +33,7 @@ constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 constexpr int kBatch = 8;  ///< loads of a thread that are under way together
 
 struct FusedMemory {
-  int32_t counts[kFusedCounts];  ///< of all sources; in the first block first its bitmaps
+  int32_t counts[kFusedCounts];  ///< of all sources, in the first block behind its bitmaps; else OwnCounts
   int32_t tables[kFusedTables];
   float most[kWarps];  ///< of each warp's part of a row
 };

@@ -21,7 +21,7 @@ inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row
 
 /// The most tokens of a rank that a kernel for few tokens takes: each is a chunk of its own.
 inline constexpr int kMostFusedTokens = 512;
-/// The most ranks of such a kernel: a token's owners are the bits of a word.
+/// The most ranks of such a kernel, whose tables fit a block's shared memory.
 inline constexpr int kMostFusedRanks = 64;
 
 /// Words of a bitmap of tokens, and from one map to the next: an odd number, so that words of the same number
@@ -41,8 +41,8 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
   return map_memory_words(counts, tokens) + 3 * kStaged;
 }
 
-// Words of shared memory in which a block of a kernel for few tokens keeps what all ranks have announced, and
-// where rows begin.
+// Words of shared memory in which a block of a kernel for few tokens keeps what all ranks have announced (but
+// the first one only what is for this rank), and where rows begin.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
