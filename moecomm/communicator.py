@@ -292,7 +292,7 @@ class Communicator:
 
         Use it for a transfer beside a product that leaves it so many SMs: on few SMs a transfer takes
         longer, and holds up less. Its blocks are put on neighbouring SMs in pairs then, since products come
-        in clusters of two (docs/overlap.md). One thread at a time; a graph keeps what it was captured with.
+        in clusters of two (docs/layer.md). One thread at a time; a graph keeps what it was captured with.
         Raises InvalidArgument for another number, Unsupported on the CPU.
         """
         backend = self._open()

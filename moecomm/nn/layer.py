@@ -344,7 +344,7 @@ class MoELayer(nn.Module):
         """Computes the gradients of the experts' weights that backwards have put off
         (`OverlapConfig.defer_weights`), and adds them to the parameters' `grad`. Where backwards have brought
         up to 384 rows to an expert on average, the gradients of all of them are one product, which is
-        faster (docs/overlap.md) and rounds once; else the oldest backward comes first. Hooks of the
+        faster (docs/layer.md) and rounds once; else the oldest backward comes first. Hooks of the
         parameters do not run, and they must not be sharded. Without any it does nothing. `drop` throws them
         away instead, for a step that is left out."""
         if self._own_experts:

@@ -202,7 +202,7 @@ def kept_bytes(rank: int, world_size: int, rows: str, seed: int) -> tuple[int, i
 
 @pytest.mark.parametrize("rows", ["expert", "rank"])
 def test_what_is_kept(rows: str, pools: dict[int, RankPool], seed: int) -> None:
-    """Each `keep` holds as many bytes as docs/overlap.md says."""
+    """Each `keep` holds as many bytes as docs/layer.md says."""
     hidden, inner = SIZES["hidden"], 2 * SIZES["ffn_hidden"]
     for of_experts, brought, kept in pools[2](kept_bytes, rows, seed):
         assert kept["all"] - kept["rows"] == of_experts * inner * 2
