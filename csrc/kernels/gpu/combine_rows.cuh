@@ -85,7 +85,7 @@ template <Way way>
 __device__ inline TokenSum list_own_rows(const Comm& comm, const CombineArguments& args, int64_t token,
                                          int32_t* sources, float* weights) {
   const PlanView plan{args.plan, comm.plan_fields};
-  const int top_k = comm.top_k(), lane = lane_id();
+  const int top_k = comm.top_k();
   const int32_t home = plan.at(plan.fields.home)[token];
   const int32_t owner = own_owner(comm, plan, token);
   const int32_t row = planned_row(plan, args.layout, comm.rank * comm.window.shape.max_tokens + token, top_k);

@@ -1,0 +1,263 @@
+// Kernels on the host. A grid's blocks are threads of the system, and a block's threads are contexts of its
+// one, which change where CUDA's threads wait for each other: at shuffles, votes and barriers, and where they
+// poll. Which warp goes on next is drawn at random. Lanes that do not meet where they should, and a block
+// whose threads all wait, end the program with a text.
+//
+// What is not there: the order in which a GPU makes stores visible (each is visible at once), and the time
+// that anything takes.
+#pragma once
+
+#include <ucontext.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <list>
+#include <memory>
+#include <random>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace simt {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+/// A kernel under way.
+struct Grid {
+  unsigned blocks = 0, threads = 0;
+  Grid* previous = nullptr;  ///< in its stream
+  std::function<void()> body;
+  std::vector<std::thread> running;
+  std::atomic<unsigned> ended = 0, released = 0;  ///< blocks, and those that let the next kernel start
+
+  bool over() const { return ended.load() == blocks; }
+};
+
+/// What threads wait for together: all of a warp, or those of a barrier.
+struct Meeting {
+  int kind = 0;
+  unsigned arrived = 0;
+  uint64_t generation = 0;
+  std::array<std::array<uint64_t, 32>, 2> values{};  ///< of a warp's lanes, of this generation and the last
+  std::array<uint32_t, 2> present{};
+  std::array<bool, 2> all{true, true}, any{};
+};
+
+class Block {
+ public:
+  Block(Grid& of, unsigned number, uint64_t seed)
+      : grid(of), index{number, 0, 0}, threads_(of.threads), random_(seed) {}
+
+  static Block& now() { return *current_; }
+  Index thread() const { return {running_, 0, 0}; }
+
+  /// Runs all threads to their ends.
+  void run() {
+    current_ = this;
+    const unsigned warps = (grid.threads + 31) / 32;
+    warps_.resize(warps);
+    alive_ = grid.threads;
+    stacks_ = std::make_unique<std::byte[]>(size_t{kStack} * grid.threads);
+    for (unsigned i = 0; i < grid.threads; ++i) {
+      ++warps_[i / 32].alive;
+      getcontext(&threads_[i].context);
+      threads_[i].context.uc_stack.ss_sp = stacks_.get() + size_t{kStack} * i;
+      threads_[i].context.uc_stack.ss_size = kStack;
+      threads_[i].context.uc_link = &scheduler_;
+      makecontext(&threads_[i].context, &Block::enter, 0);
+    }
+    for (unsigned idle = 0; alive_ > 0;) {
+      const unsigned warp = static_cast<unsigned>(random_() % warps);
+      unsigned moved = 0;
+      for (unsigned i = warp * 32; i < std::min(grid.threads, warp * 32 + 32); ++i) {
+        if (threads_[i].state != State::ready) continue;
+        ++moved;
+        running_ = i;
+        swapcontext(&scheduler_, &threads_[i].context);
+      }
+      idle = moved > 0 ? 0 : idle + 1;
+      if (idle > 64 * warps && nobody_ready()) fail("all threads of a block wait for each other");
+      if (random_() % 8 == 0) std::this_thread::yield();
+    }
+    current_ = nullptr;
+  }
+
+  /// Lets others go on.
+  void pause() { leave(); }
+
+  /// All lanes of the warp that have not ended bring a value, and get those of all.
+  template <class T>
+  std::array<T, 32> meet(int kind, T value, uint32_t& present) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+    Warp& warp = warps_[running_ / 32];
+    const uint64_t generation = arrive(warp.meeting, kind);
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    const size_t half = generation & 1;
+    if (warp.meeting.arrived == 1) warp.meeting.present[half] = 0;
+    warp.meeting.values[half][running_ % 32] = bits;
+    warp.meeting.present[half] |= 1u << running_ % 32;
+    wait(warp.meeting, generation, warp.alive);
+    present = warp.meeting.present[half];
+    std::array<T, 32> values;
+    for (size_t i = 0; i < 32; ++i) std::memcpy(&values[i], &warp.meeting.values[half][i], sizeof(T));
+    return values;
+  }
+
+  struct Votes {
+    bool all, any;
+  };
+  /// A barrier of `count` threads; 0: of all that have not ended.
+  Votes barrier(int number, unsigned count, bool value) {
+    Meeting& meeting = barriers_[static_cast<size_t>(number)];
+    const uint64_t generation = arrive(meeting, number);
+    const size_t half = generation & 1;
+    if (meeting.arrived == 1) {
+      meeting.all[half] = true;
+      meeting.any[half] = false;
+    }
+    meeting.all[half] = meeting.all[half] && value;
+    meeting.any[half] = meeting.any[half] || value;
+    wait(meeting, generation, count > 0 ? count : alive_);
+    return {meeting.all[half], meeting.any[half]};
+  }
+
+  [[noreturn]] void fail(const char* text) const {
+    std::fprintf(stderr, "block %u of %u, thread %u: %s\n", index.x, grid.blocks, running_, text);
+    std::abort();
+  }
+
+  Grid& grid;
+  const Index index;
+
+ private:
+  static constexpr unsigned kStack = 1 << 16;
+  enum class State { ready, waiting, ended };
+  struct Thread {
+    ucontext_t context;
+    State state = State::ready;
+    const Meeting* waits_for = nullptr;
+  };
+  struct Warp {
+    unsigned alive = 0;
+    Meeting meeting;
+  };
+
+  static void enter() {
+    Block& block = now();
+    block.grid.body();
+    block.threads_[block.running_].state = State::ended;
+    --block.alive_;
+    Warp& warp = block.warps_[block.running_ / 32];
+    --warp.alive;
+    if (warp.meeting.arrived > 0 && warp.meeting.arrived == warp.alive) block.complete(warp.meeting);
+    if (block.barriers_[0].arrived > 0 && block.barriers_[0].arrived == block.alive_)
+      block.complete(block.barriers_[0]);
+  }
+  void leave() { swapcontext(&threads_[running_].context, &scheduler_); }
+  uint64_t arrive(Meeting& meeting, int kind) const {
+    if (meeting.arrived++ == 0)
+      meeting.kind = kind;
+    else if (meeting.kind != kind)
+      fail("lanes of a warp meet at different places");
+    return meeting.generation;
+  }
+  void wait(Meeting& meeting, uint64_t generation, unsigned count) {
+    if (meeting.arrived == count) return complete(meeting);
+    threads_[running_].state = State::waiting;
+    threads_[running_].waits_for = &meeting;
+    while (meeting.generation == generation) leave();
+  }
+  void complete(Meeting& meeting) {
+    ++meeting.generation;
+    meeting.arrived = 0;
+    for (Thread& thread : threads_)
+      if (thread.state == State::waiting && thread.waits_for == &meeting) thread.state = State::ready;
+  }
+  bool nobody_ready() const {
+    for (const Thread& thread : threads_)
+      if (thread.state == State::ready) return false;
+    return true;
+  }
+
+  static inline thread_local Block* current_ = nullptr;
+  std::vector<Thread> threads_;
+  std::vector<Warp> warps_;
+  std::array<Meeting, 16> barriers_{};
+  std::unique_ptr<std::byte[]> stacks_;
+  ucontext_t scheduler_{};
+  unsigned running_ = 0, alive_ = 0;
+  std::mt19937_64 random_;
+};
+
+/// Grids in their order.
+class Stream {
+ public:
+  explicit Stream(uint64_t seed) : random_(seed) {}
+  ~Stream() { join(); }
+
+  /// `overlapped`: the grid may start when all blocks of the one before have allowed it.
+  void launch(unsigned blocks, unsigned threads, bool overlapped, std::function<void()> body) {
+    Grid* const previous = grids_.empty() ? nullptr : &grids_.back();
+    if (!overlapped) join();
+    while (previous != nullptr && overlapped && !previous->over() &&
+           previous->released.load() < previous->blocks)
+      std::this_thread::yield();
+    Grid& grid = grids_.emplace_back();
+    grid.blocks = blocks;
+    grid.threads = threads;
+    grid.previous = overlapped ? previous : nullptr;
+    grid.body = std::move(body);
+    for (unsigned i = 0; i < blocks; ++i)
+      grid.running.emplace_back([&grid, i, seed = random_()] {
+        Block(grid, i, seed).run();
+        ++grid.ended;
+      });
+  }
+  /// Waits for all grids.
+  void join() {
+    for (Grid& grid : grids_)
+      for (std::thread& block : grid.running)
+        if (block.joinable()) block.join();
+  }
+
+ private:
+  std::list<Grid> grids_;
+  std::mt19937_64 random_;
+};
+
+template <class T>
+T shuffle(int kind, T value, int from) {
+  uint32_t present;
+  const auto values = Block::now().meet(kind, value, present);
+  return present >> (from & 31) & 1 ? values[static_cast<size_t>(from & 31)] : value;
+}
+
+inline uint32_t ballot(int kind, bool value) {
+  uint32_t present, votes = 0;
+  const auto values = Block::now().meet(kind, value, present);
+  for (uint32_t i = 0; i < 32; ++i)
+    if ((present >> i & 1) != 0 && values[i]) votes |= 1u << i;
+  return votes;
+}
+
+template <class T, class Reduce>
+T reduce(int kind, T value, const Reduce& with) {
+  uint32_t present;
+  const auto values = Block::now().meet(kind, value, present);
+  T result = value;
+  for (uint32_t i = 0; i < 32; ++i)
+    if ((present >> i & 1) != 0) result = with(result, values[i]);
+  return result;
+}
+
+inline unsigned lane() { return Block::now().thread().x & 31; }
+
+}  // namespace simt

@@ -1,0 +1,379 @@
+// The kernels of a dispatch, a combine and the backward of a combine on the host (simt/), of ranks that run
+// beside each other, against sums and copies that are made here one after the other. Each rank draws for each
+// operation whether one kernel does all of it or two do, how many blocks they have, and how these divide it:
+// whatever the others do, results have the same bits. Ranks do not wait for each other between operations.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "device/comm.cuh"
+#include "kernels/gpu/arguments.hpp"
+#include "layout/routing.hpp"
+
+using namespace moecomm;
+
+namespace {
+
+using Random = std::mt19937_64;
+
+int draw(Random& random, int least, int most) { return std::uniform_int_distribution(least, most)(random); }
+
+/// A bfloat16 as bits.
+uint16_t rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+float widened(uint16_t bits) {
+  const uint32_t word = uint32_t{bits} << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+using Rows = std::vector<uint16_t>;  // bfloat16
+
+Rows random_rows(Random& random, int64_t rows, int64_t hidden) {
+  std::normal_distribution<float> normal;
+  Rows out(static_cast<size_t>(rows * hidden));
+  for (uint16_t& value : out) value = rounded(normal(random));
+  return out;
+}
+
+std::vector<float> random_factors(Random& random, int64_t count) {
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::vector<float> out(static_cast<size_t>(count));
+  for (float& value : out) value = uniform(random);
+  return out;
+}
+
+struct Shape {
+  int ranks, experts_each, top_k;
+  int64_t hidden;
+  int most_tokens;
+  int steps;
+};
+
+/// What a rank brings to a step, and what its experts answer.
+struct Input {
+  int tokens = 0;
+  std::vector<int64_t> ids;             ///< [tokens][top_k], -1: none
+  Rows x, answers, grads;               ///< answers: of each output row; grads: of y
+  std::vector<float> weights, factors;  ///< of each (token, k); of each output row
+  int64_t capacity = 0;
+};
+
+/// Where a rank's output rows come from: (source, token, k) each.
+struct Origin {
+  int source, token, k;
+};
+
+struct Step {
+  std::vector<Input> inputs;                 ///< by rank
+  std::vector<std::vector<Origin>> origins;  ///< by rank, of all rows that want to come
+  bool weighted = false;
+  int combines = 0;
+
+  /// The output row of a (source, token, k) on a rank; negative: it was dropped, or is elsewhere.
+  int64_t row_of(int rank, int source, int token, int k) const {
+    const auto& all = origins[static_cast<size_t>(rank)];
+    const auto found = std::find_if(all.begin(), all.end(), [&](const Origin& o) {
+      return o.source == source && o.token == token && o.k == k;
+    });
+    const int64_t row = found - all.begin();
+    return found == all.end() || row >= inputs[static_cast<size_t>(rank)].capacity ? -1 : row;
+  }
+};
+
+Step make_step(const Shape& shape, Random& random) {
+  Step step;
+  step.weighted = draw(random, 0, 1) == 1;
+  step.combines = draw(random, 1, 2);
+  const int experts = shape.ranks * shape.experts_each;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    Input input;
+    input.tokens = draw(random, 0, 3) == 0 ? 0 : draw(random, 1, shape.most_tokens);
+    std::vector<int64_t> all(static_cast<size_t>(experts));
+    std::iota(all.begin(), all.end(), 0);
+    for (int token = 0; token < input.tokens; ++token) {
+      std::shuffle(all.begin(), all.end(), random);
+      for (int k = 0; k < shape.top_k; ++k)
+        input.ids.push_back(draw(random, 0, 9) == 0 ? -1 : all[static_cast<size_t>(k)]);
+    }
+    input.x = random_rows(random, input.tokens, shape.hidden);
+    input.grads = random_rows(random, input.tokens, shape.hidden);
+    input.weights = random_factors(random, input.tokens * shape.top_k);
+    step.inputs.push_back(std::move(input));
+  }
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    std::vector<Origin> origins;
+    for (int expert = rank * shape.experts_each; expert < (rank + 1) * shape.experts_each; ++expert)
+      for (int source = 0; source < shape.ranks; ++source) {
+        const Input& input = step.inputs[static_cast<size_t>(source)];
+        for (int token = 0; token < input.tokens; ++token)
+          for (int k = 0; k < shape.top_k; ++k)
+            if (input.ids[static_cast<size_t>(token * shape.top_k + k)] == expert)
+              origins.push_back({source, token, k});
+      }
+    step.origins.push_back(std::move(origins));
+  }
+  // A capacity is the same on all ranks: of most steps, enough.
+  size_t most = 0;
+  for (const auto& origins : step.origins) most = std::max(most, origins.size());
+  const int64_t capacity = static_cast<int64_t>(most) + (draw(random, 0, 3) == 0 ? -draw(random, 0, 5) : 3);
+  for (Input& input : step.inputs) {
+    input.capacity = std::max<int64_t>(capacity, 0);
+    input.answers = random_rows(random, input.capacity, shape.hidden);
+    input.factors = random_factors(random, input.capacity);
+  }
+  return step;
+}
+
+/// The sum of a token's answers: of each rank first, rounded, then of the ranks in their order.
+Rows expected_sum(const Shape& shape, const Step& step, int home, int token) {
+  const Input& input = step.inputs[static_cast<size_t>(home)];
+  Rows out(static_cast<size_t>(shape.hidden));
+  for (int64_t column = 0; column < shape.hidden; ++column) {
+    float total = 0;
+    bool first_owner = true;
+    for (int owner = 0; owner < shape.ranks; ++owner) {
+      float sum = 0;
+      bool owns = false, first = true;
+      for (int k = 0; k < shape.top_k; ++k) {
+        const int64_t id = input.ids[static_cast<size_t>(token * shape.top_k + k)];
+        if (id < 0 || id / shape.experts_each != owner) continue;
+        owns = true;
+        const int64_t row = step.row_of(owner, home, token, k);
+        if (row < 0) continue;
+        const Input& at = step.inputs[static_cast<size_t>(owner)];
+        float value = widened(at.answers[static_cast<size_t>(row * shape.hidden + column)]);
+        if (step.weighted) value = value * at.factors[static_cast<size_t>(row)];
+        sum = first ? value : sum + value;
+        first = false;
+      }
+      if (!owns) continue;
+      const float share = widened(rounded(sum));
+      total = first_owner ? share : total + share;
+      first_owner = false;
+    }
+    out[static_cast<size_t>(column)] = rounded(total);
+  }
+  return out;
+}
+
+/// A rank with its window.
+class Rank {
+ public:
+  Rank(const DeviceShape& shape, int rank, uint64_t seed)
+      : random_(seed), main_(random_()), side_(random_()), rank_(rank), window_(DeviceWindow::make(shape)) {
+    memory_.resize(static_cast<size_t>(window_.total_bytes) / sizeof(Line) + 1);
+    comm.window = window_.with_wire(shape.wire);
+    comm.rank = rank;
+    comm.local_ranks = shape.ranks;
+    comm.local_experts = shape.local_experts();
+    comm.own = base();
+    comm.host = &status_;
+    comm.timeout_ns = 60'000'000'000;
+    comm.plan_fields = DevicePlan::make(shape);
+    plan_.resize(static_cast<size_t>(comm.plan_fields.total));
+    comm.state().bad_id = ~uint64_t{0};
+    comm.state().landing = -1;
+    comm.state().epoch = (uint64_t{1} << 32) - 3;
+  }
+  std::byte* base() { return reinterpret_cast<std::byte*>(memory_.data()); }
+
+  /// A step of this rank, and a check of all that it gives.
+  void play(const Shape& shape, const Step& step) {
+    const Input& input = step.inputs[static_cast<size_t>(rank_)];
+    check_dispatch(shape, step, input);
+    for (int turn = 0; turn < step.combines; ++turn) check_combine(shape, step, input);
+    check_backward(shape, step, input);
+    CHECK(status_.broken.set == 0 && status_.verdict.set == 0 && comm.state().failed == 0);
+    CHECK((status_.overflow.set != 0) == overflows(step));
+    status_.overflow.set = 0;
+  }
+
+  device::Comm comm{};
+
+ private:
+  struct alignas(128) Line {
+    std::byte bytes[128];
+  };
+
+  static bool overflows(const Step& step) {
+    return std::any_of(step.origins.begin(), step.origins.end(), [&](const auto& origins) {
+      return static_cast<int64_t>(origins.size()) > step.inputs[0].capacity;
+    });
+  }
+
+  gpu::Launch launch(CUstream_st& stream, int blocks) { return {&stream, blocks, false, false, false}; }
+
+  /// Sends and receives in one kernel, or in those for many tokens; these leave counters behind.
+  void move(gpu::SendArguments sent, gpu::ReceiveArguments received) {
+    received.operation = sent.operation;
+    received.x = sent.x;
+    received.plan = sent.plan;
+    received.layout = sent.layout;
+    const bool dispatch = sent.operation == Operation::dispatch;
+    if (sent.tokens > 0 && draw(random_, 0, 2) > 0) {
+      const int blocks = draw(random_, 2, 5), senders = draw(random_, 0, 1) * draw(random_, 0, blocks - 2);
+      const gpu::FusedArguments both{sent, received, draw(random_, 0, 1) == 0 ? 8 : 4, senders};
+      gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
+      return main_.join();
+    }
+    sent.apart = true;
+    sent.warps = draw(random_, 4, 8);
+    sent.route_blocks = 1;
+    received.senders = draw(random_, 1, 3);
+    gpu::launch_dispatch_send<WireFormat::same>(launch(side_, received.senders), comm, sent);
+    if (dispatch) gpu::launch_dispatch_route(launch(main_, 1), comm, sent);
+    gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, received);
+    main_.join();
+    side_.join();
+  }
+
+  void check_dispatch(const Shape& shape, const Step& step, const Input& input) {
+    Rows out(static_cast<size_t>(input.capacity * shape.hidden));
+    std::vector<float> weights(static_cast<size_t>(input.capacity));
+    gpu::SendArguments sent{};
+    sent.operation = Operation::dispatch;
+    sent.x = bytes(input.x);
+    sent.ids = input.ids.data();
+    sent.wide_ids = true;
+    sent.weights = bytes(input.weights);
+    sent.plan = plan_.data();
+    sent.tokens = input.tokens;
+    sent.alignment = 1;
+    sent.capacity = input.capacity;
+    sent.positions = -1;
+    sent.layout = RowLayout::expert;
+    gpu::ReceiveArguments received{};
+    received.rows = received.positions = input.capacity;
+    received.out = bytes(out);
+    received.out_weights = bytes(weights);
+    move(sent, received);
+    const auto& origins = step.origins[static_cast<size_t>(rank_)];
+    for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
+      const Origin& from = origins[static_cast<size_t>(row)];
+      const Input& source = step.inputs[static_cast<size_t>(from.source)];
+      CHECK(same_row(out, row, source.x, from.token, shape.hidden));
+      CHECK(weights[static_cast<size_t>(row)] ==
+            source.weights[static_cast<size_t>(from.token * shape.top_k + from.k)]);
+    }
+  }
+
+  void check_combine(const Shape& shape, const Step& step, const Input& input) {
+    Rows y(static_cast<size_t>(input.tokens * shape.hidden), 0xffff);
+    gpu::CombineArguments args{};
+    args.rows = bytes(input.answers);
+    args.weights = step.weighted ? bytes(input.factors) : nullptr;
+    args.y = bytes(y);
+    args.plan = plan_.data();
+    args.tokens = input.tokens;
+    args.layout = RowLayout::expert;
+    if (input.tokens > 0 && draw(random_, 0, 2) > 0) {
+      args.team_warps = 4 << draw(random_, 0, 2);
+      gpu::launch_combine_fused(launch(main_, draw(random_, 2, 5)), comm, args);
+    } else {
+      args.senders = draw(random_, 1, 3);
+      gpu::launch_combine_reduce(launch(side_, args.senders), comm, args);
+      gpu::launch_combine_sum(launch(main_, draw(random_, 1, 3)), comm, args);
+    }
+    main_.join();
+    side_.join();
+    for (int token = 0; token < input.tokens; ++token)
+      CHECK(same_row(y, token, expected_sum(shape, step, rank_, token), 0, shape.hidden));
+  }
+
+  void check_backward(const Shape& shape, const Step& step, const Input& input) {
+    Rows out(static_cast<size_t>(input.capacity * shape.hidden));
+    gpu::SendArguments sent{};
+    sent.operation = Operation::redispatch;
+    sent.x = bytes(input.grads);
+    sent.plan = plan_.data();
+    sent.tokens = input.tokens;
+    sent.layout = RowLayout::expert;
+    gpu::ReceiveArguments received{};
+    received.rows = received.positions = input.capacity;
+    received.out = bytes(out);
+    received.scales = step.weighted ? bytes(input.factors) : nullptr;
+    move(sent, received);
+    const auto& origins = step.origins[static_cast<size_t>(rank_)];
+    for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
+      const Origin& from = origins[static_cast<size_t>(row)];
+      Rows want = step.inputs[static_cast<size_t>(from.source)].grads;
+      if (step.weighted)
+        for (uint16_t& value : want)
+          value = rounded(widened(value) * input.factors[static_cast<size_t>(row)]);
+      CHECK(same_row(out, row, want, from.token, shape.hidden));
+    }
+  }
+
+  template <class T>
+  static std::byte* bytes(const std::vector<T>& values) {
+    static T nothing[8];  // null stands for what is absent
+    return reinterpret_cast<std::byte*>(values.empty() ? nothing : const_cast<T*>(values.data()));
+  }
+  static bool same_row(const Rows& left, int64_t row, const Rows& right, int64_t other, int64_t hidden) {
+    return std::equal(left.begin() + row * hidden, left.begin() + (row + 1) * hidden,
+                      right.begin() + other * hidden);
+  }
+
+  Random random_;
+  CUstream_st main_, side_;
+  const int rank_;
+  const DeviceWindow window_;
+  std::vector<Line> memory_;
+  std::vector<int32_t> plan_;
+  HostStatus status_{};
+};
+
+void play(const Shape& shape, Random& random) {
+  DeviceShape device{};
+  device.ranks = shape.ranks;
+  device.top_k = shape.top_k;
+  device.num_experts = shape.ranks * shape.experts_each;
+  device.hidden = shape.hidden;
+  device.max_tokens = shape.most_tokens;
+  device.dtype = DType::bfloat16;
+  device.wire = WireFormat::same;
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < shape.ranks; ++rank)
+    ranks.push_back(std::make_unique<Rank>(device, rank, random()));
+  for (const auto& each : ranks)
+    for (int peer = 0; peer < shape.ranks; ++peer)
+      each->comm.bases.of[peer] = ranks[static_cast<size_t>(peer)]->base();
+  std::vector<Step> steps;
+  for (int i = 0; i < shape.steps; ++i) steps.push_back(make_step(shape, random));
+  std::vector<std::thread> threads;
+  for (const auto& each : ranks)
+    threads.emplace_back([&] {
+      for (const Step& step : steps) each->play(shape, step);
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  Random random(test::seed());
+  for (int i = 0; i < 6; ++i) {
+    Shape shape{};
+    shape.ranks = draw(random, 1, 4);
+    shape.experts_each = draw(random, 1, 4);
+    shape.top_k = std::min(draw(random, 1, 6), shape.ranks * shape.experts_each);
+    shape.hidden = std::vector<int64_t>{8, 72, 520, 1032}[static_cast<size_t>(draw(random, 0, 3))];
+    shape.most_tokens = draw(random, 1, 12);
+    shape.steps = 3;
+    std::printf("%d ranks, %d experts each, top-%d, hidden %lld, up to %d tokens\n", shape.ranks,
+                shape.experts_each, shape.top_k, static_cast<long long>(shape.hidden), shape.most_tokens);
+    play(shape, random);
+  }
+  return test::finish();
+}
