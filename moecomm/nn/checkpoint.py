@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,10 +57,11 @@ def sharded_state(
     """
     all_tensors = model.state_dict()  # first: it makes FSDP put its shards in place
     places = _find_places(model, as_group(ep_group, "ep_group"))
-    experts = (name for name, module in _all_modules(model) if isinstance(module, GroupedExperts))
+    # What two modules share has a name in each.
+    modules = model.named_modules(remove_duplicate=False)
+    experts = (name for name, module in modules if isinstance(module, GroupedExperts))
     records = {f"{name}._extra_state".lstrip(".") for name in experts}
     tensors = {name: value for name, value in all_tensors.items() if name not in records}
-    # A tensor that two modules share has a name in each.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     saved_as = _names_of_interleaved(model)
     shards = {saved_as.get(n, n): _shard(t, places.get(parameters.get(n))) for n, t in tensors.items()}
@@ -97,17 +98,12 @@ def _place_of_state(
     return None
 
 
-def _all_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Returns the modules of a model by all of their names."""
-    return model.named_modules(remove_duplicate=False)
-
-
 def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
     """Returns other names for weights whose gates and up values are interleaved, so that a checkpoint of them
     cannot be loaded into halves, nor the other way round."""
     return {
         f"{name}.w_in".lstrip("."): f"{name}.w_in.interleaved".lstrip(".")
-        for name, module in _all_modules(model)
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, (GroupedExperts, SharedExperts)) and module.config.activation in INTERLEAVED
     }
 

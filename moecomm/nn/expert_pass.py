@@ -519,13 +519,7 @@ def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
     if has_hooks(parameter):
         return None
     grad = grad_in_place(parameter)
-    if grad is None:
-        return None
-    try:
-        runs: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch says so where torch.autograd.grad is under way
-        return None
-    return grad if runs else None
+    return grad if grad is not None and _is_wanted(ctx, number) else None
 
 
 def _shared_backward(

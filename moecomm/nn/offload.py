@@ -184,7 +184,8 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 
 
 class _Kept(NamedTuple):
-    """What autograd keeps in place of a tensor that stays. torch compares no versions behind hooks."""
+    """A tensor that stays where it is, as autograd keeps it, with its version: torch compares no versions of
+    tensors that went through hooks."""
 
     tensor: Tensor
     version: int

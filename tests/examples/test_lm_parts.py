@@ -223,7 +223,7 @@ def test_merged_microbatches_have_the_same_bits(dtype: torch.dtype, tmp_path: Pa
     sizes = {"num_experts": 4, "hidden": 32, "top_k": chosen.top_k, "max_tokens": 72}
 
     def trained(merged: bool, chosen: options.Options = chosen) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What four steps found, and the gradients of the first one in one vector."""
+        """Returns losses, loads and weights of four steps, and the gradients of the first as one vector."""
         torch.manual_seed(seed)
         model, found, grads = build_model(chosen, 11, comm), [], None
         torch.nn.init.normal_(model.head.output.weight, std=0.1)  # at zero no other weight has a gradient

@@ -426,7 +426,7 @@ def _late(rank: int, world_size: int, case: Case, slow: int, seconds: float) -> 
 
 
 def _staged(rank: int, world_size: int, case: Case) -> list[tuple[str, int, int]]:
-    """What each call copied within this rank, beside what others need of its rows."""
+    """Returns, for each call of this rank, its name, the bytes that it copied, and those that it had to."""
     needed = {
         (source, token)
         for other in range(world_size)

@@ -135,7 +135,7 @@ def test_experts_that_fsdp_has_found_frozen_are_trained_later(pool: Pools, ep: i
 
 
 def _no_sync(rank: int, world: int, around: str) -> list[bool]:
-    """Whether the gradients of the router, and of the experts, are those of the mean of all ranks."""
+    """Returns whether a rank's gradients of the router, and of the experts, are those of all ranks' mean."""
     plain, model = (Two(rank, world, 1) for _ in range(2))
     wrapped = DistributedDataParallel(prepare_ddp(model))
     backward(plain, rank)

@@ -41,8 +41,8 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
   return map_memory_words(counts, tokens) + 3 * kStaged;
 }
 
-// Words of shared memory in which a block of a kernel for few tokens keeps what all ranks have announced (but
-// the first one only what is for this rank), and where rows begin.
+// Words of shared memory in which a block of a kernel for few tokens keeps what ranks have announced (the
+// first block all of it, the others what is for this rank), and where rows begin.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for

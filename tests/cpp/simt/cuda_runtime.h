@@ -56,10 +56,7 @@ struct CUstream_st : simt::Stream {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-  bool overlapped = false;
-  for (unsigned i = 0; i < config->numAttrs; ++i)
-    overlapped |= config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
-  config->stream->launch(config->gridDim.x, config->blockDim.x, overlapped,
+  config->stream->launch(config->gridDim.x, config->blockDim.x,
                          [kernel, all = std::make_tuple(arguments...)] { std::apply(kernel, all); });
   return cudaSuccess;
 }

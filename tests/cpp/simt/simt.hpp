@@ -16,7 +16,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <list>
 #include <memory>
 #include <random>
 #include <thread>
@@ -31,13 +30,9 @@ struct Index {
 
 /// A kernel under way.
 struct Grid {
-  unsigned blocks = 0, threads = 0;
-  Grid* previous = nullptr;  ///< in its stream
+  unsigned blocks, threads;
   std::function<void()> body;
   std::vector<std::thread> running;
-  std::atomic<unsigned> ended = 0, released = 0;  ///< blocks, and those that let the next kernel start
-
-  bool over() const { return ended.load() == blocks; }
 };
 
 /// What threads wait for together: all of a warp, or those of a barrier.
@@ -197,39 +192,26 @@ class Block {
   std::mt19937_64 random_;
 };
 
-/// Grids in their order.
+/// Grids one after the other.
 class Stream {
  public:
   explicit Stream(uint64_t seed) : random_(seed) {}
   ~Stream() { join(); }
 
-  /// `overlapped`: the grid may start when all blocks of the one before have allowed it.
-  void launch(unsigned blocks, unsigned threads, bool overlapped, std::function<void()> body) {
-    Grid* const previous = grids_.empty() ? nullptr : &grids_.back();
-    if (!overlapped) join();
-    while (previous != nullptr && overlapped && !previous->over() &&
-           previous->released.load() < previous->blocks)
-      std::this_thread::yield();
-    Grid& grid = grids_.emplace_back();
-    grid.blocks = blocks;
-    grid.threads = threads;
-    grid.previous = overlapped ? previous : nullptr;
-    grid.body = std::move(body);
+  void launch(unsigned blocks, unsigned threads, std::function<void()> body) {
+    join();
+    grid_ = {blocks, threads, std::move(body), {}};
     for (unsigned i = 0; i < blocks; ++i)
-      grid.running.emplace_back([&grid, i, seed = random_()] {
-        Block(grid, i, seed).run();
-        ++grid.ended;
-      });
+      grid_.running.emplace_back([this, i, seed = random_()] { Block(grid_, i, seed).run(); });
   }
-  /// Waits for all grids.
+  /// Waits for the last grid.
   void join() {
-    for (Grid& grid : grids_)
-      for (std::thread& block : grid.running)
-        if (block.joinable()) block.join();
+    for (std::thread& block : grid_.running)
+      if (block.joinable()) block.join();
   }
 
  private:
-  std::list<Grid> grids_;
+  Grid grid_{};
   std::mt19937_64 random_;
 };
 

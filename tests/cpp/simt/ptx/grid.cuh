@@ -7,13 +7,9 @@
 
 namespace moecomm::ptx {
 
-inline void launch_dependents() {
-  if (threadIdx.x == 0) ++simt::Block::now().grid.released;
-}
-inline void wait_for_previous_kernel() {
-  const simt::Grid* const previous = simt::Block::now().grid.previous;
-  while (previous != nullptr && !previous->over()) simt::Block::now().pause();
-}
+// Kernels of a stream do not overlap here.
+inline void launch_dependents() {}
+inline void wait_for_previous_kernel() {}
 inline bool barrier_and(int number, int threads, bool value) {
   return simt::Block::now().barrier(number, static_cast<unsigned>(threads), value).all;
 }
