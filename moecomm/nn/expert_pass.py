@@ -43,6 +43,7 @@ from moecomm.kernels.activation import weighted_activation_backward, weighted_ac
 from moecomm.kernels.products import Products
 from moecomm.nn.deferred import Deferred, Operands, Pending
 from moecomm.nn.experts import shared_gates
+from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import Keep
 from moecomm.nn.parameters import grad_in_place, has_hooks
 from moecomm.nn.pool import ActivationPool, PoolHandle
@@ -113,8 +114,8 @@ class Call(NamedTuple):
     """The object that gets the recorded stages; None: nothing is recorded."""
     pool: ActivationPool | None = None
     """The pool for the rows that are kept; only with a capacity, and only if rows are kept."""
-    overflow: Tensor | None = None
-    """0-d int32, raised to the most rows that a dispatch would have needed beyond its capacity."""
+    overflow: OverflowCheck | None = None
+    """The check that the pass notes its dispatch and its rows in the pool in; None: nobody asks."""
     plans: Plans | None = None
     """Within a checkpoint that keeps plans, those that were kept; else None."""
     turns: Turns | None = None
@@ -237,7 +238,7 @@ class Forward:
         groups = call.products.groups_of(out)
         side.join(out.tokens, weights_P, groups, out.expert_rows)
         if call.overflow is not None:
-            torch.maximum(call.overflow, out.overflow, out=call.overflow)
+            call.overflow.note_dispatch(out.overflow)
         self._known = Known(out.handle, out.expert_handle, weights_P, groups, out.expert_rows)
         self._rows_PH = out.tokens
 
@@ -352,6 +353,8 @@ class Forward:
         kept = [each for each in (self._rows_PH, self._inner_PI) if each is not None]
         if self.keeps:
             self.ticket = pool.owned(pool.stash(*kept, ends=self.known.groups))
+            if self.call.overflow is not None:
+                self.call.overflow.note_stash()
         else:
             self.ticket = pool.blank(*kept)
 

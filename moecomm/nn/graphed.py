@@ -67,11 +67,11 @@ class GraphedStep:
 
     In the graph every MoELayer of the model has room for `headroom` times the rows that a balanced routing
     brings, not for the worst case, and what it keeps for its backward goes to `pool`. Whether that was enough
-    is found out on the device, and agreed upon between the ranks, with one short wait of the host a step. If
-    not, on any rank, what the replay did is undone, and the same step runs without graph, capacity and pool:
-    from the same inputs and RNG state, to the result of a dropless step. Nothing is dropped. `overflows`
-    counts it, `last_needed` and `report` say what was missing, and a warning is logged, once in
-    `report_every` times.
+    is found out on the device, and agreed upon between the ranks, with one wait of the host a step, which
+    ends behind the step's last dispatch and not with the step (but for the first call). If not, on any rank,
+    what the replay did is undone, and the same step runs without graph, capacity and pool: from the same
+    inputs and RNG state, to the result of a dropless step. Nothing is dropped. `overflows` counts it,
+    `last_needed` and `report` say what was missing, and a warning is logged, once in `report_every` times.
 
     A call does what `step_fn` does: gradients are added to the parameters' `grad`, the forward's changes of
     buffers happen once, the RNG goes on by one step. Where no `grad` was, it is a tensor of the graph: its
@@ -99,8 +99,9 @@ class GraphedStep:
         recorder: records the graphs in another way; None: CUDA graphs.
 
     A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
-    rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded. After an
-    error the parameters' `grad` is what it was before. Construction raises Unsupported where the model is not
+    rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded, of errors
+    that the device finds behind the last dispatch of a step in the next call. After an error the parameters'
+    `grad` is what it was before. Construction raises Unsupported where the model is not
     on a GPU and no recorder is given.
 
     Attributes:
@@ -150,7 +151,7 @@ class GraphedStep:
         self._comms: list[Communicator] = list({id(each.comm): each.comm for each in layers}.values())
         self._capacities = [_capacity(layer, headroom) for layer in layers]
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._overflow_check = OverflowCheck(self.device, self._group(group))
+        self._overflow_check = OverflowCheck(self.device, self._group(group), pool)
         self._recorder: Recorder = CudaRecorder(self.device) if recorder is None else recorder
         self._inputs: tuple[Any, ...] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -292,16 +293,13 @@ class GraphedStep:
 
     def _body(self) -> _Done:
         """Runs the step with capacities and pool, and records what it would have needed."""
-        with self._settings(self._capacities, self.pool, self._overflow_check.rows):
-            self._overflow_check.clear()
-            if self.pool is not None:
-                self.pool.reset()
+        with self._settings(self._capacities, self.pool, self._overflow_check):
+            self._overflow_check.start()
             with torch.no_grad():
                 for kept, buffer in self._buffers:
                     kept.copy_(buffer)
             done = self._run_step()
-            if self.pool is not None:
-                self.pool.record(self._overflow_check.pool)
+            self._overflow_check.finish()
         return done
 
     def _run_step(self) -> _Done:
@@ -323,12 +321,12 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _settings(
-        self, capacities: Sequence[int | None], pool: ActivationPool | None, rows: Tensor | None
+        self, capacities: Sequence[int | None], pool: ActivationPool | None, check: OverflowCheck | None
     ) -> Iterator[None]:
         before = [(each.capacity, each.pool) for each in self._layers]
         try:
             for layer, capacity in zip(self._layers, capacities, strict=True):
-                layer.capacity, layer.pool, layer._overflow = capacity, pool, rows
+                layer.capacity, layer.pool, layer._overflow = capacity, pool, check
             yield
         finally:
             for layer, (own_capacity, own_pool) in zip(self._layers, before, strict=True):

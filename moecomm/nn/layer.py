@@ -24,6 +24,7 @@ from moecomm.nn.expert_parts import ExpertPart
 from moecomm.nn.expert_pass import Call, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
+from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
 from moecomm.nn.own_experts import adopt_experts, combine_own_experts
 from moecomm.nn.parameters import main_grad_of
@@ -37,6 +38,7 @@ from moecomm.types import AnyGroup, Engine
 
 # Where torch.compile gives a forward up, it looks for graphs within; this one has its own backward.
 _run_experts = _disable_dynamo(run_experts)
+_note_dispatch = _disable_dynamo(OverflowCheck.note_dispatch)
 
 
 class Routed(NamedTuple):
@@ -227,7 +229,7 @@ class MoELayer(nn.Module):
         prepare_activation(comm.device, config.dtype)
         self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
-        self._overflow: Tensor | None = None
+        self._overflow: OverflowCheck | None = None
         self._plans: Plans | None = None
         self.loss_scale = 1.0
         self.last_losses: dict[str, Tensor] = {}
@@ -447,7 +449,7 @@ class MoELayer(nn.Module):
             out = self.comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity)
         has_tail = self.capacity is not None
         if has_tail and self._overflow is not None:
-            torch.maximum(self._overflow, out.overflow, out=self._overflow)
+            _note_dispatch(self._overflow, out.overflow)
         if self._own_experts:
             y_TH = combine_own_experts(self.comm, self.experts, out, has_tail)
         else:

@@ -1,5 +1,5 @@
-"""Checks whether a step had room: found on the device and agreed upon between ranks, with one wait of the
-host."""
+"""Checks whether a step has room: found on the device, and agreed upon between ranks while the rest of the
+step still runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from moecomm.nn.pool import ActivationPool
 from moecomm.types import Group, GroupReference
 
 
@@ -19,44 +21,107 @@ class Overflow(NamedTuple):
     bytes: int
     """Bytes that the pool would have needed, if it did not suffice; else 0."""
     lost: bool
-    """True if rows were restored that the pool did not have any more."""
+    """True if rows were restored that the pool did not have any more. The first `read` knows of the whole
+    step, later ones of all steps before it."""
 
 
 class OverflowCheck:
     """Words on the device that a step writes, and their maximum over the ranks of a group (None: this rank
     alone). With NCCL the device takes the maximum, so that the host waits once; with another backend the
-    hosts take it afterwards."""
+    hosts take it afterwards.
 
-    def __init__(self, device: torch.device, group: Group | None) -> None:
-        self.rows = torch.zeros((), dtype=torch.int32, device=device)
-        """Rows that a dispatch would have needed; the layers write it (`MoELayer._overflow`)."""
-        self.pool = torch.zeros(2, dtype=torch.int64, device=device)
-        """The two words that ActivationPool.record writes."""
+    A step notes each dispatch, and each time that it puts rows into the pool. Behind the last of these
+    nothing can overflow any more, so the words are published there: `read` waits for that point and not for
+    the end of the step. Which note is the last one is known from the step before. A step that has more of
+    them publishes again, and one that has fewer publishes at its end."""
+
+    def __init__(self, device: torch.device, group: Group | None, pool: ActivationPool | None) -> None:
+        self._device, self._pool = device, pool
+        self._rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self._of_pool = torch.zeros(2, dtype=torch.int64, device=device)
+        self._lost = torch.zeros(1, dtype=torch.int64, device=device)
         self._words = torch.zeros(3, dtype=torch.int64, device=device)
         self._group = GroupReference(group if group is not None and dist.get_world_size(group) > 1 else None)
         self._on_gpu = device.type == "cuda"
         self._on_host = torch.zeros(3, dtype=torch.int64, pin_memory=self._on_gpu)
         backends = "" if self._group() is None else dist.get_backend_config(group)
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._published: torch.cuda.Event | None = None
+        self._notes = self._published_notes = 0
+        self._last_note = 0
+        """The number of notes of the step before."""
+        self._has_read = False
 
-    def clear(self) -> None:
-        """Sets the words to zero; it belongs to the start of a step."""
-        self.rows.zero_()
-        self.pool.zero_()
+    def start(self) -> None:
+        """Sets words and pool back. It belongs to the start of a step."""
+        self._notes = self._published_notes = 0
+        self._rows.zero_()
+        self._words.zero_()
+        if self._pool is not None:
+            self._pool.reset()
+
+    def note_dispatch(self, overflow: Tensor) -> None:
+        """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it would have needed beyond its
+        capacity, else 0."""
+        torch.maximum(self._rows, overflow.view(1), out=self._rows)
+        self._note()
+
+    def note_stash(self) -> None:
+        """Notes that rows were put into the pool."""
+        self._note()
+
+    def finish(self) -> None:
+        """Belongs to the end of a step."""
+        if self._pool is not None:
+            self._pool.record(self._of_pool)
+            torch.maximum(self._lost, self._of_pool[1:], out=self._lost)
+        if self._published_notes == 0 or self._published_notes != self._notes:
+            self._publish()
+        self._last_note = self._notes
 
     def read(self, rows_on_host: int) -> Overflow:
-        """Waits for the step and returns the overflow. rows_on_host: rows of an overflow that the host knows
-        of already."""
-        words, group = self._words, self._group()
-        words[:1].copy_(self.rows.view(1))
-        words[1:].copy_(self.pool)
-        if self._reduces_on_gpu:
-            dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
-        self._on_host.copy_(words, non_blocking=True)
-        if self._on_gpu:
-            torch.cuda.current_stream(words.device).synchronize()
+        """Waits until a step has published its words, and returns the overflow. The first time it waits for
+        the whole step. rows_on_host: rows of an overflow that the host knows of already."""
+        if self._stream is None:
+            self._reduce_to_host()
+        else:
+            if not self._has_read or self._published is None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            else:
+                self._stream.wait_event(self._published)
+            with torch.cuda.stream(self._stream):
+                self._reduce_to_host()
+            self._stream.synchronize()
+        self._has_read = True
         self._on_host[0] = max(int(self._on_host[0]), rows_on_host)
+        group = self._group()
         if group is not None and not self._reduces_on_gpu:
             dist.all_reduce(self._on_host, dist.ReduceOp.MAX, group=group)
         rows, needed, lost = self._on_host.tolist()
         return Overflow(rows, needed, bool(lost))
+
+    def _note(self) -> None:
+        self._notes += 1
+        if self._notes >= self._last_note > 0:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Writes what is known by now to the words, and marks this point of the stream."""
+        self._published_notes = self._notes
+        self._words[:1].copy_(self._rows)
+        if self._pool is not None:
+            self._pool.record(self._of_pool)
+            self._words[1:2].copy_(self._of_pool[:1])
+        self._words[2:].copy_(self._lost)
+        if self._on_gpu:
+            # In a capture each event is a node of the graph, which every replay passes.
+            self._published = torch.cuda.Event(external=True)
+            self._published.record(torch.cuda.current_stream(self._device))
+
+    def _reduce_to_host(self) -> None:
+        if not self._has_read:
+            torch.maximum(self._words[2:], self._lost, out=self._words[2:])
+        if self._reduces_on_gpu:
+            dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self._group())
+        self._on_host.copy_(self._words, non_blocking=True)

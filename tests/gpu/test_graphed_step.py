@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moecomm.nn import GraphedStep
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.multirank.test_graphed_step import Case, check_steps, plain_and_graphed
+from tests.multirank.test_graphed_step import Case, check_steps, forward_backward, plain_and_graphed
 
 OPTIONS: dict[str, Any] = {
     "hidden": 256,
@@ -115,6 +116,39 @@ def test_thousands_of_replays(pool: Pools, most_ranks: int, seed: int) -> None:
     # Two of the seven batches overflow where there are several ranks.
     share = counts[1] / replays
     assert (0.2 < share < 0.4) if most_ranks > 1 else share == 0, counts
+
+
+def _returns_early(rank: int, world_size: int, case: Case) -> list[bool]:
+    """For each call: True if the device was still at work on the step when it returned."""
+    model = case.model(world_size)
+    run = forward_backward(model)
+
+    def slow(x_TH: Tensor) -> dict[str, Tensor]:
+        result = run(x_TH)
+        torch.cuda._sleep(1 << 30)  # half a second
+        return result
+
+    step = GraphedStep(slow, model, headroom=100.0, group=case.group())
+    found = []
+    for number in range(3):
+        step(case.batch(rank, number))
+        found.append(not torch.cuda.current_stream().query())
+        torch.cuda.synchronize()
+        model.zero_grad()
+    del step
+    model.layers[0].comm.close()
+    return found
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_call_waits_for_the_last_dispatch_and_no_more(
+    pool: Pools, size: int, nccl: bool, seed: int
+) -> None:
+    """But for the first call, which waits for the step."""
+    for found in pool(size)(_returns_early, case_of(seed, nccl=nccl)):
+        assert found[1:] == [True, True]
 
 
 def _memory(rank: int, world_size: int, case: Case, real: int) -> dict[str, float]:

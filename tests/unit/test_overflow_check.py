@@ -1,0 +1,84 @@
+"""The check of a GraphedStep: overflows are known behind its last note, however many the one before had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from moecomm.nn import ActivationPool
+from moecomm.nn.overflow_check import Overflow, OverflowCheck
+
+CPU = torch.device("cpu")
+NOTHING = Overflow(0, 0, False)
+
+
+def run(check: OverflowCheck, overflows: Sequence[int]) -> None:
+    """A step with a dispatch for each of these."""
+    check.start()
+    for each in overflows:
+        check.note_dispatch(torch.tensor(each, dtype=torch.int32))
+    check.finish()
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 5])
+@pytest.mark.parametrize("overflows", [[], [0], [7], [0, 0, 9], [9, 0, 4], [0, 0, 0]])
+def test_the_largest_overflow_of_a_step(before: int, overflows: list[int]) -> None:
+    check = OverflowCheck(CPU, None, None)
+    run(check, [5] * before)
+    assert check.read(0) == Overflow(5 if before else 0, 0, False)
+    run(check, overflows)
+    assert check.read(0) == Overflow(max(overflows, default=0), 0, False)
+    assert check.read(11).rows == max([11, *overflows])
+
+
+def test_it_is_known_before_the_step_ends() -> None:
+    check = OverflowCheck(CPU, None, None)
+    run(check, [0, 0])
+    check.start()
+    for overflow, known in ((3, 0), (0, 3), (4, 4)):  # one more than the step before had
+        check.note_dispatch(torch.tensor(overflow, dtype=torch.int32))
+        assert check.read(0).rows == known
+    check.finish()
+    assert check.read(0).rows == 4
+    check.start()
+    assert check.read(0) == NOTHING
+
+
+def test_what_the_pool_lacks() -> None:
+    pool = ActivationPool("cpu", 1 << 12, page_bytes=1 << 12)
+    check = OverflowCheck(CPU, None, pool)
+    rows = torch.zeros(4, 16)
+    for tensors, needed in ((1, 0), (2, 2 << 12), (1, 0)):
+        check.start()
+        handles = []
+        for _ in range(tensors):
+            handles.append(pool.stash(rows))
+            check.note_stash()
+        for each in handles:
+            pool.restore(each)
+        check.finish()
+        assert check.read(0) == Overflow(0, needed, False)
+
+
+def test_rows_that_the_pool_has_lost() -> None:
+    """The first read knows of its own step, later ones of the steps before."""
+    for whole in (True, False):
+        pool = ActivationPool("cpu", 1 << 14, page_bytes=1 << 12)
+        check = OverflowCheck(CPU, None, pool)
+
+        def step(times: int, pool: ActivationPool = pool, check: OverflowCheck = check) -> Overflow:
+            check.start()
+            handle = pool.stash(torch.zeros(4, 16))
+            check.note_stash()
+            for _ in range(times):
+                pool.restore(handle)
+            check.finish()
+            return check.read(0)
+
+        if not whole:
+            assert step(1) == step(2) == NOTHING
+            assert step(1).lost
+        else:
+            assert step(2).lost
