@@ -185,7 +185,7 @@ class GraphedStep:
             raise
         self._accumulate_grads(done, before)
         self._run_update()
-        return _map(lambda tensor: tensor.detach().clone(), done.output)
+        return _map(self._copy, done.output)
 
     def report(self) -> str:
         """Returns one line: how many steps there were, how many had to run again, and what the last of these
@@ -375,7 +375,9 @@ class GraphedStep:
             rows_on_host = error.needed
         try:
             overflow = self._overflow_check.read(rows_on_host)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._wait()  # the device may find a lost peer behind the last dispatch
             self._check_comms()  # a lost peer says more than that ranks could not agree
             raise
         overflowed = overflow.rows > 0 or overflow.bytes > 0
@@ -460,6 +462,17 @@ class GraphedStep:
         assert self._update is not None
         self._update()
         return [each.grad is None for each in self._parameters]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor of the step's result."""
+        if tensor.device.type == "cpu":
+            self._wait()  # the step has yet to copy it to the host
+        return tensor.detach().clone()
+
+    def _wait(self) -> None:
+        """Waits until the step is done on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _count(self, needed: Needed) -> None:
         self.overflows += 1

@@ -33,7 +33,8 @@ class OverflowCheck:
     A step notes each dispatch, and each time that it puts rows into the pool. Behind the last of these
     nothing can overflow any more, so the words are published there: `read` waits for that point and not for
     the end of the step. Which note is the last one is known from the step before. A step that has more of
-    them publishes again, and one that has fewer publishes at its end."""
+    them publishes again, and one that has fewer publishes at its end. Notes from several streams come one
+    after the other."""
 
     def __init__(self, device: torch.device, group: Group | None, pool: ActivationPool | None) -> None:
         self._device, self._pool = device, pool
@@ -47,7 +48,10 @@ class OverflowCheck:
         backends = "" if self._group() is None else dist.get_backend_config(group)
         self._reduces_on_gpu = self._on_gpu and "cuda:nccl" in backends
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._published: torch.cuda.Event | None = None
+        self._published: list[torch.cuda.Event] = []
+        """The points where the step has published its words. A graph has all of them, the last one counts."""
+        self._noted: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        """The stream of the step's last note, and the point behind it."""
         self._notes = self._published_notes = 0
         self._last_note = 0
         """The number of notes of the step before."""
@@ -56,6 +60,7 @@ class OverflowCheck:
     def start(self) -> None:
         """Sets words and pool back. It belongs to the start of a step."""
         self._notes = self._published_notes = 0
+        self._published, self._noted = [], None
         self._rows.zero_()
         self._words.zero_()
         if self._pool is not None:
@@ -64,15 +69,18 @@ class OverflowCheck:
     def note_dispatch(self, overflow: Tensor) -> None:
         """Notes a dispatch; overflow: 0-d int32 on the device, the rows that it would have needed beyond its
         capacity, else 0."""
+        self._follow()
         torch.maximum(self._rows, overflow.view(1), out=self._rows)
         self._note()
 
     def note_stash(self) -> None:
         """Notes that rows were put into the pool."""
+        self._follow()
         self._note()
 
     def finish(self) -> None:
         """Belongs to the end of a step."""
+        self._follow()
         if self._pool is not None:
             self._pool.record(self._of_pool)
             torch.maximum(self._lost, self._of_pool[1:], out=self._lost)
@@ -86,10 +94,10 @@ class OverflowCheck:
         if self._stream is None:
             self._reduce_to_host()
         else:
-            if not self._has_read or self._published is None:
+            if not self._has_read or not self._published:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
             else:
-                self._stream.wait_event(self._published)
+                self._stream.wait_event(self._published[-1])
             with torch.cuda.stream(self._stream):
                 self._reduce_to_host()
             self._stream.synchronize()
@@ -105,6 +113,18 @@ class OverflowCheck:
         self._notes += 1
         if self._notes >= self._last_note > 0:
             self._publish()
+        if self._on_gpu:
+            stream, event = torch.cuda.current_stream(self._device), torch.cuda.Event()
+            event.record(stream)
+            self._noted = stream, event
+
+    def _follow(self) -> None:
+        """Makes the current stream come after the notes so far, if those were on another one."""
+        if self._noted is not None:
+            stream, event = self._noted
+            current = torch.cuda.current_stream(self._device)
+            if current != stream:
+                current.wait_event(event)
 
     def _publish(self) -> None:
         """Writes what is known by now to the words, and marks this point of the stream."""
@@ -116,8 +136,9 @@ class OverflowCheck:
         self._words[2:].copy_(self._lost)
         if self._on_gpu:
             # In a capture each event is a node of the graph, which every replay passes.
-            self._published = torch.cuda.Event(external=True)
-            self._published.record(torch.cuda.current_stream(self._device))
+            event = torch.cuda.Event(external=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._published.append(event)
 
     def _reduce_to_host(self) -> None:
         if not self._has_read:

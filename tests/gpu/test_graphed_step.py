@@ -13,7 +13,7 @@ from torch import Tensor
 from moecomm.nn import GraphedStep
 from tests.gpu import harness
 from tests.gpu.conftest import Pools
-from tests.multirank.test_graphed_step import Case, check_steps, forward_backward, plain_and_graphed
+from tests.multirank.test_graphed_step import Case, Model, check_steps, forward_backward, plain_and_graphed
 
 OPTIONS: dict[str, Any] = {
     "hidden": 256,
@@ -118,17 +118,22 @@ def test_thousands_of_replays(pool: Pools, most_ranks: int, seed: int) -> None:
     assert (0.2 < share < 0.4) if most_ranks > 1 else share == 0, counts
 
 
-def _returns_early(rank: int, world_size: int, case: Case) -> list[bool]:
-    """For each call: True if the device was still at work on the step when it returned."""
-    model = case.model(world_size)
+def _slow_step(case: Case, model: Model, headroom: float) -> GraphedStep:
+    """A step behind which the device sleeps."""
     run = forward_backward(model)
 
     def slow(x_TH: Tensor) -> dict[str, Tensor]:
         result = run(x_TH)
-        torch.cuda._sleep(1 << 30)  # half a second
+        torch.cuda._sleep(1 << 29)  # a quarter of a second
         return result
 
-    step = GraphedStep(slow, model, headroom=100.0, group=case.group())
+    return GraphedStep(slow, model, headroom=headroom, group=case.group())
+
+
+def _returns_early(rank: int, world_size: int, case: Case) -> list[bool]:
+    """For each call: True if the device was still at work on the step when it returned."""
+    model = case.model(world_size)
+    step = _slow_step(case, model, headroom=100.0)
     found = []
     for number in range(3):
         step(case.batch(rank, number))
@@ -149,6 +154,30 @@ def test_a_call_waits_for_the_last_dispatch_and_no_more(
     """But for the first call, which waits for the step."""
     for found in pool(size)(_returns_early, case_of(seed, nccl=nccl)):
         assert found[1:] == [True, True]
+
+
+def _close_together(rank: int, world_size: int, case: Case) -> list[int]:
+    """The overflows so far, after each of several calls that begin while the step before is under way."""
+    model = case.model(world_size)
+    step = _slow_step(case, model, headroom=case.headroom)
+    batches = [case.batch(rank, number) for number in range(7)]
+    found = []
+    for x_TH in batches:
+        step(x_TH)
+        model.zero_grad()
+        found.append(step.overflows)
+    torch.cuda.synchronize()
+    del step
+    model.layers[0].comm.close()
+    return found
+
+
+@pytest.mark.usefixtures("cuda_only")
+@pytest.mark.parametrize("nccl", [False, True], ids=["", "nccl"])
+def test_a_call_hears_of_its_own_overflow(pool: Pools, nccl: bool, seed: int) -> None:
+    """Every third batch overflows, the second one at first."""
+    for found in pool(2)(_close_together, case_of(seed, nccl=nccl)):
+        assert found == [0, 1, 1, 1, 2, 2, 2]
 
 
 def _memory(rank: int, world_size: int, case: Case, real: int) -> dict[str, float]:

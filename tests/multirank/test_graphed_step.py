@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moecomm import PeerLost
 from moecomm.nn import (
     ActivationPool,
     GraphedStep,
@@ -535,3 +536,39 @@ def test_errors_and_warnings(pools: dict[int, RankPool], seed: int) -> None:
         }
         for name, text in parts.items():
             assert found["texts"][name].startswith(text), found["texts"][name]
+
+
+def late_on_the_device(rank: int, world_size: int, seed: int) -> dict[str, Any]:
+    """Calls that return, and fail, while the step is still at work: what `_wait` waits for comes with it."""
+    case = replace(SECOND, seed=seed, headroom=100.0, pool_bytes=(0, 0))
+    model = case.model(world_size)
+    comm, result, failed = model.layers[0].comm, torch.zeros(()), []
+
+    def run(x_TH: Tensor) -> Tensor:
+        forward_backward(model)(x_TH)
+        return result.zero_()
+
+    def lost() -> None:
+        if failed:
+            raise PeerLost("rank 1 is gone", rank=1, phase="combine")
+
+    def refuse(rows: int) -> Any:
+        raise RuntimeError("connection closed by peer")
+
+    step = GraphedStep(run, model, headroom=100.0, recorder=Played())
+    step._wait = lambda: result.fill_(3.0)  # type: ignore[method-assign]
+    found: dict[str, Any] = {"result": step(case.batch(rank, 0)).item()}
+    comm.check = lost
+    step._wait = lambda: failed.append(True)  # type: ignore[method-assign]
+    step._overflow_check.read = refuse  # type: ignore[method-assign]
+    found["error"] = catch(lambda: step(case.batch(rank, 1))).name
+    del comm.check
+    comm.close()
+    return found
+
+
+def test_results_and_errors_that_come_late(pools: dict[int, RankPool], seed: int) -> None:
+    """A result on the host is copied when the step has written it. Where ranks cannot agree, because one is
+    gone, the error is the one that the device finds behind the last dispatch."""
+    for found in pools[2](late_on_the_device, seed):
+        assert found == {"result": 3.0, "error": "PeerLost"}

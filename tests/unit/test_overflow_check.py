@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -82,3 +83,55 @@ def test_rows_that_the_pool_has_lost() -> None:
             assert step(1).lost
         else:
             assert step(2).lost
+
+
+class Stream:
+    """What a GPU's stream comes after: the work that was put on it, and on those that it has waited for."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+
+    def wait_event(self, event: Event) -> None:
+        self.done |= event.done
+
+
+class Event:
+    def __init__(self, external: bool = False) -> None:
+        self.done: set[str] = set()
+
+    def record(self, stream: Stream) -> None:
+        self.done |= stream.done
+
+
+@pytest.mark.parametrize("steps", [["one"], ["one", "other"], ["other", "one"], ["other", "one", "other"]])
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_dispatches_on_several_streams(
+    before: int, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is published behind the last note is behind all others too, on whichever stream they are. All
+    points that a graph has stay alive with the check."""
+    check = OverflowCheck(CPU, None, None)
+    run(check, [0] * before)
+    check._on_gpu = True
+    streams = {"one": Stream(), "other": Stream()}
+    current = streams["one"]
+    points: list[tuple[set[str], weakref.ref[Event]]] = []
+
+    def event(external: bool = False) -> Event:
+        made = Event(external)
+        if external:
+            points.append((made.done, weakref.ref(made)))
+        return made
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    check.start()
+    for number, name in enumerate(steps):
+        current = streams[name]
+        current.done.add(f"dispatch {number}")
+        check.note_dispatch(torch.tensor(0, dtype=torch.int32))
+    current = streams["one"]
+    check.finish()
+    everything = {f"dispatch {number}" for number in range(len(steps))}
+    assert points[-1][0] == everything
+    assert all(alive() is not None for _, alive in points)
