@@ -420,7 +420,9 @@ class Communicator:
             dequantize: with wire="fp8" or "mxfp8", False hands the rows on as they travelled: `tokens` in
                 float8_e4m3fn and `scales`. Nothing is differentiable then.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
-                on `stream`, after what the caller's current stream holds now.
+                on `stream`, after what the caller's current stream holds now. Without a capacity, and of few
+                tokens (up to 512 on one node), rows are sent at once and received from `wait()` on, or from
+                the next operation on, so that meanwhile no SM waits for them.
 
         Raises:
             InvalidArgument, InvalidRouting, MismatchedArguments: on all ranks; nothing was exchanged. (CUDA,
@@ -544,7 +546,8 @@ class Communicator:
         if not async_op:
             return finish(backend.run(name, lambda: backend.dispatch(checked())))
         inputs = (x, x_scales, ids, weights)
-        if capacity is not None:
+        few = isinstance(x, torch.Tensor) and x.dim() > 0 and backend.splits(x.shape[0])
+        if capacity is not None and not few:
             return backend.launch(name, lambda: backend.dispatch(checked()), None, finish, inputs)
         return backend.launch(
             name, lambda: backend.begin_dispatch(checked()), backend.finish_dispatch, finish, inputs
@@ -650,21 +653,31 @@ class Communicator:
         rows = shared_tensor(rows_PH, self.device)
         factors = None if weights is None else shared_tensor(weights, self.device)
 
-        def execute() -> torch.Tensor:
+        def check() -> None:
             try:
                 self._check_combine(rows, handle, factors)
             except MoecommError as error:
                 backend.fail(error)
+
+        def execute() -> torch.Tensor:
+            check()
             y_TH, _ = backend.combine(handle.plan, rows, factors, None, forward=True)
             assert y_TH is not None
             return y_TH
 
+        def begin() -> Any:
+            check()
+            return backend.begin_combine(handle.plan, rows, factors)
+
         def finish(y_TH: torch.Tensor) -> torch.Tensor:
             return ops.combine(rows, factors, y_TH, handle.plan, backend)
 
-        if async_op:
-            return backend.launch("moecomm combine", execute, None, finish, (rows, factors))
-        return finish(backend.run("moecomm combine", execute))
+        name, inputs = "moecomm combine", (rows, factors)
+        if not async_op:
+            return finish(backend.run(name, execute))
+        if isinstance(handle, Handle) and backend.splits(handle.num_tokens):
+            return backend.launch(name, begin, backend.finish_combine, finish, inputs)
+        return backend.launch(name, execute, None, finish, inputs)
 
     _combine_outside_graph = _disable_dynamo(_combine)
 

@@ -181,11 +181,12 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
       .def("combine",
            [](DeviceCommunicator& self, uintptr_t plan, RowLayout layout, uintptr_t rows, uintptr_t weights,
               int64_t tokens, uintptr_t y, uintptr_t weight_grads, uintptr_t out_weight_grads, bool quantised,
-              uintptr_t stream) {
+              bool held, uintptr_t stream) {
              self.combine({pointer(rows), pointer(weights), pointer(weight_grads), pointer(y),
                            pointer(out_weight_grads), pointer<int32_t>(plan), tokens, layout},
-                          quantised, stream_of(stream));
+                          quantised, held, stream_of(stream));
            })
+      .def("splits", &DeviceCommunicator::splits)
       .def(
           "fail",
           [](DeviceCommunicator& self, ErrorKind kind, const std::string& text, uintptr_t stream) {

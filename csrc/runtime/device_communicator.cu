@@ -570,7 +570,9 @@ void DeviceCommunicator::redispatch(const DeviceRedispatch& r, cudaStream_t stre
   send_and_receive(wire, arguments, output, stream);
 }
 
-void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool quantised,
+bool DeviceCommunicator::splits(int64_t tokens) const { return fuses(config_.shape.wire, tokens); }
+
+void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool quantised, bool held,
                                  cudaStream_t stream) {
   require_usable();
   const DeviceGuard guard(config_.device);
@@ -583,7 +585,7 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   all.copied = copies_ && all.rows != nullptr;
   all.landing = all.copied ? next_landing() : 0;
   ++stats_.combine_calls;
-  if (all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
+  if (!held && all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
     // At their home few tokens are shared by many warps.
     const int fused = heuristics_.fused_blocks(all.tokens, 1);
     all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused, gpu::kReduceWarps);
@@ -609,10 +611,16 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
     copy_to_peers(bases_[own_index()] + window_.outgoing, bytes, bytes, comm.window.shape.row_bytes(),
                   all.landing, stream);
     receive_copied(sum, held_, stream);
-  } else {
-    sum(stream);
+    return;
   }
-  if (apart) join_side(stream);
+  const auto end = [this, sum, apart](cudaStream_t on) {
+    sum(on);
+    if (apart) join_side(on);
+  };
+  if (held)
+    receive_held_ = end;
+  else
+    end(stream);
 }
 
 void DeviceCommunicator::fail(ErrorKind kind, const std::string& text, cudaStream_t stream) {

@@ -152,8 +152,12 @@ class DeviceCommunicator {
   /// True where the copy engine should move rows that have a product beside them.
   bool copies_pay() const;
   void redispatch(const DeviceRedispatch& redispatch, cudaStream_t stream);
-  /// `quantised`: sums travel in the format of the configuration, else in their dtype.
-  void combine(const gpu::CombineArguments& arguments, bool quantised, cudaStream_t stream);
+  /// `quantised`: sums travel in the format of the configuration, else in their dtype. `held`: sums are sent,
+  /// and the kernel that waits for those of others is left to complete().
+  void combine(const gpu::CombineArguments& arguments, bool quantised, bool held, cudaStream_t stream);
+  /// True for an operation of `tokens` tokens that one kernel would do, all of which waits for other ranks:
+  /// of its two halves the second can be left until somebody waits for it.
+  bool splits(int64_t tokens) const;
   /// Announces to all ranks that this one's arguments are bad.
   void fail(ErrorKind kind, const std::string& text, cudaStream_t stream);
 

@@ -173,8 +173,18 @@ class Backend(Protocol):
         """Sends rows and receives those that arrive."""
 
     def begin_dispatch(self, call: DispatchCall) -> Any:
-        """Sends the rows of a dispatch without a capacity: its first half. The result is the argument of
-        `finish_dispatch`."""
+        """Sends the rows of a dispatch: its first half. The result is the argument of `finish_dispatch`."""
+
+    def splits(self, tokens: int) -> bool:
+        """True if an operation of so many tokens that is begun with `async_op` has two halves:
+        `begin_dispatch`, also with a capacity, or `begin_combine`, and what follows when it is waited for."""
+
+    def begin_combine(self, plan: Any, rows_PH: torch.Tensor, weights_P: torch.Tensor | None) -> Any:
+        """Sends the sums of a forward's combine: its first half. The result is the argument of
+        `finish_combine`."""
+
+    def finish_combine(self, begun: Any) -> torch.Tensor:
+        """Sums what arrives, and returns y (T, H): the second half."""
 
     def finish_dispatch(self, begun: Any) -> RawDispatch:
         """Receives the rows that arrive: the second half of a dispatch."""

@@ -298,6 +298,22 @@ class CpuBackend:
         )
         return out_PH, dots_P
 
+    def splits(self, tokens: int) -> bool:
+        """Returns False: operations of `async_op` have a thread of their own, which does all of each."""
+        return False
+
+    def begin_combine(
+        self, plan: _C.Plan | TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns y (T, H): the first half is all of it."""
+        y_TH, _ = self.combine(plan, rows_PH, weights_P, None, forward=True)
+        assert y_TH is not None
+        return y_TH
+
+    def finish_combine(self, begun: torch.Tensor) -> torch.Tensor:
+        """Returns what `begin_combine` did."""
+        return begun
+
     def combine(
         self,
         plan: _C.Plan | TensorPlan,

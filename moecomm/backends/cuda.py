@@ -373,8 +373,8 @@ class CudaBackend:
         return self._receive(call, blob, inputs, rows, partial(self._native.dispatch, *sending))
 
     def begin_dispatch(self, call: DispatchCall) -> _Begun:
-        """Sends the rows of a dispatch without capacity and makes the plan, on the device."""
-        if self._capturing:
+        """Sends the rows of a dispatch and makes the plan, on the device."""
+        if self._capturing and call.capacity < 0:
             raise InvalidArgument(
                 "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
                 "dispatch waits for its row count on the host"
@@ -383,9 +383,15 @@ class CudaBackend:
         self._native.begin_dispatch(*sending, self._raw_stream)
         return _Begun(call, blob, inputs)
 
+    def splits(self, tokens: int) -> bool:
+        """True if an operation of so many tokens that is begun with `async_op` is received when it is waited
+        for: until then no SM waits for other ranks' rows."""
+        return self._native.splits(tokens)
+
     def finish_dispatch(self, begun: _Begun) -> RawDispatch:
-        """Waits on the host for the number of rows, and receives them."""
-        rows = self._native.wait_rows()
+        """Receives the rows, of which without a capacity the host waits for the number."""
+        call = begun.call
+        rows = self._native.wait_rows() if call.capacity < 0 else (call.capacity, call.expert_capacity)
         return self._receive(begun.call, begun.blob, begun.inputs, rows, self._native.finish_dispatch)
 
     def _sending(self, call: DispatchCall) -> tuple[_Sending, torch.Tensor, _Inputs]:
@@ -534,6 +540,33 @@ class CudaBackend:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sums rows per token and returns (y_TH, or None without rows; gradients (T, K) of the routing
         weights, or None without weight_grads). `forward`: sums travel in the combine_wire."""
+        return self._combine(plan, rows_PH, weights_P, weight_grads, forward, held=False)[:2]
+
+    def begin_combine(
+        self, plan: TensorPlan, rows_PH: torch.Tensor, weights_P: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        """Sends the sums of a forward's combine: its first half. The result is the argument of
+        `finish_combine`, which has the tensors that kernels still read."""
+        return self._combine(plan, rows_PH, weights_P, None, True, held=True)
+
+    def finish_combine(self, begun: tuple[Any, ...]) -> torch.Tensor:
+        """Sums what arrives for this rank's tokens, and returns y (T, H)."""
+        self._native.complete(self._raw_stream)
+        y_TH: torch.Tensor = begun[0]
+        return y_TH
+
+    def _combine(
+        self,
+        plan: TensorPlan,
+        rows_PH: torch.Tensor | None,
+        weights_P: torch.Tensor | None,
+        weight_grads: torch.Tensor | None,
+        forward: bool,
+        *,
+        held: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any, Any, Any]:
+        """Begins a combine, and ends it unless it is `held`; returns what `combine` returns, and the tensors
+        that are read."""
         y_TH = grads_TK = None
         rows_address = weights_address = grads_address = 0
         try:
@@ -557,10 +590,11 @@ class CudaBackend:
             grads_address,
             0 if grads_TK is None else self._address(grads_TK),
             forward,
+            held,
             self._raw_stream,
         )
         self._keep(y_TH, grads_TK, rows_PH, weights_P, weight_grads, plan.blob)
-        return y_TH, grads_TK
+        return y_TH, grads_TK, rows_PH, weights_P, plan
 
     def empty_input(self, num_tokens: int) -> torch.Tensor:
         """Returns an uninitialised (num_tokens, H) tensor of ordinary memory: rows are sent from wherever

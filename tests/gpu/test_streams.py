@@ -6,6 +6,7 @@ proves that the call did not wait for the stream; no time is measured.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -245,6 +246,10 @@ def _async(rank: int, world_size: int, job: Job) -> list[str]:
         torch.cuda._sleep(LONG)
         asleep = _mark()
         comm.stream.synchronize()
+        # The rows of few tokens are received from the first question on.
+        until = time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < until:
+            comm.stream.synchronize()
         expect(work.is_completed(), "not completed when comm.stream is done")
         expect(not asleep.query(), "the operation waited for what the caller queued after it")
         out = work.wait()
@@ -271,6 +276,31 @@ def _async(rank: int, world_size: int, job: Job) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_async_follows_torch_distributed(pool: Pools, size: int, seed: int) -> None:
     harness.assert_none(pool(size)(_async, _job(size, seed)))
+
+
+def _halves(rank: int, world_size: int, job: Job) -> list[str]:
+    """A combine of few tokens that is begun with async_op has sent its sums, and waits for nobody, until
+    somebody waits for it: the other ranks begin when it has."""
+    with harness.communicator(**job.communicator) as comm:
+        known = Oracle(job, rank, comm.device)
+        out = known.dispatch(comm)
+        answer_PH = known.answer(out.tokens)
+        for first in range(world_size):
+            torch.cuda.synchronize()
+            dist.barrier()
+            if rank == first:
+                work = comm.combine(answer_PH, out.handle, async_op=True)
+                comm.stream.synchronize()
+            dist.barrier()
+            if rank != first:
+                work = comm.combine(answer_PH, out.handle, async_op=True)
+            known.check_combine(f"combine, rank {first} first", work.wait())
+    return known.problems
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_few_tokens_are_sent_and_then_received(pool: Pools, size: int, seed: int) -> None:
+    harness.assert_none(pool(size)(_halves, _job(size, seed)))
 
 
 def _in_flight(rank: int, world_size: int, job: Job) -> list[str]:

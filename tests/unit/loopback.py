@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,8 @@ class LoopbackNative:
 
     ends = True
     """Do its threads end at close()?"""
+    few = 0
+    """Tokens up to which operations are split in two halves."""
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class LoopbackNative:
         self.weight = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.fields = device_plan_fields(shape)
         self.rows = 0
+        self.held: Callable[[], None] | None = None
 
     def link_control(self) -> str:
         self.calls.append("link_control")
@@ -220,6 +224,12 @@ class LoopbackNative:
 
     def complete(self, stream: int) -> None:
         self.calls.append(f"complete@{stream}")
+        held, self.held = self.held, None
+        if held is not None:
+            held()
+
+    def splits(self, tokens: int) -> bool:
+        return tokens <= self.few
 
     def copies_pay(self) -> bool:
         return False
@@ -341,10 +351,28 @@ class LoopbackNative:
         weight_grads: int,
         out_weight_grads: int,
         quantised: bool,
+        held: bool,
         stream: int,
     ) -> None:
-        self.calls.append(f"combine@{stream}")
+        self.calls.append(f"{'begin_' if held else ''}combine@{stream}")
         self.quantised.append(quantised)
+        every = (plan, layout, rows, weights, tokens, y, weight_grads, out_weight_grads)
+        if held:
+            self.held = partial(self._sum, *every)
+        else:
+            self._sum(*every)
+
+    def _sum(
+        self,
+        plan: int,
+        layout: Any,
+        rows: int,
+        weights: int,
+        tokens: int,
+        y: int,
+        weight_grads: int,
+        out_weight_grads: int,
+    ) -> None:
         hidden, top_k = self.shape.hidden, self.shape.top_k
         by_rank = layout == _C.RowLayout.rank
         num_rows = int(self._places(plan, layout, tokens).max()) + 1 if tokens else 0

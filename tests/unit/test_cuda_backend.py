@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -382,6 +383,58 @@ class TestWork:
         assert gpu.log[-1] == "100 waits for 101" and work.wait() is out
         second = comm.combine(out.tokens, out.handle, weights=out.weights, async_op=True)
         assert second.wait().shape == (5, 8) and native.calls[-1] == "combine@101"
+
+    @pytest.mark.parametrize("capturing", [False, True])
+    def test_few_tokens_are_received_when_they_are_waited_for(self, capturing: bool) -> None:
+        comm, native, gpu = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        want = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8)
+        y_TH = comm.combine(want.tokens, want.handle, weights=want.weights)
+        if capturing:
+            gpu.captures |= {100, comm.stream.number}
+        native.few = len(x_TH)
+        native.calls.clear()
+        work = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8, async_op=True)
+        assert native.calls == ["begin_dispatch@101"]
+        out = work.wait()
+        assert native.calls.pop(0) and native.calls == ["finish_dispatch@101"]
+        assert torch.equal(out.tokens[:7], want.tokens[:7])
+        home = comm.combine(out.tokens, out.handle, weights=out.weights, async_op=True)
+        assert native.calls[1:] == ["begin_combine@101"]
+        assert torch.equal(home.wait(), y_TH) and native.calls[2:] == ["complete@101"]
+        native.few = len(x_TH) - 1
+        comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8, async_op=True)
+        assert native.calls[-1] == "dispatch@101"
+
+    def test_the_next_operation_receives_few_tokens(self) -> None:
+        comm, native, _ = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        native.few = 100
+        out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8)
+        first = comm.combine(out.tokens * 1, out.handle, async_op=True)
+        second = comm.combine(out.tokens * 2, out.handle, async_op=True)
+        third = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=8, async_op=True)
+        comm.dispatch(x_TH * 2, ids_TK, weights_TK, capacity=8)
+        names = [call.partition("@")[0] for call in native.calls[-7:]]
+        assert names == [
+            *("begin_combine", "complete", "begin_combine", "complete"),
+            *("begin_dispatch", "finish_dispatch", "dispatch"),
+        ]
+        assert torch.equal(second.wait(), first.wait() * 2)
+        assert torch.equal(third.wait().tokens[:7], out.tokens[:7])
+
+    def test_what_few_tokens_are_read_from_stays_until_they_are_received(self) -> None:
+        comm, native, _ = _comm()
+        native.few = 100
+        out = comm.dispatch(*_inputs(), capacity=8)
+        rows_PH = out.tokens * 3
+        want = comm.combine(rows_PH, out.handle)
+        gone = weakref.ref(rows_PH)
+        work = comm.combine(rows_PH, out.handle, async_op=True)
+        del rows_PH
+        gc.collect()
+        assert gone() is not None
+        assert torch.equal(work.wait(), want)
 
     def test_the_count_is_waited_for_late(self) -> None:
         comm, native, _ = _comm()

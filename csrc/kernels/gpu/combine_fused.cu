@@ -4,8 +4,10 @@
 //   - the first block announces the operation, and sees that all ranks do the same
 //   - in the others a team of warps takes a token of another rank each, sums its rows here, and stores the
 //     sum in this rank's slot at the token's home; then it sets the home's flag. This waits for nothing
-//   - warps then take parts of this rank's own tokens: each waits for the sums of the token's owners, and
-//     adds these by ascending rank
+//   - warps take parts of this rank's own tokens: each sums the token's rows here, waits for the sums of the
+//     token's owners, and adds all by ascending rank
+// Every other block sums rows of its own tokens before it sends, so that the links and this GPU's memory are
+// busy at the same time.
 #include "kernels/gpu/combine_rows.cuh"
 #include "kernels/gpu/team.cuh"
 
@@ -15,9 +17,12 @@ namespace {
 constexpr int kSteps = 2, kBatch = 4;
 static_assert(kReduceWarps == kSumWarps);
 
-union FusedMemory {
+constexpr int kOwnStrips = 8;  ///< of a part, whose own rows are summed before others' sums are waited for
+
+struct FusedMemory {
   ReduceMemory reduce;
   SumMemory sum;
+  alignas(16) std::byte own[kSumWarps][kOwnStrips][32 * sizeof(Strip<kSumSteps>)];
 };
 
 /// Sends this team's share of the sums of other ranks' tokens.
@@ -60,6 +65,84 @@ __device__ void send_sums(const Comm& comm, const CombineArguments& args, uint64
   }
 }
 
+/// A warp's sums of this rank's own tokens, part by part, up to kOwnStrips strips of it at a time. All lanes
+/// call every function.
+template <DType dtype, WireFormat wire>
+class HomeSums {
+  using Own = SumStrip<dtype, wire, kSumSteps>;
+  static_assert(sizeof(Own) <= sizeof(Strip<kSumSteps>));
+
+ public:
+  __device__ HomeSums(const Comm& comm, const CombineArguments& args, uint64_t epoch, const Team& warp,
+                      FusedMemory& memory)
+      : comm_(comm),
+        args_(args),
+        epoch_(epoch),
+        memory_(memory),
+        own_(reinterpret_cast<Own*>(memory.own[warp_id()]) + lane_id()),
+        parts_(comm, warp.count / max(args.tokens, int64_t{1})),
+        step_(warp.count),
+        number_(warp.number) {}
+
+  /// Sums the own rows of the first strips. This waits for nothing.
+  __device__ void begin() {
+    if (number_ >= args_.tokens * parts_.count) return;
+    part_ = HomePart::list<Way::whole>(comm_, args_, parts_, number_, memory_.sum);
+    sum_own();
+  }
+  /// Makes all sums, or those up to the first wait in vain.
+  __device__ void finish() {
+    bool here = false;
+    while (number_ < args_.tokens * parts_.count) {
+      if (!here)
+        here =
+            wait_sums<device::EagerFlag>(comm_, epoch_, part_.token / chunk_tokens(args_.tokens), part_.sum);
+      if (!here) return;
+      add_up();
+      first_ += kOwnStrips;
+      if (first_ < part_.strips()) {
+        sum_own();
+        continue;
+      }
+      number_ += step_;
+      first_ = 0;
+      here = false;
+      begin();
+    }
+  }
+
+ private:
+  __device__ int end() const { return min(first_ + kOwnStrips, part_.strips()); }
+  __device__ void sum_own() {
+    if (part_.sum.own_slot >= part_.sum.slots) return;
+    for (int strip = first_; strip < end(); ++strip)
+      own_[(strip - first_) * 32] = sum_own_rows<dtype, wire>(comm_, args_, part_, strip, memory_.sum);
+  }
+  /// Adds the own sums and those of others.
+  __device__ void add_up() const {
+    const int64_t row_bytes = comm_.window.shape.row_bytes(), scales_at = sum_scales_at(comm_, wire);
+    const int vectors = static_cast<int>(row_bytes / 16);
+    const std::byte* const slots = comm_.slot_row(comm_.own, epoch_, part_.token, 0);
+    const auto slot = [&](int s) { return slots + s * row_bytes; };
+    for (int strip = first_; strip < end(); ++strip)
+      sum_token<dtype, wire>(
+          part_.sum, slot, [&] { return own_[(strip - first_) * 32]; }, part_.first(strip), vectors,
+          scales_at)
+          .store(args_.y + part_.token * row_bytes, part_.first(strip), vectors);
+  }
+
+  const Comm& comm_;
+  const CombineArguments& args_;
+  const uint64_t epoch_;
+  FusedMemory& memory_;
+  Own* const own_;  ///< of this lane, of a part's strips from first_ on
+  const SumParts parts_;
+  const int step_;
+  int64_t number_;
+  HomePart part_{};
+  int first_ = 0;
+};
+
 /// The work of the first block.
 __device__ void lead(const Comm& comm, const CombineArguments& args, WireFormat wire, uint64_t epoch) {
   const bool failed = failed_for_block(comm);
@@ -78,19 +161,21 @@ __device__ void work(const Comm& comm, const CombineArguments& args, uint64_t ep
   const int block = static_cast<int>(blockIdx.x) - 1, blocks = static_cast<int>(gridDim.x) - 1;
   const uint64_t id = PlanView{args.plan, comm.plan_fields}.header().id;
   const bool failed = failed_for_block(comm), moves = !failed && id != 0;
-  if (moves && args.rows != nullptr && comm.ranks() > 1)
+  const bool sums = moves && args.rows != nullptr;
+  // The blocks that have taken least take the first.
+  HomeSums<dtype, wire> home(comm, args, epoch, Team(1, blocks - 1 - block, blocks), memory);
+  const bool own_first = (block & 1) != 0;
+  if (sums && own_first) home.begin();
+  if (sums && comm.ranks() > 1)
     send_sums<dtype, wire>(comm, args, epoch, Team(args.team_warps, block, blocks), memory.reduce);
-  device::note_sent(comm, Operation::combine);
+  // No warp waits for the others here, some of which wait for the links.
+  if (lane_id() == 0) device::note_phase(comm, Operation::combine, Phase::sent);
   pass_epoch(comm, epoch);
   if (failed) return;
   if (!moves) return write_nothing(comm, args, block, blocks);
-  if (args.rows == nullptr) return;
-  // The blocks that have taken least take the first.
-  const Team warp(1, blocks - 1 - block, blocks);
-  const SumParts parts(comm, warp.count / max(args.tokens, int64_t{1}));
-  for (int64_t i = warp.number; i < args.tokens * parts.count; i += warp.count)
-    if (!sum_part<dtype, Way::whole, wire, device::EagerFlag>(comm, args, epoch, parts, i, memory.sum))
-      return;
+  if (!sums) return;
+  if (!own_first) home.begin();
+  home.finish();
 }
 
 template <DType dtype, WireFormat wire>

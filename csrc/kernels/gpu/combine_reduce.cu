@@ -371,8 +371,13 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 
   ptx::launch_dependents();
   device::start_clock(comm, Operation::combine);
   reduce<dtype, way, wire>(comm, args, shared);
-  if (args.copied && blockIdx.x == 0 && !failed_for_block(comm))
-    await_landing(comm, Operation::combine, comm.state().epoch + 1, args.landing);
+  if (args.copied && blockIdx.x == 0) {
+    const uint64_t epoch = comm.state().epoch + 1;
+    if (failed_for_block(comm))
+      spoil_landings(comm, epoch);
+    else
+      await_landing(comm, Operation::combine, epoch, args.landing);
+  }
   device::note_sent(comm, Operation::combine);
   if (args.senders > 0) end_sending(comm);
 }

@@ -173,11 +173,10 @@ __device__ inline void write_nothing(const Comm& comm, const CombineArguments& a
 }
 
 /// Sums one token's strip: its slots in order, with this rank's own sum, as if it had travelled, at its turn.
-/// slot(s) is the address of a slot.
-template <DType dtype, WireFormat wire, class Slot, class Row>
-__device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Row& row,
-                                             const float* weights, int first, int vectors,
-                                             int64_t scales_at) {
+/// slot(s) is the address of a slot, own() the own sum.
+template <DType dtype, WireFormat wire, class Slot, class Own>
+__device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Own& own_sum,
+                                             int first, int vectors, int64_t scales_at) {
   if (token.slots == 0) return {};
   SumStrip<dtype, wire, kSumSteps> own;
   StripSum<dtype, kSumSteps> sum;
@@ -187,10 +186,8 @@ __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& 
     for (int s = 0; s < kSumBatch; ++s)
       if (base + s < token.slots && base + s != token.own_slot)
         strips[s].load(slot(base + s), first, vectors, scales_at);
-    // The own rows are loaded while the slots are on their way.
-    if (base <= token.own_slot && token.own_slot < base + kSumBatch)
-      own = sum_rows<dtype, kSumSteps, kSumBatch>(token.own_rows, row, weights, first, vectors)
-                .template travelling<wire>(first, vectors);
+    // What the own sum is made of is loaded while the slots are on their way.
+    if (base <= token.own_slot && token.own_slot < base + kSumBatch) own = own_sum();
 #pragma unroll
     for (int s = 0; s < kSumBatch; ++s) {
       if (base + s == token.own_slot) strips[s] = own;
@@ -213,32 +210,62 @@ struct SumParts {
   }
 };
 
-/// Makes part number `number` of all tokens' sums at their home. One warp; false if it waits in vain.
-template <DType dtype, Way way, WireFormat wire, class Flag>
+/// A warp's part of the sum of one of this rank's own tokens.
+struct HomePart {
+  int64_t token;
+  int begin, end;  ///< its vectors
+  TokenSum sum;
+
+  /// Part number `number` of all tokens' sums. Lists the token's own rows in `block`. One warp.
+  template <Way way>
+  __device__ static HomePart list(const Comm& comm, const CombineArguments& args, const SumParts& parts,
+                                  int64_t number, SumMemory& block) {
+    const int64_t token = number / parts.count;
+    const int begin = static_cast<int>(number % parts.count) * parts.vectors,
+              end = min(begin + parts.vectors, static_cast<int>(comm.window.shape.row_bytes() / 16));
+    return {token, begin, end,
+            list_own_rows<way>(comm, args, token, block.sources[warp_id()], block.weights[warp_id()])};
+  }
+  __device__ int strips() const { return max(0, (end - begin + kSumSteps * 32 - 1) / (kSumSteps * 32)); }
+  __device__ int first(int strip) const { return begin + strip * kSumSteps * 32; }
+};
+
+/// Sums the own rows of a part that was listed in `block`: a strip, as it would travel.
+template <DType dtype, WireFormat wire>
+__device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm,
+                                                                const CombineArguments& args,
+                                                                const HomePart& part, int strip,
+                                                                const SumMemory& block) {
+  const int32_t* const rows = block.sources[warp_id()];
+  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int first = part.first(strip), vectors = static_cast<int>(row_bytes / 16);
+  const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+  return sum_rows<dtype, kSumSteps, kSumBatch>(part.sum.own_rows, row,
+                                               args.weights != nullptr ? block.weights[warp_id()] : nullptr,
+                                               first, vectors)
+      .template travelling<wire>(first, vectors);
+}
+
+/// Makes a part of a token's sum; own(strip) is the sum of its own rows. One warp; false if it waits in vain.
+template <DType dtype, Way way, WireFormat wire, class Flag, class Own>
 __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
-                                const SumParts& parts, int64_t number, SumMemory& block) {
+                                const HomePart& part, const Own& own, SumMemory& block) {
   constexpr bool kNodes = way == Way::nodes;
-  int32_t* const rows = block.sources[warp_id()];
-  float* const weights = block.weights[warp_id()];
   const std::byte** const places = block.slots[warp_id()];
-  const int64_t row_bytes = comm.window.shape.row_bytes(), t = number / parts.count;
+  const int64_t row_bytes = comm.window.shape.row_bytes(), t = part.token;
   const int64_t scales_at = sum_scales_at(comm, wire);
   const int vectors = static_cast<int>(row_bytes / 16);
-  const int begin = static_cast<int>(number % parts.count) * parts.vectors,
-            end = min(begin + parts.vectors, vectors);
-  const TokenSum token = list_own_rows<way>(comm, args, t, rows, weights);
   if constexpr (kNodes)
     if (!find_slots(comm, args, epoch, t, places)) return false;
   if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
   const int64_t chunk = args.copied ? kCopiesChunk : t / chunk_tokens(args.tokens);
-  if (!wait_sums<Flag>(comm, epoch, chunk, token)) return false;
-  const float* const factors = args.weights != nullptr ? weights : nullptr;
-  const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
+  if (!wait_sums<Flag>(comm, epoch, chunk, part.sum)) return false;
   const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
   const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };
-  for (int first = begin; first < end; first += kSumSteps * 32)
-    sum_token<dtype, wire>(token, slot, row, factors, first, vectors, scales_at)
-        .store(args.y + t * row_bytes, first, vectors);
+  for (int strip = 0; strip < part.strips(); ++strip)
+    sum_token<dtype, wire>(
+        part.sum, slot, [&] { return own(strip); }, part.first(strip), vectors, scales_at)
+        .store(args.y + t * row_bytes, part.first(strip), vectors);
   return true;
 }
 

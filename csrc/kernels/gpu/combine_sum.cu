@@ -184,8 +184,11 @@ __device__ void sum_tokens(const Comm& comm, const CombineArguments& args, uint6
   const int64_t sharing = int64_t{8} * gridDim.x * kSumWarps / max(args.tokens, int64_t{1});
   const SumParts parts(comm, min(sharing, int64_t{8}));
   Claims claims(&comm.state().receive_next);
-  for (int64_t claim = claims.take(); claim < args.tokens * parts.count; claim = claims.take())
-    if (!sum_part<dtype, way, wire, device::EpochFlag>(comm, args, epoch, parts, claim, block)) return;
+  for (int64_t claim = claims.take(); claim < args.tokens * parts.count; claim = claims.take()) {
+    const HomePart part = HomePart::list<way>(comm, args, parts, claim, block);
+    const auto own = [&](int strip) { return sum_own_rows<dtype, wire>(comm, args, part, strip, block); };
+    if (!sum_part<dtype, way, wire, device::EpochFlag>(comm, args, epoch, part, own, block)) return;
+  }
 }
 
 /// Makes the sums of all tokens. Whole block.

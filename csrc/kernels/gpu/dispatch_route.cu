@@ -46,7 +46,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (blockIdx.x != 0) return;
   __syncthreads();
   make_plan(comm, args, epoch, scratch, kWords);
-  if (args.copied && !failed) await_landing(comm, args.operation, epoch, args.landing);
+  if (!args.copied) return;
+  if (failed) return spoil_landings(comm, epoch);
+  await_landing(comm, args.operation, epoch, args.landing);
 }
 
 template <Way way>

@@ -675,8 +675,11 @@ __device__ void announce_start(const Comm& comm, const SendArguments& args, uint
 /// The work of a block.
 template <Way way, class Rows>
 __device__ void send(const Comm& comm, const SendArguments& args, uint64_t epoch, BlockMemory& block) {
-  if (failed_for_block(comm)) return;
   const bool dispatch = args.operation == Operation::dispatch;
+  if (failed_for_block(comm)) {
+    if (args.copied && !dispatch && blockIdx.x == 0) spoil_landings(comm, epoch);
+    return;
+  }
   const ChunkMeta meta{block.meta[warp_id()], block.counts[warp_id()], block.numbers[warp_id()],
                        block.from[warp_id()]};
   const int senders = static_cast<int>(gridDim.x) - (way == Way::nodes ? args.relay_blocks : 0);

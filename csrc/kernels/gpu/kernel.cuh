@@ -113,9 +113,16 @@ __device__ inline int32_t landing_of(const Comm& comm, uint64_t epoch, int32_t s
 }
 
 /// The word in the window at `base` that says that copies of `writer` come there though it has not seen
-/// whether what was there had been read, because its wait for that failed: they cannot be called back.
+/// whether what was there had been read: it has failed, and they cannot be called back.
 __device__ inline uint64_t* spoiled(const Comm& comm, std::byte* base, int32_t writer) {
   return comm.flag(base, comm.window.credits, writer, comm.window.max_chunks);
+}
+
+/// Tells all ranks that copies of this one come unawaited. Whole block.
+__device__ inline void spoil_landings(const Comm& comm, uint64_t epoch) {
+  for (auto peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks();
+       peer += static_cast<int32_t>(blockDim.x))
+    ptx::store_release_sys(spoiled(comm, comm.bases[peer], comm.rank), epoch);
 }
 
 /// Gets an operation ready for the copy engine, which takes its epoch to the peers after the rows. They come
@@ -125,10 +132,7 @@ __device__ inline void await_landing(const Comm& comm, Operation operation, uint
   DeviceState& state = comm.state();
   const bool again = state.landing == landing;
   __syncthreads();
-  if (again && !device::wait_records(comm, operation, epoch))
-    for (auto peer = static_cast<int32_t>(threadIdx.x); peer < comm.ranks();
-         peer += static_cast<int32_t>(blockDim.x))
-      ptx::store_release_sys(spoiled(comm, comm.bases[peer], comm.rank), epoch);
+  if (again && !device::wait_records(comm, operation, epoch)) spoil_landings(comm, epoch);
   __syncthreads();
   if (threadIdx.x != 0) return;
   state.landing = landing;
