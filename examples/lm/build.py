@@ -42,11 +42,12 @@ def build_model(
     in Transformer.
 
     Weights start small in proportion to the square root of the width, and those that write into the
-    residual stream smaller still, by the number of layers that do so. Routers start close to indifferent, and
-    an output matrix of its own at zero. A tied one expects the token that was read to come next, by a logit
-    of sqrt(dim): the first loss is far above that of guessing (10.5 for 257 tokens, where guessing has 5.5).
-    The model learns faster from there than from any indifferent beginning that was tried
-    (docs/history.md).
+    residual stream smaller still, by the number of layers that do so. So logits of routers, and of an output
+    matrix of its own, start with a standard deviation of one. From smaller ones the first steps give all
+    tokens nearly the same hidden state, which no router can spread over experts (docs/history.md). A tied
+    output matrix expects the token that was read to come next, by a logit of sqrt(dim): the first loss is far
+    above that of guessing (10.5 for 257 tokens, where guessing has 5.5). The small preset learns faster from
+    there than from any indifferent beginning that was tried.
     """
     std = options.dim**-0.5
     moe = dataclasses.replace(moe_config(options), dtype=comm.dtype)
@@ -59,10 +60,7 @@ def build_model(
         draw_normal(model.embedding.weight, std, f"{seed}:embedding")
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
-                if module is model.head.output:
-                    torch.nn.init.zeros_(module.weight)
-                else:
-                    draw_normal(module.weight, std, f"{seed}:{name}")
+                draw_normal(module.weight, std, f"{seed}:{name}")
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
         model.drop_meta()
@@ -70,8 +68,6 @@ def build_model(
         for name, parameter in model.named_parameters():
             if name.endswith(("out.weight", "w_out", "ffn.down.weight")):
                 parameter.div_(math.sqrt(2 * options.layers))
-            elif name.endswith("router.weight"):
-                parameter.mul_(0.1)
     if options.weights == "bfloat16":
         narrow(model)
     return model

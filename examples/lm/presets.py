@@ -83,6 +83,7 @@ LARGE: dict[str, Any] = {
     "steps": 400,  # 20 million tokens: the default text has 10 to 30 million, which so is read once or twice
     "lr": 8e-4,
     "warmup": 40,
+    "aux_coef": 0.03,  # with 0.01 the experts' loads stay further apart (docs/history.md)
     "eval_every": 100,
     "eval_windows": 480,
     "save_every": 400,  # a checkpoint has 7.7 GB

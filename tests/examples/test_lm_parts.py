@@ -226,7 +226,6 @@ def test_merged_microbatches_have_the_same_bits(dtype: torch.dtype, tmp_path: Pa
         """Returns losses, loads and weights of four steps, and the gradients of the first as one vector."""
         torch.manual_seed(seed)
         model, found, grads = build_model(chosen, 11, comm), [], None
-        torch.nn.init.normal_(model.head.output.weight, std=0.1)  # at zero no other weight has a gradient
         set_loss_scale(model, 1 / 3)
         optimizer, step = build_optimizer(model, chosen), MergedStep(model, 3)
         step.measured = True
@@ -285,6 +284,22 @@ def test_stages_have_the_weights_of_the_whole_model(tmp_path: Path, seed: int) -
     assert not first.keys() & second.keys() and first.keys() | second.keys() == whole.keys()
     assert "embedding.weight" in first and "blocks.2.attention_norm.weight" in second
     assert all(torch.equal(each, whole[name]) for name, each in (*first.items(), *second.items()))
+
+
+@pytest.mark.parametrize("preset", ["small", "large", "qwen3-30b-a3b"])
+def test_logits_start_with_variance_one(preset: str, tmp_path: Path, seed: int) -> None:
+    """Those of routers and of an output matrix of its own, for inputs of unit size."""
+    flags = f"--preset {preset} --dim 64 --heads 2 --kv-heads 2 --layers 2 --experts 32 --ffn 16 --top-k 2"
+    chosen = options.parse([*flags.split(), "--dtype", "float32", "--out", str(tmp_path)])
+    torch.manual_seed(seed)
+    with moecomm.Communicator(
+        num_experts=32, hidden=64, top_k=2, max_tokens=8, dtype=torch.float32, device="cpu"
+    ) as comm:
+        model = build_model(chosen, 257, comm)
+    named = dict(model.named_parameters())
+    names = [f"blocks.{layer}.ffn.router.weight" for layer in range(2)]
+    for name in names if chosen.tied else [*names, "head.output.weight"]:
+        assert named[name].square().sum(1).mean().item() == pytest.approx(1.0, rel=0.2), name
 
 
 def test_model_sees_only_the_past(seed: int) -> None:

@@ -161,16 +161,27 @@ def test_experts_in_fp8_learn_as_well(bfloat16_run: BaseRun, text_folder: Path, 
     assert mean["fp8"] == pytest.approx(mean["bf16"], abs=FP8)
 
 
-def test_an_output_of_its_own_starts_indifferent_and_is_part_of_the_run(
+def test_an_output_of_its_own_starts_near_guessing_and_is_part_of_the_run(
     base_run: BaseRun, text_folder: Path, tmp_path: Path, run_here: Callable[..., Finished]
 ) -> None:
     folder = tmp_path / "run"
     arguments = [*SMALL_RUN, "--no-tied", "--steps", "30", "--data", text_folder, "--out", folder]
     train(*arguments)
-    assert losses(folder)[1] == pytest.approx(math.log(257), abs=1e-5)
+    assert losses(folder)[1] == pytest.approx(math.log(257) + 0.5, abs=0.3)  # logits of variance one
     assert losses(folder)[30] < losses(base_run.folder)[1]
     done = run_here("--resume", "--tied", "--out", folder)
     assert done.code == 2 and "this run has --tied False, which cannot become True" in done.err
+
+
+def test_first_steps_do_not_send_all_tokens_to_the_same_experts(text_folder: Path, tmp_path: Path) -> None:
+    """The default for GPUs, narrower by eight and with a rate as much higher. Where hidden states of all
+    tokens become alike, one in twelve experts gets everything: `balance` is 12."""
+    model = "--preset large --device cpu --dim 128 --layers 2 --heads 4 --ffn 32 --dtype float32 --lr 6.4e-3"
+    run = "--seq 64 --batch 16 --steps 20 --eval-windows 8"
+    train(*model.split(), *run.split(), "--data", text_folder, "--out", tmp_path, ranks=1)
+    balance = [r["balance"] for r in read_metrics(tmp_path / "metrics.jsonl") if "balance" in r]
+    assert len(balance) == 20 and max(balance) < 11
+    assert sum(balance[12:]) / 8 < 8
 
 
 def test_resume_of_a_finished_run_only_validates(base_run: BaseRun, tmp_path: Path) -> None:
