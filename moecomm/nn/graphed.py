@@ -101,8 +101,8 @@ class GraphedStep:
     A call raises InvalidArgument for inputs of another shape, dtype or device than the first time, on this
     rank alone; what `step_fn` raises; and what `Communicator.check` does but for CapacityExceeded, of errors
     that the device finds behind the last dispatch of a step in the next call. After an error the parameters'
-    `grad` is what it was before. Construction raises Unsupported where the model is not
-    on a GPU and no recorder is given.
+    `grad` is what it was before. Construction raises Unsupported where the model is not on a GPU and no
+    recorder is given.
 
     Attributes:
         device: the device of the layers.

@@ -52,14 +52,14 @@ class OverflowCheck:
         """The points where the step has published its words. A graph has all of them, the last one counts."""
         self._noted: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         """The stream of the step's last note, and the point behind it."""
-        self._notes = self._published_notes = 0
+        self._notes, self._published_notes = 0, -1
         self._last_note = 0
         """The number of notes of the step before."""
         self._has_read = False
 
     def start(self) -> None:
         """Sets words and pool back. It belongs to the start of a step."""
-        self._notes = self._published_notes = 0
+        self._notes, self._published_notes = 0, -1
         self._published, self._noted = [], None
         self._rows.zero_()
         self._words.zero_()
@@ -79,12 +79,12 @@ class OverflowCheck:
         self._note()
 
     def finish(self) -> None:
-        """Belongs to the end of a step."""
+        """Ends a step, and publishes its words unless they have been behind its last note."""
         self._follow()
         if self._pool is not None:
             self._pool.record(self._of_pool)
             torch.maximum(self._lost, self._of_pool[1:], out=self._lost)
-        if self._published_notes == 0 or self._published_notes != self._notes:
+        if self._published_notes != self._notes:
             self._publish()
         self._last_note = self._notes
 

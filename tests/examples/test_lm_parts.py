@@ -288,7 +288,7 @@ def test_stages_have_the_weights_of_the_whole_model(tmp_path: Path, seed: int) -
 
 @pytest.mark.parametrize("preset", ["small", "large", "qwen3-30b-a3b"])
 def test_logits_start_with_variance_one(preset: str, tmp_path: Path, seed: int) -> None:
-    """Those of routers and of an output matrix of its own, for inputs of unit size."""
+    """The logits are those that routers, and an output matrix of its own, make of inputs of unit size."""
     flags = f"--preset {preset} --dim 64 --heads 2 --kv-heads 2 --layers 2 --experts 32 --ffn 16 --top-k 2"
     chosen = options.parse([*flags.split(), "--dtype", "float32", "--out", str(tmp_path)])
     torch.manual_seed(seed)

@@ -131,7 +131,7 @@ def _slow_step(case: Case, model: Model, headroom: float) -> GraphedStep:
 
 
 def _returns_early(rank: int, world_size: int, case: Case) -> list[bool]:
-    """For each call: True if the device was still at work on the step when it returned."""
+    """Returns, for each call, whether the device was still at work on the step when it returned."""
     model = case.model(world_size)
     step = _slow_step(case, model, headroom=100.0)
     found = []

@@ -340,27 +340,15 @@ class LoopbackNative:
             if dots_P is not None and other_PH is not None:
                 dots_P[p] = (source_TH[t].to(self.weight) * other_PH[p].to(self.weight)).sum()
 
-    def combine(
-        self,
-        plan: int,
-        layout: Any,
-        rows: int,
-        weights: int,
-        tokens: int,
-        y: int,
-        weight_grads: int,
-        out_weight_grads: int,
-        quantised: bool,
-        held: bool,
-        stream: int,
-    ) -> None:
+    def combine(self, *arguments: Any) -> None:
+        """Takes the arguments of `_sum`, and behind them quantised, held and stream."""
+        *summed, quantised, held, stream = arguments
         self.calls.append(f"{'begin_' if held else ''}combine@{stream}")
         self.quantised.append(quantised)
-        every = (plan, layout, rows, weights, tokens, y, weight_grads, out_weight_grads)
         if held:
-            self.held = partial(self._sum, *every)
+            self.held = partial(self._sum, *summed)
         else:
-            self._sum(*every)
+            self._sum(*summed)
 
     def _sum(
         self,

@@ -86,7 +86,7 @@ def test_rows_that_the_pool_has_lost() -> None:
 
 
 class Stream:
-    """What a GPU's stream comes after: the work that was put on it, and on those that it has waited for."""
+    """A GPU's stream that knows what it comes after: the work put on it and on those it has waited for."""
 
     def __init__(self) -> None:
         self.done: set[str] = set()

@@ -120,15 +120,11 @@ class HomeSums {
   }
   /// Adds the own sums and those of others.
   __device__ void add_up() const {
-    const int64_t row_bytes = comm_.window.shape.row_bytes(), scales_at = sum_scales_at(comm_, wire);
-    const int vectors = static_cast<int>(row_bytes / 16);
+    const int64_t row_bytes = comm_.window.shape.row_bytes();
     const std::byte* const slots = comm_.slot_row(comm_.own, epoch_, part_.token, 0);
     const auto slot = [&](int s) { return slots + s * row_bytes; };
-    for (int strip = first_; strip < end(); ++strip)
-      sum_token<dtype, wire>(
-          part_.sum, slot, [&] { return own_[(strip - first_) * 32]; }, part_.first(strip), vectors,
-          scales_at)
-          .store(args_.y + part_.token * row_bytes, part_.first(strip), vectors);
+    const auto own = [&](int strip) { return own_[(strip - first_) * 32]; };
+    store_sums<dtype, wire>(comm_, args_, part_, slot, own, first_, end());
   }
 
   const Comm& comm_;

@@ -173,7 +173,7 @@ __device__ inline void write_nothing(const Comm& comm, const CombineArguments& a
 }
 
 /// Sums one token's strip: its slots in order, with this rank's own sum, as if it had travelled, at its turn.
-/// slot(s) is the address of a slot, own() the own sum.
+/// slot(s) is the address of a slot, own_sum() the own sum.
 template <DType dtype, WireFormat wire, class Slot, class Own>
 __device__ inline Strip<kSumSteps> sum_token(const TokenSum& token, const Slot& slot, const Own& own_sum,
                                              int first, int vectors, int64_t scales_at) {
@@ -246,6 +246,19 @@ __device__ inline SumStrip<dtype, wire, kSumSteps> sum_own_rows(const Comm& comm
       .template travelling<wire>(first, vectors);
 }
 
+/// Adds up strips `from` to `to` of a part and stores them. slot(s) is the address of a slot, own(strip) the
+/// sum of the own rows.
+template <DType dtype, WireFormat wire, class Slot, class Own>
+__device__ inline void store_sums(const Comm& comm, const CombineArguments& args, const HomePart& part,
+                                  const Slot& slot, const Own& own, int from, int to) {
+  const int64_t row_bytes = comm.window.shape.row_bytes(), scales_at = sum_scales_at(comm, wire);
+  const int vectors = static_cast<int>(row_bytes / 16);
+  for (int strip = from; strip < to; ++strip)
+    sum_token<dtype, wire>(
+        part.sum, slot, [&] { return own(strip); }, part.first(strip), vectors, scales_at)
+        .store(args.y + part.token * row_bytes, part.first(strip), vectors);
+}
+
 /// Makes a part of a token's sum; own(strip) is the sum of its own rows. One warp; false if it waits in vain.
 template <DType dtype, Way way, WireFormat wire, class Flag, class Own>
 __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, uint64_t epoch,
@@ -253,8 +266,6 @@ __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, 
   constexpr bool kNodes = way == Way::nodes;
   const std::byte** const places = block.slots[warp_id()];
   const int64_t row_bytes = comm.window.shape.row_bytes(), t = part.token;
-  const int64_t scales_at = sum_scales_at(comm, wire);
-  const int vectors = static_cast<int>(row_bytes / 16);
   if constexpr (kNodes)
     if (!find_slots(comm, args, epoch, t, places)) return false;
   if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
@@ -262,10 +273,7 @@ __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, 
   if (!wait_sums<Flag>(comm, epoch, chunk, part.sum)) return false;
   const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
   const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };
-  for (int strip = 0; strip < part.strips(); ++strip)
-    sum_token<dtype, wire>(
-        part.sum, slot, [&] { return own(strip); }, part.first(strip), vectors, scales_at)
-        .store(args.y + t * row_bytes, part.first(strip), vectors);
+  store_sums<dtype, wire>(comm, args, part, slot, own, 0, part.strips());
   return true;
 }
 
