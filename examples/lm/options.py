@@ -688,7 +688,8 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="compute one microbatch's backward beside the next one's transfers, and the reverse; the losses "
-        "are the same; on two H200 the preset large is 13 %% faster by it, others from 3 %% faster to 2 %% slower",
+        "are the same; on two H200 the preset large is 13 %% faster by it, others between 3 %% faster and "
+        "2 %% slower",
     )
     add(
         "--delay-wgrad",
