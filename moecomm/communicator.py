@@ -98,12 +98,13 @@ class Communicator:
             is float4_e2m1 with a float8_e4m3fn scale for each 16 columns and a float32 one of the row.
             Combine and the backward of both travel in `dtype`, unless the next two say otherwise.
         combine_wire: format in which the sums of a combine travel to the tokens' homes; None is `dtype`.
-            "fp8" (CUDA on one node, by SMs, hidden a multiple of 16): owners sum in float32 and send
-            float8_e4m3fn with a float32 scale for each 128 columns, and homes add these in float32. The
-            backward of dispatch, which is a combine, travels in `dtype`.
+            "fp8" (CUDA, by SMs, hidden a multiple of 16): owners sum in float32 and send float8_e4m3fn with
+            a float32 scale for each 128 columns, and homes add these in float32; between nodes the sum of a
+            node travels so, of what its owners send each other in `dtype`. The backward of dispatch, which is
+            a combine, travels in `dtype`.
         gradient_wire: format in which gradients travel to the experts, in the backward of a combine without
-            weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire` (CUDA
-            on one node, by SMs). The backward of a combine with weights travels in `dtype`.
+            weights and in `redispatch(gradients=True)`; None is `dtype`. "fp8" or "mxfp8" as of `wire` (CUDA,
+            by SMs). The backward of a combine with weights travels in `dtype`.
         device: where the tensors are; None is the current CUDA device if moecomm can serve it, else the CPU.
             A rank has a GPU of its own.
         ranks_per_node: ranks that share memory; None finds out by the hosts. Less than a host has emulates

@@ -242,7 +242,8 @@ class Oracle:
 
     def _summed(self, part: slice, kept_ONK: torch.Tensor, weighted: bool, wire: str | None) -> torch.Tensor:
         """The contract of combine: owners sum by ascending k and round, another node's sums are added up and
-        rounded there, and the home adds by ascending owner."""
+        rounded there, and the home adds by ascending owner. `wire`: what goes to the home, a sum of an owner
+        or of another node, is quantised in place of the rounding."""
         job, x = self.job, self.x_NH[part]
         local, by_rank = job.num_experts // job.size, job.layout == "rank"
         partial_ONH = torch.zeros(job.size, *x.shape, dtype=job.accumulate, device=self.device)
@@ -256,19 +257,22 @@ class Oracle:
                 value = value * self.weights_NK[part, k, None]
             here_ON = kept_ONK.any(2) if by_rank else kept_ONK[:, :, k]
             partial_ONH += torch.where(here_ON[..., None], value, 0)
-        if wire is None:
-            partial_ONH = partial_ONH.to(job.torch_dtype).to(job.accumulate)
-        else:
-            partial_ONH = through_wire(partial_ONH.flatten(0, 1), wire).view(partial_ONH.shape)
+
+        def rounded(sum_NH: torch.Tensor) -> torch.Tensor:
+            return sum_NH.to(job.torch_dtype).to(job.accumulate)
+
+        def travelled(sum_NH: torch.Tensor) -> torch.Tensor:
+            return rounded(sum_NH) if wire is None else through_wire(sum_NH, wire)
+
         per_node = job.ranks_per_node or read_env().ranks_per_node or job.size
         total = node_total = torch.zeros_like(partial_ONH[0])
         for owner, value in enumerate(partial_ONH):
             if owner // per_node == self.rank // per_node:
-                total = total + value
+                total = total + travelled(value)
                 continue
-            node_total = value if owner % per_node == 0 else node_total + value
+            node_total = rounded(value) + (0 if owner % per_node == 0 else node_total)
             if (owner + 1) % per_node == 0:
-                total = total + node_total.to(job.torch_dtype).to(job.accumulate)
+                total = total + travelled(node_total)
         return total.to(job.torch_dtype)
 
     def _same(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:

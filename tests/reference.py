@@ -291,8 +291,8 @@ def combine(
     """Returns one (T,H) array a rank from the rows (P,H), and weights (P,), of every rank.
 
     A token's home adds up what ranks of its own node have and what each other node has, by rank;
-    another node first adds up and rounds what its ranks have. `wire`: on one node, the format in which each
-    rank's sum goes home, quantised as it is, in place of a rounding.
+    another node first adds up and rounds what its ranks have, each rounded. `wire`: the format in which the
+    sum of a rank of its own node, or of another node, goes home, quantised as it is, in place of a rounding.
     """
     kind = wide(dtype)
     hidden = rows[0].shape[1]
@@ -328,18 +328,17 @@ def _combine(
                 value = rows[owner][p].astype(kind)
                 partial = partial + (value if weights is None else value * kind(weights[owner][p]))
             by_node = shares.setdefault((src, t), {})
-            if wire is None:
-                partial = rounded(partial, dtype)
-            else:
-                partial = through_wire(partial[None], "float32", wire)[0]
             by_node.setdefault(owner // ranks_per_node, []).append(partial)
     totals: list[np.ndarray] = [np.zeros((count, hidden), kind) for count in token_counts]
     for (src, t), by_node in shares.items():
         for node, partials in by_node.items():
             if node != src // ranks_per_node:
-                partials = [rounded(sum(partials, np.zeros(hidden, kind)), dtype)]
+                partials = [sum((rounded(partial, dtype) for partial in partials), np.zeros(hidden, kind))]
             for partial in partials:
-                totals[src][t] += partial
+                if wire is None:
+                    totals[src][t] += rounded(partial, dtype)
+                else:
+                    totals[src][t] += through_wire(partial[None], "float32", wire)[0]
     return [rounded(total, dtype) for total in totals]
 
 

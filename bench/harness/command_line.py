@@ -220,7 +220,7 @@ def build_parser(program: str) -> Parser:
             help="GPUs: show when moecomm's operation passes its phases, by stamps in its kernels")
     if program == "combine":
         add("--combine-wire", choices=("fp8",),
-            help="sums travel in that format (GPUs of one node; in their type)")
+            help="sums travel in that format (GPUs; in their type)")
     if program == "dispatch":
         add("--kept-handle", nargs="?", const="plain", choices=("plain", "weighted"),
             help="the dispatch along an earlier handle, combine's backward; weighted: with weights")
@@ -504,10 +504,7 @@ def _check_together(options: Options) -> None:
         (on_cpu and options.graph, "--graph is for GPUs (--device cuda)"),
         (on_cpu and options.phases, "--phases is for GPUs (--device cuda)"),
         (on_cpu and options.wire is not None, "--wire is for GPUs (--device cuda)"),
-        (
-            options.combine_wire is not None and (on_cpu or not on_one_node),
-            "--combine-wire is for GPUs (--device cuda) of one node",
-        ),
+        (on_cpu and options.combine_wire is not None, "--combine-wire is for GPUs (--device cuda)"),
         (
             options.graph and options.kept_handle is not None,
             "--graph is not for --kept-handle, whose backward autograd runs on the forward's stream",

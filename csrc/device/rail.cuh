@@ -48,9 +48,9 @@ __device__ inline void send_head(const Comm& comm, const SignalRecord& record, i
                 static_cast<uint32_t>(with_text ? sizeof(Announcement) : offsetof(Announcement, text)), 0});
 }
 
-/// Counts a row for the network as staged, which a fence has made visible: number `number` of `rows` that
-/// go to a node. The last one of a chunk hands it over.
-__device__ inline void row_staged(const Comm& comm, Command::Kind kind, int32_t other, int32_t number,
+/// Counts a row for the network as staged in `wire`, which a fence has made visible: number `number` of
+/// `rows` that go to a node. The last one of a chunk hands it over.
+__device__ inline void row_staged(const Comm& comm, WireFormat wire, int32_t other, int32_t number,
                                   int64_t rows, uint64_t epoch) {
   const auto size = static_cast<int32_t>(comm.rail.chunk_rows);
   const int32_t chunk = number / size;
@@ -59,9 +59,9 @@ __device__ inline void row_staged(const Comm& comm, Command::Kind kind, int32_t 
   if (ptx::add_acq_rel_gpu(staged, 1) + 1 < in_chunk) return;
   *staged = 0;
   ptx::fence_sys();
-  push_command(comm,
-               {kind, static_cast<uint8_t>(epoch), static_cast<uint16_t>(other), static_cast<uint32_t>(chunk),
-                static_cast<uint32_t>(other * comm.rail.chunks + chunk), in_chunk << 16 | in_chunk});
+  push_command(comm, {chunk_kind(wire), static_cast<uint8_t>(epoch), static_cast<uint16_t>(other),
+                      static_cast<uint32_t>(chunk), static_cast<uint32_t>(other * comm.rail.chunks + chunk),
+                      in_chunk << 16 | in_chunk});
 }
 
 /// A chunk of rows from another node. The first that waits for it looks at the word in host memory, which all

@@ -4,19 +4,20 @@
 #include <cstdint>
 
 #include "common/macros.hpp"
+#include "layout/wire_format.hpp"
 
 namespace moecomm {
 
 /// A command to the proxy, 16 bytes.
 struct Command {
   enum class Kind : uint8_t {
-    head,        ///< the Announcement of this epoch; a: bytes
-    ids,         ///< piece `index` of the ids (from GPUs: counts, packed routes, places); a: bytes
-    weights,     ///< piece `index` of the routing weights; a: bytes
-    index,       ///< piece `index` of the relay indices; a: bytes
-    grads,       ///< piece `index` of the outgoing gradients; a: bytes
-    chunk,       ///< rows of chunk `index` are in the staging slot a: b = rows now << 16 | rows of the chunk
-    wire_chunk,  ///< the same, and the rows are in the format in which they are dispatched
+    head,     ///< the Announcement of this epoch; a: bytes
+    ids,      ///< piece `index` of the ids (from GPUs: counts, packed routes, places); a: bytes
+    weights,  ///< piece `index` of the routing weights; a: bytes
+    index,    ///< piece `index` of the relay indices; a: bytes
+    grads,    ///< piece `index` of the outgoing gradients; a: bytes
+    chunk,    ///< rows of chunk `index` are in the staging slot a: b = rows now << 16 | rows of the chunk;
+              ///< the kinds from here on, one for each WireFormat, say in which format they are
   };
   Kind kind;
   uint8_t epoch;   ///< low bits
@@ -25,6 +26,17 @@ struct Command {
   uint32_t a, b;
 };
 static_assert(sizeof(Command) == 16);
+static_assert(static_cast<int>(Command::Kind::chunk) + kWireFormatCount <= 128);
+
+/// The kind of a command for rows that travel in `wire`.
+MOECOMM_HD constexpr Command::Kind chunk_kind(WireFormat wire) {
+  return static_cast<Command::Kind>(static_cast<int>(Command::Kind::chunk) + static_cast<int>(wire));
+}
+MOECOMM_HD constexpr bool is_chunk(Command::Kind kind) { return kind >= Command::Kind::chunk; }
+/// The format of the rows of such a command.
+MOECOMM_HD constexpr WireFormat chunk_format(Command::Kind kind) {
+  return static_cast<WireFormat>(static_cast<int>(kind) - static_cast<int>(Command::Kind::chunk));
+}
 
 // A command in a slot of a ring of `slots`: two words, of which the high one is written last. Its top bit is
 // 1 in the first lap, 0 in the next and so on, so that an empty ring holds no command.

@@ -128,7 +128,7 @@ DeviceWindow DeviceWindow::make(const DeviceShape& shape) {
 
 DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
   DeviceWindow window = *this;
-  window.shape.wire = wire;
+  window.shape = shape.with_wire(wire);
   window.wire_bytes = window.shape.wire_row_bytes();
   window.stage_tokens = fitting_tokens(window.shape, rows_bytes(shape));
   return window;
@@ -137,7 +137,8 @@ DeviceWindow DeviceWindow::with_wire(WireFormat wire) const {
 WindowShape host_window_shape(const DeviceShape& s) {
   WindowShape shape{s.ranks, s.top_k, s.hidden, s.max_tokens, s.dtype, s.ranks_per_node};
   shape.device_counts = s.counts();
-  shape.wire_row_bytes = s.wire_row_bytes();
+  for (const WireFormat wire : kWireFormats)
+    shape.wire_row_bytes[static_cast<int>(wire)] = s.with_wire(wire).wire_row_bytes();
   return shape;
 }
 

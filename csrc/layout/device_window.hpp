@@ -46,6 +46,13 @@ struct DeviceShape {
   int32_t ranks_per_node = 0;  ///< 0: all
   bool copies = false;         ///< the window has room for transfers by the copy engine
 
+  /// Returns this shape for rows that travel in another format.
+  MOECOMM_HD DeviceShape with_wire(WireFormat other) const {
+    DeviceShape shape = *this;
+    shape.wire = other;
+    return shape;
+  }
+
   MOECOMM_HD NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   MOECOMM_HD int32_t other_nodes() const { return nodes().nodes() - 1; }
   MOECOMM_HD int32_t local_experts() const { return static_cast<int32_t>(num_experts / ranks); }

@@ -10,6 +10,7 @@
 #include "common/macros.hpp"
 #include "layout/control.hpp"
 #include "layout/nodes.hpp"
+#include "layout/wire_format.hpp"
 
 namespace moecomm {
 
@@ -23,12 +24,15 @@ struct WindowShape {
   /// GPUs on several nodes: the window is in host memory, between kernels and the network, and holds no more
   /// than that takes. Numbers that each source announces (DeviceShape::counts); 0: the ranks are CPU ranks.
   int64_t device_counts = 0;
-  int64_t wire_row_bytes = 0;  ///< GPUs: bytes of a row that is dispatched
+  int64_t wire_row_bytes[kWireFormatCount] = {};  ///< GPUs: bytes of a row that travels in a format
 
   MOECOMM_HD bool for_device() const { return device_counts > 0; }
   NodeMap nodes() const { return NodeMap::of(ranks, ranks_per_node); }
   int32_t other_nodes() const { return nodes().nodes() - 1; }
   MOECOMM_HD int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  int64_t row_bytes_in(WireFormat wire) const {
+    return wire == WireFormat::same ? row_bytes() : wire_row_bytes[static_cast<int>(wire)];
+  }
   /// Most ranks of a node that one token can have as owners.
   int32_t slots() const {
     const int32_t owners = nodes().local_ranks;

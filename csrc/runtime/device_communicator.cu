@@ -80,8 +80,7 @@ DeviceCommunicator::DeviceCommunicator(const DeviceConfig& config)
   if (major < 8) throw Error(ErrorKind::unsupported, "the GPU has compute capability below 8.0");
   overlaps_ = major >= 9;
   limit_sms(config_.num_sms);
-  DeviceShape of_gradients = s;
-  of_gradients.wire = config_.gradients;
+  const DeviceShape of_gradients = s.with_wire(config_.gradients);
   for (const cudaError_t error :
        {gpu::prepare_dispatch_route(s, overlaps_), prepare_send(s, overlaps_),
         gpu::prepare_dispatch_receive(s, overlaps_), prepare_send(of_gradients, overlaps_),

@@ -220,8 +220,7 @@ void Proxy::translate(const Command& command) {
       put.src = layout_.relayed_weights(layout_.outgoing_grads[parity], other) + piece;
       put.dst = layout_.relayed_weights(layout_.relay_grads[parity], mine) + piece;
       break;
-    case Command::Kind::chunk:
-    case Command::Kind::wire_chunk: {
+    default: {  // rows (is_chunk)
       const int64_t slot = command.a, rows = command.b & 0xffff;
       int64_t& staged = staged_rows_[static_cast<size_t>(slot)];
       staged += command.b >> 16;
@@ -231,7 +230,7 @@ void Proxy::translate(const Command& command) {
       immediate.kind = Immediate::Kind::part;
       put.src = layout_.staging + slot * chunk_bytes;
       put.dst = layout_.relayed_rows(parity, mine) + command.index * chunk_bytes;
-      put.bytes = rows * (command.kind == Command::Kind::chunk ? shape.row_bytes() : shape.wire_row_bytes);
+      put.bytes = rows * shape.row_bytes_in(chunk_format(command.kind));
       put.context = static_cast<uint64_t>(slot);
       stats_.row_bytes.fetch_add(put.bytes, std::memory_order_relaxed);
       break;

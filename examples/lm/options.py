@@ -590,13 +590,13 @@ def _parser() -> argparse.ArgumentParser:
         "--combine-wire",
         choices=("dtype", "fp8"),
         default="dtype",
-        help="in which a combine's sums travel; fp8 on GPUs of one node",
+        help="in which a combine's sums travel; fp8 on GPUs",
     )
     add(
         "--gradient-wire",
         choices=("dtype", "fp8", "mxfp8"),
         default="dtype",
-        help="in which gradients travel to the experts; others than dtype on GPUs of one node",
+        help="in which gradients travel to the experts; others than dtype on GPUs",
     )
 
     add = parser.add_argument_group("attention").add_argument

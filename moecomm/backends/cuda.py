@@ -91,12 +91,6 @@ class CudaBackend:
                     f"engine is 'copy' on {self.nodes.nodes} nodes, expected one: the copy engine serves "
                     "GPUs of one node; pass engine='auto' or 'sm'"
                 )
-            for name in ("combine_wire", "gradient_wire"):
-                if arguments[name] is not None and self.nodes.nodes > 1:
-                    raise Unsupported(
-                        f"{name} is {arguments[name]!r} on {self.nodes.nodes} nodes, expected None: between "
-                        "nodes they travel in their dtype"
-                    )
             sums, gradients = arguments["combine_wire"], arguments["gradient_wire"]
             self._sums = getattr(_C.WireFormat, sums or "same")
             self._gradients = getattr(_C.WireFormat, gradients or "same")

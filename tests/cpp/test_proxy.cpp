@@ -1,4 +1,5 @@
-// The proxy at its end: the goodbye counts all that was pushed before it, whenever the proxy gets to it.
+// The proxy: how many bytes a command for rows puts; and its end, where the goodbye counts all that was
+// pushed before it, whenever the proxy gets to it.
 #include <unistd.h>
 
 #include <atomic>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "layout/device_window.hpp"
 #include "runtime/proxy.hpp"
 #include "transport/shm/window.hpp"
 
@@ -28,14 +30,16 @@ class GatedRemote final : public Transport {
   struct Gate {
     std::atomic<bool> closed = false, waiting = false, throws = false;
     std::atomic<int> puts = 0;
+    std::atomic<int64_t> bytes = 0;
   };
   explicit GatedRemote(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {
     caps_.provider = "gated";
     caps_.max_message = int64_t{1} << 30;
   }
   const TransportCaps& caps() const override { return caps_; }
-  bool put(int32_t, int64_t, int64_t, int64_t, uint32_t, uint64_t) override {
+  bool put(int32_t, int64_t, int64_t, int64_t bytes, uint32_t, uint64_t) override {
     ++gate_->puts;
+    gate_->bytes += bytes;
     if (gate_->throws) throw Error(ErrorKind::out_of_memory, "the network has no memory");
     return true;
   }
@@ -55,7 +59,9 @@ class GatedRemote final : public Transport {
 
 /// Rank 0 of two nodes of one rank; of the other node there is the end of its link only.
 struct Pair {
-  explicit Pair(double timeout_seconds = kTimeout) {
+  explicit Pair(double timeout_seconds = kTimeout,
+                const WindowShape& shape = {2, 2, 16, 8, DType::float32, 1})
+      : layout(WindowLayout::make(shape)) {
     signals.emplace(layout, std::vector{window.base()}, 0, std::vector<int64_t>{getpid()}, timeout_seconds,
                     1);
     std::vector<std::unique_ptr<tcp::Links>> links;
@@ -88,13 +94,28 @@ struct Pair {
     return events.empty() ? tcp::LinkEvent{} : events[0];
   }
 
-  const WindowLayout layout = WindowLayout::make({2, 2, 16, 8, DType::float32, 1});
+  const WindowLayout layout;
   shm::Window window = shm::Window::create(layout.total_bytes, layout.committed_bytes);
   std::optional<shm::Signals> signals;
   std::unique_ptr<tcp::Links> peer;
   std::shared_ptr<GatedRemote::Gate> gate = std::make_shared<GatedRemote::Gate>();
   std::optional<Proxy> proxy;
 };
+
+/// Rows are as long on the network as in the format that their command names.
+void test_rows_in_every_format() {
+  const DeviceShape rows{2, 2, 8, 256, 8, DType::bfloat16, WireFormat::same, 1};
+  // Values, and behind them scales, in whole lines of 128 bytes.
+  const int64_t expected[] = {512, 256 + 128, 256 + 128, 128 + 128};
+  for (const WireFormat wire : kWireFormats) {
+    Pair pair(kTimeout, host_window_shape(rows));
+    pair.proxy->push({chunk_kind(wire), 1, 0, 0, 0, 3u << 16 | 3u});
+    const Deadline deadline{std::chrono::duration<double>(kTimeout)};
+    while (pair.gate->puts == 0 && !deadline.passed()) std::this_thread::sleep_for(1ms);
+    CHECK(pair.gate->puts == 1 && pair.gate->bytes == 3 * expected[static_cast<int>(wire)]);
+    CHECK(pair.proxy->close(false));
+  }
+}
 
 /// The proxy has found no commands and is held up then; meanwhile the last one comes, and close(). A peer
 /// that were told a count without it would take this rank for gone while its rows are still to come.
@@ -153,6 +174,7 @@ void test_network_that_throws() {
 }  // namespace
 
 int main() {
+  test_rows_in_every_format();
   test_goodbye_counts_what_was_pushed_before();
   test_close_at_once();
   test_network_that_throws();

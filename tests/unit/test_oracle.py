@@ -33,6 +33,9 @@ JOBS = [
     replace(JOB, wire="nvfp4", hidden=96),
     replace(JOB, combine_wire="fp8", hidden=144),
     replace(JOB, combine_wire="fp8", hidden=144, dtype="float32", layout="rank"),
+    replace(JOB, tokens=(7, 0, 12, 5), ranks_per_node=2),
+    replace(JOB, tokens=(7, 0, 12, 5), ranks_per_node=2, combine_wire="fp8", hidden=144),
+    replace(JOB, tokens=(7, 4, 12, 5), ranks_per_node=1, combine_wire="fp8", hidden=144, layout="rank"),
 ]
 
 
@@ -92,6 +95,7 @@ class _Reference:
             list(self.job.tokens),
             dtype=self.job.dtype,
             weights=weights,
+            ranks_per_node=self.job.ranks_per_node,
             wire=self.job.combine_wire,
         )
         return torch.from_numpy(totals[self.rank]).to(self.job.torch_dtype)

@@ -10,8 +10,8 @@
 // the kernel ends when the windows of others may be written.
 //
 // Gradients of routing weights go first, each to its (token, k) at the home, with one flag for all of them.
-// Sums and gradients for homes on other nodes go to the rank of the home's rail on this node; the last blocks
-// relay them (relay_sums.cuh).
+// Sums and gradients for homes on other nodes go to the rank of the home's rail on this node, in their dtype;
+// the last blocks relay them (relay_sums.cuh).
 #include "kernels/gpu/announcer.cuh"
 #include "kernels/gpu/combine_rows.cuh"
 #include "kernels/gpu/relay_sums.cuh"
@@ -73,13 +73,13 @@ __device__ bool wait_for_place(const Comm& comm, uint64_t epoch, int32_t home, i
 }
 
 /// The work of the blocks that relay. `moving`: the plan is one along which something moves.
-template <DType dtype>
+template <DType dtype, WireFormat wire>
 __device__ void relay(const Comm& comm, const CombineArguments& args, uint64_t epoch, gpu::RelayBlocks relay,
                       bool moving) {
   if (!gpu::relay_records(comm, Operation::combine, nullptr, epoch, relay)) return;
   if (moving) {
     if (args.weight_grads != nullptr) gpu::relay_weight_grads(comm, args.plan, epoch, relay);
-    if (args.rows != nullptr) gpu::relay_sums<dtype>(comm, args.plan, epoch);
+    if (args.rows != nullptr) gpu::relay_sums<dtype, wire>(comm, args.plan, epoch);
   }
   if (relay.block != 0) return;
   __syncthreads();
@@ -201,10 +201,13 @@ __device__ void reduce_by_warps(const Comm& comm, const CombineArguments& args, 
       const int32_t* const rows = sources + i * top_k;
       const float* const factors = args.weights != nullptr ? weights + i * top_k : nullptr;
       const auto row = [&](int j) { return args.rows + rows[j] * row_bytes; };
-      for (int first = 0; first < vectors; first += kSteps * 32)
-        sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors)
-            .template travelling<wire>(first, vectors)
-            .store(to, first, vectors, scales_at);
+      for (int first = 0; first < vectors; first += kSteps * 32) {
+        const auto sum = sum_rows<dtype, kSteps, kBatch>(count, row, factors, first, vectors);
+        if (way == Way::whole || comm.is_local(home))
+          sum.template travelling<wire>(first, vectors).store(to, first, vectors, scales_at);
+        else  // to be added up with others before it leaves the node
+          sum.rounded().store(to, first, vectors);
+      }
     }
     if (args.copied) continue;
     __syncwarp();
@@ -341,7 +344,8 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
   if constexpr (kNodes) {
     if (!device::wait_sent(comm, Operation::combine, epoch)) return;
     if (static_cast<int>(blockIdx.x) >= blocks) {
-      relay<dtype>(comm, args, epoch, {static_cast<int>(blockIdx.x) - blocks, args.relay_blocks}, id != 0);
+      relay<dtype, wire>(comm, args, epoch, {static_cast<int>(blockIdx.x) - blocks, args.relay_blocks},
+                         id != 0);
       return;
     }
   }
@@ -382,28 +386,24 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kReduceThreads, 
   if (args.senders > 0) end_sending(comm);
 }
 
-template <Way way>
+template <Way way, WireFormat wire>
 struct Reduce {
   template <DType dtype>
   struct Kernel {
-    static constexpr auto kernel = &combine_reduce_kernel<dtype, way, WireFormat::same>;
+    static constexpr auto kernel = &combine_reduce_kernel<dtype, way, wire>;
   };
-};
-template <DType dtype>
-struct ReduceToFp8 {
-  static constexpr auto kernel = &combine_reduce_kernel<dtype, Way::whole, WireFormat::fp8>;
 };
 
 }  // namespace
 
 cudaError_t launch_combine_reduce(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_sums<Reduce, ReduceToFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
+  return with_sums<Reduce>(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_sums<kernel, ReduceMemory>(launch, kReduceThreads, comm, args);
   });
 }
 
 cudaError_t prepare_combine_reduce(const DeviceShape& shape, WireFormat sums, bool bulk) {
-  return prepare_sums<Reduce, ReduceToFp8>(shape, sums, sum_memory_bytes<ReduceMemory>(bulk));
+  return prepare_sums<Reduce>(shape, sums, sum_memory_bytes<ReduceMemory>(bulk));
 }
 
 }  // namespace moecomm::gpu

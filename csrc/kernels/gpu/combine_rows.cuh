@@ -121,10 +121,10 @@ __device__ inline int slot_of(int32_t sender, bool leads) {
   return slot;
 }
 
-/// Fills `slots` with where the sums of a token lie, and waits for those that come from other nodes. All
-/// lanes; false if it waits in vain.
+/// Fills `slots` with where the sums of a token lie, and waits for those that come from other nodes, as rows
+/// of `sum_bytes`. All lanes; false if it waits in vain.
 __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args, uint64_t epoch,
-                                  int64_t token, const std::byte** slots) {
+                                  int64_t token, int64_t sum_bytes, const std::byte** slots) {
   const PlanView plan{args.plan, comm.plan_fields};
   const int32_t owner = own_owner(comm, plan, token);
   const int32_t sender = comm.sender(owner);
@@ -136,7 +136,7 @@ __device__ inline bool find_slots(const Comm& comm, const CombineArguments& args
     if (!comm.is_local(owner)) {
       const int32_t other = comm.other_of(owner);
       const int32_t number = plan.at(plan.fields.home_index)[other * comm.window.shape.max_tokens + token];
-      at = comm.rail.arrived(epoch, other, number, comm.window.shape.row_bytes());
+      at = comm.rail.arrived(epoch, other, number, sum_bytes);
       here = device::RailChunk{comm, epoch, other, number / comm.rail.chunk_rows}.wait(
           {comm.rail_rank(other), WaitPhase::rows, Operation::combine, epoch});
     }
@@ -267,7 +267,7 @@ __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, 
   const std::byte** const places = block.slots[warp_id()];
   const int64_t row_bytes = comm.window.shape.row_bytes(), t = part.token;
   if constexpr (kNodes)
-    if (!find_slots(comm, args, epoch, t, places)) return false;
+    if (!find_slots(comm, args, epoch, t, sum_row_bytes(comm, wire), places)) return false;
   if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
   const int64_t chunk = args.copied ? kCopiesChunk : t / chunk_tokens(args.tokens);
   if (!wait_sums<Flag>(comm, epoch, chunk, part.sum)) return false;

@@ -164,7 +164,8 @@ __device__ void list_sums(const Comm& comm, const CombineArguments& args, uint64
       }
     } else {
       for (int i = 0; i < list.count; ++i) {
-        if (way == Way::nodes && !find_slots(comm, args, epoch, list.begin + i, unit.slots)) return;
+        if (way == Way::nodes && !find_slots(comm, args, epoch, list.begin + i, row_bytes, unit.slots))
+          return;
         if (way == Way::whole) find_landed(comm, args, epoch, list.begin + i, unit.slots);
         const int others = __shfl_sync(0xffffffffu, mine.others, i), at = __shfl_sync(0xffffffffu, first, i);
         const int own_slot = __shfl_sync(0xffffffffu, int{item.own_slot}, i);
@@ -222,28 +223,24 @@ __global__ void __launch_bounds__(kPiped<wire> ? kPipeThreads : kSumThreads, 1)
   end_operation(comm, Operation::combine, epoch, args.senders, true, args.copied);
 }
 
-template <Way way>
+template <Way way, WireFormat wire>
 struct SumOf {
   template <DType dtype>
   struct Kernel {
-    static constexpr auto kernel = &combine_sum_kernel<dtype, way, WireFormat::same>;
+    static constexpr auto kernel = &combine_sum_kernel<dtype, way, wire>;
   };
-};
-template <DType dtype>
-struct SumOfFp8 {
-  static constexpr auto kernel = &combine_sum_kernel<dtype, Way::whole, WireFormat::fp8>;
 };
 
 }  // namespace
 
 cudaError_t launch_combine_sum(const Launch& launch, const Comm& comm, const CombineArguments& args) {
-  return with_sums<SumOf, SumOfFp8>(comm.window.shape, args.wire, [&]<auto kernel>() {
+  return with_sums<SumOf>(comm.window.shape, args.wire, [&]<auto kernel>() {
     return launch_sums<kernel, SumMemory>(launch, kSumThreads, comm, args);
   });
 }
 
 cudaError_t prepare_combine_sum(const DeviceShape& shape, WireFormat sums, bool bulk) {
-  return prepare_sums<SumOf, SumOfFp8>(shape, sums, sum_memory_bytes<SumMemory>(bulk));
+  return prepare_sums<SumOf>(shape, sums, sum_memory_bytes<SumMemory>(bulk));
 }
 
 }  // namespace moecomm::gpu

@@ -411,13 +411,11 @@ __device__ void hand_over(const Comm& comm, const SendArguments& args, uint64_t 
   // Lane 0 has waited for the stores of all lanes.
   if (lane_id() != 0) return;
   ptx::fence_sys();
-  const Command::Kind kind =
-      args.operation == Operation::dispatch ? Command::Kind::wire_chunk : Command::Kind::chunk;
   for (; tokens != 0; tokens &= tokens - 1) {
     const int i = __ffs(static_cast<int>(tokens)) - 1;
     for (int at = i * comm.top_k(), end = at + meta.counts[i]; at < end; ++at) {
       const int32_t other = meta.targets[at] - comm.ranks();
-      device::row_staged(comm, kind, other, meta.numbers[at],
+      device::row_staged(comm, comm.window.shape.wire, other, meta.numbers[at],
                          __ldcg(plan.at(plan.fields.node_tokens) + other), epoch);
     }
   }

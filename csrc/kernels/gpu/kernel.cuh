@@ -268,19 +268,27 @@ cudaError_t with_shape(const DeviceShape& shape, const Use& use) {
                       [&]<class Each>() { return with_dtype<Each::template Kernel>(shape.dtype, use); });
 }
 
-/// Calls use.operator()<kernel>() with the kernel for sums of a combine that travel in `wire`: one of
-/// Of<way>, or of Fp8.
-template <template <Way> class Of, template <DType> class Fp8, class Use>
+/// The Of<way, wire> of one wire format.
+template <template <Way, WireFormat> class Of, WireFormat wire>
+struct SumsIn {
+  template <Way way>
+  struct Each : Of<way, wire> {};
+};
+
+/// Calls use.operator()<Of<way, wire>::Kernel<dtype>::kernel>() with the way and dtype of a shape, for sums
+/// of a combine that travel in `wire`.
+template <template <Way, WireFormat> class Of, class Use>
 cudaError_t with_sums(const DeviceShape& shape, WireFormat wire, const Use& use) {
-  return wire == WireFormat::fp8 ? with_dtype<Fp8>(shape.dtype, use) : with_shape<Of>(shape, use);
+  return wire == WireFormat::fp8 ? with_shape<SumsIn<Of, WireFormat::fp8>::template Each>(shape, use)
+                                 : with_shape<SumsIn<Of, WireFormat::same>::template Each>(shape, use);
 }
 
 /// Prepares the kernels for sums in their dtype and, if that is another format, in `sums`.
-template <template <Way> class Of, template <DType> class Fp8>
+template <template <Way, WireFormat> class Of>
 cudaError_t prepare_sums(const DeviceShape& shape, WireFormat sums, size_t shared_bytes) {
   const Prepare prepare{shared_bytes};
-  const cudaError_t error = with_sums<Of, Fp8>(shape, WireFormat::same, prepare);
-  return error != cudaSuccess || sums == WireFormat::same ? error : with_sums<Of, Fp8>(shape, sums, prepare);
+  const cudaError_t error = with_sums<Of>(shape, WireFormat::same, prepare);
+  return error != cudaSuccess || sums == WireFormat::same ? error : with_sums<Of>(shape, sums, prepare);
 }
 
 /// The Of<dtype, wire> of one wire format.

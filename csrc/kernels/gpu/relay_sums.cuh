@@ -1,6 +1,6 @@
-// Combine between nodes: what the owners of this node have summed for a token of another node comes to the
-// rank of its home's rail here, which adds it up by ascending owner rank in float32, rounds once more, and
-// sends one row. By blocks of the kernel that reduces.
+// Combine between nodes: what the owners of this node have summed for a token of another node comes, in its
+// dtype, to the rank of its home's rail here, which adds it up by ascending owner rank in float32, rounds
+// once more or quantises, and sends one row. By blocks of the kernel that reduces.
 #pragma once
 
 #include "kernels/gpu/announcer.cuh"
@@ -23,14 +23,15 @@ __device__ inline bool wait_partials(const Comm& comm, int32_t home, uint64_t ep
   return __all_sync(0xffffffffu, here);
 }
 
-/// Sums for the rail. What was announced leaves also if the operation is called off.
-template <DType dtype>
+/// Sums for the rail, which travel in `wire`. What was announced leaves also if the operation is called off.
+template <DType dtype, WireFormat wire>
 __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_t epoch) {
   constexpr int kSteps = 4, kBatch = 2;
   const PlanView plan{plan_words, comm.plan_fields};
   const int32_t others = comm.rail.others;
   const int lane = gpu::lane_id();
-  const int64_t row_bytes = comm.window.shape.row_bytes();
+  const int64_t row_bytes = comm.window.shape.row_bytes(), sum_bytes = sum_row_bytes(comm, wire);
+  const int64_t scales_at = sum_scales_at(comm, wire);
   const int vectors = static_cast<int>(row_bytes / 16);
   int64_t most_chunks = 0;
   for (int32_t other = 0; other < others; ++other)
@@ -57,19 +58,18 @@ __device__ inline void relay_sums(const Comm& comm, int32_t* plan_words, uint64_
     for (uint32_t left = here ? chunk.tokens : 0; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
       const int count = __shfl_sync(0xffffffffu, counts, i);
-      std::byte* const to = comm.rail.staged(other, __shfl_sync(0xffffffffu, chunk.number, i), row_bytes);
+      std::byte* const to = comm.rail.staged(other, __shfl_sync(0xffffffffu, chunk.number, i), sum_bytes);
       const std::byte* const first_slot = comm.partial_row(comm.own, epoch, other, chunk.begin + i, 0);
       const auto row = [&](int j) { return first_slot + j * row_bytes; };
       for (int first = 0; first < vectors; first += kSteps * 32)
         gpu::sum_rows<dtype, kSteps, kBatch>(count, row, static_cast<const float*>(nullptr), first, vectors)
-            .rounded()
-            .store(to, first, vectors);
+            .template travelling<wire>(first, vectors)
+            .store(to, first, vectors, scales_at);
     }
     __syncwarp();
     if (chunk.number >= 0) {
       ptx::fence_sys();
-      device::row_staged(comm, Command::Kind::chunk, other, chunk.number,
-                         plan.at(plan.fields.relay_tokens)[other], epoch);
+      device::row_staged(comm, wire, other, chunk.number, plan.at(plan.fields.relay_tokens)[other], epoch);
     }
     // Owners that wait for this chunk's place do not know which of them had a part in it.
     if (tokens > comm.window.partial_tokens)

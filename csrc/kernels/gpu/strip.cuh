@@ -95,6 +95,10 @@ class WireStrip {
 template <DType dtype, WireFormat wire, int steps>
 using SumStrip = std::conditional_t<wire == WireFormat::same, Strip<steps>, WireStrip<dtype, wire, steps>>;
 
+/// Bytes from one sum that travels in `wire` to the next, where it comes over the network.
+__device__ inline int64_t sum_row_bytes(const Comm& comm, WireFormat wire) {
+  return comm.window.shape.with_wire(wire).wire_row_bytes();
+}
 /// Where the scales of a sum begin that travels in `wire`.
 __device__ inline int64_t sum_scales_at(const Comm& comm, WireFormat wire) {
   return comm.window.shape.hidden * wire_entry(wire).value_bits / 8;
