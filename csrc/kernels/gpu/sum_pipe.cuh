@@ -274,6 +274,12 @@ class PieceTaker {
     }
     return strip;
   }
+  /// Leaves a piece that has come as it is, as the sum of the item that begins with it.
+  __device__ void pass(uint64_t* summed) {
+    __syncwarp();  // all lanes know the item
+    if (lane_id() == 0) ptx::barrier_arrive(summed);
+    cursor_.advance(stages_);
+  }
   /// Leaves the item's sum in the stage of its last piece.
   __device__ void leave(const Strip<steps>& sum, uint64_t* summed) {
     auto* const stage = reinterpret_cast<uint4*>(here()) + thread_;
@@ -340,6 +346,10 @@ __device__ __noinline__ void add_items(SumUnit& unit, const PipeShape& shape, in
     const int place = static_cast<int>(number % kItems);
     pieces.await();
     const SumItem item = unit.items[place];
+    if (item.sources() == 1 && (item.rows == 0 || !weighted)) {  // one row, or one slot
+      pieces.pass(&unit.summed[place]);
+      continue;
+    }
     pieces.begin(item.sources(), item.bytes / 16);
     const auto row = [&](int, float& factor) { return pieces.take(factor); };
     auto sum = weighted ? add_pieces<dtype, true, steps>(item.rows, row)
