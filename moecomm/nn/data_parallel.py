@@ -99,8 +99,9 @@ def fully_shard_experts(
     mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
     what the layers tell. group: all ranks that hold the model (default: all ranks, or those of the pipeline
     stage where the layers have a folding), a process group or a DeviceMesh of one dimension. options: of
-    torch.distributed.fsdp.fully_shard, for experts that have replicas; weights of which a rank has the only
-    copy stay whole on it. Raises InvalidArgument, on all ranks, for a mesh of other ranks.
+    torch.distributed.fsdp.fully_shard. Weights of which a rank has the only copy stay whole on it, as
+    DTensors over one rank where `mp_policy` or `offload_policy` is given, and else as they are. Raises
+    InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     _refuse_main_grad(model, "fully_shard")
     replicas = find_replicas(model, model_group(model, group))
@@ -116,13 +117,16 @@ def fully_shard_experts(
         if isinstance(experts, FSDPModule):
             continue
         own = DeviceMesh.from_group(replicas[comm].group, comm.device.type) if mesh is None else mesh
-        if len(held) == 1:
+        if len(held) == 1 and not {"mp_policy", "offload_policy"} & options.keys():
             _leave_whole(experts, comm.size, own)
             continue
         experts.sharded_over = frozenset(held)
         sharded = fully_shard(experts, mesh=own, **options)
         # Without a factor FSDP divides by the replicas alone, as if each had seen its own tokens only.
-        sharded.set_gradient_divide_factor(float(len(held) * comm.size))
+        if len(held) > 1:
+            sharded.set_gradient_divide_factor(float(len(held) * comm.size))
+        else:  # by a factor FSDP divides twice over a single rank, for some dtypes (seen with torch 2.13)
+            sharded.set_all_reduce_hook(functools.partial(_divide_in_place, divisor=comm.size))
         if comm.device.type == "cpu":
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
@@ -138,7 +142,7 @@ def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
 
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
     """Keeps fully_shard of the modules around from experts without replicas, and divides their gradients.
-    FSDP over a single rank would do so too, but divides twice for some dtypes (seen with torch 2.13)."""
+    FSDP over a single rank would do so too, and copy weights and gradients."""
     fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
     for parameter in experts.parameters():
         if hasattr(parameter, DIVIDED):
@@ -154,6 +158,11 @@ def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
     """Divides a gradient, as a hook of a parameter; the gradient is None if the layer leaves it for later
     (`OverlapConfig.defer_weights`)."""
     return None if gradient is None else gradient / divisor
+
+
+def _divide_in_place(gradients: Tensor, divisor: int) -> None:
+    """Divides what FSDP has reduced."""
+    gradients.div_(divisor)
 
 
 _SYNCHRONISES = "_moecomm_synchronises"

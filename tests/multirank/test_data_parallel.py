@@ -5,6 +5,7 @@ sees all ranks' tokens; and what of them is refused.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -127,7 +128,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data") -> None:
+def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data", tolerance: float = 1e-9) -> None:
     """Weights (or another attribute of parameters) are those of one process, its experts this rank's."""
     layer = next(module for module in model.modules() if isinstance(module, MoELayer))
     first, count = layer.experts.first_expert, layer.experts.num_local_experts
@@ -138,7 +139,11 @@ def assert_same(model: nn.Module, wanted: nn.Module, of: str = "data") -> None:
         if ".experts." in name:
             expected = expected[first : first + count]
         assert_close(
-            whole(attribute), expected, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+            whole(attribute),
+            expected,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
@@ -212,6 +217,63 @@ def test_gradients_and_norm_are_those_of_one_process(
     how: str, pool: Callable[[int], RankPool], seed: int
 ) -> None:
     pool(4)(gradients, how, seed)
+
+
+def mixed_precision(rank: int, world_size: int, ep: int, reduce: torch.dtype, folder: str, seed: int) -> None:
+    """Weights in float64 compute in float32 by FSDP2's policy, with replicas or without: gradients of two
+    backwards are those of one process but for float32, a step changes the weights by them, and a checkpoint
+    has the weights."""
+    torch.manual_seed(seed)
+    config = dataclasses.replace(CONFIG, dtype=torch.float32)
+    group = groups_of(rank, world_size, ep)[0]
+    model = Model(MoELayer(config, group=group, max_tokens=max(TOKENS))).double()
+    wanted, _ = one_process(rank, world_size, 0, seed)
+    ours = model.moe.experts
+    with torch.no_grad():  # a layer in float32 draws others
+        for name, parameter in model.named_parameters():
+            value = dict(wanted.named_parameters())[name]
+            part = slice(ours.first_expert, ours.first_expert + ours.num_local_experts)
+            parameter.copy_(value[part] if ".experts." in name else value)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce)
+    fully_shard_experts(model, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    assert all(isinstance(each, DTensor) and each.dtype == torch.float64 for each in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with model.moe.comm, wanted.moe.comm:
+        for step in range(2):
+            loss_of(model(tokens(rank, step, seed))).backward()
+            for other in range(world_size):
+                (loss_of(wanted(tokens(other, step, seed))) / world_size).backward()
+        for parameter in wanted.parameters():
+            assert parameter.grad is not None
+            parameter.raw_grad = parameter.grad.clone()  # type: ignore[attr-defined]
+        assert_same(model, wanted, "grad", tolerance=1e-4)
+        norm = torch.nn.utils.clip_grad_norm_(wanted.parameters(), MAX_NORM)
+        assert_close(clip_grad_norm(model, MAX_NORM), norm, rtol=1e-4, atol=0)
+        before = whole(model.moe.experts.w_in.detach()).clone()
+        assert sharded_state(model)["model"]["moe.experts.w_in"].shape == wanted.moe.experts.w_in.shape
+        optimizer.step()
+        change = before - whole(model.moe.experts.w_in.detach())
+        first = model.moe.experts.first_expert
+        want = wanted.moe.experts.w_in.grad
+        assert want is not None
+        assert_close(change, 0.5 * want[first : first + len(change)], rtol=1e-4, atol=1e-6)
+        saved = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+        torch.distributed.checkpoint.save(sharded_state(model), checkpoint_id=folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        torch.distributed.checkpoint.load(sharded_state(model), checkpoint_id=folder)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(whole(parameter.detach()), saved[name]), name
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_fsdp_with_mixed_precision(
+    ep: int, reduce: torch.dtype, pool: Callable[[int], RankPool], tmp_path: Path, seed: int
+) -> None:
+    pool(4)(mixed_precision, ep, reduce, str(tmp_path), seed)
 
 
 def accumulate(rank: int, world_size: int, seed: int) -> None:
