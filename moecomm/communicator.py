@@ -422,7 +422,7 @@ class Communicator:
                 float8_e4m3fn and `scales`. Nothing is differentiable then.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
                 on `stream`, after what the caller's current stream holds now. Without a capacity, and of few
-                tokens (up to 512 on one node), rows are sent at once and received from `wait()` on, or from
+                tokens (up to 1024 on one node), rows are sent at once and received from `wait()` on, or from
                 the next operation on, so that meanwhile no SM waits for them.
 
         Raises:

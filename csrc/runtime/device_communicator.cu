@@ -240,7 +240,7 @@ device::Comm* DeviceCommunicator::comm(WireFormat wire) const { return comms_[st
 
 void DeviceCommunicator::limit_sms(int32_t num_sms) {
   heuristics_ = gpu::choose_heuristics(sms_, num_sms, nodes_.nodes() > 1,
-                                       gpu::fuses(config_.shape.ranks, config_.shape.num_experts),
+                                       gpu::most_fused_tokens(config_.shape.ranks, config_.shape.num_experts),
                                        config_.shape.ranks, config_.shape.top_k, config_.shape.row_bytes());
 }
 
@@ -588,17 +588,19 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
     // At their home few tokens are shared by many warps.
     const int fused = heuristics_.fused_blocks(all.tokens, 1);
     all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused, gpu::kReduceWarps);
+    all.parts = gpu::Heuristics::sum_parts(all.tokens, int64_t{fused - 1} * gpu::kReduceWarps,
+                                           gpu::sum_strips(config_.shape.row_bytes()));
     check_cuda(gpu::launch_combine_fused(launch(stream, fused, false), comm, all), "launch of a combine");
     return;
   }
-  const int blocks =
-      all.copied ? heuristics_.each_blocks() : heuristics_.reduce_blocks + heuristics_.relay_blocks;
+  const gpu::CombineBlocks& divided = heuristics_.combine(all.layout == RowLayout::rank);
+  const int blocks = all.copied ? heuristics_.each_blocks() : divided.reduce + heuristics_.relay_blocks;
   const bool apart = !overlaps_ && !all.copied;
   all.senders = apart ? blocks : 0;
   if (apart) fork_side(stream);
   check_cuda(gpu::launch_combine_reduce(launch(apart ? side_stream_ : stream, blocks, false), comm, all),
              "launch of combine (owners)");
-  const int sum_blocks = all.copied ? blocks : heuristics_.sum_blocks;
+  const int sum_blocks = all.copied ? blocks : divided.sum;
   const auto sum = [this, all, sum_blocks](cudaStream_t on) {
     check_cuda(
         gpu::launch_combine_sum(launch(on, sum_blocks, !all.copied), *this->comm(WireFormat::same), all),

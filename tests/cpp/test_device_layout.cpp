@@ -300,12 +300,19 @@ void test_division_of_a_combine() {
   CHECK(gpu::owners_share(1, 8) == 0.0);                          // all rows are at home
   CHECK(near(gpu::owners_share(2, 8), 4 / (4 + 4 + 1.9921875)));  // two owners of nearly all tokens
   CHECK(near(gpu::owners_share(4, 1), 0.75 / (0.75 + 0.25 + 1)));
+  CHECK(gpu::owners_share_by_rank(1, 8) == 0.0);
+  CHECK(near(gpu::owners_share_by_rank(4, 1), 1.5 / 75 / (1.5 / 75 + 2.0 / 56)));
+  // On two ranks the homes have more to do where owners only copy.
+  CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(true).reduce == 8);
+  CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(false).reduce == 10);
   for (const int ranks : {1, 2, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
-      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8, 14336);
-      CHECK(h.reduce_blocks >= 1 && h.sum_blocks >= 1 && h.reduce_blocks <= 26);
-      CHECK(h.reduce_blocks + h.sum_blocks == (budget > 0 ? budget : 99));
-      CHECK(budget < 4 || h.reduce_blocks % 2 == 0);  // in clusters of two
+      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, ranks, 8, 14336);
+      for (const gpu::CombineBlocks& blocks : {h.combine(false), h.combine(true)}) {
+        CHECK(blocks.reduce >= 1 && blocks.sum >= 1 && blocks.reduce <= 26);
+        CHECK(blocks.all() == (budget > 0 ? budget : 99));
+        CHECK(budget < 4 || blocks.reduce % 2 == 0);  // in clusters of two
+      }
     }
 }
 
@@ -313,7 +320,7 @@ void test_division_of_a_combine() {
 void test_division_of_a_dispatch() {
   for (const int ranks : {1, 2, 3, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
-      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, ranks, 8, 14336);
+      const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, ranks, 8, 14336);
       for (const gpu::DispatchBlocks& blocks : {h.by_expert[0], h.by_expert[1], h.by_rank[0], h.by_rank[1]}) {
         CHECK(blocks.send >= 1 && blocks.receive >= 1 && blocks.send <= 30);
         CHECK(blocks.all() == (budget > 0 ? budget : 99));
@@ -336,13 +343,28 @@ void test_division_of_a_dispatch() {
   CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
 }
 
+/// Warps that sum rows at home end together, and few of them take more than they need.
+void test_parts_of_a_sum() {
+  const auto parts = [](int64_t tokens, int strips) {
+    return gpu::Heuristics::sum_parts(tokens, 1568, strips);
+  };
+  CHECK(parts(0, 14) == 1 && parts(1, 14) == 14 && parts(1, 1) == 1);  // one for each strip
+  CHECK(parts(512, 14) == 3 && parts(768, 14) == 2);                   // one for each warp
+  CHECK(parts(1024, 14) == 3);  // two for each warp, and not one for two in three
+  for (int64_t tokens = 0; tokens <= gpu::kMostFusedTokens; ++tokens)
+    for (const int strips : {1, 4, 14, 64})
+      CHECK(parts(tokens, strips) >= 1 && parts(tokens, strips) <= strips);
+}
+
 /// The shapes that kernels for few tokens serve have their tables in the shared memory of a block.
 void test_shapes_of_one_kernel() {
-  CHECK(gpu::fuses(1, 256) && gpu::fuses(8, 256) && gpu::fuses(64, 256) && gpu::fuses(8, 1024));
-  CHECK(!gpu::fuses(65, 65) && !gpu::fuses(72, 144) && !gpu::fuses(64, 1024) && !gpu::fuses(1, 4096));
-  CHECK(gpu::choose_heuristics(132, 0, false, true, 4, 8, 14336).fused_tokens == gpu::kMostFusedTokens);
-  CHECK(gpu::choose_heuristics(132, 0, true, true, 4, 8, 14336).fused_tokens == 0);
-  CHECK(gpu::choose_heuristics(132, 0, false, false, 4, 8, 14336).fused_tokens == 0);
+  for (const int ranks : {1, 8, 64}) CHECK(gpu::most_fused_tokens(ranks, 256) == 1024);
+  CHECK(gpu::most_fused_tokens(8, 600) == 512 && gpu::most_fused_tokens(8, 1024) == 512);
+  CHECK(gpu::most_fused_tokens(65, 65) == 0 && gpu::most_fused_tokens(72, 144) == 0);
+  CHECK(gpu::most_fused_tokens(64, 1024) == 0 && gpu::most_fused_tokens(1, 4096) == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, 512, 4, 8, 14336).fused_tokens == 512);
+  CHECK(gpu::choose_heuristics(132, 0, true, 512, 4, 8, 14336).fused_tokens == 0);
+  CHECK(gpu::choose_heuristics(132, 0, false, 0, 4, 8, 14336).fused_tokens == 0);
   CHECK(gpu::Heuristics::fused_senders(192, 99, false) == 0 &&
         gpu::Heuristics::fused_senders(256, 99, true) == 0);
   for (const int blocks : {2, 3, 32, 99}) {  // some receive, and what is sent is sent by some
@@ -352,7 +374,7 @@ void test_shapes_of_one_kernel() {
   CHECK(gpu::in_one_kernel(0, 512) && gpu::in_one_kernel(512, 512) && !gpu::in_one_kernel(513, 512));
   CHECK(!gpu::in_one_kernel(0, 0) && !gpu::in_one_kernel(1, 0));  // not even where there are no tokens
   for (const int budget : {0, 2, 3, 24, 64, 132}) {
-    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, true, 4, 8, 14336);
+    const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, 4, 8, 14336);
     for (const int64_t items : {0, 1, 100, 5000})
       CHECK(h.fused_blocks(items, 3) >= 2 && h.fused_blocks(items, 3) <= h.all_blocks());
   }
@@ -364,6 +386,7 @@ int main() {
   test_limits();
   test_division_of_a_combine();
   test_division_of_a_dispatch();
+  test_parts_of_a_sum();
   test_shapes_of_one_kernel();
   test_chunks();
   test_rows_on_the_wire();

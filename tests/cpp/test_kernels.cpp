@@ -279,6 +279,7 @@ class Rank {
     args.layout = RowLayout::expert;
     if (input.tokens > 0 && draw(random_, 0, 2) > 0) {
       args.team_warps = 4 << draw(random_, 0, 2);
+      args.parts = draw(random_, 1, gpu::sum_strips(shape.hidden * 2));
       gpu::launch_combine_fused(launch(main_, draw(random_, 2, 5)), comm, args);
     } else {
       args.senders = draw(random_, 1, 3);

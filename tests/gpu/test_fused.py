@@ -23,7 +23,7 @@ from tests.oracle import DTYPES, Oracle
 
 pytestmark = pytest.mark.usefixtures("cuda_only")
 
-MOST = 512
+MOST = 1024
 """Tokens of a rank that one kernel takes."""
 
 
@@ -86,7 +86,7 @@ def test_wire_formats(pool: Pools, most_ranks: int, wire: str, who: str, seed: i
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize(
-    "tokens", [(MOST, MOST + 1, 1, 0), (700, MOST, 33, 5000)], ids=["border", "beside more"]
+    "tokens", [(MOST, MOST + 1, 1, 0), (1300, MOST, 33, 5000)], ids=["border", "beside more"]
 )
 def test_beside_ranks_with_more_tokens(
     pool: Pools, most_ranks: int, tokens: tuple[int, ...], layout: str, seed: int
@@ -122,7 +122,7 @@ def test_beside_ranks_whose_chunks_take_turns(pool: Pools, most_ranks: int, who:
 def test_few_sms(pool: Pools, most_ranks: int, num_sms: int, seed: int) -> None:
     size = min(3, most_ranks)
     base = Case(
-        tokens=(130, 512, 7)[:size],
+        tokens=(130, MOST, 7)[:size],
         num_experts=8 * size,
         hidden=512,
         top_k=4,

@@ -49,7 +49,7 @@ def test_the_case_itself(require_gpus: Callable[[int], None]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cuda_only")
-@pytest.mark.parametrize("fused_tokens", ["0", "512"])
+@pytest.mark.parametrize("fused_tokens", ["0", "1024"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_clean_under(require_gpus: Callable[[int], None], tool: str, fused_tokens: str) -> None:
     require_gpus(2)

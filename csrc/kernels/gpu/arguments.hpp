@@ -19,6 +19,11 @@ namespace moecomm::gpu {
 /// Warps of a block of the two sides of a combine.
 inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
+/// Strips of a row that warps sum, of so many times 512 bytes each.
+inline constexpr int kSumSteps = 2;
+MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
+  return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
+}
 /// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block,
 /// of eleven warps each.
 inline constexpr int kUnits = 2, kPipeThreads = kUnits * 11 * 32;
@@ -94,11 +99,12 @@ struct CombineArguments {
   bool copied = false;                 ///< the copy engine moves the sums,
   int32_t landing = 0;                 ///< to this section of landed rows
   int32_t team_warps = 0;              ///< as in FusedArguments
+  int32_t parts = 0;                   ///< of a token's sum at its home, in one kernel
 };
 
 /// True where one block works out the routes of a dispatch of `tokens` tokens, with `words` of shared memory.
 MOECOMM_HD inline bool routes_few(const DeviceShape& shape, int64_t tokens, int64_t words) {
-  return shape.other_nodes() == 0 && tokens <= kMostFusedTokens && shape.ranks <= kMostFusedRanks &&
+  return shape.other_nodes() == 0 && tokens <= kFewRoutes && shape.ranks <= kMostFusedRanks &&
          route_few_words(shape.counts(), tokens) <= words;
 }
 

@@ -80,7 +80,7 @@ class HomeSums {
         epoch_(epoch),
         memory_(memory),
         own_(reinterpret_cast<Own*>(memory.own[warp_id()]) + lane_id()),
-        parts_(comm, warp.count / max(args.tokens, int64_t{1})),
+        parts_(comm, args.parts),
         step_(warp.count),
         number_(warp.number) {}
 

@@ -360,8 +360,10 @@ __device__ void reduce(const Comm& comm, const CombineArguments& args, std::byte
   if (args.rows == nullptr) return;
   if constexpr (kPiped<wire>) {
 #if MOECOMM_HAS_BULK
-    run_sum_pipe<dtype, false>(comm, block, epoch, args.weights != nullptr,
-                               [&](SumLister& sums, SumUnit&) { list_sums<way>(comm, args, epoch, sums); });
+    run_sum_pipe<dtype, false>(
+        comm, block, epoch, args.weights != nullptr,
+        [&](SumLister& sums, SumUnit&) { list_sums<way>(comm, args, epoch, sums); },
+        args.tokens * (comm.ranks() - 1), blocks);
 #endif
   } else {
     reduce_by_warps<dtype, way, wire>(comm, args, epoch, block);

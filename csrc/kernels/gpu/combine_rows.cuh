@@ -57,7 +57,7 @@ __device__ inline uint32_t list_owned(const Comm& comm, const CombineArguments& 
   return owned;
 }
 
-inline constexpr int kSumSteps = 2, kSumBatch = 4;
+inline constexpr int kSumBatch = 4;
 
 /// Shared memory of a block: the own rows of each warp's token and their factors.
 struct SumMemory {
@@ -203,8 +203,7 @@ struct SumParts {
 
   /// At most `most` for each token.
   __device__ SumParts(const Comm& comm, int64_t most) {
-    const int all = static_cast<int>(comm.window.shape.row_bytes() / 16);
-    const int strips = (all + kSumSteps * 32 - 1) / (kSumSteps * 32);
+    const int strips = sum_strips(comm.window.shape.row_bytes());
     count = static_cast<int>(max(min(most, static_cast<int64_t>(strips)), int64_t{1}));
     vectors = (strips + count - 1) / count * kSumSteps * 32;
   }

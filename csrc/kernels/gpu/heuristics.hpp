@@ -20,7 +20,9 @@ inline bool copies_pay(int32_t ranks, int32_t top_k, int64_t tokens, int64_t row
 }
 
 /// The most tokens of a rank that a kernel for few tokens takes: each is a chunk of its own.
-inline constexpr int kMostFusedTokens = 512;
+inline constexpr int kMostFusedTokens = 1024;
+/// The most tokens whose routes one block works out in a kernel of its own.
+inline constexpr int kFewRoutes = 512;
 /// The most ranks of such a kernel, whose tables fit a block's shared memory.
 inline constexpr int kMostFusedRanks = 64;
 
@@ -49,12 +51,16 @@ inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 /// none where that is 0, and so not for a rank without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
 
-/// True where a kernel that does all of an operation can serve a shape: on one node of so many ranks.
-inline bool fuses(int64_t ranks, int64_t num_experts) {
+/// The most tokens of which a kernel that does all of an operation can serve a shape, on one node of so many
+/// ranks; 0: none.
+inline int most_fused_tokens(int64_t ranks, int64_t num_experts) {
   const int64_t local = num_experts / ranks, counts = num_experts + ranks;
-  return ranks <= kMostFusedRanks &&
-         std::max(counts * ranks, route_few_words(counts, kMostFusedTokens)) <= kFusedCounts &&
-         (3 + ranks) * local + 3 * ranks <= kFusedTables;
+  if (ranks > kMostFusedRanks || counts * ranks > kFusedCounts ||
+      (3 + ranks) * local + 3 * ranks > kFusedTables)
+    return 0;
+  for (int tokens = kMostFusedTokens; tokens >= 512; tokens /= 2)
+    if (route_few_words(counts, tokens) <= kFusedCounts) return tokens;
+  return 0;
 }
 
 /// Blocks of the two sides of a dispatch, or of the backward of a combine.
@@ -65,22 +71,32 @@ struct DispatchBlocks {
   int all() const { return send + receive; }
 };
 
+/// Blocks of the two sides of a combine: at the owners of the experts, and at the tokens' home.
+struct CombineBlocks {
+  int reduce, sum;
+
+  int all() const { return reduce + sum; }
+};
+
 /// Blocks, one an SM, of the two sides of each operation.
 struct Heuristics {
   DispatchBlocks by_expert[2], by_rank[2];  ///< of rows in a layout: as they are, and quantised on the way
-  int reduce_blocks, sum_blocks;            ///< of combine
-  int relay_blocks;                         ///< with several nodes, of each operation
-  bool paired;                              ///< blocks in clusters of two, as a product beside them may be
-  int fused_tokens;                         ///< up to so many of a rank, one kernel does all of an operation
+  CombineBlocks combine_by_expert, combine_by_rank;
+  int relay_blocks;  ///< with several nodes, of each operation
+  bool paired;       ///< blocks in clusters of two, as a product beside them may be
+  int fused_tokens;  ///< up to so many of a rank, one kernel does all of an operation
 
   /// The most blocks that an operation launches.
   int all_blocks() const { return each_blocks() + relay_blocks; }
 
   /// Blocks of each kernel of an operation by the copy engine, since they follow each other.
-  int each_blocks() const { return std::max(by_expert[0].all(), reduce_blocks + sum_blocks); }
+  int each_blocks() const { return std::max(by_expert[0].all(), combine_by_expert.all()); }
 
   const DispatchBlocks& dispatch(bool rank_layout, bool quantised) const {
     return (rank_layout ? by_rank : by_expert)[quantised];
+  }
+  const CombineBlocks& combine(bool rank_layout) const {
+    return rank_layout ? combine_by_rank : combine_by_expert;
   }
 
   /// Blocks that share the routes of `tokens` tokens, of at most `most`.
@@ -105,6 +121,22 @@ struct Heuristics {
     return tokens <= (quantised ? kBothQuantised : kBoth) ? 0 : (blocks - 1) * 3 / 10;
   }
 
+  /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so
+  /// that they end together; `tokens` rows.
+  static int sum_parts(int64_t tokens, int64_t warps, int strips) {
+    constexpr int kList = 2;  // strips in the time that it takes to find out what a part is made of
+    int best = 1;
+    int64_t least = 0;
+    for (int parts = 1; parts <= strips; ++parts) {
+      const int64_t rounds = (tokens * parts + warps - 1) / warps, each = (strips + parts - 1) / parts;
+      const int64_t time = rounds * (each + kList);
+      if (parts > 1 && time >= least) continue;
+      best = parts;
+      least = time;
+    }
+    return best;
+  }
+
   std::string text() const {
     const std::string relaying =
         relay_blocks == 0 ? "" : ", " + std::to_string(relay_blocks) + " relaying for other nodes";
@@ -112,9 +144,12 @@ struct Heuristics {
       return std::to_string(blocks[0].send) + " + " + std::to_string(blocks[0].receive) + " (quantised " +
              std::to_string(blocks[1].send) + " + " + std::to_string(blocks[1].receive) + ")";
     };
+    const auto reducing = [](const CombineBlocks& blocks) {
+      return std::to_string(blocks.reduce) + " + " + std::to_string(blocks.sum);
+    };
     return std::to_string(all_blocks()) + " SMs: dispatch sending + receiving by expert " + sides(by_expert) +
-           ", by rank " + sides(by_rank) + ", combine " + std::to_string(reduce_blocks) + " reducing and " +
-           std::to_string(sum_blocks) + " summing" + relaying +
+           ", by rank " + sides(by_rank) + ", combine reducing + summing by expert " +
+           reducing(combine_by_expert) + ", by rank " + reducing(combine_by_rank) + relaying +
            (fused_tokens > 0 ? "; one kernel up to " + std::to_string(fused_tokens) + " tokens" : "");
   }
 };
@@ -129,6 +164,15 @@ inline double owners_of_token(int32_t ranks, int32_t top_k) {
 inline double owners_share(int32_t ranks, int32_t top_k) {
   const double owners = owners_of_token(ranks, top_k);
   const double owner = top_k * (ranks - 1.0) / ranks, home = 1.0 * top_k / ranks + owners;
+  return owner / (owner + home);
+}
+
+/// The same of the time of SMs in a combine of rank-major rows, which the owners copy and the homes add.
+inline double owners_share_by_rank(int32_t ranks, int32_t top_k) {
+  // Bytes in a nanosecond, of an SM's loads and stores (docs/performance.md).
+  constexpr double kCopied = 75, kAdded = 56;
+  const double owners = owners_of_token(ranks, top_k), sent = owners * (ranks - 1) / ranks;
+  const double owner = 2 * sent / kCopied, home = (owners + 1) / kAdded;
   return owner / (owner + home);
 }
 
@@ -176,8 +220,8 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
 }
 
 /// `sms`: those of the device; `budget`: those that one operation may use, 0 for the default. With several
-/// nodes three are the least. `fuses`: kernels for few tokens serve the shape.
-inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, bool fuses, int32_t ranks,
+/// nodes three are the least. `fused_tokens`: of so many kernels for few tokens serve the shape.
+inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int fused_tokens, int32_t ranks,
                                     int32_t top_k, int64_t row_bytes) {
   const int all = std::max(2, std::min(budget > 0 ? budget : sms * 3 / 4, sms));
   Heuristics h{};
@@ -196,10 +240,14 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, boo
   }
   // Past what fills the links, SMs are better used at the home.
   const int least = h.paired && total >= 4 ? 2 : 1;
-  h.reduce_blocks = std::clamp(even(static_cast<int>(total * owners_share(ranks, top_k))), least,
-                               std::max(least, std::min(26, total - 1)));
-  h.sum_blocks = total - h.reduce_blocks;
-  h.fused_tokens = fuses && !several_nodes ? kMostFusedTokens : 0;
+  const auto divide_combine = [&](double share) {
+    const int reduce =
+        std::clamp(even(static_cast<int>(total * share)), least, std::max(least, std::min(26, total - 1)));
+    return CombineBlocks{reduce, total - reduce};
+  };
+  h.combine_by_expert = divide_combine(owners_share(ranks, top_k));
+  h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k));
+  h.fused_tokens = several_nodes ? 0 : fused_tokens;
   return h;
 }
 

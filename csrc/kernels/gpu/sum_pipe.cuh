@@ -381,7 +381,9 @@ __device__ inline void add_items(SumUnit& unit, const PipeShape& shape, int thre
 static_assert(kMaxSteps == 4 && kMaxStages == 32);
 
 /// Flags of items, set some items later, when what was stored before is in place, and a few at a time: the
-/// fence before them takes as long as the store of a row. One thread.
+/// fence before them takes as long as the store of a row. `lag`: items whose stores are under way when the
+/// flags of `together` are set. One thread.
+template <int lag, int together>
 class LaggingFlags {
  public:
   __device__ explicit LaggingFlags(uint64_t epoch) : epoch_(epoch) {}
@@ -389,21 +391,18 @@ class LaggingFlags {
   /// The store of an item was committed.
   __device__ void add(uint64_t* flag) {
 #pragma unroll
-    for (int i = 0; i + 1 < kLag + kTogether; ++i) flags_[i] = flags_[i + 1];
-    flags_[kLag + kTogether - 1] = flag;
-    if (++added_ % kTogether != 0) return;
-    ptx::bulk_wait<kLag>();
-    set<kTogether>();
+    for (int i = 0; i + 1 < lag + together; ++i) flags_[i] = flags_[i + 1];
+    flags_[lag + together - 1] = flag;
+    if (++added_ % together != 0) return;
+    ptx::bulk_wait<lag>();
+    set<together>();
   }
   __device__ void flush() {
     ptx::bulk_wait<0>();
-    set<kLag + kTogether>();
+    set<lag + together>();
   }
 
  private:
-  static constexpr int kLag = 3;       ///< items whose stores are under way when flags are set
-  static constexpr int kTogether = 4;  ///< items
-
   /// Sets the oldest `count` of the flags.
   template <int count>
   __device__ void set() {
@@ -421,13 +420,22 @@ class LaggingFlags {
 
   const uint64_t epoch_;
   uint32_t added_ = 0;
-  uint64_t* flags_[kLag + kTogether] = {};  ///< by age; null: none, or set
+  uint64_t* flags_[lag + together] = {};  ///< by age; null: none, or set
+};
+
+/// At a token's home sums have no flags.
+class NoFlags {
+ public:
+  explicit __device__ NoFlags(uint64_t) {}
+  __device__ void add(uint64_t*) {}
+  __device__ void flush() { ptx::bulk_wait<0>(); }
 };
 
 /// The work of a storer. One thread.
-__device__ __noinline__ inline void store_items(SumUnit& unit, const PipeShape& shape, uint64_t epoch) {
+template <class Flags>
+__device__ __noinline__ void store_items(SumUnit& unit, const PipeShape& shape, uint64_t epoch) {
   constexpr uint64_t kPatience = 4'000;  // ns until flags go out though no further item has come
-  LaggingFlags flags(epoch);
+  Flags flags(epoch);
   int held = -1;  // the stage that the last store reads, maybe still
   const auto release = [&] {
     if (held >= 0) ptx::barrier_arrive(&unit.empty[held], kAdders);
@@ -460,10 +468,10 @@ __device__ __noinline__ inline void store_items(SumUnit& unit, const PipeShape& 
 }
 
 /// Runs the pipe of a block: list(lister, unit) lists everything and returns. Whole block. `home`: sums are
-/// made at the tokens' home.
+/// made at the tokens' home; else the units of `blocks` blocks make about so many `sums` of whole rows.
 template <DType dtype, bool home, class List>
 __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t epoch, bool weighted,
-                             const List& list) {
+                             const List& list, int64_t sums = 0, int blocks = 1) {
   const int number = warp_id() / kUnitWarps, role = warp_id() % kUnitWarps;
   SumUnit& unit = memory.units[number];
   const PipeShape shape(comm.window.shape.row_bytes(), kPipePiece, kUnitBytes);
@@ -487,7 +495,14 @@ __device__ void run_sum_pipe(const Comm& comm, SumPipeMemory& memory, uint64_t e
   } else if (role == kAdders + 1) {
     SumLoader(unit, shape).run();
   } else if (lane_id() == 0) {
-    store_items(unit, shape, epoch);
+    // Where a unit has many sums, it does not count that the flags of some come later.
+    constexpr int kMany = 128;
+    if constexpr (home)
+      store_items<NoFlags>(unit, shape, epoch);
+    else if (sums * shape.pieces.count > int64_t{kMany} * kUnits * blocks)
+      store_items<LaggingFlags<6, 8>>(unit, shape, epoch);
+    else
+      store_items<LaggingFlags<3, 4>>(unit, shape, epoch);
   }
   __syncthreads();
 }
