@@ -305,6 +305,7 @@ void test_division_of_a_combine() {
   // On two ranks the homes have more to do where owners only copy.
   CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(true).reduce == 8);
   CHECK(gpu::choose_heuristics(132, 24, false, 512, 2, 8, 14336).combine(false).reduce == 10);
+  CHECK(gpu::choose_heuristics(132, 48, false, 512, 2, 8, 14336).combine(false).reduce == 22);
   for (const int ranks : {1, 2, 4, 8, 128})
     for (const int budget : {0, 2, 3, 4, 24, 64, 132}) {
       const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, ranks, 8, 14336);

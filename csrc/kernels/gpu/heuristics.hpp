@@ -245,7 +245,9 @@ inline Heuristics choose_heuristics(int sms, int budget, bool several_nodes, int
         std::clamp(even(static_cast<int>(total * share)), least, std::max(least, std::min(26, total - 1)));
     return CombineBlocks{reduce, total - reduce};
   };
-  h.combine_by_expert = divide_combine(owners_share(ranks, top_k));
+  // Owners also send what they have added.
+  constexpr double kSends = 1.1;
+  h.combine_by_expert = divide_combine(kSends * owners_share(ranks, top_k));
   h.combine_by_rank = divide_combine(owners_share_by_rank(ranks, top_k));
   h.fused_tokens = several_nodes ? 0 : fused_tokens;
   return h;
