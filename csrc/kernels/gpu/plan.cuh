@@ -11,8 +11,9 @@
 
 namespace moecomm::gpu {
 
-/// Exclusive prefix sum over the block; `total` is the sum of all. Whole block.
-__device__ inline int64_t block_scan(int64_t value, int64_t& total) {
+/// Exclusive prefix sum over the block; `total` is the sum of all. Whole block. It is called, and so fetched
+/// once, by all who want one.
+__device__ __noinline__ inline int64_t block_scan(int64_t value, int64_t& total) {
   __shared__ int64_t warp_sums[kWarps];
   int64_t inclusive = value;
   for (int width = 1; width < 32; width *= 2) {
@@ -38,6 +39,7 @@ __device__ inline const int32_t* pushed_counts(const Comm& comm, uint64_t epoch)
 
 /// The counts of all sources where they have been pushed.
 struct PushedCounts {
+  static constexpr int kAhead = 4;  ///< loads that are under way together
   const int32_t* all;
   int64_t bins;
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
@@ -47,6 +49,7 @@ struct PushedCounts {
 
 /// A copy of them in shared memory.
 struct StagedCounts {
+  static constexpr int kAhead = 1;
   const int32_t* all;
   int64_t bins;
   __device__ int32_t operator()(int32_t source, int64_t bin) const { return all[source * bins + bin]; }
@@ -55,6 +58,7 @@ struct StagedCounts {
 /// A copy of those that this rank's rows are laid out by, in shared memory: of each source the rows of every
 /// expert here, and of this rank.
 struct OwnCounts {
+  static constexpr int kAhead = 1;
   int32_t* of;
   int32_t local, first_expert;
   int64_t experts;  ///< of all ranks
@@ -115,6 +119,7 @@ template <class Rows, class Begin>
 __device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows& rows_of,
                                   const Begin& begin) {
   int64_t base = 0;
+#pragma unroll 1
   for (int64_t first = 0; first < groups; first += kThreads) {
     const int64_t i = first + threadIdx.x;
     const int64_t rows = i < groups ? rows_of(i) : 0;
@@ -136,12 +141,15 @@ __device__ inline bool report_overflow(const Comm& comm, const SendArguments& ar
   const int64_t capacity = of_positions && args.layout == RowLayout::rank ? args.positions : args.capacity;
   int64_t most = -1;
   int32_t fullest = 0;
+#pragma unroll 1
   for (int32_t rank = 0; rank < s.ranks; ++rank) {
     const int64_t bins = of_positions ? comm.local_experts : 1;
     const int64_t first = of_positions ? int64_t{rank} * bins : s.num_experts + rank;
     int64_t own = 0;
+#pragma unroll 1
     for (int64_t i = threadIdx.x; i < bins; i += kThreads) {
       int64_t rows = 0;
+#pragma unroll Counts::kAhead
       for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first + i);
       own += of_positions ? align_up(rows, args.alignment) : rows;
     }
@@ -195,6 +203,7 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
   };
   const auto expert_rows = [&](int64_t e) {
     int64_t rows = 0;
+#pragma unroll Counts::kAhead
     for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first_expert + e);
     return rows;
   };
@@ -203,6 +212,7 @@ __device__ inline PlanHeader lay_out_rows(const Comm& comm, const SendArguments&
         tables.expert_rows[e] = static_cast<int32_t>(rows);
         tables.offsets[e] = clamp(end, most_positions);
         tables.ends[e] = clamp(start + rows, most_positions);
+#pragma unroll Counts::kAhead
         for (int32_t source = 0; source < s.ranks; ++source) {
           tables.bases[source * local + e] = static_cast<int32_t>(start);
           start += counts(source, first_expert + e);
@@ -238,6 +248,7 @@ template <class Counts>
 __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, const Counts& counts) {
   const DeviceShape& s = comm.window.shape;
   int64_t entries = 0;
+#pragma unroll Counts::kAhead
   for (int32_t source = 0; source < s.ranks; ++source)
     if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
   comm.state().rows_out += min(header.needed_rows, header.rows);
@@ -312,6 +323,7 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   if (!failed_for_block(comm))
     found = agree(comm, epoch, verdict, [&](int thread, int threads) {
       const int32_t* const pushed = pushed_counts(comm, epoch);
+#pragma unroll 4
       for (int64_t i = thread; staged && i < words; i += threads) scratch[i] = __ldcg(pushed + i);
     });
   if (found.same && staged) return publish_plan(comm, args, epoch, StagedCounts{scratch, bins});

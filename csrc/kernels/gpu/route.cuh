@@ -57,11 +57,13 @@ class RouteWalk {
       : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
 
   /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
-  /// expert. Loads of several steps are under way together.
+  /// expert. Loads of several steps are under way together; what is done with them is not unrolled, since a warp
+  /// has few steps, and instructions that are run once take longer to fetch than to run.
   template <class Load, class Id, class Use>
   __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
     constexpr int kAhead = 4;
     using Value = decltype(load(int64_t{}));
+#pragma unroll 1
     for (int64_t next = begin_; next < end_; next += kAhead * tokens_) {
       Value values[kAhead];
 #pragma unroll
@@ -69,11 +71,14 @@ class RouteWalk {
         const RouteStep s = place(next + i * tokens_);
         values[i] = s.active ? load(s.token * top_k_ + s.k) : Value{};
       }
-#pragma unroll
+#pragma unroll 1
       for (int i = 0; i < kAhead; ++i) {
         RouteStep s = place(next + i * tokens_);
         if (next + i * tokens_ >= end_) break;
-        s.id = s.active ? id(s, values[i]) : kNoExpert;
+        const Value value = values[0];
+#pragma unroll
+        for (int j = 0; j + 1 < kAhead; ++j) values[j] = values[j + 1];
+        s.id = s.active ? id(s, value) : kNoExpert;
         s.owner = expert_owner(s.id, comm_.local_experts);
         const uint32_t same =
             __match_any_sync(0xffffffffu, s.owner >= 0 ? s.owner : -1 - lane_id()) & s.token_lanes;
@@ -86,7 +91,7 @@ class RouteWalk {
               __match_any_sync(0xffffffffu, s.sender >= 0 ? s.sender : -1 - lane_id()) & s.token_lanes;
           s.first_of_sender = s.owner >= 0 && (together & ((1u << lane_id()) - 1)) == 0;
         }
-        use(s, values[i]);
+        use(s, value);
       }
     }
   }
@@ -168,6 +173,7 @@ __device__ inline void push_routes(const Comm& comm, const SendArguments& args, 
         const int32_t row = take_number(histogram, s.id);
         const int32_t packed = s.id < 0 ? -1 : s.id << w.number_bits | row;
         const int64_t entry = (first + s.token) * comm.top_k() + s.k;
+#pragma unroll 1
         for (int32_t i = 0; i < comm.local_ranks; ++i) {
           const int32_t peer = comm.first_rank + (comm.rank + i) % comm.local_ranks;
           if (!s.active) continue;
@@ -299,8 +305,10 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   // 2
   int32_t* const scratch = comm.mine<int32_t>(w.route_counts);
   if (blocks > 1) {
+#pragma unroll 1
     for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
       int32_t sum = 0;
+#pragma unroll 4
       for (int i = 0; i < warps; ++i) sum += histogram[i * bins + bin];
       __stcg(&scratch[int64_t{block} * bins + bin], sum);
     }
@@ -314,10 +322,12 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
     }
     if (!__syncthreads_and(counted)) return;
   }
+#pragma unroll 1
   for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
     int32_t next = 0;
 #pragma unroll 8
     for (int i = 0; i < block; ++i) next += __ldcg(&scratch[int64_t{i} * bins + bin]);
+#pragma unroll 2
     for (int i = 0; i < warps; ++i) {
       const int32_t count = histogram[i * bins + bin];
       histogram[i * bins + bin] = next;
@@ -325,6 +335,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
     }
     if (block != blocks - 1) continue;
     if (bin < counts) {
+#pragma unroll 1
       for (int32_t i = 0; i < comm.local_ranks; ++i)
         comm.at<int32_t>(comm.bases[comm.first_rank + i],
                          w.counts[epoch & 1])[int64_t{comm.rank} * counts + bin] = next;
