@@ -238,6 +238,7 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveS
       cursor.advance(shape.stages, count);
       base += count;
     }
+    __syncwarp();  // all lanes know the list, also one without entries
     if (lane == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
   }
 }
@@ -374,6 +375,7 @@ __device__ void work_on_entries(typename MovePipe<workers>::Unit& unit, const Mo
       if (lane_id() == 0) ptx::barrier_arrive(&unit.ready[cursor.stage]);
       cursor.advance(shape.stages);
     }
+    __syncwarp();
     if (lane_id() == 0) ptx::barrier_arrive(&unit.taken[number % kMoveLists]);
   }
 }
