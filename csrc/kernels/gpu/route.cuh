@@ -57,8 +57,8 @@ class RouteWalk {
       : comm_(comm), top_k_(comm.top_k()), tokens_(32 / comm.top_k()), begin_(begin), end_(end) {}
 
   /// Calls use(step, value) for each step, with value = load(index of the (token, k)) and id(value) its
-  /// expert. Loads of several steps are under way together; what is done with them is not unrolled, since a warp
-  /// has few steps, and instructions that are run once take longer to fetch than to run.
+  /// expert. Loads of several steps are under way together; what is done with them is not unrolled, since a
+  /// warp has few steps, and instructions that are run once take longer to fetch than to run.
   template <class Load, class Id, class Use>
   __device__ void for_each(const Load& load, const Id& id, const Use& use) const {
     constexpr int kAhead = 4;
