@@ -8,8 +8,10 @@ refused while it is built, before it overwrites a weight.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
+from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad
 from moecomm.nn.replicas import (
     Ranks,
@@ -78,8 +81,8 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             _ = replicas[layer.comm].group  # makes the process group now and not within a backward
         average = _ReplicaAverage(ranks_of(group), replicas[layer.comm])
         setattr(parameter, AVERAGED_BY_DDP, average)
-        if parameter.requires_grad:  # a frozen one has no gradient to average, and takes no hook
-            parameter.register_hook(functools.partial(_divide, divisor=layer.comm.size))
+        with _trainable(parameter):
+            parameter.register_hook(_Division(layer.comm.size))
             parameter.register_post_accumulate_grad_hook(average)
     return model
 
@@ -99,11 +102,14 @@ def fully_shard_experts(
     mesh: the ranks that hold the same experts, with one dimension, such as mesh["dp"]; the default is made of
     what the layers tell. group: all ranks that hold the model (default: all ranks, or those of the pipeline
     stage where the layers have a folding), a process group or a DeviceMesh of one dimension. options: of
-    torch.distributed.fsdp.fully_shard. Weights of which a rank has the only copy stay whole on it, as
-    DTensors over one rank where `mp_policy` or `offload_policy` is given, and else as they are. Raises
+    torch.distributed.fsdp.fully_shard; `mp_policy` leaves the experts' inputs as they are, rows in
+    config.dtype and routing weights in float32. Weights of which a rank has the only copy stay whole on it,
+    as DTensors over one rank where `mp_policy` or `offload_policy` is given, and else as they are. Raises
     InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     _refuse_main_grad(model, "fully_shard")
+    if (policy := options.get("mp_policy")) is not None:
+        options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
     replicas = find_replicas(model, model_group(model, group))
     over = None if mesh is None else ranks_of(as_group(mesh, "mesh"))
     for layer in layers_of(model):
@@ -126,7 +132,9 @@ def fully_shard_experts(
         if len(held) > 1:
             sharded.set_gradient_divide_factor(float(len(held) * comm.size))
         else:  # by a factor FSDP divides twice over a single rank, for some dtypes (seen with torch 2.13)
-            sharded.set_all_reduce_hook(functools.partial(_divide_in_place, divisor=comm.size))
+            division = _Division(comm.size)
+            sharded.set_all_reduce_hook(division.in_place)
+            sharded.set_gradient_divide_factor = division.set
         if comm.device.type == "cpu":
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
@@ -143,26 +151,50 @@ def _refuse_main_grad(model: nn.Module, wrapper: str) -> None:
 def _leave_whole(experts: nn.Module, ep_size: int, mesh: DeviceMesh) -> None:
     """Keeps fully_shard of the modules around from experts without replicas, and divides their gradients.
     FSDP over a single rank would do so too, and copy weights and gradients."""
-    fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
-    for parameter in experts.parameters():
-        if hasattr(parameter, DIVIDED):
-            continue  # of two modules
-        setattr(parameter, DIVIDED, True)
-        trains = parameter.requires_grad
-        parameter.requires_grad_(True)  # a frozen one takes no hook, and may be trained later
-        parameter.register_hook(functools.partial(_divide, divisor=ep_size))
-        parameter.requires_grad_(trains)
+    sharded = fully_shard(experts, mesh=mesh, ignored_params=set(experts.parameters()))
+    division = _Division(ep_size)
+    sharded.set_gradient_divide_factor = division.set  # type: ignore[method-assign]
+    division.divide_gradients(experts)
+    experts.register_forward_pre_hook(division.divide_gradients)  # of parameters that have been replaced
 
 
-def _divide(gradient: Tensor | None, divisor: int) -> Tensor | None:
-    """Divides a gradient, as a hook of a parameter; the gradient is None if the layer leaves it for later
-    (`OverlapConfig.defer_weights`)."""
-    return None if gradient is None else gradient / divisor
+@contextmanager
+def _trainable(parameter: nn.Parameter) -> Iterator[None]:
+    """Lets a frozen parameter take hooks, since it may be trained later."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(trains)
 
 
-def _divide_in_place(gradients: Tensor, divisor: int) -> None:
-    """Divides what FSDP has reduced."""
-    gradients.div_(divisor)
+class _Division:
+    """Divides gradients of experts by the ranks over whose tokens they are sums, or by what
+    `set_gradient_divide_factor` says instead."""
+
+    def __init__(self, divisor: float) -> None:
+        self.divisor = divisor
+
+    def set(self, factor: float) -> None:
+        """Takes the place of `FSDPModule.set_gradient_divide_factor`, which would divide a second time."""
+        self.divisor = factor
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        """Divides, as a hook of a parameter; the gradient is None if the layer leaves it for later
+        (`OverlapConfig.defer_weights`)."""
+        return None if gradient is None else gradient / self.divisor
+
+    def in_place(self, gradients: Tensor) -> None:
+        """Divides what FSDP has reduced."""
+        gradients.div_(self.divisor)
+
+    def divide_gradients(self, experts: nn.Module, *_: Any) -> None:
+        """Makes this a hook of those parameters of a module that have none yet."""
+        for parameter in experts.parameters():
+            if hasattr(parameter, DIVIDED):
+                continue
+            setattr(parameter, DIVIDED, True)
+            with _trainable(parameter):
+                parameter.register_hook(self)
 
 
 _SYNCHRONISES = "_moecomm_synchronises"
@@ -170,14 +202,36 @@ _SYNCHRONISES = "_moecomm_synchronises"
 decides that in the forward, which `no_sync()` may be around and not around the backward."""
 
 
-def _note_sync(wrapper: nn.Module, args: Any) -> None:
-    if torch.is_grad_enabled():
+class _BeforeForward:
+    """A hook of a DistributedDataParallel before its forward, for the experts of `layers`."""
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self.layers = layers
+
+    def __call__(self, wrapper: nn.Module, args: Any) -> None:
+        """Notes whether the backward averages, and checks that it will.
+
+        Raises InvalidArgument, on all ranks, for experts whose gradients nobody would average: parameters
+        that have taken the place of others, and those of a copy of the wrapper.
+        """
+        if not torch.is_grad_enabled():
+            return
         setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
+        for layer in self.layers:
+            for name, parameter in layer.experts.named_parameters():
+                average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)
+                known = average is not None and average.belongs_to(wrapper)
+                if parameter.requires_grad and not known:
+                    raise InvalidArgument(
+                        f"the experts' {name} is not the parameter that DistributedDataParallel has wrapped "
+                        "(after load_state_dict(assign=True), or in a copy of the wrapper), and its gradient "
+                        "would not be averaged: wrap moecomm.nn.prepare_ddp(model) anew"
+                    )
 
 
 class _ReplicaAverage:
     """Averages an expert's gradient over its replicas after each backward. Each contribution was divided by
-    the ranks of the EP group before (`_divide`), over whose tokens it is a sum, so that it becomes the mean
+    the ranks of the EP group before (`_Division`), over whose tokens it is a sum, so that it becomes the mean
     over all ranks. Averaging once more what is averaged changes nothing: gradients may accumulate."""
 
     def __init__(self, ranks: Ranks, replicas: Replicas) -> None:
@@ -185,6 +239,9 @@ class _ReplicaAverage:
         """The ranks over which DistributedDataParallel averages."""
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._replicas = replicas
+
+    def belongs_to(self, wrapper: nn.Module) -> bool:
+        return self.wrapper is not None and self.wrapper() is wrapper
 
     def __call__(self, parameter: Tensor) -> None:
         wrapper = None if self.wrapper is None else self.wrapper()
@@ -223,7 +280,8 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
                 f"{average.ranks}: pass prepare_ddp the same group"
             )
         average.wrapper = weakref.ref(wrapper)
-    wrapper.register_forward_pre_hook(_note_sync)
+    spread = [layer for layer in layers_of(model) if layer.comm.size > 1]
+    wrapper.register_forward_pre_hook(_BeforeForward(spread))
     for path, _ in model.named_buffers():
         if path.rpartition(".")[2] == "load_E" and path not in ignored:
             raise InvalidArgument(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,6 +155,7 @@ def clip_grad_norm(
             "over all stages"
         )
     owners, trained = expert_owners(model), _trained(model)
+    _require_dense_ranks(model, [parameter for parameter in trained if parameter not in owners])
     squares: dict[tuple[Group, ...], Tensor] = {}
     for parameter in trained:
         groups = _shard_groups(parameter)
@@ -240,13 +242,35 @@ def _placed_gradient(parameter: DTensor) -> DTensor:
 
 
 def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:
-    over = tuple(sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten()))
+    over = _mesh_ranks(parameter)
     if over != tuple(sorted(ranks)):
         raise InvalidArgument(
             f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so over "
             f"all ranks {ranks} of the group: its gradient is averaged there alone. Call fully_shard(model) "
             "for all of them, after fully_shard_experts(model)"
         )
+
+
+def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> None:
+    """Raises InvalidArgument if fully_shard has sharded a parameter over fewer ranks than those whose tokens
+    its gradient is of: those of a layer's communicator, and those that hold the same experts."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    layers = [layer for layer in layers_of(model) if layer.folding is None]
+    needed: set[int] = set()
+    for layer in layers:
+        needed |= {*ranks_of(layer.comm.group), *getattr(layer.experts, "sharded_over", ())}
+    for parameter in dense:
+        if isinstance(parameter, DTensor) and not needed <= set(over := _mesh_ranks(parameter)):
+            raise InvalidArgument(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so "
+                f"over all ranks that hold the model, {sorted(needed)} among them: its gradient is averaged "
+                "there alone. Call fully_shard(model) for all of them, after fully_shard_experts(model)"
+            )
+
+
+def _mesh_ranks(parameter: DTensor) -> Ranks:
+    return tuple(sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten()))
 
 
 def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -274,6 +274,130 @@ def test_fsdp_with_mixed_precision(
     ep: int, reduce: torch.dtype, pool: Callable[[int], RankPool], tmp_path: Path, seed: int
 ) -> None:
     pool(4)(mixed_precision, ep, reduce, str(tmp_path), seed)
+
+
+def one_step(
+    model: nn.Module, inner: Model, wanted: Model, rank: int, world_size: int, seed: int, share: float = 1.0
+) -> None:
+    """Checks gradients of a backward; `share`: of each loss."""
+    inner.zero_grad(set_to_none=True)
+    wanted.zero_grad(set_to_none=True)
+    (loss_of(model(tokens(rank, 0, seed))) * share).backward()
+    for other in range(world_size):
+        (loss_of(wanted(tokens(other, 0, seed))) / world_size).backward()
+    for parameter in wanted.parameters():
+        parameter.raw_grad = parameter.grad  # type: ignore[attr-defined]
+    assert_same(inner, wanted, "grad")
+
+
+def replaced(rank: int, world_size: int, way: str, ep: int, seed: int) -> None:
+    """Experts that were frozen, or whose parameters are other objects than when the model was wrapped."""
+    torch.manual_seed(seed)
+    model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
+    wanted, _ = one_process(rank, world_size, 0, seed)
+    wrapper, how = way.split()
+    if how == "frozen":
+        model.moe.experts.requires_grad_(False)
+    if wrapper == "ddp":
+        runs: nn.Module = DistributedDataParallel(prepare_ddp(model))
+    else:
+        fully_shard_experts(model)
+        runs = fully_shard(model)
+    with model.moe.comm, wanted.moe.comm:
+        if how == "frozen":
+            runs(tokens(rank, 0, seed)).square().sum().backward()
+            assert all(each.grad is None for each in model.moe.experts.parameters())
+            model.moe.experts.requires_grad_(True)
+            one_step(runs, model, wanted, rank, world_size, seed)
+            return
+        if how == "copied":
+            runs = copy.deepcopy(runs)
+        else:
+            experts = model.moe.experts
+            values = {name: value.detach().clone() for name, value in experts.named_parameters()}
+            experts.load_state_dict(values, strict=False, assign=True)
+        if wrapper == "ddp":
+            found = catch(lambda: runs(tokens(rank, 0, seed)))
+            assert found is not None and found.name == "InvalidArgument", found
+            assert "wrap moecomm.nn.prepare_ddp(model) anew" in found.text
+            with torch.no_grad():
+                runs(tokens(rank, 0, seed))  # nothing is averaged
+        else:
+            one_step(runs, model, wanted, rank, world_size, seed)
+
+
+@pytest.mark.parametrize(
+    ("way", "ep"),
+    [
+        ("ddp frozen", 2),
+        ("ddp frozen", 4),
+        ("ddp copied", 2),
+        ("ddp assigned", 2),
+        ("ddp assigned", 4),
+        ("fsdp frozen", 4),
+        ("fsdp assigned", 4),
+    ],
+)
+def test_experts_that_are_replaced_or_trained_later(
+    way: str, ep: int, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(4)(replaced, way, ep, seed)
+
+
+def divided(rank: int, world_size: int, ep: int, mixed: bool, seed: int) -> None:
+    """A divisor of 1 in all modules, and a loss that has the ranks' share in it, is the mean all the same."""
+    torch.manual_seed(seed)
+    model = Model(MoELayer(CONFIG, group=groups_of(rank, world_size, ep)[0], max_tokens=max(TOKENS)))
+    wanted, _ = one_process(rank, world_size, 0, seed)
+    fully_shard_experts(model, **({"mp_policy": MixedPrecisionPolicy()} if mixed else {}))
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    with model.moe.comm, wanted.moe.comm:
+        one_step(model, model, wanted, rank, world_size, seed, share=1 / world_size)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "policy"])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_divisor_of_the_callers(ep: int, mixed: bool, pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(4)(divided, ep, mixed, seed)
+
+
+def dense_over_some(rank: int, world_size: int, dim: str, seed: int) -> None:
+    model, mesh = build(rank, world_size, 2, seed)
+    fully_shard_experts(model)
+    fully_shard(model, mesh=mesh[dim])
+    with model.moe.comm:
+        loss_of(model(tokens(rank, 0, seed))).backward()
+        found = catch(lambda: clip_grad_norm(model, MAX_NORM))
+        assert found is not None and found.name == "InvalidArgument", found
+        assert "must be so over all ranks that hold the model" in found.text
+
+
+@pytest.mark.parametrize("dim", ["dp", "ep"])
+def test_dense_parameters_over_some_ranks_are_refused(
+    dim: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(4)(dense_over_some, dim, seed)
+
+
+def in_order(rank: int, world_size: int, seed: int) -> None:
+    """A layer in order takes its experts' routing weights through their forward, which FSDP2 would cast."""
+    torch.manual_seed(seed)
+    config = dataclasses.replace(CONFIG, dtype=torch.bfloat16)
+    model = Model(MoELayer(config, max_tokens=max(TOKENS), overlap=OverlapConfig(overlap=False))).float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard_experts(model, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    with model.moe.comm:
+        loss_of(model(tokens(rank, 0, seed).float()).float()).backward()
+        assert all(each.grad is not None and each.grad.dtype == torch.float32 for each in model.parameters())
+
+
+def test_mixed_precision_of_a_layer_in_order(pool: Callable[[int], RankPool], seed: int) -> None:
+    pool(2)(in_order, seed)
 
 
 def accumulate(rank: int, world_size: int, seed: int) -> None:
