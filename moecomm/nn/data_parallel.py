@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from moecomm.errors import InvalidArgument
 from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
@@ -238,20 +239,71 @@ class _ReplicaAverage:
         self.ranks = ranks
         """The ranks over which DistributedDataParallel averages."""
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self._replicas = replicas
+        self.replicas = replicas
 
     def belongs_to(self, wrapper: nn.Module) -> bool:
         return self.wrapper is not None and self.wrapper() is wrapper
 
     def __call__(self, parameter: Tensor) -> None:
+        """Averages a gradient, as a hook of its parameter; not where `_AverageAtEnd` does."""
         wrapper = None if self.wrapper is None else self.wrapper()
-        count = len(self._replicas.ranks)
-        synchronises = wrapper is None or getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
-        if count == 1 or parameter.grad is None or not synchronises:
+        if len(self.replicas.ranks) == 1 or parameter.grad is None:
             return
-        with torch.no_grad():
-            dist.all_reduce(parameter.grad, group=self._replicas.group)
-            parameter.grad.div_(count)
+        if wrapper is None or (_synchronises(wrapper) and not wrapper.find_unused_parameters):
+            self.average(parameter)
+
+    @torch.no_grad()
+    def average(self, parameter: Tensor) -> None:
+        """Averages a gradient, which is zero where the backward has not come to the parameter."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=self.replicas.group)
+        parameter.grad.div_(len(self.replicas.ranks))
+
+
+def _synchronises(wrapper: DistributedDataParallel) -> bool:
+    return bool(getattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync))
+
+
+class _AverageAtEnd:
+    """Averages the experts' gradients of a DistributedDataParallel with find_unused_parameters when a
+    backward has ended, in the same order on all ranks: replicas may leave out different layers. A hook of its
+    forward."""
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self.layers = layers
+        self._queued = False
+
+    def __call__(self, wrapper: DistributedDataParallel, args: Any, output: Any) -> None:
+        """Has the backward of a forward's outputs call `average` at its end."""
+        self._queued = False
+        if not (wrapper.find_unused_parameters and torch.is_grad_enabled() and _synchronises(wrapper)):
+            return
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._queue)
+
+    def _queue(self, gradient: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.average)
+
+    def average(self) -> None:
+        """Averages each gradient that some replica has; what none has stays None."""
+        self._queued = False
+        spread: dict[Replicas, list[nn.Parameter]] = {}
+        for layer in self.layers:
+            for parameter in layer.experts.parameters():
+                replicas = getattr(parameter, AVERAGED_BY_DDP).replicas
+                if parameter.requires_grad and len(replicas.ranks) > 1:
+                    spread.setdefault(replicas, []).append(parameter)
+        for replicas, parameters in spread.items():
+            has = [parameter.grad is not None for parameter in parameters]
+            found = torch.tensor(has, dtype=torch.int32, device=parameters[0].device)
+            dist.all_reduce(found, group=replicas.group)
+            for parameter, replicas_with in zip(parameters, found.tolist(), strict=True):
+                if replicas_with > 0:
+                    getattr(parameter, AVERAGED_BY_DDP).average(parameter)
 
 
 def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
@@ -282,6 +334,7 @@ def _check_wrapped(wrapper: nn.Module, name: str, model: nn.Module | None) -> No
         average.wrapper = weakref.ref(wrapper)
     spread = [layer for layer in layers_of(model) if layer.comm.size > 1]
     wrapper.register_forward_pre_hook(_BeforeForward(spread))
+    wrapper.register_forward_hook(_AverageAtEnd(spread))
     for path, _ in model.named_buffers():
         if path.rpartition(".")[2] == "load_E" and path not in ignored:
             raise InvalidArgument(

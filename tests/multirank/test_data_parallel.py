@@ -4,6 +4,7 @@ sees all ranks' tokens; and what of them is refused.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -342,6 +343,60 @@ def test_experts_that_are_replaced_or_trained_later(
     way: str, ep: int, pool: Callable[[int], RankPool], seed: int
 ) -> None:
     pool(4)(replaced, way, ep, seed)
+
+
+class Branches(nn.Module):
+    """Layers of which each replica may leave some out."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MoELayer(CONFIG, group=group, max_tokens=8) for _ in range(3))
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = x + layer(x)
+        return x
+
+
+SKIPPED = {
+    "different layers": [(0,), (1,)],
+    "one replica's": [(0, 1), ()],
+    "the same": [(1,), (1,)],
+    "none": [(), ()],
+}
+"""Layers that the first and the second replica of the experts leave out."""
+
+
+def branches(rank: int, world_size: int, which: str, seed: int) -> None:
+    """Gradients under DistributedDataParallel are those of sync_gradients, over two backwards, the first
+    without synchronisation."""
+    torch.manual_seed(seed)
+    group = groups_of(rank, world_size, 2)[0]
+    model = Branches(group)
+    plain = copy.deepcopy(model)
+    ddp = DistributedDataParallel(prepare_ddp(model), find_unused_parameters=True)
+    skipped = SKIPPED[which][rank // 2]
+    for step in range(3):
+        x = tokens(rank, step, seed)
+        with ddp.no_sync() if step == 0 else contextlib.nullcontext():
+            loss_of(ddp(x, skipped)).backward()
+        loss_of(plain(x, skipped)).backward()
+    sync_gradients(plain)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if ".experts." in name and ours.grad is None:
+            assert theirs.grad is None or not bool(theirs.grad.any()), name
+        elif ".experts." in name:
+            assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=name)
+    for layer in (*model.layers, *plain.layers):
+        layer.comm.close()
+
+
+@pytest.mark.parametrize("which", SKIPPED)
+def test_ddp_of_replicas_that_leave_out_layers(
+    which: str, pool: Callable[[int], RankPool], seed: int
+) -> None:
+    pool(4)(branches, which, seed)
 
 
 def divided(rank: int, world_size: int, ep: int, mixed: bool, seed: int) -> None:
