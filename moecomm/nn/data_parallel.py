@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from moecomm.errors import InvalidArgument
-from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED
+from moecomm.nn.gradients import AVERAGED_BY_DDP, DIVIDED, refuse_shared_with_experts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad
 from moecomm.nn.replicas import (
@@ -67,6 +67,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
             "hold it. Use sync_gradients without DistributedDataParallel"
         )
     _refuse_main_grad(model, "DistributedDataParallel")
+    refuse_shared_with_experts(model)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
     # An expert's weights that two modules share have a name in each.
@@ -109,6 +110,7 @@ def fully_shard_experts(
     InvalidArgument, on all ranks, for a mesh of other ranks.
     """
     _refuse_main_grad(model, "fully_shard")
+    refuse_shared_with_experts(model)
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
     replicas = find_replicas(model, model_group(model, group))

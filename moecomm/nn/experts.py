@@ -28,6 +28,11 @@ from moecomm.nn.products import make_products
 
 Run = Callable[[Tensor], Tensor]
 
+_WEIGHTS = ("w_in", "w_out", "b_in", "b_out")
+_IN_MAIN_GRAD = frozenset((*_WEIGHTS, *(f"parametrizations.{name}.original" for name in _WEIGHTS)))
+"""The parameters that may collect main_grad. The original of a weight that torch parametrizes is the
+parameter that the weight was."""
+
 
 class GroupedExperts(nn.Module):
     """This rank's experts (L of E), applied to expert-major rows in two grouped products.
@@ -199,14 +204,15 @@ class GroupedExperts(nn.Module):
         )
 
     def mark_parameters(self) -> None:
-        """Marks the parameters as those of experts, and has those that are trained collect `main_grad` if
-        the config says so."""
-        for parameter in self.parameters():
+        """Marks the parameters as those of experts, and has the weights that are trained collect `main_grad`
+        if the config says so. Parameters that a parametrization or a subclass has added have a `grad`."""
+        for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):  # FSDP's, which are not marked
                 continue
             mark_expert_parameter(parameter)
             trained = parameter.requires_grad and parameter.is_leaf  # else it is computed from parameters
-            if self.config.main_grad and trained and not has_main_grad(parameter):
+            collects = self.config.main_grad and trained and name in _IN_MAIN_GRAD
+            if collects and not has_main_grad(parameter):
                 keep_main_grad(parameter)
 
     def _apply(self, *args: Any, **options: Any) -> GroupedExperts:

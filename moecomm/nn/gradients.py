@@ -61,11 +61,11 @@ def sync_gradients(
 
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
-    expert_group, parameters that fully_shard has sharded over some of `group`, a model under
-    DistributedDataParallel, which has synchronised its gradients in the backward, or gradients that are put
-    off (`backward_weights`). Parameters that tensor
-    parallelism has split are not for this function where they are plain tensors: marked, as Megatron-Core
-    does (`tensor_model_parallel`), they are refused too.
+    expert_group, parameters that fully_shard has sharded over some of `group`, a parameter of a layer's
+    experts that another part of the model has too, a model under DistributedDataParallel, which has
+    synchronised its gradients in the backward, or gradients that are put off (`backward_weights`). Parameters
+    that tensor parallelism has split are not for this function where they are plain tensors: marked, as
+    Megatron-Core does (`tensor_model_parallel`), they are refused too.
 
     Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
     (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
@@ -73,6 +73,7 @@ def sync_gradients(
     parameters: they are summed over folding.group("dp-cp") and divided by the size of `group`.
     """
     _require_computed(model)
+    refuse_shared_with_experts(model)
     if not dist.is_initialized():
         return
     group, expert_group = model_group(model, group, folding), as_group(expert_group, "expert_group")
@@ -144,9 +145,11 @@ def clip_grad_norm(
     pp_group: with pipeline stages, the ranks that hold those of one pipeline, over which the norm is summed
     then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
     several raise InvalidArgument, as every stage would scale its gradients by another factor. So do gradients
-    that are put off (`backward_weights`).
+    that are put off (`backward_weights`), and a parameter of a layer's experts that another part of the model
+    has too.
     """
     _require_computed(model)
+    refuse_shared_with_experts(model)
     ep_group, pp_group = as_group(ep_group, "ep_group"), as_group(pp_group, "pp_group")
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
     if staged and pp_group is None:
@@ -193,6 +196,40 @@ def _require_computed(model: nn.Module) -> None:
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
+
+
+def refuse_shared_with_experts(model: nn.Module) -> None:
+    """Raises InvalidArgument for a parameter of experts that are spread over ranks which the model has in
+    another place, outside of them: a part of its gradient would have to be averaged over all ranks, the other
+    one over those that hold the same experts. Experts that have a second name as a whole are none."""
+    inside: dict[nn.Parameter, str] = {}
+    outside: dict[nn.Parameter, str] = {}
+    spread = {layer.experts for layer in layers_of(model) if layer.comm.size > 1}
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, path: str) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if module in spread:
+            for name, parameter in module.named_parameters(path):
+                inside.setdefault(parameter, name)
+            return
+        for name, own in module._parameters.items():
+            if own is not None:
+                outside.setdefault(own, f"{path}.{name}".lstrip("."))
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{path}.{name}".lstrip("."))
+
+    if spread:
+        walk(model, "")
+    for parameter, name in inside.items():
+        if parameter in outside:
+            raise InvalidArgument(
+                f"{name} is the same parameter as {outside[parameter]}: one of experts, which other ranks do "
+                "not have, must be in no other part of the model. Give each a parameter of its own"
+            )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

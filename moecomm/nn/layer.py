@@ -26,11 +26,12 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
-from moecomm.nn.own_experts import adopt_experts, combine_own_experts
-from moecomm.nn.parameters import main_grad_of
+from moecomm.nn.own_experts import adopt_experts, combine_own_experts, keep_record, refuse_mixed_shards
+from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
 from moecomm.nn.token_dropping import rows_at_worst, tokens_per_expert_limit
+from moecomm.nn.watched import OF_WEIGHTS, watcher
 from moecomm.overlap import Timeline, sms_beside_wgrad
 from moecomm.parallel import ParallelFolding
 from moecomm.setup.memory_plan import NATIVE_DTYPES
@@ -113,7 +114,10 @@ class MoELayer(nn.Module):
     gradients of tokens beside those of the experts' weights. The routing weights multiply the experts'
     inner rows, so that what comes out of the second product is not kept. `overlap` says whether
     they do so, and what a forward keeps of the experts' rows; None is OverlapConfig(). In a graph of
-    torch.compile the same is done in order, as with OverlapConfig(overlap=False).
+    torch.compile the same is done in order, as with OverlapConfig(overlap=False), and so it is where
+    `experts` or `shared` has hooks or another `forward`, which so see that module's own rows; OverlapConfig's
+    other fields, a pool and rows="rank" would have no effect then and raise InvalidArgument on all ranks.
+    Hooks of FSDP2 and of torch.nn.utils (weight_norm) change nothing.
 
     With config.expert_precision="fp8" the experts' products are in e4m3 (docs/fp8.md), whichever way they
     run; quantised weights are kept from call to call until the weights change (Fp8Products).
@@ -132,10 +136,12 @@ class MoELayer(nn.Module):
     All parameters of such a module are marked as expert parameters: they are this rank's alone, and no other
     part of the model may use them. Its state may hold no buffers. `sharded_state` takes dimension 0 of its
     parameters for the experts; where it is something else, a checkpoint loads at the same number of ranks
-    only. Autograd does the backward, and the dispatch is hidden under the shared experts, whose ffn_hidden
-    and activation the config has. Without effect then, and so refused, are expert_precision, a pool, and of
-    `overlap` keep_shared=False, beside_sms, defer_weights, record and another keep than "all" (instead, use
-    torch.utils.checkpoint within the module).
+    only. Its state_dict's metadata say which experts it has, and load_state_dict raises InvalidArgument for a
+    state of others (a warning, where a state does not say). `fully_shard_experts` alone may shard it: after
+    fully_shard a forward raises InvalidArgument on all ranks. Autograd does the backward, and the dispatch is
+    hidden under the shared experts, whose ffn_hidden and activation the config has. Without effect then, and
+    so refused, are expert_precision, a pool, and of `overlap` keep_shared=False, beside_sms, defer_weights,
+    record and another keep than "all" (instead, use torch.utils.checkpoint within the module).
 
     Attributes:
         config: the layer's MoEConfig, with its node limit made groups (`MoEConfig.for_nodes`).
@@ -207,10 +213,12 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, device=comm.device, sequence=self._sequence)
         self._own_experts = experts is not None
         self.experts: Any = experts
-        if experts is None:
-            first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
-            if folding is not None:
-                first_expert, part = folded.held_by(config, folding)
+        first_expert, part = comm.rank * comm.num_local_experts, ExpertPart()
+        if folding is not None:
+            first_expert, part = folded.held_by(config, folding)
+        if experts is not None:
+            keep_record(experts, (first_expert, comm.num_local_experts, config.num_experts))
+        else:
             self.experts = GroupedExperts(
                 config,
                 num_local_experts=comm.num_local_experts,
@@ -287,8 +295,10 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor, seq_len: int | None) -> Tensor:
         in_order = not self.overlap.overlap or self._own_experts or torch.compiler.is_compiling()
+        watched = None if in_order else self._watched()
+        in_order = in_order or watched is not None
         try:
-            routed = self._route(x, seq_len, in_order)
+            routed = self._route(x, seq_len, in_order, watched)
         except Exception as error:
             compiling = torch.compiler.is_compiling() and not isinstance(error, InvalidArgument)
             if compiling or known_to_all(error):
@@ -300,12 +310,24 @@ class MoELayer(nn.Module):
 
     _forward_outside_graph = _disable_dynamo(_forward)
 
-    def _route(self, x: Tensor, seq_len: int | None, in_order: bool) -> Routed:
+    def _watched(self) -> str | None:
+        """Returns what is to see the experts' or the shared experts' own rows, for which they run in order;
+        None: nothing is."""
+        for name, module, kind in (
+            ("experts", self.experts, GroupedExperts),
+            ("shared", self.shared, SharedExperts),
+        ):
+            found = None if module is None else watcher(module, kind, OF_WEIGHTS)
+            if found is not None:
+                return f"{name} has {found}"
+        return None
+
+    def _route(self, x: Tensor, seq_len: int | None, in_order: bool, watched: str | None = None) -> Routed:
         """Chooses the experts of each token. Raises InvalidArgument, on this rank alone."""
         x_TH = x
         exchanges = 0 if self._sequence is None else self._sequence.exchanges
         try:
-            self._check_settings(in_order)
+            self._check_settings(in_order, watched)
             require_tensor("x", x, self.comm.device)
             if x.dtype not in NATIVE_DTYPES:
                 raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
@@ -473,6 +495,21 @@ class MoELayer(nn.Module):
                     "differentiates"
                 )
 
+    def _refuse_watched(self, watched: str) -> None:
+        """Raises InvalidArgument for settings that have no effect in order, where hooks have the layer do so,
+        on some ranks perhaps."""
+        settings = {
+            f"OverlapConfig.{name}": (getattr(self.overlap, name), IN_ORDER[name]) for name in IN_ORDER
+        }
+        settings["MoEConfig.rows"] = (self.config.rows or "expert", "expert")
+        settings["pool"] = (self.pool if self.capacity is not None else None, None)
+        for name, (value, only) in settings.items():
+            if value != only:
+                raise InvalidArgument(
+                    f"{watched}, which is to see its own rows: the layer runs in order then, and {name} is "
+                    f"{value!r}, must be {only!r}"
+                )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
         the communicator and the pool."""
@@ -487,10 +524,14 @@ class MoELayer(nn.Module):
             adopt_experts(twin.experts, twin.config)  # copies of parameters have lost their marks
         return twin
 
-    def _check_settings(self, in_order: bool) -> None:
+    def _check_settings(self, in_order: bool, watched: str | None = None) -> None:
         """Raises InvalidArgument for settings or weights with which no forward can run."""
+        if watched is not None:
+            self._refuse_watched(watched)
         if self._own_experts:
             self._refuse_without_effect()
+            if self.comm.size > 1:
+                refuse_mixed_shards(self.experts)
         elif in_order and self.pool is not None and self.capacity is not None:
             raise InvalidArgument(
                 "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
@@ -499,7 +540,7 @@ class MoELayer(nn.Module):
         if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.experts.mark_parameters()  # some may have been frozen before
             for parameter in self.experts.parameters():
-                if parameter.requires_grad and parameter.is_leaf:
+                if parameter.requires_grad and has_main_grad(parameter):
                     main_grad_of(parameter)  # one that cannot be used is refused here, on all ranks
         for name, module in (
             ("experts", None if self._own_experts else self.experts),

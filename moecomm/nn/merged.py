@@ -25,8 +25,10 @@ from moecomm.nn.expert_pass import (
     backward,
     without_autocast,
 )
+from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import add_gradient, grad_in_place, has_hooks
+from moecomm.nn.watched import OF_SHARDS, watcher
 from moecomm.overlap.beside import Turns
 from moecomm.overlap.blocks import CutBlock, Operations, Turned, Values
 
@@ -53,9 +55,10 @@ class MoEBlock(nn.Module, CutBlock):
         recompute: True keeps only x of `before` and the router, and computes them again in the backward
             (torch.utils.checkpoint). What is kept of the experts' rows is `layer.overlap.keep`.
 
-    Merged, neither hooks of the layer and its `experts` and `shared` run, nor hooks of their parameters:
-    parameters that have any (DistributedDataParallel with prepare_ddp), or are sharded by fully_shard, and
-    layers with overlap=False or experts of one's own, raise InvalidArgument on all ranks. Average gradients
+    Merged, neither hooks of the layer and its `experts` and `shared` run, nor hooks of their parameters. Any
+    that are not FSDP2's (its weights are gathered before) raise InvalidArgument on all ranks, and so do
+    another `forward` of these modules, parameters with hooks (DistributedDataParallel with prepare_ddp), ones
+    that are sharded by fully_shard, and layers with overlap=False or experts of one's own. Average gradients
     after the step (`sync_gradients`).
 
     Attributes:
@@ -175,6 +178,17 @@ class MoEBlock(nn.Module, CutBlock):
                 f"layer has {what}, which autograd differentiates: give callables for its nodes "
                 "(moecomm.overlap.Block), or set layer.overlap = OverlapConfig()"
             )
+        for where, module, kind in (
+            ("layer", layer, MoELayer),
+            ("layer.experts", layer.experts, GroupedExperts),
+            ("layer.shared", layer.shared, SharedExperts),
+        ):
+            found = None if module is None else watcher(module, kind, OF_SHARDS)
+            if found is not None:
+                raise InvalidArgument(
+                    f"{where} has {found}, which does not run in merged microbatches: leave it out, or give "
+                    "callables for the nodes (moecomm.overlap.Block)"
+                )
         weights = layer._weights()
         for name, parameter in zip(weights._fields, weights, strict=True):
             if parameter is None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.parameters import mark_expert_parameter
+from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
 from moecomm.types import DispatchOutput
+
+_HELD = "moecomm_experts"
+"""The record of experts: its name in the metadata of a state_dict, and as an attribute of a module."""
+_PLACED = "moecomm_placed"
+"""The attribute of a parameter of FSDP that is known to be sharded as it may be."""
 
 
 def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
@@ -34,7 +44,124 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
             "on all ranks: register it with persistent=False, or make it a parameter"
         )
     for parameter in parameters.values():
-        mark_expert_parameter(parameter)
+        if not isinstance(parameter, DTensor):  # of which `refuse_mixed_shards` has to see the mesh
+            mark_expert_parameter(parameter)
+
+
+class _Held:
+    """The record of which experts a module holds: first expert, L, E. It is written into the metadata of
+    its state_dict, which torch.save keeps, and compared when a state is loaded."""
+
+    def __init__(self, held: Sequence[int]) -> None:
+        self.held = list(held)
+
+    def __str__(self) -> str:
+        return self._says(self.held)
+
+    @staticmethod
+    def _says(held: Sequence[int]) -> str:
+        first, count, of = held
+        return f"experts {first}..{first + count - 1} of {of}"
+
+    def __call__(
+        self, experts: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    ) -> None:
+        """Writes the record, as a hook of state_dict."""
+        metadata[_HELD] = list(self.held)
+
+    def compare(
+        self,
+        experts: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        """Compares the record with that of a state, as a hook of load_state_dict before a weight changes.
+        Raises InvalidArgument for a state of other experts."""
+        found = metadata.get(_HELD)
+        if found is not None and list(found) != self.held:
+            raise InvalidArgument(
+                f"the state holds {self._says(found)}, this module {self}: each rank's state_dict is of its "
+                "own experts. Save and load with torch.distributed.checkpoint and "
+                "moecomm.nn.sharded_state, which has all of them"
+            )
+        names = dict(experts.named_parameters(remove_duplicate=False))
+        has_some = any(f"{prefix}{name}" in state for name in names)
+        if found is None and has_some and self.held[1] < self.held[2]:
+            warnings.warn(
+                f"the state has no record in its metadata of which experts {prefix.rstrip('.') or 'it'} "
+                "holds, as those of earlier versions, and dicts made anew of a state_dict: it is taken to "
+                f"hold {self}",
+                stacklevel=2,
+            )
+
+
+def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
+    """Makes states of the module say which experts they hold, (first expert, L, E), and has it refuse a state
+    of others."""
+    record = getattr(experts, _HELD, None)
+    if isinstance(record, _Held):  # of another layer
+        record.held = list(held)
+        return
+    record = _Held(held)
+    setattr(experts, _HELD, record)
+    experts.register_state_dict_post_hook(record)
+    experts.register_load_state_dict_pre_hook(record.compare)
+
+
+def refuse_mixed_shards(experts: nn.Module) -> None:
+    """Raises InvalidArgument if fully_shard has sharded a parameter over ranks with other experts, or in
+    another way than `fully_shard_experts`, which sets `sharded_over`. Parameters that are new in the module
+    are marked as experts'. What was seen before costs a look at its attributes."""
+    new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
+    if new:
+        _place(experts, new)
+
+
+@_disable_dynamo
+def _place(experts: nn.Module, new: Sequence[nn.Parameter]) -> None:
+    allowed: frozenset[int] = getattr(experts, "sharded_over", frozenset())
+    sharded: set[int] = set()
+    for name, parameter, shard in _shards(experts):
+        ranks = {int(rank) for rank in shard.device_mesh.mesh.flatten()}
+        if ranks != allowed:
+            raise InvalidArgument(
+                f"{name} of the experts is sharded over ranks {sorted(ranks)} by fully_shard: this rank "
+                f"holds {getattr(experts, _HELD)}, and others hold others. Call "
+                "moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
+            )
+        sharded.add(id(parameter))
+    for parameter in new:
+        if id(parameter) in sharded:
+            setattr(parameter, _PLACED, True)
+        else:
+            mark_expert_parameter(parameter)
+
+
+def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:
+    """Yields name, parameter and shard of what is sharded. In the forward of a module around the experts FSDP
+    has put whole parameters in the place of shards, which only its own records know then."""
+    for name, parameter in experts.named_parameters():
+        if isinstance(parameter, DTensor):
+            yield name, parameter, parameter
+    paths = {module: f"{path}." if path else "" for path, module in experts.named_modules()}
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    for each in [each for state in states for group in _groups(state) for each in group.fsdp_params]:
+        info = each._module_info
+        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for module, name in zip(modules, names, strict=True):
+            if module in paths:
+                yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
+
+
+def _groups(state: Any) -> list[Any]:
+    """Returns the groups of parameters of a state of FSDP; earlier versions of torch have one at most."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    only = getattr(state, "_fsdp_param_group", None)
+    return [] if only is None else [only]
 
 
 def _call(comm: Communicator, experts: nn.Module, rows_PH: Tensor, offsets_L: Tensor) -> Any:

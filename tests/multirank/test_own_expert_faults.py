@@ -1,0 +1,515 @@
+"""What goes wrong around experts of one's own, parameters that are added to a layer's experts, and hooks: it
+is right, or refused, and never silent.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+
+from moecomm.nn import (
+    ActivationPool,
+    GroupedExperts,
+    MoEBlock,
+    MoEConfig,
+    MoELayer,
+    OverlapConfig,
+    clip_grad_norm,
+    fully_shard_experts,
+    is_expert_parameter,
+    sharded_state,
+    sync_gradients,
+)
+from moecomm.overlap import run_microbatches
+from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.moe_cases import SIZES, groups_of
+
+CONFIG = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64)
+EXPERTS, HIDDEN = CONFIG.num_experts, CONFIG.hidden
+TOKENS = [5, 0, 7, 4]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+class Own(nn.Module):
+    """A matrix for each expert, in a parameter of a submodule, behind a norm if there is one."""
+
+    def __init__(self, first: int, count: int, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        weight_EHH = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) * 0.3
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(weight_EHH[first : first + count].clone())
+        self.norm = norm
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        rows_PH = rows_PH if self.norm is None else self.norm(rows_PH)
+        parts, begin = [], 0
+        for local, end in enumerate(offsets_L.tolist()):
+            parts.append(torch.tanh(rows_PH[begin:end] @ self.inner.weight[local]))
+            begin = end
+        return torch.cat([*parts, rows_PH[begin:]])
+
+
+class Model(nn.Module):
+    def __init__(self, moe: MoELayer, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN, dtype=moe.config.dtype)
+        self.norm = norm
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.moe(h if self.norm is None else self.norm(h))
+
+
+def tokens(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(TOKENS[rank], HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y.square() + y).sum()
+
+
+def own_model(rank: int, world: int, ep: int, norm: nn.Module | None = None) -> Model:
+    torch.manual_seed(0)
+    count = EXPERTS // ep
+    experts = Own(rank % ep * count, count, norm)
+    group = groups_of(rank, world, ep)[0]
+    return Model(MoELayer(CONFIG, group=group, max_tokens=max(TOKENS), experts=experts), norm)
+
+
+def model_of(rank: int, world: int, config: MoEConfig = CONFIG, **layer: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(MoELayer(config, group=groups_of(rank, world, world)[0], max_tokens=max(TOKENS), **layer))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+    return found
+
+
+# -- fully_shard around experts of one's own ---------------------------------------------------------------
+
+
+def shard_wrongly(rank: int, world: int, ep: int, how: str) -> Caught | None:
+    model = own_model(rank, world, ep)
+    if how == "before the layer":
+        experts = Own(rank % ep * EXPERTS // ep, EXPERTS // ep)
+        fully_shard(experts)
+        model.moe = MoELayer(CONFIG, model.moe.comm, experts=experts)
+    elif how == "over all ranks":
+        fully_shard(model)
+    elif how == "the layer":
+        fully_shard(model.moe)
+    elif how == "the experts":
+        fully_shard(model.moe.experts)
+    elif how == "in the wrong order":
+        fully_shard(model)
+        fully_shard_experts(model)  # at EP = world it has nothing to shard
+    with model.moe.comm:
+        return catch(lambda: model(tokens(rank)))
+
+
+@pytest.mark.parametrize(
+    ("ep", "how"),
+    [
+        (2, "over all ranks"),
+        (4, "over all ranks"),
+        (2, "the layer"),
+        (2, "the experts"),
+        (2, "before the layer"),
+        (4, "in the wrong order"),
+    ],
+)
+def test_fully_shard_of_own_experts_is_refused(pool: Pools, ep: int, how: str) -> None:
+    for rank, found in enumerate(pool(4)(shard_wrongly, ep, how)):
+        assert found is not None and found.name == "InvalidArgument", found
+        first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
+        assert "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard" in found.text
+        assert f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}" in found.text
+        assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
+
+
+def shard_rightly(rank: int, world: int, ep: int, options: dict[str, Any]) -> None:
+    plain, model = own_model(rank, world, ep), own_model(rank, world, ep)
+    fully_shard_experts(model, **options)
+    fully_shard(model, **options)
+    with plain.moe.comm, model.moe.comm:
+        for _ in range(2):
+            loss_of(model(tokens(rank))).backward()
+            loss_of(plain(tokens(rank))).backward()
+        sync_gradients(plain)
+        found = gradients(model)
+        for name, want in gradients(plain).items():
+            assert_close(found[name], want, rtol=1e-9, atol=1e-9, msg=name)
+        assert_close(clip_grad_norm(model, 1.0), clip_grad_norm(plain, 1.0))
+        assert sharded_state(model)["model"].keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_own_experts_that_are_sharded_rightly(pool: Pools, ep: int, options: dict[str, Any]) -> None:
+    pool(4)(shard_rightly, ep, options)
+
+
+def new_parameters(rank: int, world: int) -> None:
+    """Parameters that take the place of others are marked by the next forward."""
+    model = own_model(rank, world, world)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with model.moe.comm:
+        want = model(tokens(rank))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.load_state_dict(state, assign=True)
+        assert torch.equal(model(tokens(rank)), want)
+        assert is_expert_parameter(model.moe.experts.inner.weight)
+
+
+def test_own_parameters_that_are_replaced(pool: Pools) -> None:
+    pool(2)(new_parameters)
+
+
+# -- states of experts of one's own ------------------------------------------------------------------------
+
+
+def load_states(rank: int, world: int) -> None:
+    model = own_model(rank, world, world)
+    experts = model.moe.experts
+    weight = experts.inner.weight
+    names = set(model.state_dict())
+    assert names == {name for name, _ in model.named_parameters()} | {
+        name for name, _ in model.named_buffers()
+    }
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, file.getvalue())
+    mine, other = (torch.load(io.BytesIO(each)) for each in (told[rank], told[1 - rank]))
+    before = weight.detach().clone()
+    copied = copy.deepcopy(model)
+    for module in (model, copied, pickle.loads(pickle.dumps(experts))):
+        part = module is not model and module is not copied
+        prefix = "moe.experts."
+        wrong, right = other, mine
+        if part:
+            wrong, right = (
+                type(each)((n.removeprefix(prefix), t) for n, t in each.items() if n.startswith(prefix))
+                for each in (other, mine)
+            )
+            for each, whole in ((wrong, other), (right, mine)):
+                each._metadata = {"": whole._metadata["moe.experts"]}
+        found = catch(lambda m=module, s=wrong: m.load_state_dict(s))  # type: ignore[misc]
+        assert found is not None and found.name == "InvalidArgument", found
+        half = EXPERTS // 2
+        held = [f"experts {r * half}..{r * half + half - 1} of {EXPERTS}" for r in (1 - rank, rank)]
+        assert found.text.startswith(f"the state holds {held[0]}, this module {held[1]}"), found.text
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert str(module.load_state_dict(right)) == "<All keys matched successfully>"
+    assert torch.equal(weight, before)
+
+    # A state of an earlier version has no record, and loads.
+    old = dict(mine)
+    with pytest.warns(UserWarning, match=r"no record in its metadata of which experts moe\.experts holds"):
+        assert str(model.load_state_dict(old)) == "<All keys matched successfully>"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # there is nothing of the experts in it
+        model.load_state_dict({"first.bias": mine["first.bias"]}, strict=False)
+
+    # In another layer a module holds what that layer says.
+    single = MoELayer(CONFIG, group=groups_of(rank, world, 1)[0], max_tokens=8, experts=Own(0, EXPERTS))
+    all_of = single.experts.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        single.experts.load_state_dict(dict(all_of))  # every rank has all of them
+    again = MoELayer(CONFIG, model.moe.comm, experts=model.moe.experts)
+    assert again.state_dict()._metadata["experts"] == model.state_dict()._metadata["moe.experts"]  # type: ignore[attr-defined]
+    model.moe.comm.close()
+    single.comm.close()
+
+
+def test_a_state_of_another_ranks_own_experts_is_refused(pool: Pools) -> None:
+    pool(2)(load_states)
+
+
+# -- main_grad beside parameters that were added -----------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.a = nn.Parameter(torch.randn(shape[0], shape[1], 2, generator=generator) * 0.1)
+        self.b = nn.Parameter(torch.randn(shape[0], 2, shape[2], generator=generator) * 0.1)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def adapted(rank: int, world: int, main_grad: bool, frozen: bool, overlap: OverlapConfig) -> Model:
+    config = MoEConfig(**SIZES, main_grad=main_grad)
+    model = model_of(rank, world, config, overlap=overlap)
+    for name in ("w_in", "w_out"):
+        weight = getattr(model.moe.experts, name)
+        weight.requires_grad_(not frozen)
+        parametrize.register_parametrization(model.moe.experts, name, Adapter(weight.shape))
+    return model
+
+
+def adapters(rank: int, world: int, frozen: bool, overlap: OverlapConfig) -> None:
+    models = [adapted(rank, world, main, frozen, overlap) for main in (False, True)]
+    for model in models:
+        with model.moe.comm:
+            loss_of(model(tokens(rank, torch.float32))).backward()
+            sync_gradients(model)
+            norm = clip_grad_norm(model, 1e9)
+        if model is models[0]:
+            want_norm = norm
+    assert_close(norm, want_norm)
+    for (name, want), got in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if not got.requires_grad:
+            assert got.grad is None and not hasattr(got, "main_grad"), name
+            continue
+        in_main = name.endswith("original")
+        assert in_main == hasattr(got, "main_grad") and in_main == (got.grad is None), name
+        assert_close(got.main_grad if in_main else got.grad, want.grad, msg=name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [OverlapConfig(), OverlapConfig(overlap=False)], ids=["over", "order"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_adapters_have_a_grad_beside_main_grad(pool: Pools, frozen: bool, overlap: OverlapConfig) -> None:
+    pool(2)(adapters, frozen, overlap)
+
+
+# -- parameters of experts that are in another place too ---------------------------------------------------
+
+
+def shared_parameter(rank: int, world: int, ep: int) -> list[Caught | None]:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(HIDDEN, dtype=torch.float64)
+    model = own_model(rank, world, ep, norm)
+    with model.moe.comm:
+        loss_of(model(tokens(rank))).backward()
+        return [catch(lambda: sync_gradients(model)), catch(lambda: clip_grad_norm(model, 1.0))]
+
+
+def test_a_parameter_of_experts_and_of_another_module_is_refused(pool: Pools) -> None:
+    for both in pool(2)(shared_parameter, 2):
+        for found in both:
+            assert found is not None and found.name == "InvalidArgument", found
+            text = "moe.experts.norm.weight is the same parameter as norm.weight"
+            assert found.text.startswith(text), found
+    assert pool(2)(shared_parameter, 1) == [[None, None]] * 2  # all experts are on every rank
+
+
+def second_name(rank: int, world: int) -> None:
+    model = own_model(rank, world, world)
+    model.also = nn.ModuleList([model.moe.experts])
+    with model.moe.comm:
+        loss_of(model(tokens(rank))).backward()
+        sync_gradients(model)
+
+
+def test_experts_may_have_a_second_name(pool: Pools) -> None:
+    pool(2)(second_name)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------
+
+
+def seen_by_hooks(rank: int, world: int, what: str, options: dict[str, Any], only: bool) -> None:
+    """What hooks of a module see, with the result and the gradients; `only`: on rank 0 alone."""
+    found: dict[str, Any] = {}
+    for way in (OverlapConfig(), OverlapConfig(overlap=False)):
+        model = model_of(rank, world, MoEConfig(**SIZES, num_shared_experts=1, **options), overlap=way)
+        module, seen = getattr(model.moe, what), {}
+        if not only or rank == 0:
+
+            def before(_: nn.Module, args: Any, s: dict[str, Any] = seen) -> None:
+                s["end"] = args[1][-1] if len(args) > 1 else None  # rows past the last offset are unspecified
+                s["input"] = args[0].detach()[: s["end"]]
+
+            def after(_: nn.Module, args: Any, y: Tensor, s: dict[str, Any] = seen) -> None:
+                s["output"] = y.detach()[: s["end"]]
+
+            def behind(_: nn.Module, grad_x: Any, grad_y: Any, s: dict[str, Any] = seen) -> None:
+                end = s.pop("end")
+                s |= {"grad_input": grad_x[0][:end].clone(), "grad_output": grad_y[0][:end].clone()}
+
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+            module.register_full_backward_hook(behind)
+        with model.moe.comm:
+            y = model(tokens(rank))
+            loss_of(y).backward()
+        result = {"y": y.detach(), **gradients(model)}
+        if not only or rank == 0:
+            assert seen.keys() == {"input", "output", "grad_input", "grad_output"}
+        for name, value in {**seen, **result}.items():
+            if way.overlap:
+                found[name] = value
+            else:
+                assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+FIXED = {"capacity_factor": 12.0, "pad_to_capacity": True}
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["all ranks", "rank 0 alone"])
+@pytest.mark.parametrize("options", [{}, FIXED], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("what", ["experts", "shared"])
+def test_hooks_see_what_a_module_computes(
+    pool: Pools, what: str, options: dict[str, Any], only: bool
+) -> None:
+    pool(2)(seen_by_hooks, what, {**options, "dtype": torch.float64}, only)
+
+
+def changed_results(rank: int, world: int, how: str) -> None:
+    results = []
+    for way in (OverlapConfig(), OverlapConfig(overlap=False)):
+        model = model_of(rank, world, overlap=way)
+        layer = model.moe
+        if how == "hook":
+            layer.shared.register_forward_hook(lambda _, args, y: y * 0)
+        elif how == "subclass":
+            layer.experts.__class__ = Doubled
+        elif how == "method":
+            layer.experts.forward = functools.partial(twice, layer.experts.forward)
+        with layer.comm:
+            results.append(model(tokens(rank)).detach())
+    assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+def twice(before: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    return 2 * before(*args, **options)
+
+
+class Doubled(GroupedExperts):
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().forward(*args, **options)
+
+
+@pytest.mark.parametrize("how", ["hook", "subclass", "method"])
+def test_hooks_and_methods_change_what_they_would_in_order(pool: Pools, how: str) -> None:
+    pool(2)(changed_results, how)
+
+
+def without_effect(rank: int, world: int, name: str) -> tuple[Caught | None, bool]:
+    """One rank has a hook, and all a setting that has no effect in order."""
+    options: dict[str, Any] = {"rows": {"rows": "rank"}, "pool": {**FIXED, "capacity_factor": 3.0}}
+    config = MoEConfig(**SIZES, num_shared_experts=1, dtype=torch.float64, **options.get(name, {}))
+    model = model_of(rank, world, config)
+    if name == "keep":
+        model.moe.overlap = OverlapConfig(keep="rows")
+    elif name == "pool":
+        model.moe.pool = ActivationPool("cpu", 1 << 16)
+    hook = model.moe.shared.register_forward_hook(lambda *_: None) if rank == 1 else None
+    with model.moe.comm:
+        found = catch(lambda: model(tokens(rank)))
+        if hook is not None:
+            hook.remove()
+        return found, bool(model(tokens(rank)).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["keep", "rows", "pool"])
+def test_settings_that_hooks_leave_without_effect_are_refused(pool: Pools, name: str) -> None:
+    for found, goes_on in pool(2)(without_effect, name):
+        assert found is not None and found.name == "InvalidArgument", found
+        assert "shared has a hook (without_effect.<locals>.<lambda>), which is to see its own" in found.text
+        assert f"{name} is" in found.text and goes_on
+
+
+def hooks_of_others(rank: int, world: int) -> None:
+    """Hooks of FSDP2, and those that make weights ready, leave the layer with its overlap."""
+    models = [model_of(rank, world) for _ in range(3)]
+    fully_shard_experts(models[0])
+    fully_shard_experts(models[1], mp_policy=MixedPrecisionPolicy())
+    for model in models[:2]:
+        fully_shard(model.moe.shared)
+        fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(models[2].moe.experts, "w_in")
+    for model in models:
+        assert model.moe._watched() is None
+        with model.moe.comm:
+            loss_of(model(tokens(rank))).backward()
+
+
+def test_hooks_that_gather_weights_leave_the_overlap(pool: Pools) -> None:
+    pool(2)(hooks_of_others)
+
+
+class Tripled(MoELayer):
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return 3 * super().forward(*args, **options)
+
+
+def merged(rank: int, world: int, how: str) -> Caught | None:
+    model = model_of(rank, world)
+    layer = model.moe
+    hooked: dict[str, Callable[[], Any]] = {
+        "layer": lambda: layer.register_forward_hook(lambda _, args, y: y * 2),
+        "layer's backward": lambda: layer.register_full_backward_hook(lambda *_: None),
+        "experts": lambda: layer.experts.register_forward_pre_hook(lambda *_: None),
+        "shared": lambda: layer.shared.register_forward_hook(lambda *_: None),
+        "weight_norm": lambda: nn.utils.weight_norm(layer.experts, "w_in"),
+        "subclass": lambda: setattr(layer.experts, "__class__", Doubled),
+        "layer's class": lambda: setattr(layer, "__class__", Tripled),
+        "router": lambda: layer.router.register_forward_hook(lambda *_: None),
+        "nothing": lambda: None,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hooked[how]()
+    blocks = [MoEBlock(lambda x: (x, model.first(x)), layer)]
+    x_TH = torch.randn(4, HIDDEN, dtype=torch.float64)
+    with layer.comm:
+        return catch(lambda: run_microbatches(blocks, [x_TH, x_TH], lambda y, _: loss_of(y)))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("layer", "layer has a hook (merged"),
+        ("layer's backward", "layer has a hook (merged"),
+        ("experts", "layer.experts has a hook (merged"),
+        ("shared", "layer.shared has a hook (merged"),
+        ("weight_norm", "layer.experts has a hook (WeightNorm)"),
+        ("subclass", "layer.experts has another forward (Doubled.forward)"),
+        ("layer's class", "layer has another forward (Tripled.forward)"),
+        ("router", None),  # its hooks run
+        ("nothing", None),
+    ],
+)
+def test_hooks_that_would_not_run_in_merged_microbatches(pool: Pools, how: str, says: str | None) -> None:
+    for found in pool(2)(merged, how):
+        if says is None:
+            assert found is None
+        else:
+            assert found is not None and found.name == "InvalidArgument", found
+            assert says in found.text and "does not run in merged microbatches" in found.text
