@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,13 @@ from moecomm.nn.replicas import expert_owners, layers_of, replicas_of_shards
 from moecomm.types import AnyGroup, Group, as_group
 
 Place = DeviceMesh | Callable[[Tensor], Tensor]
+
+_NUMBERS = (numbers.Number, str, type(None))
+"""What an optimizer's state may have besides tensors."""
+_TRIALS = 3
+"""Steps after which a number is known to count, or to stay."""
+_KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
+"""What is not zero in the state of torch's ASGD, Rprop and NAdam before their first step; None: the rate."""
 
 
 def sharded_state(
@@ -49,36 +57,113 @@ def sharded_state(
     The w_in of experts whose activation interleaves gates and up values has the name w_in.interleaved, so
     that a model with another order of columns finds it missing.
 
-    Every tensor shares storage with the live one: `load` writes into model and optimizer in place.
-    "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded;
-    add keys of your own beside these, but keep these at the top level of what you pass to `load`. An
-    optimizer that has not stepped is given its state tensors first, as before a step, and behaves as before,
-    but for SGD with dampening, whose first step then dampens too.
+    Names are those of model.state_dict(), for the optimizer's state as well, so that a model under
+    activation checkpointing (torch's checkpoint_wrapper) has the checkpoint of the plain one. Hooks of
+    state_dict may rename. InvalidArgument is raised where they leave out, or copy, a parameter of experts
+    that are spread over ranks, and for a buffer in the state of such experts (of spectral_norm or prune),
+    which would be saved from one rank for all.
+
+    Every tensor shares storage with the live one, but for copies that hooks hand out of what is not of
+    experts: `load` writes into model and optimizer in place.
+    "param_groups" (learning rates and the like) is a Stateful that sets them on the optimizer when loaded,
+    and so is "optimizer_numbers", which is there for an optimizer whose state has numbers that are no tensors
+    (a count of steps), the same on all ranks; add keys of your own beside these, but keep these at the top
+    level of what you pass to `load`. InvalidArgument is raised for an optimizer whose state has other things.
+
+    Trained parameters that have not had a step are given their state first, as before a step, and behave as
+    before, but for SGD with dampening, whose first step then dampens too. Numbers that neither stay nor count
+    in steps with zero gradients raise InvalidArgument then.
     """
-    all_tensors = model.state_dict()  # first: it makes FSDP put its shards in place
+    live, foreign = _live_state(model)  # first: it makes FSDP put its shards in place
     places = _find_places(model, as_group(ep_group, "ep_group"))
-    # What two modules share has a name in each.
-    modules = model.named_modules(remove_duplicate=False)
-    experts = (name for name, module in modules if isinstance(module, GroupedExperts))
-    records = {f"{name}._extra_state".lstrip(".") for name in experts}
-    tensors = {name: value for name, value in all_tensors.items() if name not in records}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    saved_as = _names_of_interleaved(model)
-    shards = {saved_as.get(n, n): _shard(t, places.get(parameters.get(n))) for n, t in tensors.items()}
-    state: dict[str, Any] = {"model": shards}
+    interleaved = _interleaved(model)
+    tensors = {f"{n}.interleaved" if id(t) in interleaved else n: t for n, t in live.items()}
+    names = {id(value): name for name, value in reversed(tensors.items())}  # the first of several names
+    for name, parameter in model.named_parameters():
+        if parameter in places and id(parameter) not in names:
+            raise InvalidArgument(
+                f"{name}, which is of this rank's experts, is not in model.state_dict(): a hook has left it "
+                "out or put a copy in its place, which a checkpoint would take for the same on all ranks. "
+                "Hooks may rename parameters of experts, and must hand out the parameters themselves"
+            )
+        names.setdefault(id(parameter), name)
+    if foreign:
+        raise InvalidArgument(
+            f"{foreign[0]} is in the state of experts that are spread over ranks, and no parameter: a "
+            "checkpoint would take it for the same on all ranks. Before, remove what has put it there "
+            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), register a "
+            "buffer with persistent=False, or make it a parameter"
+        )
+    state: dict[str, Any] = {"model": {n: _shard(t, _place_of(places, t)) for n, t in tensors.items()}}
     if optimizer is not None:
-        _ensure_state(optimizer)
+        named = {parameter: names[id(parameter)] for parameter in model.parameters()}
+        if len(set(named.values())) < len(named):
+            raise InvalidArgument(
+                "model.state_dict() has a parameter under the name of another one, which is not in it: a "
+                "hook has renamed it, and their states in the optimizer could not be told apart"
+            )
+        _require_savable(optimizer, named)
+        _ensure_state(optimizer, named)
         state["optimizer"] = {
-            saved_as.get(name, name): {
+            name: {
                 key: _shard(value, _place_of_state(places, parameter, name, key, value))
                 for key, value in optimizer.state[parameter].items()
                 if isinstance(value, Tensor)
             }
-            for name, parameter in model.named_parameters()
+            for parameter, name in named.items()
             if parameter in optimizer.state
         }
+        counted = _Numbers(optimizer, named)
+        if counted.state_dict():
+            state["optimizer_numbers"] = counted
         state["param_groups"] = _ParamGroups(optimizer)
     return state
+
+
+def _live_state(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """Returns the parameters and buffers themselves by the names of the model's state_dict, which hooks may
+    change, without the records of experts; and the names of those, within experts that are spread over ranks,
+    that are no parameters."""
+    records: list[Any] = []
+    foreign: list[tuple[str, Any]] = []
+    spread = _spread_modules(model)
+
+    def note(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if isinstance(module, GroupedExperts):
+            records.append(state.get(f"{prefix}_extra_state"))
+        if module in spread:
+            known = {id(each) for each in (*module.parameters(), *records)}
+            foreign.extend((n, v) for n, v in state.items() if n.startswith(prefix) and id(v) not in known)
+
+    handles = []
+    for module in model.modules():
+        if module in spread or isinstance(module, GroupedExperts):
+            handle = module.register_state_dict_post_hook(note)
+            # It comes before hooks that rename.
+            module._state_dict_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            handles.append(handle)
+    try:
+        state = model.state_dict(keep_vars=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    left_out = {id(each) for each in records if each is not None}
+    state = {name: value for name, value in state.items() if id(value) not in left_out}
+    kept = {id(value) for value in state.values()}
+    return state, [name for name, value in foreign if id(value) in kept]
+
+
+def _spread_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules whose parameters are this rank's experts alone."""
+    if not dist.is_initialized():
+        return set()
+    modules = [layer.experts for layer in layers_of(model) if layer.comm.size > 1]
+    parts = [each for each in model.modules() if isinstance(each, GroupedExperts) and not each.has_all]
+    return {*modules, *parts}
+
+
+def _place_of(places: dict[Any, Place], value: Any) -> Place | None:
+    return places.get(value) if isinstance(value, Tensor) else None
 
 
 def _place_of_state(
@@ -98,13 +183,15 @@ def _place_of_state(
     return None
 
 
-def _names_of_interleaved(model: nn.Module) -> dict[str, str]:
-    """Returns other names for weights whose gates and up values are interleaved, so that a checkpoint of them
-    cannot be loaded into halves, nor the other way round."""
+def _interleaved(model: nn.Module) -> set[int]:
+    """Returns the ids of weights whose gates and up values are interleaved. They get another name, so that a
+    checkpoint of them cannot be loaded into halves, nor the other way round."""
     return {
-        f"{name}.w_in".lstrip("."): f"{name}.w_in.interleaved".lstrip(".")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (GroupedExperts, SharedExperts)) and module.config.activation in INTERLEAVED
+        id(module._parameters["w_in"])
+        for module in model.modules()
+        if isinstance(module, (GroupedExperts, SharedExperts))
+        and module.config.activation in INTERLEAVED
+        and module._parameters.get("w_in") is not None
     }
 
 
@@ -139,10 +226,10 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
 
 
 def _shard(tensor: Any, place: Place | None) -> Any:
-    """Returns this rank's experts as a shard of all experts; without a place the tensor is returned as it
-    is."""
+    """Returns this rank's experts as a shard of all experts; without a place what is given, detached if it is
+    a tensor."""
     if place is None:
-        return tensor
+        return tensor.detach() if isinstance(tensor, Tensor) else tensor
     if not isinstance(place, DeviceMesh):
         return place(tensor)
     mesh = place
@@ -155,36 +242,150 @@ def _shard(tensor: Any, place: Place | None) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def _require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+    """Raises InvalidArgument for what a checkpoint of the optimizer would leave out: anything but tensors and
+    numbers, and what is of no parameter."""
+    for owner, values in optimizer.state.items():
+        if not isinstance(owner, Tensor):
+            raise InvalidArgument(
+                f"the optimizer's state has {owner!r}, which is of no parameter, and a checkpoint would "
+                "leave it out: use an optimizer that keeps its state by parameter, or in its param_groups"
+            )
+        for key, value in values.items() if owner in named else ():
+            if not isinstance(value, (Tensor, *_NUMBERS)):
+                raise InvalidArgument(
+                    f"the optimizer's {key} of {named[owner]} is a {type(value).__name__}, must be a tensor "
+                    "or a number: a checkpoint would leave it out. Use another optimizer"
+                )
+
+
+def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, _NUMBERS)}
+
+
 def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
     """Returns what a state tensor of torch's optimizers holds before their first step."""
-    if name in ("eta", "step_size"):  # ASGD, Rprop
-        return rate
-    return 1.0 if name in ("mu", "mu_product") else 0.0  # ASGD, NAdam
+    value = _KNOWN.get(name, 0.0)
+    return rate if value is None else value
+
+
+def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
+    """Returns what a number was before the first step, which had the values `seen` after each of some steps:
+    the same if it stayed, and one step less if it counts. Raises InvalidArgument for any other."""
+    if key in _KNOWN:
+        return float(_before_steps(key, rate))
+    first, second, third = seen
+    if first == second == third:
+        return first
+    if all(isinstance(each, numbers.Number) for each in seen) and third - second == second - first:
+        return first - (second - first)
+    raise InvalidArgument(
+        f"the optimizer's {key} of {of} is {first!r}, {second!r}, {third!r} after steps of zero gradients: "
+        "what it is before the first step cannot be told. Call sharded_state, to load as well, after a step "
+        "in which all trained parameters have gradients, or requires_grad_(False) for those without"
+    )
+
+
+def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
+    """Returns True for a state tensor that holds the parameter's own values, as optimizers that average
+    weights start; False for one number, which may be a count."""
+    if parameter is None or not value.dim() or value.shape != parameter.shape:
+        return False
+    value, parameter = (each.to_local() if isinstance(each, DTensor) else each for each in (value, parameter))
+    return value.shape == parameter.shape and torch.equal(value.to(parameter), parameter)
 
 
 @torch.no_grad()
-def _ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state tensors of an optimizer that has none, by a step of zero gradients at rate zero."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if optimizer.state or not parameters:
+def _ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+    """Makes the state of those trained parameters that have none, as it is before their first step, by steps
+    of zero gradients at rate zero, in which no other parameter has a gradient. After an error the optimizer
+    is as it was."""
+    groups, state = optimizer.param_groups, optimizer.state
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
+    if not missing:
         return
-    gradients = [p.grad for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    known, gradients, settings = set(state), [p.grad for p in parameters], [dict(each) for each in groups]
+    kept = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
+    added: list[dict[str, Any]] = []
+    try:
+        trials = [_try_step(optimizer, missing, parameters, settings)]
+        while any(trials[0]) and len(trials) < _TRIALS:
+            trials.append(_try_step(optimizer, missing, parameters, settings))
+        _require_savable(optimizer, named)
+        seen = list(zip(*trials, strict=True))  # of each group, and then of each parameter
+        for index, (group, setting) in enumerate(zip(groups, settings, strict=True)):
+            new = {key: value for key, value in group.items() if key not in setting}
+            added.append(_before(new, f"param_groups[{index}]", seen[index], setting["lr"]))
+        for (parameter, rate), counts in zip(missing.items(), seen[len(groups) :], strict=True):
+            values, of = state.get(parameter, {}), named.get(parameter, "a parameter outside the model")
+            values.update(_before(values, of, counts, rate, parameter))
+    except BaseException:
+        for owner in [each for each in state if each not in known or each in missing]:
+            del state[owner]
+        added = [{} for _ in groups]
+        raise
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for value, before in kept:
+            value.copy_(before)
+        for group, setting, new in zip(groups, settings, added, strict=True):
+            group.clear()
+            group.update(setting | new)
+
+
+def _try_step(
+    optimizer: torch.optim.Optimizer,
+    trained: dict[Any, Any],
+    parameters: list[Tensor],
+    settings: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Steps with zero gradients for `trained` alone at rate zero. Returns the numbers that this has put into
+    each of the param_groups, beside `settings`, and into the state of each of `trained`."""
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     # This calls the step of the plain class: a scheduler wraps the instance's and would count this one.
     type(optimizer).step(optimizer)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    value.fill_(_before_steps(name, group["lr"]))
+    of_groups = [
+        {key: value for key, value in _numbers_of(group).items() if key not in setting}
+        for group, setting in zip(optimizer.param_groups, settings, strict=True)
+    ]
+    return of_groups + [_numbers_of(optimizer.state.get(parameter, {})) for parameter in trained]
+
+
+def _before(
+    values: dict[str, Any],
+    of: str,
+    seen: Sequence[dict[str, Any]],
+    rate: float | Tensor,
+    parameter: Tensor | None = None,
+) -> dict[str, Any]:
+    """Returns the values that steps with zero gradients have made as they are before a first step, where
+    `seen` has the numbers among them after each of the steps. Tensors are set in place."""
+    for key, value in values.items():
+        if isinstance(value, Tensor) and (key in _KNOWN or not _is_copy(value, parameter)):
+            value.fill_(_before_steps(key, rate))
+    counts = {key: [each.get(key) for each in seen] for key in _numbers_of(values)}
+    return values | {key: _before_counting(key, of, each, rate) for key, each in counts.items()}
+
+
+class _Numbers:
+    """The numbers among an optimizer's state by parameter, as a Stateful like `_ParamGroups`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+        self._state, self._named = optimizer.state, named
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {name: _numbers_of(self._state.get(p, {})) for p, name in self._named.items()}
+        return {name: each for name, each in found.items() if each}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for parameter, name in self._named.items():
+            own = self._state.get(parameter, {})
+            own.update({key: state[name][str(key)] for key in _numbers_of(own)})
 
 
 class _ParamGroups:

@@ -1,0 +1,438 @@
+"""Checkpoints of models whose state has other names than their parameters, of experts with buffers, and of
+optimizers with numbers, or without state for some parameters: what is saved comes back, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, prune
+
+from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, sharded_state, sync_gradients
+from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.moe_cases import SIZES, groups_of
+
+CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+class Block(nn.Module):
+    def __init__(self, moe: MoELayer) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16, dtype=torch.float64)
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(self.first(x))
+        return y
+
+
+class Model(nn.Module):
+    """Two blocks, perhaps with the same experts, and a weight that no forward uses unless `with_spare`."""
+
+    with_spare = False
+
+    def __init__(self, group: Any, seed: int, ties: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        config = MoEConfig(**{**vars(CONFIG), **options})
+        first = MoELayer(config, group=group, max_tokens=8)
+        second = MoELayer(config, first.comm)
+        if ties:
+            second.experts = first.experts
+        self.blocks = nn.ModuleList([Block(first), Block(second)])
+        self.spare = nn.Linear(16, 3, dtype=torch.float64)
+        self.comm = first.comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.spare(x) if self.with_spare else x
+
+
+def build(rank: int, world: int, ep: int, seed: int, **options: Any) -> Model:
+    return Model(groups_of(rank, world, ep)[0], seed, **options)
+
+
+def wrapped(model: Model, around: type[nn.Module]) -> Model:
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, around))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    return model
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    model(torch.randn(5, 16, generator=generator, dtype=torch.float64)).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        # sync_gradients would give the spare weight a gradient of zeros.
+        unused = [p for p in model.parameters() if p.grad is None]
+        sync_gradients(model)
+        for parameter in unused:
+            parameter.grad = None
+        optimizer.step()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns all tensors of a `sharded_state`, of all ranks' experts."""
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, values in state.get("optimizer", {}).items():
+        found |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    return {name: whole(value) for name, value in found.items()}
+
+
+def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def poison(state: dict[str, Any]) -> None:
+    """Overwrites whatever a load is to write."""
+    values = [*state["model"].values(), *(v for each in state["optimizer"].values() for v in each.values())]
+    for value in values:
+        (value.to_local() if isinstance(value, DTensor) else value).fill_(77)
+
+
+def _wrapped(
+    rank: int, world: int, around: str, fsdp: bool, options: dict[str, Any], folder: str, seed: int
+) -> None:
+    """A wrapped model's checkpoint is that of the plain one, and loads into either, at any EP size."""
+    kind = {"block": Block, "layer": MoELayer}[around]
+
+    def make(ep: int, wraps: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model: nn.Module = build(rank, world, ep, seed, **options)
+        comm = model.comm
+        if wraps:
+            wrapped(model, kind)  # type: ignore[arg-type]
+        if fsdp:
+            fully_shard_experts(model)
+            fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1), comm
+
+    model, optimizer, comm = make(2, True, seed)
+    plain, plain_optimizer, plain_comm = make(2, False, seed)
+    with comm, plain_comm:
+        train(model, optimizer, rank, range(2))
+        train(plain, plain_optimizer, rank, range(2))
+        state = sharded_state(model, optimizer)
+        for name, value in state["model"].items():
+            assert isinstance(value, DTensor) or ".experts." not in name, name
+            assert ".experts." not in name or value.shape[0] == CONFIG.num_experts, name
+        pointers = {name: p.untyped_storage().data_ptr() for name, p in locals_of(model).items()}
+        for name, value in locals_of(state["model"]).items():
+            assert value.untyped_storage().data_ptr() in pointers.values(), name
+        want = tensors_of(sharded_state(plain, plain_optimizer))
+        assert_same(tensors_of(state), want)
+        dcp.save(state, checkpoint_id=folder)
+    for ep in (1, 2):
+        for wraps in (True, False):
+            fresh, fresh_optimizer, fresh_comm = make(ep, wraps, seed + 1)
+            with fresh_comm:
+                poison(sharded_state(fresh, fresh_optimizer))
+                dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=folder)
+                assert_same(tensors_of(sharded_state(fresh, fresh_optimizer)), want)
+
+
+def locals_of(of: nn.Module | dict[str, Tensor]) -> dict[str, Tensor]:
+    named = of if isinstance(of, dict) else {**dict(of.named_parameters()), **dict(of.named_buffers())}
+    return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in named.items()}
+
+
+@pytest.mark.parametrize(
+    ("around", "fsdp", "options"),
+    [
+        ("block", False, {}),
+        ("layer", False, {"activation": "swiglu_interleaved"}),
+        ("block", True, {}),
+        ("layer", False, {"ties": True}),
+    ],
+    ids=str,
+)
+def test_a_model_under_activation_checkpointing_has_the_checkpoint_of_the_plain_one(
+    around: str, fsdp: bool, options: dict[str, Any], pool: Pools, tmp_path: Path, seed: int
+) -> None:
+    pool(2)(_wrapped, around, fsdp, options, str(tmp_path / "saved"), seed)
+
+
+def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in list(state):
+        state[name.replace("blocks.", "layers.")] = state.pop(name)
+
+
+def _renamed(rank: int, world: int, folder: str, seed: int) -> None:
+    model = build(rank, world, 2, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with model.comm:
+        train(model, optimizer, rank, range(2))
+        want = tensors_of(sharded_state(model, optimizer))
+        handle = model.register_state_dict_post_hook(rename)
+        state = sharded_state(model, optimizer)
+        assert_same(tensors_of(state), {n.replace(".blocks.", ".layers."): t for n, t in want.items()})
+        assert not any("_extra_state" in name for name in state["model"])
+        dcp.save(state, checkpoint_id=folder)
+        poison(state)
+        dcp.load(sharded_state(model, optimizer), checkpoint_id=folder)
+        handle.remove()
+        assert_same(tensors_of(sharded_state(model, optimizer)), want)
+
+
+def test_names_that_a_hook_changes(pool: Pools, tmp_path: Path, seed: int) -> None:
+    pool(2)(_renamed, str(tmp_path / "saved"), seed)
+
+
+def _hooks(rank: int, world: int, ep: int, seed: int) -> list[Caught | None]:
+    """Returns what is raised where hooks leave an expert's weight out, copy it, or give its name away."""
+    name = "blocks.1.moe.experts.w_in"
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        del state[name]
+
+    def cast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[name] = state[name].detach().bfloat16()
+
+    found = []
+    for hook in (drop, cast):
+        model = build(rank, world, ep, seed)
+        model.register_state_dict_post_hook(hook)
+        with model.comm:
+            found.append(catch(lambda model=model: sharded_state(model)))
+    return found
+
+
+def test_hooks_that_hide_a_weight_of_experts_are_refused(pool: Pools, seed: int) -> None:
+    for found in pool(2)(_hooks, 2, seed):
+        for each in found:
+            assert each is not None and each.name == "InvalidArgument", each
+            assert each.text.startswith("blocks.1.moe.experts.w_in, which is of this rank's experts, is not")
+    assert pool(2)(_hooks, 1, seed) == [[None, None]] * 2
+
+
+class Counting(torch.optim.Optimizer):
+    """Momentum with numbers in its state, a count in its param_groups, and an average of the weights."""
+
+    def __init__(self, parameters: Any, extra: Any = None) -> None:
+        super().__init__(parameters, {"lr": 0.001})
+        self.extra = extra
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": 0, "scale": 1.5, "warm": True, "kind": "adam", "none": None}
+                    state |= {"m": torch.zeros_like(parameter), "slow": parameter.clone()}
+                state["step"] += 1
+                if self.extra is not None:
+                    state["extra"] = self.extra(state)
+                state["m"].lerp_(parameter.grad + 0.1 * parameter, 0.1)
+                counted = state["scale"] / (1 - 0.9 ** (state["step"] + group["calls"]))
+                parameter.sub_(group["lr"] * counted * state["m"] / (state["m"].abs() + 0.1))
+                state["slow"].lerp_(parameter, 0.5)
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in each.items() if not isinstance(value, Tensor)}
+        for each in optimizer.state.values()
+    ]
+
+
+def _counts(rank: int, world: int, folder: str, seed: int) -> None:
+    model = build(rank, world, 2, seed)
+    optimizer = Counting(model.parameters())
+    with model.comm:
+        train(model, optimizer, rank, range(3))
+        state = sharded_state(model, optimizer)
+        assert state.keys() == {"model", "optimizer", "optimizer_numbers", "param_groups"}
+        dcp.save(state, checkpoint_id=folder)
+        train(model, optimizer, rank, range(3, 5))
+        want = tensors_of(sharded_state(model, optimizer))
+    for ep in (1, 2):
+        fresh = build(rank, world, ep, seed + 1)
+        fresh_optimizer = Counting(fresh.parameters())
+        with fresh.comm:
+            dcp.load(sharded_state(fresh, fresh_optimizer), checkpoint_id=folder)
+            trained = [p for n, p in fresh.named_parameters() if "spare" not in n]
+            held = {"step": 3, "scale": 1.5, "warm": True, "kind": "adam", "none": None}
+            assert [fresh_optimizer.state[p]["step"] for p in trained] == [3] * len(trained)
+            assert held in numbers(fresh_optimizer) and fresh_optimizer.param_groups[0]["calls"] == 3
+            train(fresh, fresh_optimizer, rank, range(3, 5))
+            found = tensors_of(sharded_state(fresh, fresh_optimizer))
+            for name, tensor in want.items():
+                torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_numbers_of_an_optimizer_come_back(pool: Pools, tmp_path: Path, seed: int) -> None:
+    pool(2)(_counts, str(tmp_path / "saved"), seed)
+
+
+def _asked_before(rank: int, world: int, seed: int) -> None:
+    """Asked before the first step, the optimizer steps as one that was not asked."""
+    model = build(rank, world, 2, seed)
+    twin = copy.deepcopy(model)
+    optimizer, plain = Counting(model.parameters()), Counting(twin.parameters())
+    before = optimizer.param_groups[0].keys()
+    with model.comm:
+        sharded_state(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.001
+        assert optimizer.param_groups[0].keys() - before <= {"calls"}
+        assert all(each["step"] == 0 and each["scale"] == 1.5 for each in numbers(optimizer))
+        train(model, optimizer, rank, range(2))
+        sharded_state(model, optimizer)
+        train(model, optimizer, rank, range(2, 4))
+        train(twin, plain, rank, range(4))
+        for (name, found), want in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(found, want), name
+
+
+def test_numbers_before_the_first_step(pool: Pools, seed: int) -> None:
+    pool(2)(_asked_before, seed)
+
+
+def _other_kinds(rank: int, world: int, seed: int) -> list[Caught | None]:
+    """Returns what is raised for a list, for a number of no known start, and for state of no parameter; the
+    optimizer that was refused is as it was."""
+    found = []
+    model = build(rank, world, 2, seed)
+    with model.comm:
+        for extra in (lambda state: [state["m"]], lambda state: 0.9 ** state["step"]):
+            optimizer = Counting(model.parameters(), extra)
+            group = dict(optimizer.param_groups[0])
+            found.append(catch(lambda optimizer=optimizer: sharded_state(model, optimizer)))
+            assert not optimizer.state and optimizer.param_groups[0] == group
+            assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer = Counting(model.parameters())
+        optimizer.state["calls"] = 3  # type: ignore[index]
+        found.append(catch(lambda: sharded_state(model, optimizer)))
+    return found
+
+
+def test_state_that_cannot_be_saved_is_refused(pool: Pools, seed: int) -> None:
+    for listed, unknown, shared in pool(2)(_other_kinds, seed):
+        assert listed.name == unknown.name == shared.name == "InvalidArgument"
+        assert listed.text.startswith("the optimizer's extra of ") and "is a list" in listed.text
+        assert unknown.text.startswith("the optimizer's extra of ") and "cannot be told" in unknown.text
+        assert shared.text.startswith("the optimizer's state has 'calls', which is of no parameter")
+
+
+def _layout(rank: int, world: int, seed: int) -> None:
+    model = build(rank, world, 2, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with model.comm:
+        state = sharded_state(model, optimizer)
+    assert list(state) == ["model", "optimizer", "param_groups"]
+    names = [name for name, _ in model.named_parameters()]
+    assert list(state["optimizer"]) == names
+    assert all(set(each) == {"step", "exp_avg", "exp_avg_sq"} for each in state["optimizer"].values())
+    assert list(state["model"]) == [name for name in model.state_dict() if "_extra_state" not in name]
+
+
+def test_the_layout_of_a_checkpoint_stays(pool: Pools, seed: int) -> None:
+    pool(2)(_layout, seed)
+
+
+def _buffers(rank: int, world: int, ep: int, how: str, seed: int) -> list[Caught | None]:
+    """Returns what is raised with the buffers, on a wrapped model, and after they were removed."""
+    found = []
+    for wraps in (False, True):
+        model = build(rank, world, ep, seed)
+        experts: Any = model.blocks[0].moe.experts
+        with model.comm:
+            if how == "spectral_norm":
+                parametrizations.spectral_norm(experts, "w_in")
+            else:
+                prune.l1_unstructured(experts, "w_in", amount=0.3)
+            if wraps:
+                wrapped(model, Block)
+            found.append(catch(lambda model=model: sharded_state(model)))
+            if how == "spectral_norm":
+                nn.utils.parametrize.remove_parametrizations(experts, "w_in")
+            else:
+                prune.remove(experts, "w_in")
+            found.append(catch(lambda model=model: sharded_state(model)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("spectral_norm", "experts.parametrizations.w_in.0._u"), ("prune", "experts.w_in_mask")],
+)
+def test_buffers_of_spread_experts_are_refused(how: str, said: str, pool: Pools, seed: int) -> None:
+    for with_buffers, without, *wrapped_ones in pool(2)(_buffers, 2, how, seed):
+        assert without is None and wrapped_ones[1] is None
+        for each in (with_buffers, wrapped_ones[0]):
+            assert each is not None and each.name == "InvalidArgument"
+            assert f"moe.{said} is in the state of experts that are spread over ranks" in each.text
+    assert pool(2)(_buffers, 1, how, seed) == [[None] * 4] * 2
+
+
+def _unused(rank: int, world: int, way: str, folder: str, seed: int) -> None:
+    """A weight that had no gradient so far: the run goes on the same, saved or not, and resumes."""
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model: nn.Module = build(rank, world, 2, seed)
+        comm = model.comm
+        if way == "fsdp":
+            fully_shard_experts(model)
+            fully_shard(model)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1), comm
+
+    def go_on(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        optimizer.zero_grad()
+        model.with_spare = True
+        backward(model, rank, 7)
+        sync_gradients(model)
+        optimizer.step()
+        return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+    model, optimizer, comm = make(seed)
+    twin, twin_optimizer, twin_comm = make(seed)
+    with comm, twin_comm:
+        train(model, optimizer, rank, range(2))
+        train(twin, twin_optimizer, rank, range(2))
+        before = [p for p in model.parameters() if p in optimizer.state]
+        moments = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in before]
+        assert len(before) == len(list(model.parameters())) - 2
+        gradients = [parameter.grad for parameter in model.parameters()]
+        dcp.save(sharded_state(model, optimizer), checkpoint_id=folder)
+        for parameter, values in zip(before, moments, strict=True):
+            assert_same({k: whole(v) for k, v in optimizer.state[parameter].items()}, values)
+        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+        want = go_on(twin, twin_optimizer)
+        assert_same(go_on(model, optimizer), want)
+    resumed, resumed_optimizer, resumed_comm = make(seed + 1)
+    with resumed_comm:
+        dcp.load(sharded_state(resumed, resumed_optimizer), checkpoint_id=folder)
+        assert_same(go_on(resumed, resumed_optimizer), want)
+
+
+@pytest.mark.parametrize("way", ["by hand", "fsdp"])
+def test_a_weight_without_gradients_so_far(way: str, pool: Pools, tmp_path: Path, seed: int) -> None:
+    pool(2)(_unused, way, str(tmp_path / "saved"), seed)
