@@ -178,7 +178,7 @@ def test_worked_example_on_cuda() -> None:
 @pytest.mark.parametrize("top_k", [1, 8])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 72])
 def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str | None) -> None:
-    tokens, hidden, experts = 1000, 160, 8 * ranks
+    tokens, hidden, experts = 1500, 160, 8 * ranks
     plan = _device_plan(
         ranks=ranks,
         num_experts=experts,
@@ -201,9 +201,9 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
     assert _sizes(plan, "token places") == pages(ranks * tokens * 4)
     assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks) * 4)
-    # 512 chunks of a token, or 500 of two.
-    assert _sizes(plan, "arrival flags") == pages(ranks * (512 + 1) * 8)[:1]
-    assert _sizes(plan, "credit flags") == pages(ranks * (512 + 1) * 8)[:1]
+    # 1024 chunks of a token, or 750 of two.
+    assert _sizes(plan, "arrival flags") == pages(ranks * (1024 + 1) * 8)[:1]
+    assert _sizes(plan, "credit flags") == pages(ranks * (1024 + 1) * 8)[:1]
     assert plan.ranks == ranks and plan.total_bytes == plan.committed_bytes
     _require_one_after_another(plan)
 
