@@ -21,10 +21,12 @@ inline constexpr int32_t kMaxChunk = 8;  ///< tokens
 inline constexpr int32_t kMaxRouteBlocks = 32;
 inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 
+/// The most tokens of a rank whose chunks have one token, two and four.
+inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
 /// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
 /// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
 MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) {
-  return tokens <= 1024 ? 1 : tokens <= 4096 ? 2 : tokens <= 16384 ? 4 : kMaxChunk;
+  return tokens <= kMostOfOne ? 1 : tokens <= kMostOfTwo ? 2 : tokens <= kMostOfFour ? 4 : kMaxChunk;
 }
 
 MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
@@ -100,7 +102,7 @@ WindowShape host_window_shape(const DeviceShape& shape);
 
 MOECOMM_HD inline int64_t DeviceShape::max_chunks() const {
   int64_t most = 0;
-  for (int64_t bound : {int64_t{1024}, int64_t{4096}, int64_t{16384}, max_tokens}) {
+  for (int64_t bound : {kMostOfOne, kMostOfTwo, kMostOfFour, max_tokens}) {
     const int64_t tokens = bound < max_tokens ? bound : max_tokens;
     if (chunk_count(tokens) > most) most = chunk_count(tokens);
   }

@@ -297,8 +297,9 @@ def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> Non
     needed: set[int] = set()
     for layer in layers:
         needed |= {*ranks_of(layer.comm.group), *getattr(layer.experts, "sharded_over", ())}
-    for parameter in dense:
-        if isinstance(parameter, DTensor) and not needed <= set(over := _mesh_ranks(parameter)):
+    # One parameter of each mesh, of which there are few.
+    for parameter in {each.device_mesh: each for each in dense if isinstance(each, DTensor)}.values():
+        if not needed <= set(over := _mesh_ranks(parameter)):
             raise InvalidArgument(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so "
                 f"over all ranks that hold the model, {sorted(needed)} among them: its gradient is averaged "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -233,7 +234,7 @@ class MoELayer(nn.Module):
         self.overlap = overlap
         self.pool: ActivationPool | None = None
         if self._own_experts:
-            self._refuse_without_effect()
+            self._refuse_own_settings()
         prepare_activation(comm.device, config.dtype)
         self._waits = False
         self._deferred, self._runs = Deferred(), Runs()
@@ -481,34 +482,24 @@ class MoELayer(nn.Module):
             return y_TH
         return y_TH + (self.shared(rows_TH) if shared_TH is None else shared_TH)
 
-    def _refuse_without_effect(self) -> None:
+    def _refuse_own_settings(self) -> None:
         """Raises InvalidArgument for settings that have no effect on own experts."""
-        has_pool = self.pool is not None and self.capacity is not None
-        settings = {
-            f"OverlapConfig.{name}": (getattr(self.overlap, name), IN_ORDER[name]) for name in IN_ORDER
-        }
-        settings["pool"] = (self.pool if has_pool else None, None)
-        for name, (value, only) in settings.items():
-            if value != only:
-                raise InvalidArgument(
-                    f"{name} is {value!r}, must be {only!r} with experts of one's own, which autograd "
-                    "differentiates"
-                )
+        found = self._setting_without_effect()
+        if found is not None:
+            raise InvalidArgument(f"{found} with experts of one's own, which autograd differentiates")
 
-    def _refuse_watched(self, watched: str) -> None:
-        """Raises InvalidArgument for settings that have no effect in order, where hooks have the layer do so,
-        on some ranks perhaps."""
+    def _setting_without_effect(self, others: Mapping[str, tuple[Any, Any]] | None = None) -> str | None:
+        """Returns what is set and has no effect where autograd does the backward: of OverlapConfig, of
+        `others` (names with a value and the only one that it may be), or a pool. None: nothing is."""
         settings = {
-            f"OverlapConfig.{name}": (getattr(self.overlap, name), IN_ORDER[name]) for name in IN_ORDER
+            f"OverlapConfig.{name}": (getattr(self.overlap, name), only) for name, only in IN_ORDER.items()
         }
-        settings["MoEConfig.rows"] = (self.config.rows or "expert", "expert")
+        settings |= others or {}
         settings["pool"] = (self.pool if self.capacity is not None else None, None)
         for name, (value, only) in settings.items():
             if value != only:
-                raise InvalidArgument(
-                    f"{watched}, which is to see its own rows: the layer runs in order then, and {name} is "
-                    f"{value!r}, must be {only!r}"
-                )
+                return f"{name} is {value!r}, must be {only!r}"
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """Copies the layer (for an average of the weights, say); the copy has its own parameters and shares
@@ -527,9 +518,14 @@ class MoELayer(nn.Module):
     def _check_settings(self, in_order: bool, watched: str | None = None) -> None:
         """Raises InvalidArgument for settings or weights with which no forward can run."""
         if watched is not None:
-            self._refuse_watched(watched)
+            rows = self.config.rows or "expert"
+            found = self._setting_without_effect({"MoEConfig.rows": (rows, "expert")})
+            if found is not None:
+                raise InvalidArgument(
+                    f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
+                )
         if self._own_experts:
-            self._refuse_without_effect()
+            self._refuse_own_settings()
             if self.comm.size > 1:
                 refuse_mixed_shards(self.experts)
         elif in_order and self.pool is not None and self.capacity is not None:

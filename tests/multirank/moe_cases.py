@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, Work
@@ -49,6 +49,19 @@ class Case:
 
     def with_dtype(self, dtype: torch.dtype) -> Case:
         return replace(self, dtype=dtype)
+
+
+class LinearThenMoE(nn.Module):
+    """A model with a part that is the same on all ranks, `first`, and one that is not, `moe`; in float64."""
+
+    def __init__(self, moe: MoELayer) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIZES["hidden"], SIZES["hidden"], dtype=torch.float64)
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(self.first(x))
+        return y
 
 
 def tokens_of(rank: int, count: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from moecomm.nn import MoEConfig, MoELayer, fully_shard_experts, sharded_state, 
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import LinearThenMoE as Block
 
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
 
@@ -28,17 +29,6 @@ CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=t
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pools]:
     yield from cpu_pools()
-
-
-class Block(nn.Module):
-    def __init__(self, moe: MoELayer) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16, dtype=torch.float64)
-        self.moe = moe
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.moe(self.first(x))
-        return y
 
 
 class Model(nn.Module):

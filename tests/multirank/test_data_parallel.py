@@ -43,6 +43,7 @@ from tests.multirank.catching import catch
 from tests.multirank.conftest import Pools, cpu_pools
 from tests.multirank.harness import RankPool, run_ranks
 from tests.multirank.moe_cases import SIZES, groups_of
+from tests.multirank.moe_cases import LinearThenMoE as Model
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 CONFIG = MoEConfig(**SIZES, num_shared_experts=1, bias_update_rate=0.01, dtype=torch.float64)
@@ -56,17 +57,6 @@ def pool() -> Iterator[Pools]:
     """Sets of ranks that end with this file: the meshes of the recipes leave process groups behind, and the
     thread of a gloo group never sleeps for long."""
     yield from cpu_pools()
-
-
-class Model(nn.Module):
-    def __init__(self, moe: MoELayer) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16, dtype=torch.float64)
-        self.moe = moe
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.moe(self.first(x))
-        return y
 
 
 def recipe(title: str) -> list[str]:
@@ -291,6 +281,14 @@ def one_step(
     assert_same(inner, wanted, "grad")
 
 
+def wrapped_by(wrapper: str, model: Model) -> nn.Module:
+    """Returns a model under "ddp" or "fsdp"."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(prepare_ddp(model))
+    fully_shard_experts(model)
+    return fully_shard(model)
+
+
 def replaced(rank: int, world_size: int, way: str, ep: int, seed: int) -> None:
     """Experts that were frozen, or whose parameters are other objects than when the model was wrapped."""
     torch.manual_seed(seed)
@@ -299,11 +297,7 @@ def replaced(rank: int, world_size: int, way: str, ep: int, seed: int) -> None:
     wrapper, how = way.split()
     if how == "frozen":
         model.moe.experts.requires_grad_(False)
-    if wrapper == "ddp":
-        runs: nn.Module = DistributedDataParallel(prepare_ddp(model))
-    else:
-        fully_shard_experts(model)
-        runs = fully_shard(model)
+    runs = wrapped_by(wrapper, model)
     with model.moe.comm, wanted.moe.comm:
         if how == "frozen":
             runs(tokens(rank, 0, seed)).square().sum().backward()
@@ -767,11 +761,7 @@ def _frozen(rank: int, world: int, way: str) -> list[bool]:
     torch.manual_seed(0)
     model = Model(MoELayer(CONFIG, group=group, max_tokens=8))
     model.moe.experts.requires_grad_(False)
-    if way == "ddp":
-        wrapped: nn.Module = DistributedDataParallel(prepare_ddp(model))
-    else:
-        fully_shard_experts(model)
-        wrapped = fully_shard(model)
+    wrapped = wrapped_by(way, model)
     wrapped(torch.randn(5, 16, dtype=torch.float64)).square().sum().backward()
     grads = [model.first.weight.grad, model.moe.router.weight.grad]
     return [

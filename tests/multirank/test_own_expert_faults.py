@@ -342,7 +342,8 @@ def test_experts_may_have_a_second_name(pool: Pools) -> None:
 
 
 def seen_by_hooks(rank: int, world: int, what: str, options: dict[str, Any], only: bool) -> None:
-    """What hooks of a module see, with the result and the gradients; `only`: on rank 0 alone."""
+    """Compares what hooks of a module see, the result and the gradients with those of a layer in order.
+    `only`: the hooks are on rank 0 alone."""
     found: dict[str, Any] = {}
     for way in (OverlapConfig(), OverlapConfig(overlap=False)):
         model = model_of(rank, world, MoEConfig(**SIZES, num_shared_experts=1, **options), overlap=way)

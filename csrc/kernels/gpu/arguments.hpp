@@ -19,14 +19,15 @@ namespace moecomm::gpu {
 /// Warps of a block of the two sides of a combine.
 inline constexpr int kReduceWarps = 16, kReduceThreads = kReduceWarps * 32;
 inline constexpr int kSumWarps = 16, kSumThreads = kSumWarps * 32;
+/// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block,
+/// of eleven warps each.
+inline constexpr int kUnits = 2, kPipeThreads = kUnits * 11 * 32;
 /// Strips of a row that warps sum, of so many times 512 bytes each.
 inline constexpr int kSumSteps = 2;
 MOECOMM_HD constexpr int sum_strips(int64_t row_bytes) {
   return static_cast<int>((row_bytes + kSumSteps * 512 - 1) / (kSumSteps * 512));
 }
-/// The same where sums are made by a pipe of warps (sum_pipe.cuh), which wants bulk copies: units of a block,
-/// of eleven warps each.
-inline constexpr int kUnits = 2, kPipeThreads = kUnits * 11 * 32;
+static_assert(chunk_tokens(kMostFusedTokens) == 1, "kernels for few tokens have a chunk for each");
 
 /// Rows that go out from their home: a dispatch, or (with a plan that is known) the backward of a combine.
 struct SendArguments {

@@ -1,0 +1,184 @@
+"""What a checkpoint can hold of an optimizer's state, and the state of parameters before their first step."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moecomm.errors import InvalidArgument
+
+_NUMBERS = (numbers.Number, str, type(None))
+"""The types of what, besides tensors, an optimizer's state may have."""
+_TRIALS = 3
+"""The number of steps after which a number is known to count, or to stay."""
+_KNOWN: dict[str, float | None] = {"eta": None, "mu": 1.0, "step_size": None, "mu_product": 1.0}
+"""The keys of torch's ASGD, Rprop and NAdam whose values before the first step are not zero, and these
+values. None stands for the learning rate."""
+
+
+def require_savable(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+    """Raises InvalidArgument for what a checkpoint of the optimizer would leave out: anything but tensors and
+    numbers, and what is of no parameter."""
+    for owner, values in optimizer.state.items():
+        if not isinstance(owner, Tensor):
+            raise InvalidArgument(
+                f"the optimizer's state has {owner!r}, which is of no parameter, and a checkpoint would "
+                "leave it out: use an optimizer that keeps its state by parameter, or in its param_groups"
+            )
+        for key, value in values.items() if owner in named else ():
+            if not isinstance(value, (Tensor, *_NUMBERS)):
+                raise InvalidArgument(
+                    f"the optimizer's {key} of {named[owner]} is a {type(value).__name__}, must be a tensor "
+                    "or a number: a checkpoint would leave it out. Use another optimizer"
+                )
+
+
+def _numbers_of(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, _NUMBERS)}
+
+
+def _before_steps(name: str, rate: float | Tensor) -> float | Tensor:
+    """Returns what a state tensor of torch's optimizers holds before their first step."""
+    value = _KNOWN.get(name, 0.0)
+    return rate if value is None else value
+
+
+def _before_counting(key: str, of: str, seen: list[Any], rate: float | Tensor) -> Any:
+    """Returns what a number was before the first step, which had the values `seen` after each of some steps:
+    the same if it stayed, and one step less if it counts. Raises InvalidArgument for any other."""
+    if key in _KNOWN:
+        return float(_before_steps(key, rate))
+    first, second, third = seen
+    if first == second == third:
+        return first
+    if all(isinstance(each, numbers.Number) for each in seen) and third - second == second - first:
+        return first - (second - first)
+    raise InvalidArgument(
+        f"the optimizer's {key} of {of} is {first!r}, {second!r}, {third!r} after steps of zero gradients: "
+        "what it is before the first step cannot be told. Call sharded_state, to load as well, after a step "
+        "in which all trained parameters have gradients, or requires_grad_(False) for those without"
+    )
+
+
+def _is_copy(value: Tensor, parameter: Tensor | None) -> bool:
+    """Returns True for a state tensor that holds the parameter's own values, as optimizers that average
+    weights start; False for one number, which may be a count."""
+    if parameter is None or not value.dim() or value.shape != parameter.shape:
+        return False
+    value, parameter = (each.to_local() if isinstance(each, DTensor) else each for each in (value, parameter))
+    return value.shape == parameter.shape and torch.equal(value.to(parameter), parameter)
+
+
+@torch.no_grad()
+def ensure_state(optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+    """Makes the state of those trained parameters that have none, as it is before their first step, by steps
+    of zero gradients at rate zero, in which no other parameter has a gradient. After an error the optimizer
+    is as it was."""
+    groups, state = optimizer.param_groups, optimizer.state
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    missing = {p: g["lr"] for g in groups for p in g["params"] if p.requires_grad and not state.get(p)}
+    if not missing:
+        return
+    known, gradients, settings = set(state), [p.grad for p in parameters], [dict(each) for each in groups]
+    kept = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
+    added: list[dict[str, Any]] = []
+    try:
+        trials = [_try_step(optimizer, missing, parameters, settings)]
+        while any(trials[0]) and len(trials) < _TRIALS:
+            trials.append(_try_step(optimizer, missing, parameters, settings))
+        require_savable(optimizer, named)
+        seen = list(zip(*trials, strict=True))  # of each group, and then of each parameter
+        for index, (group, setting) in enumerate(zip(groups, settings, strict=True)):
+            new = {key: value for key, value in group.items() if key not in setting}
+            added.append(_before(new, f"param_groups[{index}]", seen[index], setting["lr"]))
+        for (parameter, rate), counts in zip(missing.items(), seen[len(groups) :], strict=True):
+            values, of = state.get(parameter, {}), named.get(parameter, "a parameter outside the model")
+            values.update(_before(values, of, counts, rate, parameter))
+    except BaseException:
+        for owner in [each for each in state if each not in known or each in missing]:
+            del state[owner]
+        added = [{} for _ in groups]
+        raise
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for value, before in kept:
+            value.copy_(before)
+        for group, setting, new in zip(groups, settings, added, strict=True):
+            group.clear()
+            group.update(setting | new)
+
+
+def _try_step(
+    optimizer: torch.optim.Optimizer,
+    trained: dict[Any, Any],
+    parameters: list[Tensor],
+    settings: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Steps with zero gradients for `trained` alone at rate zero. Returns the numbers that this has put into
+    each of the param_groups, beside `settings`, and into the state of each of `trained`."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter in trained else None
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    # This calls the step of the plain class: a scheduler wraps the instance's and would count this one.
+    type(optimizer).step(optimizer)
+    of_groups = [
+        {key: value for key, value in _numbers_of(group).items() if key not in setting}
+        for group, setting in zip(optimizer.param_groups, settings, strict=True)
+    ]
+    return of_groups + [_numbers_of(optimizer.state.get(parameter, {})) for parameter in trained]
+
+
+def _before(
+    values: dict[str, Any],
+    of: str,
+    seen: Sequence[dict[str, Any]],
+    rate: float | Tensor,
+    parameter: Tensor | None = None,
+) -> dict[str, Any]:
+    """Returns the values that steps with zero gradients have made as they are before a first step, where
+    `seen` has the numbers among them after each of the steps. Tensors are set in place."""
+    for key, value in values.items():
+        if isinstance(value, Tensor) and (key in _KNOWN or not _is_copy(value, parameter)):
+            value.fill_(_before_steps(key, rate))
+    counts = {key: [each.get(key) for each in seen] for key in _numbers_of(values)}
+    return values | {key: _before_counting(key, of, each, rate) for key, each in counts.items()}
+
+
+class Numbers:
+    """The numbers among an optimizer's state by parameter, as a Stateful like `ParamGroups`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: dict[Any, str]) -> None:
+        self._state, self._named = optimizer.state, named
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {name: _numbers_of(self._state.get(p, {})) for p, name in self._named.items()}
+        return {name: each for name, each in found.items() if each}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for parameter, name in self._named.items():
+            own = self._state.get(parameter, {})
+            own.update({key: state[name][str(key)] for key in _numbers_of(own)})
+
+
+class ParamGroups:
+    """The optimizer's settings as a Stateful of distributed checkpoint: numbers cannot load in place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            str(index): {key: value for key, value in group.items() if key != "params"}
+            for index, group in enumerate(self._groups)
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, group in enumerate(self._groups):
+            group.update(state[str(index)])
