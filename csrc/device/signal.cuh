@@ -29,27 +29,32 @@ __device__ inline void signal_records(const Comm& comm, const SignalRecord& reco
   }
 }
 
+/// Counts how long this rank has waited since `begun` for `peer` to begin an operation. Nothing is returned,
+/// so that nobody waits for the memory.
+__device__ inline void note_late(const Comm& comm, int32_t peer, uint64_t begun) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(comm.mine<uint64_t>(comm.window.late_ns)) + peer,
+            static_cast<unsigned long long>(ptx::global_nanoseconds() - begun));
+}
+
+/// Notes that all ranks have begun an operation, for which one has waited since `begun`. One thread.
+__device__ inline void note_agreed(const Comm& comm, Operation operation, uint64_t begun) {
+  comm.state().wait_ns += ptx::global_nanoseconds() - begun;
+  note_phase(comm, operation, Phase::agreed);
+}
+
 /// Waits for every rank's record of `epoch`, and counts how long for which. Whole block; false for all
 /// threads if one of them waits in vain.
-template <class Flag = EpochFlag>
 __device__ inline bool wait_records(const Comm& comm, Operation operation, uint64_t epoch) {
   const bool counts = blockIdx.x == 0;
   const uint64_t start = counts ? ptx::global_nanoseconds() : 0;
-  uint64_t* const late_ns = comm.mine<uint64_t>(comm.window.late_ns);
   bool arrived = true;
   for (int peer = threadIdx.x; arrived && peer < comm.ranks(); peer += blockDim.x) {
     arrived = wait_until(comm, {peer, WaitPhase::records, operation, epoch},
-                         Flag{&comm.record(comm.own, peer, epoch).epoch, epoch});
-    // Nothing is returned, so that nobody waits for the memory.
-    if (counts)
-      atomicAdd(reinterpret_cast<unsigned long long*>(&late_ns[peer]),
-                static_cast<unsigned long long>(ptx::global_nanoseconds() - start));
+                         EpochFlag{&comm.record(comm.own, peer, epoch).epoch, epoch});
+    if (counts) note_late(comm, peer, start);
   }
   arrived = __syncthreads_and(arrived);
-  if (counts && threadIdx.x == 0) {
-    comm.state().wait_ns += ptx::global_nanoseconds() - start;
-    note_phase(comm, operation, Phase::agreed);
-  }
+  if (counts && threadIdx.x == 0) note_agreed(comm, operation, start);
   return arrived;
 }
 

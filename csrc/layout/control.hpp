@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/macros.hpp"
+
 namespace moecomm {
 
 inline constexpr int kLine = 64;  ///< bytes of a cache line
@@ -46,6 +48,22 @@ struct alignas(kLine) SignalRecord {
   int64_t detail;    ///< dispatch by rank: capacity of its expert-major index; GPU, with an error: the bad id
 };
 static_assert(sizeof(SignalRecord) == kLine && offsetof(SignalRecord, epoch) == 0);
+
+/// A number of those fields of a record that have to be the same on all ranks (compare_records): where it is
+/// the same so are they, as surely as 64 bits can say, and where it is not the records are looked at. 0: an
+/// error, which has to be looked at.
+MOECOMM_HD constexpr uint64_t arguments_hash(const SignalRecord& record) {
+  if (record.error != 0) return 0;
+  uint64_t hash = 0;
+  for (const uint64_t field :
+       {static_cast<uint64_t>(record.operation), static_cast<uint64_t>(record.capacity), record.plan,
+        static_cast<uint64_t>(record.alignment), static_cast<uint64_t>(record.layout),
+        static_cast<uint64_t>(record.carries), static_cast<uint64_t>(record.detail)}) {
+    hash = (hash ^ field) * 0x9e3779b97f4a7c15;  // odd, so that one field alone tells itself apart
+    hash ^= hash >> 29;
+  }
+  return hash | 1;
+}
 
 enum Carries : uint32_t {
   kCarriesRows = 1,

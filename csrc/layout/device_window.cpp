@@ -27,6 +27,13 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
   for (auto& offset : w.packed_routes) visit("packed routes", offset, s.ranks * entries * 4);
   for (auto& offset : w.places) visit("token places", offset, s.ranks * s.max_tokens * 4);
   for (auto& offset : w.weights) visit("routing weights", offset, s.ranks * entries * weight);
+  if (s.few_tokens() > 0) {
+    for (auto& offset : w.few_starts) visit("few starts", offset, s.ranks * int64_t{sizeof(FewStart)});
+    for (auto& offset : w.few_counts)
+      visit("few counts", offset, s.ranks * s.few_counts() * int64_t{sizeof(uint64_t)});
+    for (auto& offset : w.few_routes)
+      visit("few routes", offset, s.ranks * s.few_tokens() * s.top_k * int64_t{sizeof(FewRoute)});
+  }
   for (auto& offset : w.weight_grads) visit("weight gradients", offset, entries * weight);
   visit("arrival flags", w.arrived, s.ranks * (s.max_chunks() + 1) * kFlag);
   visit("credit flags", w.credits, s.ranks * (s.max_chunks() + 1) * kFlag);

@@ -18,20 +18,57 @@ namespace moecomm {
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxNodeRanks = 128;
 inline constexpr int32_t kMaxChunk = 8;  ///< tokens
+inline constexpr int32_t kMostFewRanks =
+    64;  ///< of one node, for whose few tokens there is a way of their own
 inline constexpr int32_t kMaxRouteBlocks = 32;
 inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 
 /// The most tokens of a rank whose chunks have one token, two and four.
 inline constexpr int64_t kMostOfOne = 1024, kMostOfTwo = 4096, kMostOfFour = 16384;
+/// The logarithm of chunk_tokens.
+MOECOMM_HD constexpr int32_t chunk_shift(int64_t tokens) {
+  return tokens <= kMostOfOne ? 0 : tokens <= kMostOfTwo ? 1 : tokens <= kMostOfFour ? 2 : 3;
+}
+static_assert(1 << chunk_shift(kMostOfFour + 1) == kMaxChunk);
 /// Tokens that are announced together. Small enough that many warps share the work evenly, large enough that
 /// announcing costs little. A pure function of a rank's tokens, so that both sides agree.
-MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) {
-  return tokens <= kMostOfOne ? 1 : tokens <= kMostOfTwo ? 2 : tokens <= kMostOfFour ? 4 : kMaxChunk;
+MOECOMM_HD constexpr int32_t chunk_tokens(int64_t tokens) { return 1 << chunk_shift(tokens); }
+
+/// Without a division, which takes a GPU as long as the load of a row.
+MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
+  return (tokens + chunk_tokens(tokens) - 1) >> chunk_shift(tokens);
 }
 
-MOECOMM_HD constexpr int64_t chunk_count(int64_t tokens) {
-  return (tokens + chunk_tokens(tokens) - 1) / chunk_tokens(tokens);
-}
+/// A number of few tokens that travels with its epoch in one word: who finds the epoch has the number, and no
+/// flag has to follow. Zeroed memory is of no epoch.
+struct EpochNumber {
+  static constexpr int kBits = 16;
+  static constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
+
+  MOECOMM_HD static constexpr uint64_t word(uint64_t epoch, int32_t number) {
+    return epoch << kBits | (static_cast<uint64_t>(number) + 1);
+  }
+  MOECOMM_HD static constexpr bool is_of(uint64_t word, uint64_t epoch) {
+    return (word & kMask) != 0 && (word & ~kMask) == epoch << kBits;
+  }
+  MOECOMM_HD static constexpr int32_t number(uint64_t word) { return static_cast<int32_t>(word & kMask) - 1; }
+};
+static_assert(kMostOfOne < static_cast<int64_t>(EpochNumber::kMask));
+
+/// The announcement of a dispatch of few tokens, which is stored and loaded whole.
+struct alignas(16) FewStart {
+  uint64_t arguments;  ///< arguments_hash of the record that follows
+  uint64_t epoch;      ///< EpochNumber, of no meaning
+};
+static_assert(sizeof(FewStart) == 16);
+
+/// The route of a (token, k) of few tokens, which is stored and loaded whole.
+struct alignas(16) FewRoute {
+  int32_t packed;  ///< as in DeviceWindow::packed_routes
+  float weight;
+  uint64_t place;  ///< EpochNumber: in the rank layout as in DeviceWindow::places at the owner, else 0
+};
+static_assert(sizeof(FewRoute) == 16);
 
 struct DeviceShape;
 /// Throws Error(unsupported) for a shape that the kernels can't serve.
@@ -91,6 +128,13 @@ struct DeviceShape {
   }
   /// Chunks of up to max_tokens tokens, whatever number of them comes.
   MOECOMM_HD int64_t max_chunks() const;
+  /// The most tokens that a source announces in words with their epoch; 0: none does.
+  MOECOMM_HD int64_t few_tokens() const {
+    if (other_nodes() > 0 || ranks > kMostFewRanks) return 0;
+    return max_tokens < kMostOfOne ? max_tokens : kMostOfOne;
+  }
+  /// Numbers that a source of few tokens announces in such words: those of counts(), then its tokens.
+  MOECOMM_HD int64_t few_counts() const { return counts() + 1; }
   /// Numbers that each source announces: rows for each expert, then tokens for each rank.
   MOECOMM_HD int64_t counts() const { return num_experts + ranks; }
   /// Numbers that a source counts: those, and with several nodes tokens for each node.
@@ -213,9 +257,13 @@ struct DeviceWindow {
   int64_t counts[2];         ///< int32[ranks][counts], by source
   int64_t packed_routes[2];  ///< int32[ranks][max_tokens][top_k]: expert << number_bits | number among the
                              ///< source's rows for it; -1: none
-  int64_t places[2];   ///< int32[ranks][max_tokens], rank layout: number of the token among those that its
-                       ///< source sends here, where it sends it here
-  int64_t weights[2];  ///< weight type [ranks][max_tokens][top_k]
+  int64_t places[2];      ///< int32[ranks][max_tokens], rank layout: number of the token among those that its
+                          ///< source sends here, where it sends it here
+  int64_t weights[2];     ///< weight type [ranks][max_tokens][top_k]
+  int64_t few_starts[2];  ///< FewStart [ranks]: what is announced of few tokens, for kernels that take it as
+                          ///< it comes, in words with their epoch; where there are few_tokens()
+  int64_t few_counts[2];  ///< EpochNumbers [ranks][shape.few_counts()], likewise
+  int64_t few_routes[2];  ///< FewRoute [ranks][shape.few_tokens()][top_k], likewise
   int64_t weight_grads[2];  ///< weight type [max_tokens][top_k], written by the owners of the experts
   int64_t arrived;  ///< uint64[ranks][max_chunks + 1]: epoch in which a chunk of this source has arrived;
                     ///< the last: its gradients of weights

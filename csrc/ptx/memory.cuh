@@ -69,6 +69,26 @@ __device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t va
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+/// 16 bytes that are stored, and loaded, whole. No order.
+struct Pair {
+  uint64_t low, high;
+};
+__device__ __forceinline__ void store_relaxed_sys_pair(void* address, Pair value) {
+  asm volatile(
+      "{\n\t.reg .b128 all;\n\tmov.b128 all, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], all;\n\t}" ::"l"(
+          address),
+      "l"(value.low), "l"(value.high)
+      : "memory");
+}
+__device__ __forceinline__ Pair load_relaxed_sys_pair(const void* address) {
+  Pair value;
+  asm volatile("{\n\t.reg .b128 all;\n\tld.relaxed.sys.global.b128 all, [%2];\n\tmov.b128 {%0, %1}, all;\n\t}"
+               : "=l"(value.low), "=l"(value.high)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
 /// Puts `value` where `before` was, without order; returns what was there.
 __device__ __forceinline__ uint64_t compare_swap_gpu(uint64_t* address, uint64_t before, uint64_t value) {
   uint64_t seen;

@@ -53,11 +53,11 @@ void take_sent(gpu::ReceiveArguments& received, const gpu::SendArguments& sent) 
 }
 
 /// Warps of a kernel for few tokens that work on one of `items` rows together: as many as leave each row a
-/// team. `blocks` blocks of `warps`, of which the first takes no rows.
+/// team. `blocks` blocks of `warps`.
 constexpr int kTeamWarps = 4;
 int team_warps(int64_t items, int blocks, int warps) {
   for (const int team : {warps, warps / 2})
-    if (items <= int64_t{blocks - 1} * (warps / team)) return team;
+    if (items <= int64_t{blocks} * (warps / team)) return team;
   return kTeamWarps;
 }
 
@@ -466,10 +466,11 @@ void DeviceCommunicator::send_and_receive_in_one(WireFormat wire, const gpu::Sen
   take_sent(received, sent);
   const int warps = gpu::block_warps(overlaps_);
   const int64_t items = sent.tokens * config_.shape.ranks;
-  const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps);
+  const int leads = gpu::leading_blocks(heuristics_.all_blocks());
+  const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps, leads);
   const bool dispatch = sent.operation == Operation::dispatch;
   const int senders = dispatch ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise) : 0;
-  const gpu::FusedArguments arguments{sent, received, team_warps(items, blocks, warps), senders};
+  const gpu::FusedArguments arguments{sent, received, team_warps(items, blocks - leads, warps), senders};
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
                        [&]<WireFormat travels>() {
@@ -586,8 +587,8 @@ void DeviceCommunicator::combine(const gpu::CombineArguments& arguments, bool qu
   ++stats_.combine_calls;
   if (!held && all.weight_grads == nullptr && fuses(WireFormat::same, all.tokens)) {
     // At their home few tokens are shared by many warps.
-    const int fused = heuristics_.fused_blocks(all.tokens, 1);
-    all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused, gpu::kReduceWarps);
+    const int fused = heuristics_.fused_blocks(all.tokens, 1, 1);
+    all.team_warps = team_warps(all.tokens * (config_.shape.ranks - 1), fused - 1, gpu::kReduceWarps);
     all.parts = gpu::Heuristics::sum_parts(all.tokens, int64_t{fused - 1} * gpu::kReduceWarps,
                                            gpu::sum_strips(config_.shape.row_bytes()));
     check_cuda(gpu::launch_combine_fused(launch(stream, fused, false), comm, all), "launch of a combine");

@@ -77,8 +77,10 @@ void test_sections() {
     }
     CHECK(end == w.total_bytes);
     std::vector<int64_t> fields{w.sources, w.state, w.losses, w.late_ns, w.route_counts};
-    for (const auto* pair : {w.error_text, w.counts, w.packed_routes, w.places, w.weights, w.weight_grads})
-      fields.insert(fields.end(), pair, pair + 2);
+    std::vector<const int64_t*> pairs{w.error_text, w.counts, w.packed_routes, w.places, w.weights};
+    if (shape.ranks <= 64) pairs.insert(pairs.end(), {w.few_starts, w.few_counts, w.few_routes});
+    pairs.push_back(w.weight_grads);
+    for (const auto* pair : pairs) fields.insert(fields.end(), pair, pair + 2);
     fields.insert(fields.end(), {w.arrived, w.credits, w.rows[0], w.rows[1]});
     CHECK(fields.size() == sections.size());
     for (size_t i = 0; i < std::min(fields.size(), sections.size()); ++i)
@@ -199,6 +201,9 @@ int64_t window_bytes(const DeviceShape& s, int64_t chunks) {
   for (const int64_t twice :
        {int64_t{512}, R * (E + R) * 4, R * M * K * 4, R * M * 4, R * M * K * weight, M * K * weight, rows})
     total += 2 * rounded(twice, kPage);
+  const int64_t few = R <= 64 ? std::min<int64_t>(M, 1024) : 0;
+  for (const int64_t twice : {16 * R, 8 * R * (E + R + 1), 16 * R * few * K})
+    if (few > 0) total += 2 * rounded(twice, kPage);
   return total;
 }
 
@@ -228,10 +233,11 @@ void test_worked_example() {
   total += 12288;                                   // 32 blocks' counts for 64 experts and 4 ranks
   total += 2 * (4096 + 4096);                       // error texts, counts
   total += 2 * (524288 + 65536 + 524288 + 131072);  // packed routes, places, weights, gradients of weights
-  total += 69632;          // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
-  total += 69632;          // credits of 2048 chunks, and one more each
-  total += 2 * 234881024;  // 4096 * 4 rows
-  CHECK(w.total_bytes == total && total == 472436736);
+  total += 2 * (4096 + 4096 + 524288);  // of few tokens: starts, 4 * 69 counts, 4 * 1024 * 8 routes
+  total += 69632;                       // arrivals of 2048 chunks of 4 ranks, and one more each: 65568 bytes
+  total += 69632;                       // credits of 2048 chunks, and one more each
+  total += 2 * 234881024;               // 4096 * 4 rows
+  CHECK(w.total_bytes == total && total == 473501696);
   CHECK(w.stage_tokens == 4096);
 }
 
@@ -377,7 +383,11 @@ void test_shapes_of_one_kernel() {
   for (const int budget : {0, 2, 3, 24, 64, 132}) {
     const gpu::Heuristics h = gpu::choose_heuristics(132, budget, false, 512, 4, 8, 14336);
     for (const int64_t items : {0, 1, 100, 5000})
-      CHECK(h.fused_blocks(items, 3) >= 2 && h.fused_blocks(items, 3) <= h.all_blocks());
+      for (const int leads : {1, gpu::leading_blocks(h.all_blocks())}) {
+        const int blocks = h.fused_blocks(items, 3, leads);
+        CHECK(blocks > leads && blocks <= h.all_blocks());
+        CHECK(leads == 1 || gpu::leading_blocks(blocks) == leads);
+      }
   }
 }
 

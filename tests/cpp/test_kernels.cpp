@@ -69,7 +69,7 @@ struct Input {
   int64_t capacity = 0;
 };
 
-/// Where a rank's output rows come from: (source, token, k) each.
+/// Where a rank's output rows come from: (source, token, k) each; source -1: it only aligns, and is zero.
 struct Origin {
   int source, token, k;
 };
@@ -79,6 +79,7 @@ struct Step {
   std::vector<std::vector<Origin>> origins;  ///< by rank, of all rows that want to come
   bool weighted = false;
   int combines = 0;
+  int alignment = 1;
 
   /// The output row of a (source, token, k) on a rank; negative: it was dropped, or is elsewhere.
   int64_t row_of(int rank, int source, int token, int k) const {
@@ -95,6 +96,7 @@ Step make_step(const Shape& shape, Random& random) {
   Step step;
   step.weighted = draw(random, 0, 1) == 1;
   step.combines = draw(random, 1, 2);
+  step.alignment = std::vector<int>{1, 1, 4, 5}[static_cast<size_t>(draw(random, 0, 3))];
   const int experts = shape.ranks * shape.experts_each;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input input;
@@ -113,7 +115,7 @@ Step make_step(const Shape& shape, Random& random) {
   }
   for (int rank = 0; rank < shape.ranks; ++rank) {
     std::vector<Origin> origins;
-    for (int expert = rank * shape.experts_each; expert < (rank + 1) * shape.experts_each; ++expert)
+    for (int expert = rank * shape.experts_each; expert < (rank + 1) * shape.experts_each; ++expert) {
       for (int source = 0; source < shape.ranks; ++source) {
         const Input& input = step.inputs[static_cast<size_t>(source)];
         for (int token = 0; token < input.tokens; ++token)
@@ -121,6 +123,8 @@ Step make_step(const Shape& shape, Random& random) {
             if (input.ids[static_cast<size_t>(token * shape.top_k + k)] == expert)
               origins.push_back({source, token, k});
       }
+      while (origins.size() % static_cast<size_t>(step.alignment) != 0) origins.push_back({-1, -1, -1});
+    }
     step.origins.push_back(std::move(origins));
   }
   // A capacity is the same on all ranks: of most steps, enough.
@@ -222,7 +226,8 @@ class Rank {
     received.layout = sent.layout;
     const bool dispatch = sent.operation == Operation::dispatch;
     if (sent.tokens > 0 && draw(random_, 0, 2) > 0) {
-      const int blocks = draw(random_, 2, 5), senders = draw(random_, 0, 1) * draw(random_, 0, blocks - 2);
+      const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
+      const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
       const gpu::FusedArguments both{sent, received, draw(random_, 0, 1) == 0 ? 8 : 4, senders};
       gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
       return main_.join();
@@ -239,8 +244,8 @@ class Rank {
   }
 
   void check_dispatch(const Shape& shape, const Step& step, const Input& input) {
-    Rows out(static_cast<size_t>(input.capacity * shape.hidden));
-    std::vector<float> weights(static_cast<size_t>(input.capacity));
+    Rows out(static_cast<size_t>(input.capacity * shape.hidden), 0xffff);
+    std::vector<float> weights(static_cast<size_t>(input.capacity), 7.0f);
     gpu::SendArguments sent{};
     sent.operation = Operation::dispatch;
     sent.x = bytes(input.x);
@@ -249,7 +254,7 @@ class Rank {
     sent.weights = bytes(input.weights);
     sent.plan = plan_.data();
     sent.tokens = input.tokens;
-    sent.alignment = 1;
+    sent.alignment = step.alignment;
     sent.capacity = input.capacity;
     sent.positions = -1;
     sent.layout = RowLayout::expert;
@@ -261,6 +266,10 @@ class Rank {
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];
+      if (from.source < 0) {
+        CHECK(is_zero(out, row, shape.hidden) && weights[static_cast<size_t>(row)] == 0);
+        continue;
+      }
       const Input& source = step.inputs[static_cast<size_t>(from.source)];
       CHECK(same_row(out, row, source.x, from.token, shape.hidden));
       CHECK(weights[static_cast<size_t>(row)] ==
@@ -293,7 +302,7 @@ class Rank {
   }
 
   void check_backward(const Shape& shape, const Step& step, const Input& input) {
-    Rows out(static_cast<size_t>(input.capacity * shape.hidden));
+    Rows out(static_cast<size_t>(input.capacity * shape.hidden), 0xffff);
     gpu::SendArguments sent{};
     sent.operation = Operation::redispatch;
     sent.x = bytes(input.grads);
@@ -308,6 +317,10 @@ class Rank {
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
       const Origin& from = origins[static_cast<size_t>(row)];
+      if (from.source < 0) {
+        CHECK(is_zero(out, row, shape.hidden));
+        continue;
+      }
       Rows want = step.inputs[static_cast<size_t>(from.source)].grads;
       if (step.weighted)
         for (uint16_t& value : want)
@@ -324,6 +337,11 @@ class Rank {
   static bool same_row(const Rows& left, int64_t row, const Rows& right, int64_t other, int64_t hidden) {
     return std::equal(left.begin() + row * hidden, left.begin() + (row + 1) * hidden,
                       right.begin() + other * hidden);
+  }
+
+  static bool is_zero(const Rows& rows, int64_t row, int64_t hidden) {
+    return std::all_of(rows.begin() + row * hidden, rows.begin() + (row + 1) * hidden,
+                       [](uint16_t value) { return value == 0; });
   }
 
   Random random_;

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -233,8 +234,12 @@ def test_bad_ids(pool: Pools, most_ranks: int, seed: int) -> None:
         assert "which the token already has at k = 0" in found[1].text
 
 
+DISAGREEMENTS = ("the operation", "alignment", "capacity", "layout", "weights")
+"""What ranks disagree about, in turn, as the message says it."""
+
+
 def _disagreement(rank: int, world_size: int, job: Case) -> tuple[list[Caught | None], list[str]]:
-    """Rank 0 combines where the others dispatch; then alignments differ."""
+    """Rank 0 combines where the others dispatch; then arguments differ, one at a time."""
     with harness.communicator(**job.communicator) as comm:
         known = Oracle(job, rank, comm.device)
         capacity = 4 * max(known.needed)
@@ -248,12 +253,26 @@ def _disagreement(rank: int, world_size: int, job: Case) -> tuple[list[Caught | 
             harness.synchronize()
             comm.check()
 
-        def alignment() -> None:
-            comm.dispatch(known.own.x_TH, known.own.ids_TK, capacity=capacity, alignment=1 + (rank == 0))
-            harness.synchronize()
-            comm.check()
+        def different(**arguments: Any) -> Callable[[], None]:
+            """A dispatch in which rank 0 has these arguments, and the others do not."""
+            common = {"capacity": capacity, "topk_weights_TK": known.own.weights_TK}
 
-        return [catch(operation), catch(alignment)], oracle.play(comm, job, rank)
+            def dispatch() -> None:
+                mine = {**common, **(arguments if rank == 0 else {})}
+                comm.dispatch(known.own.x_TH, known.own.ids_TK, **mine)
+                harness.synchronize()
+                comm.check()
+
+            return dispatch
+
+        found = [
+            catch(operation),
+            catch(different(alignment=2)),
+            catch(different(capacity=capacity + 1)),
+            catch(different(layout="rank")),
+            catch(different(topk_weights_TK=None)),
+        ]
+        return found, oracle.play(comm, job, rank)
 
 
 def test_ranks_that_disagree(pool: Pools, most_ranks: int, seed: int) -> None:
@@ -263,5 +282,8 @@ def test_ranks_that_disagree(pool: Pools, most_ranks: int, seed: int) -> None:
     job = Case(tokens=(40,) * size, num_experts=4 * size, hidden=64, top_k=3, slack=0, seed=seed)
     for found, problems in pool(size)(_disagreement, job):
         assert problems == []
-        assert [caught and caught.name for caught in found] == ["MismatchedArguments"] * 2, found
-        assert "the operation" in found[0].text and "alignment" in found[1].text
+        assert [caught and caught.name for caught in found] == ["MismatchedArguments"] * len(DISAGREEMENTS), (
+            found
+        )
+        for caught, about in zip(found, DISAGREEMENTS, strict=True):
+            assert caught is not None and about in caught.text, caught.text

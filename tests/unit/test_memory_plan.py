@@ -163,13 +163,13 @@ def test_worked_example_on_cuda() -> None:
     assert _sizes(plan, "token places") == [4 * 4096 * 4] * 2
     assert _sizes(plan, "weight gradients") == [4096 * 8 * 4] * 2
     assert _sizes(plan, "arrival flags") == [17 * PAGE] and _sizes(plan, "credit flags") == [17 * PAGE]
-    assert plan.total_bytes == plan.committed_bytes == 472_436_736
+    assert plan.total_bytes == plan.committed_bytes == 473_501_696
     text = str(plan)
     assert "window of one rank (4 ranks a node)" in text
     assert text.splitlines()[-3:] == [
-        f"{'total':<18} {'':>14} {472436736:>14}",
-        f"{'taken at once':<18} {'':>14} {472436736:>14}",
-        f"{'all ranks at once':<18} {'':>14} {1889746944:>14}",
+        f"{'total':<18} {'':>14} {473501696:>14}",
+        f"{'taken at once':<18} {'':>14} {473501696:>14}",
+        f"{'all ranks at once':<18} {'':>14} {1894006784:>14}",
     ]
 
 
@@ -201,6 +201,10 @@ def test_formula_on_cuda(ranks: int, top_k: int, dtype: torch.dtype, wire: str |
     assert _sizes(plan, "weight gradients") == pages(tokens * top_k * weight)
     assert _sizes(plan, "token places") == pages(ranks * tokens * 4)
     assert _sizes(plan, "row counts") == pages(ranks * (experts + ranks) * 4)
+    few = ranks <= 64  # up to 1024 tokens of a rank are few
+    assert _sizes(plan, "few starts") == pages(ranks * 16) * few
+    assert _sizes(plan, "few counts") == pages(ranks * (experts + ranks + 1) * 8) * few
+    assert _sizes(plan, "few routes") == pages(ranks * 1024 * top_k * 16) * few
     # 1024 chunks of a token, or 750 of two.
     assert _sizes(plan, "arrival flags") == pages(ranks * (1024 + 1) * 8)[:1]
     assert _sizes(plan, "credit flags") == pages(ranks * (1024 + 1) * 8)[:1]

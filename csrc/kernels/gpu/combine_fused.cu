@@ -96,7 +96,7 @@ class HomeSums {
     while (number_ < args_.tokens * parts_.count) {
       if (!here)
         here =
-            wait_sums<device::EagerFlag>(comm_, epoch_, part_.token / chunk_tokens(args_.tokens), part_.sum);
+            wait_sums<device::EagerFlag>(comm_, epoch_, part_.token >> chunk_shift(args_.tokens), part_.sum);
       if (!here) return;
       add_up();
       first_ += kOwnStrips;

@@ -268,7 +268,7 @@ __device__ inline bool sum_part(const Comm& comm, const CombineArguments& args, 
   if constexpr (kNodes)
     if (!find_slots(comm, args, epoch, t, sum_row_bytes(comm, wire), places)) return false;
   if (!kNodes && args.copied) find_landed(comm, args, epoch, t, places);
-  const int64_t chunk = args.copied ? kCopiesChunk : t / chunk_tokens(args.tokens);
+  const int64_t chunk = args.copied ? kCopiesChunk : t >> chunk_shift(args.tokens);
   if (!wait_sums<Flag>(comm, epoch, chunk, part.sum)) return false;
   const std::byte* const slots = comm.slot_row(comm.own, epoch, t, 0);
   const auto slot = [&](int s) { return kNodes || args.copied ? places[s] : slots + s * row_bytes; };

@@ -1,18 +1,24 @@
 // Dispatch of few tokens in one kernel, sending and receiving, for one node: what it takes is not bytes but
 // loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
-//   - the first block works out the routes and announces them (route_few.cuh), and makes the plan when all
-//     ranks have (plan.cuh)
+//   - the second block works out the routes and announces them (route_few.cuh); the first makes the plan when
+//     all ranks have announced theirs (plan.cuh)
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
-//   - these blocks then wait for the records of all ranks, and each works out for itself, in shared memory,
-//     where rows begin: none waits for the first one. Meanwhile the route of each team's first row is loaded
-//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, and
-//     then the row, which goes to all the output rows that want it
-// Where more than few tokens are sent, some blocks send and the others receive.
-// Shares are fixed, so no counter is asked for work, and none has to be set back: the operation ends with its
-// last row. Few instructions are run more than a few times here, and to fetch one that has not been run takes
-// longer than to run it: so loops are short and not unrolled where nothing is held by bytes.
+//   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
+//   work
+//     out for themselves, in shared memory, where rows begin: none waits for another block, or for a record
+//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, in
+//   a
+//     word that holds its epoch, and then the row, which goes to all the output rows that want it. Where
+//     there are fewer rows than teams, several share a row
+// A source of many tokens has no such words; its record says that all it has pushed is there. Arguments that
+// do not agree are found by the first block, which calls the operation off; what has been written then counts
+// for nothing, and nobody has written outside of his output. Where more than few tokens are sent, some blocks
+// send and the others receive. Shares are fixed, so no counter is asked for work, and none has to be set
+// back: the operation ends with its last row. Few instructions are run more than a few times here, and to
+// fetch one that has not been run takes longer than to run it: so loops are short and not unrolled where
+// nothing is held by bytes.
 //
 // The backward of a combine does the same along its plan, without routes and tables.
 //
@@ -35,7 +41,8 @@ constexpr int kBatch = 8;  ///< loads of a thread that are under way together
 struct FusedMemory {
   int32_t counts[kFusedCounts];  ///< of all sources, in the first block behind its bitmaps; else OwnCounts
   int32_t tables[kFusedTables];
-  float most[kWarps];  ///< of each warp's part of a row
+  bool few[kMostFusedRanks];  ///< sources whose words hold their epoch
+  float most[kWarps];         ///< of each warp's part of a row
 };
 
 /// Calls use(target's value) for each lane of `mask`. All lanes.
@@ -44,26 +51,45 @@ __device__ void for_each_target(uint32_t mask, Value value, const Use& use) {
   for (; mask != 0; mask &= mask - 1) use(__shfl_sync(0xffffffffu, value, __ffs(static_cast<int>(mask)) - 1));
 }
 
-/// Rows on their way out. `targets`: lanes that know where the row goes, `to`.
-__device__ void copy_row(const Team& team, const std::byte* from, int64_t bytes, uint32_t targets,
-                         unsigned long long to) {
-  const int vectors = static_cast<int>(bytes / 16);
-  const auto* const row = reinterpret_cast<const uint4*>(from);
-  for (int base = 0; base < vectors; base += kBatch * team.threads()) {
-    uint4 values[kBatch];
+/// The part of a row that a team moves, of as many equal ones as teams share the row.
+struct RowPart {
+  int number = 0, count = 1;
+
+  __device__ int first(int vectors) const { return vectors * number / count; }
+  __device__ int end(int vectors) const { return vectors * (number + 1) / count; }
+};
+
+/// Vectors `first` to `end` of a row to the rows at `to`, known by the lanes of `targets`, so many of a
+/// thread at a time.
+template <int batch>
+__device__ void copy_vectors(const Team& team, const uint4* row, int first, int end, uint32_t targets,
+                             unsigned long long to) {
+  for (int base = first; base < end; base += batch * team.threads()) {
+    uint4 values[batch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < batch; ++i) {
       const int v = base + i * team.threads() + team.thread();
-      if (v < vectors) values[i] = __ldcg(row + v);
+      values[i] = v < end ? __ldcg(row + v) : uint4{};
     }
     for_each_target(targets, to, [&](unsigned long long address) {
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < batch; ++i) {
         const int v = base + i * team.threads() + team.thread();
-        if (v < vectors) __stcg(reinterpret_cast<uint4*>(address) + v, values[i]);
+        if (v < end) __stcg(reinterpret_cast<uint4*>(address) + v, values[i]);
       }
     });
   }
+}
+
+/// A part of a row, likewise.
+__device__ void copy_row(const Team& team, const RowPart& part, const std::byte* from, int64_t bytes,
+                         uint32_t targets, unsigned long long to) {
+  const int all = static_cast<int>(bytes / 16), first = part.first(all), end = part.end(all);
+  const auto* const row = reinterpret_cast<const uint4*>(from);
+  if (end - first <= team.threads())
+    copy_vectors<1>(team, row, first, end, targets, to);
+  else
+    copy_vectors<kBatch>(team, row, first, end, targets, to);
 }
 
 /// The scales of a row that lies in the wire format already, by the first warp.
@@ -131,14 +157,14 @@ struct Convert {
       });
   }
 
-  __device__ static void receive(const Comm& comm, const Team& team, const std::byte* from, std::byte* out,
-                                 uint32_t targets, int32_t row) {
+  __device__ static void receive(const Comm& comm, const Team& team, const RowPart& part,
+                                 const std::byte* from, std::byte* out, uint32_t targets, int32_t row) {
     const DeviceShape& s = comm.window.shape;
-    const int vectors = static_cast<int>(s.row_bytes() / 16);
+    const int all = static_cast<int>(s.row_bytes() / 16), vectors = part.end(all);
     const auto* const scales = reinterpret_cast<const Scale*>(from + s.wire_data_bytes());
     float of_row = 0;
     if constexpr (W::kRowScale) of_row = __ldcg(reinterpret_cast<const float*>(from + s.wire_row_scale()));
-    for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+    for (int base = part.first(all); base < vectors; base += kBatch * team.threads()) {
       Values packed[kBatch];
       Scale scale[kBatch];
 #pragma unroll
@@ -167,13 +193,14 @@ struct Convert {
 
 /// Rows times the factors of their places (the gradients of a weighted combine).
 template <DType dtype>
-__device__ void scale_row(const Comm& comm, const Team& team, const ReceiveArguments& args,
-                          const std::byte* from, uint32_t targets, int32_t row) {
+__device__ void scale_row(const Comm& comm, const Team& team, const RowPart& part,
+                          const ReceiveArguments& args, const std::byte* from, uint32_t targets,
+                          int32_t row) {
   using E = Element<dtype>;
   const int64_t row_bytes = comm.window.shape.row_bytes();
-  const int vectors = static_cast<int>(row_bytes / 16);
+  const int all = static_cast<int>(row_bytes / 16), vectors = part.end(all);
   const float factor = targets >> lane_id() & 1 ? reinterpret_cast<const float*>(args.scales)[row] : 0.0f;
-  for (int base = 0; base < vectors; base += kBatch * team.threads()) {
+  for (int base = part.first(all); base < vectors; base += kBatch * team.threads()) {
     uint4 raw[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -227,7 +254,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
                                     memory.most);
     }
     if (!converted)
-      copy_row(team, args.x + int64_t{token} * s.wire_data_bytes(), s.wire_data_bytes(), targets, to);
+      copy_row(team, {}, args.x + int64_t{token} * s.wire_data_bytes(), s.wire_data_bytes(), targets, to);
     if (args.x_scales != nullptr)
       copy_scales_of_row(team, args.x_scales + int64_t{token} * s.wire_scale_bytes(), s.wire_scale_bytes(),
                          targets, first ? to + static_cast<unsigned long long>(s.wire_data_bytes()) : 0ull);
@@ -249,23 +276,24 @@ __device__ Places places_of(RowLayout layout, int32_t position, int32_t row) {
           __any_sync(0xffffffffu, place != kRowElsewhere) != 0};
 }
 
-/// Takes a row from where it has arrived to its output rows.
+/// Takes a part of a row from where it has arrived to its output rows.
 template <DType dtype>
 __device__ void receive_row(const Comm& comm, const ReceiveArguments& args, const Team& team,
-                            const std::byte* from, const Places& places) {
+                            const RowPart& part, const std::byte* from, const Places& places) {
   const DeviceShape& s = comm.window.shape;
   if constexpr (kWire == WireFormat::same) {
-    if (args.scales != nullptr) return scale_row<dtype>(comm, team, args, from, places.targets, places.row);
+    if (args.scales != nullptr)
+      return scale_row<dtype>(comm, team, part, args, from, places.targets, places.row);
   } else {
     if (args.dequantise)
-      return Convert<dtype, kWire>::receive(comm, team, from, args.out, places.targets, places.row);
+      return Convert<dtype, kWire>::receive(comm, team, part, from, args.out, places.targets, places.row);
   }
   const int64_t bytes = s.wire_data_bytes();
   const auto to = [&](std::byte* out, int64_t each) {
     return reinterpret_cast<unsigned long long>(out + places.row * each);
   };
-  copy_row(team, from, bytes, places.targets, to(args.out, bytes));
-  if (args.out_scales != nullptr)
+  copy_row(team, part, from, bytes, places.targets, to(args.out, bytes));
+  if (args.out_scales != nullptr && part.number == 0)
     copy_scales_of_row(team, from + bytes, s.wire_scale_bytes(), places.targets,
                        to(args.out_scales, s.wire_scale_bytes()));
 }
@@ -277,11 +305,11 @@ struct ReceivedToken {
   int64_t token;
   bool valid;
 
-  /// The first token of chunk `number`, or of a later one of this team.
-  __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, const Team& team,
-                                           int number, int chunks) {
+  /// The first token of chunk `number`, or of a later one `step` apart.
+  __device__ static ReceivedToken first_of(const Comm& comm, const RowTables& tables, int step, int number,
+                                           int chunks) {
     const int32_t ranks = comm.ranks();
-    for (; number < chunks; number += team.count) {
+    for (; number < chunks; number += step) {
       Item chunk{};
       chunk.chunk = number / ranks;
       chunk.source = (comm.rank + number) % ranks;
@@ -293,49 +321,177 @@ struct ReceivedToken {
     return {number, {}, 0, false};
   }
   /// The token after this one.
-  __device__ ReceivedToken next(const Comm& comm, const RowTables& tables, const Team& team,
-                                int chunks) const {
+  __device__ ReceivedToken next(const Comm& comm, const RowTables& tables, int step, int chunks) const {
     if (!ends_chunk()) return {number, chunk, token + 1, true};
-    return first_of(comm, tables, team, number + team.count, chunks);
+    return first_of(comm, tables, step, number + step, chunks);
   }
   __device__ bool ends_chunk() const { return token + 1 == chunk.end; }
   /// The token alone.
   __device__ Item item() const { return {chunk.source, chunk.chunk, token, token + 1, 0}; }
 };
 
+/// A number that a source announces: in a word that holds its epoch, or, of many tokens, with its record.
+struct CountArrival {
+  static constexpr unsigned kInterval = 32;
+  const uint64_t* word;
+  const SignalRecord* record;
+  uint64_t epoch;
+  mutable uint64_t number;  ///< what was found
+
+  __device__ bool of_few() const { return EpochNumber::is_of(number, epoch); }
+  __device__ bool arrived() const {
+    number = ptx::load_relaxed_sys(word);
+    const uint64_t announced = ptx::load_relaxed_sys(&record->epoch);
+    if (of_few()) return true;
+    if (announced < epoch) return false;
+    ptx::load_acquire_sys(&record->epoch);  // what the source has pushed before is there
+    number = ptx::load_relaxed_sys(word);
+    return true;
+  }
+};
+
+/// Takes what each source announces into `counts`, its tokens into `tokens`, and how it does so into `few`.
+/// Whole block; false if it waits in vain, or a source does something else.
+template <class Counts>
+__device__ bool take_counts(const Comm& comm, uint64_t epoch, const Counts& counts, int32_t* tokens,
+                            bool* few) {
+  const int32_t each = counts.each() + 1, bins = static_cast<int32_t>(comm.window.shape.counts());
+  const uint64_t* const words = comm.mine<uint64_t>(comm.window.few_counts[epoch & 1]);
+  const PushedCounts pushed{pushed_counts(comm, epoch), bins};
+  bool here = true;
+#pragma unroll 1
+  for (auto i = static_cast<int32_t>(threadIdx.x); here && i < each * comm.ranks(); i += kThreads) {
+    const int32_t source = i / each, number = i - source * each;
+    const bool of_tokens = number == each - 1;
+    const int32_t bin = of_tokens ? bins : counts.bin(number);
+    const SignalRecord& record = comm.record(comm.own, source, epoch);
+    const CountArrival arrival{words + source * (bins + 1) + bin, &record, epoch, 0};
+    here = device::wait_until(comm, {source, WaitPhase::records, Operation::dispatch, epoch}, arrival);
+    if (!here) break;
+    int32_t value = EpochNumber::number(arrival.number);
+    if (!arrival.of_few()) {
+      here = record.operation == Operation::dispatch && record.error == 0;
+      value = of_tokens ? record.tokens : pushed(source, bin);
+    }
+    if (of_tokens) {
+      tokens[source] = value;
+      few[source] = arrival.of_few();
+    } else {
+      counts.of[source * (each - 1) + number] = value;
+    }
+  }
+  return __syncthreads_and(here);
+}
+
+/// The route of one (token, k) in a word that holds its epoch.
+struct RouteArrival {
+  static constexpr unsigned kInterval = 32;
+  const FewRoute* address;
+  uint64_t epoch;
+  mutable ptx::Pair route;  ///< what was found
+
+  __device__ bool arrived() const {
+    route = ptx::load_relaxed_sys_pair(address);
+    return EpochNumber::is_of(route.high, epoch);
+  }
+};
+
 /// Where the row of a token goes: what its source has pushed, or, along a plan, what the plan says.
 struct ReceivedRoute {
   ChunkRoutes<1> routes;
   int32_t row;
+  bool here;  ///< all that this lane wants of it is there
 
   ReceivedRoute() = default;
   /// Starts the loads; nothing waits for them here.
   __device__ ReceivedRoute(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                           const TokenLanes& map, const ReceivedToken& at) {
+                           const TokenLanes& map, const ReceivedToken& at, const bool* few) {
+    here = true;
     if (!at.valid) return;
     if (args.operation == Operation::dispatch) {
-      routes = ChunkRoutes<1>(comm, args, epoch, map, at.item());
+      if (few[at.chunk.source])
+        load(comm, epoch, map, at);
+      else
+        routes = ChunkRoutes<1>(comm, args, epoch, map, at.item());
       return;
     }
     const int64_t entry = at.chunk.source * comm.window.shape.max_tokens + at.token;
     row = planned_row(PlanView{args.plan, comm.plan_fields}, args.layout, entry, comm.top_k());
   }
+  /// Waits for what was not there when the loads were started. All lanes; false, and no route, if in vain.
+  __device__ bool wait(const Comm& comm, const ReceiveArguments& args, uint64_t epoch, const TokenLanes& map,
+                       const ReceivedToken& at, const bool* few) {
+    if (args.operation != Operation::dispatch) return true;
+    if (!here) {
+      const RouteArrival arrival = of_lane(comm, epoch, map, at);
+      here = device::wait_until(comm, {at.chunk.source, WaitPhase::records, Operation::dispatch, epoch},
+                                arrival);
+      take(arrival);
+    }
+    const bool all = __all_sync(0xffffffffu, here);
+    if (!all) routes.packed[0] = -1;
+    if (args.layout == RowLayout::rank &&
+        few[at.chunk.source]) {  // of each owner, the lanes of its experts know
+      const int32_t expert = routes.packed[0] >> comm.window.number_bits;
+      const bool mine = routes.packed[0] >= 0 && expert_owner(expert, comm.local_experts) == comm.rank;
+      const uint32_t know = __ballot_sync(0xffffffffu, mine);
+      routes.place[0] =
+          __shfl_sync(0xffffffffu, routes.place[0], know == 0 ? 0 : __ffs(static_cast<int>(know)) - 1);
+    }
+    return all;
+  }
+
+ private:
+  __device__ static RouteArrival of_lane(const Comm& comm, uint64_t epoch, const TokenLanes& map,
+                                         const ReceivedToken& at) {
+    const int64_t token = at.chunk.source * comm.window.shape.few_tokens() + at.token;
+    return {comm.mine<FewRoute>(comm.window.few_routes[epoch & 1]) + token * map.top_k + map.k, epoch, {}};
+  }
+  __device__ void load(const Comm& comm, uint64_t epoch, const TokenLanes& map, const ReceivedToken& at) {
+    routes.packed[0] = -1;
+    if (!map.has(0, 1)) return;
+    const RouteArrival arrival = of_lane(comm, epoch, map, at);
+    here = arrival.arrived();
+    take(arrival);
+  }
+  __device__ void take(const RouteArrival& arrival) {
+    routes.packed[0] = static_cast<int32_t>(arrival.route.low);
+    routes.weight[0] = __uint_as_float(static_cast<uint32_t>(arrival.route.low >> 32));
+    routes.place[0] = EpochNumber::number(arrival.route.high);
+  }
 };
 
-/// The chunks of all sources, if all had as many as the one that has most.
-__device__ int all_chunks(const Comm& comm, const RowTables& tables) {
-  int most = 0;
-  for (int32_t source = 0; source < comm.ranks(); ++source)
-    most = max(most, static_cast<int>(chunk_count(tables.tokens[source])));
-  return most * comm.ranks();
-}
+/// A team's share of the rows that arrive.
+struct Share {
+  int chunks;    ///< of all sources, if all had as many as the one that has most
+  int first;     ///< of the team's chunks
+  int step;      ///< from one of them to the next
+  RowPart part;  ///< that it takes of each row
+
+  Share() = default;
+  __device__ Share(const Comm& comm, const RowTables& tables, const Team& team) {
+    constexpr int kMostParts = 8;
+    int most = 0, shift = 0;
+    bool in_turn = false;  // one team gives the credit of a chunk
+    for (int32_t source = 0; source < comm.ranks(); ++source) {
+      most = max(most, static_cast<int>(chunk_count(tables.tokens[source])));
+      in_turn = in_turn || tables.tokens[source] > comm.window.stage_tokens;
+    }
+    chunks = most * comm.ranks();
+    while (!in_turn && 1 << shift < kMostParts && max(chunks, 1) << (shift + 1) <= team.count) ++shift;
+    part = {team.number & ((1 << shift) - 1), 1 << shift};
+    step = team.count >> shift;
+    first = team.number >> shift;
+    if (first >= step) first = chunks;  // a team is left over
+  }
+};
 
 /// Receives this team's share of the rows of all sources, from `at` on. The route of a row is loaded while
 /// the one before moves.
 template <DType dtype>
 __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
-                             const RowTables& tables, const Team& team, ReceivedToken at, ReceivedRoute route,
-                             int chunks) {
+                             const RowTables& tables, const bool* few, const Team& team, const Share& share,
+                             ReceivedToken at, ReceivedRoute route) {
   const TokenLanes map = TokenLanes::of_one(comm.top_k());
   bool here = false;  // the chunk of the token
   bool all = true;    // what this warp has waited for has come
@@ -346,8 +502,9 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     const device::EagerFlag arrival{comm.arrival(comm.own, item.source, item.chunk), epoch};
     // The flag is loaded with the route, though it may turn out that no row comes.
     here = here || !travels || __all_sync(0xffffffffu, arrival.arrived());
-    const ReceivedToken after = at.next(comm, tables, team, chunks);
-    const ReceivedRoute following(comm, args, epoch, map, after);
+    const ReceivedToken after = at.next(comm, tables, share.step, share.chunks);
+    const ReceivedRoute following(comm, args, epoch, map, after, few);
+    all = route.wait(comm, args, epoch, map, at, few) && all;
     ChunkRows<1> rows;
     Places places;
     if (args.operation == Operation::dispatch) {
@@ -364,8 +521,10 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
       here = all = __all_sync(0xffffffffu, arrived);
     }
     if (all && places.targets != 0)
-      receive_row<dtype>(comm, args, team, arrived_row(comm, args, epoch, item, at.token), places);
-    if (args.operation == Operation::dispatch && team.leads()) write_rows(comm, args, map, item, rows);
+      receive_row<dtype>(comm, args, team, share.part, arrived_row(comm, args, epoch, item, at.token),
+                         places);
+    if (args.operation == Operation::dispatch && team.trails() && share.part.number == 0)
+      write_rows(comm, args, map, item, rows);
     if (at.ends_chunk()) {
       if (in_turn && team.all(all) && team.thread() == 0)
         ptx::store_release_sys(comm.flag(comm.bases[item.source], comm.window.credits,
@@ -377,35 +536,98 @@ __device__ void receive_rows(const Comm& comm, const ReceiveArguments& args, uin
     route = following;
   }
   if (!all || args.layout == RowLayout::rank) return;
-  for (int64_t e = team.number * team.warps + warp_id() - team.first_warp; e < comm.local_experts;
-       e += int64_t{team.count} * team.warps)
+  // The teams that have received least take the first.
+  for (int64_t e = (team.count - 1 - team.number) * team.warps + warp_id() - team.first_warp;
+       e < comm.local_experts; e += int64_t{team.count} * team.warps)
     zero_padding(comm, args, tables, e);
 }
 
-/// The work of the first block.
-__device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, FusedMemory& memory) {
-  const bool failed = failed_for_block(comm);
+/// A source's announcement of few tokens, or its record.
+struct StartArrival {
+  static constexpr unsigned kInterval = 32;
+  const FewStart* start;
+  const SignalRecord* record;
+  uint64_t epoch;
+  mutable ptx::Pair found;
+
+  __device__ bool of_few() const { return EpochNumber::is_of(found.high, epoch); }
+  __device__ bool arrived() const {
+    found = ptx::load_relaxed_sys_pair(start);
+    const uint64_t announced = ptx::load_relaxed_sys(&record->epoch);
+    return of_few() || announced >= epoch;
+  }
+};
+
+/// True unless a rank that this thread looks at announces other arguments than this one's, or many tokens, so
+/// that records have to be looked at. Counts how long it waits for whom. The last threads share the ranks.
+__device__ bool starts_alike(const Comm& comm, const SendArguments& args, uint64_t epoch, uint64_t begun) {
+  const FewStart* const starts = comm.mine<FewStart>(comm.window.few_starts[epoch & 1]);
+  bool alike = true;
+  for (auto peer = static_cast<int32_t>(kThreads - 1 - threadIdx.x); peer < comm.ranks(); peer += kThreads) {
+    const StartArrival arrival{starts + peer, &comm.record(comm.own, peer, epoch), epoch, {}};
+    alike = device::wait_until(comm, {peer, WaitPhase::records, Operation::dispatch, epoch}, arrival) &&
+            arrival.of_few() &&
+            arrival.found.low == arguments_hash(dispatch_record(comm, args, epoch, false)) && alike;
+    device::note_late(comm, peer, begun);
+  }
+  return alike;
+}
+
+/// Makes the plan of a dispatch when all ranks have announced theirs.
+__device__ void plan_rows(const Comm& comm, const SendArguments& args, uint64_t epoch, FusedMemory& memory) {
+  __shared__ HostStatus::Verdict verdict;
+  const StagedCounts counts{memory.counts, comm.window.shape.counts()};
+  const RowTables tables = RowTables::of(PlanView{args.plan, comm.plan_fields});
+  Agreement found{};
+  if (!failed_for_block(comm)) {
+    const uint64_t begun = ptx::global_nanoseconds();
+    const bool alike = starts_alike(comm, args, epoch, begun);
+    const bool taken = take_counts(comm, epoch, counts, tables.tokens, memory.few);
+    if (__syncthreads_and(alike && taken)) {
+      if (threadIdx.x == 0) device::note_agreed(comm, Operation::dispatch, begun);
+      found = {true, true};
+    } else {
+      found = agree(comm, epoch, verdict, [](int, int) {});
+      found.alive = found.alive && (taken || !found.same);
+      found.same = found.same && taken;
+    }
+  }
+  if (!found.same) return call_off(comm, args, epoch, found, verdict);
+  publish_plan(comm, args, epoch, counts);
+}
+
+/// The work of the first blocks, `leads` of them: one that announces, the last, and one that waits for
+/// others.
+__device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch, int leads,
+                     FusedMemory& memory) {
+  const int block = static_cast<int>(blockIdx.x);
+  const bool announces = block == leads - 1, waits = block == 0;
   if (args.operation == Operation::dispatch) {
-    if (!failed) route_few(comm, args, epoch, memory.counts, kFusedCounts);
-    pass_epoch(comm, epoch);
+    if (announces)
+      route_few(comm, args, epoch, memory.counts, kFusedCounts, [&] { return failed_for_block(comm); });
     __syncthreads();
-    make_plan(comm, args, epoch, memory.counts, kFusedCounts);
+    pass_epoch(comm, epoch);
+    if (!waits) return;
+    plan_rows(comm, args, epoch, memory);
+    __syncthreads();
     if (threadIdx.x == 0) comm.state().bad_id = ~uint64_t{0};
     return;
   }
-  if (!failed)
+  const bool failed = failed_for_block(comm);
+  if (announces && !failed)
     signal_start(comm, args.operation, epoch, args.plan, args.layout, args.tokens,
                  kCarriesRows | (args.quantise ? kCarriesQuantised : 0u), 0);
   pass_epoch(comm, epoch);
-  if (!failed) agree_on_operation(comm, args.operation, epoch);
+  if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
 /// The work of the other blocks.
 template <DType dtype>
-__device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, FusedMemory& memory) {
+__device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, int leads,
+                     FusedMemory& memory) {
   const Operation operation = args.send.operation;
   const PlanView plan{args.send.plan, comm.plan_fields};
-  const int block = static_cast<int>(blockIdx.x) - 1, blocks = static_cast<int>(gridDim.x) - 1;
+  const int block = static_cast<int>(blockIdx.x) - leads, blocks = static_cast<int>(gridDim.x) - leads;
   const int senders = args.senders == 0 ? blocks : args.senders;
   const bool failed = failed_for_block(comm);
   const bool valid = !failed && (operation == Operation::dispatch || plan.header().id != 0);
@@ -416,40 +638,30 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
   device::note_sent(comm, operation);
   pass_epoch(comm, epoch);
   if (!valid || block < args.senders) return;
-  const Team team(args.team_warps, block - args.senders, blocks - args.senders);
+  // The blocks that have sent least take the first.
+  const Team team(args.team_warps, blocks - 1 - block, blocks - args.senders);
   RowTables tables = RowTables::of(plan);
   ReceivedToken first{};
   ReceivedRoute route;
-  int chunks = 0;
+  Share share;
   const auto begin_rows = [&] {
-    chunks = all_chunks(comm, tables);
-    if (team.number >= 0) first = ReceivedToken::first_of(comm, tables, team, team.number, chunks);
-    route = ReceivedRoute(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first);
+    share = Share(comm, tables, team);
+    if (team.number >= 0)
+      first = ReceivedToken::first_of(comm, tables, share.step, share.first, share.chunks);
+    route = ReceivedRoute(comm, args.receive, epoch, TokenLanes::of_one(comm.top_k()), first, memory.few);
   };
   if (operation == Operation::dispatch) {
-    __shared__ HostStatus::Verdict verdict;
     const OwnCounts counts(memory.counts, comm);
     tables = RowTables::in(memory.tables, comm);
-    counts.clear(comm);
+    if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
+    begin_rows();  // their routes are loaded meanwhile
+    lay_out_rows(comm, args.send, epoch, counts, tables);
     __syncthreads();
-    // Rows are laid out twice, at first none: so the instructions have been fetched when the counts come.
-#pragma unroll 1
-    for (const bool known : {false, true}) {
-      if (known) {
-        if (!agree<device::EagerFlag>(comm, epoch, verdict, [&](int thread, int threads) {
-               list_tokens(comm, epoch, tables, threads - 1 - thread, threads);
-               counts.copy(comm, epoch, thread, threads);
-             }).same)
-          return;
-        begin_rows();  // their routes are loaded meanwhile
-      }
-      lay_out_rows(comm, args.send, epoch, counts, tables);
-      __syncthreads();
-    }
   } else {
     begin_rows();
   }
-  if (team.number >= 0) receive_rows<dtype>(comm, args.receive, epoch, tables, team, first, route, chunks);
+  if (team.number >= 0)
+    receive_rows<dtype>(comm, args.receive, epoch, tables, memory.few, team, share, first, route);
 }
 
 template <DType dtype>
@@ -459,10 +671,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
   const uint64_t epoch = comm.state().epoch + 1;
   device::start_clock(comm, args.send.operation);
-  if (blockIdx.x == 0)
-    lead(comm, args.send, epoch, memory);
+  const int leads = leading_blocks(static_cast<int>(gridDim.x));
+  if (static_cast<int>(blockIdx.x) < leads)
+    lead(comm, args.send, epoch, leads, memory);
   else
-    work<dtype>(comm, args, epoch, memory);
+    work<dtype>(comm, args, epoch, leads, memory);
   __syncthreads();
   if (threadIdx.x == 0) device::note_phase(comm, args.send.operation, Phase::ended);
 }

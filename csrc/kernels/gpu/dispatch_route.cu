@@ -39,7 +39,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (!failed && (way == Way::whole || device::wait_sent(comm, args.operation, epoch))) {
     if (way == Way::whole && routes_few(comm.window.shape, args.tokens, kWords))
-      route_few(comm, args, epoch, scratch, kWords);
+      route_few(comm, args, epoch, scratch, kWords, [] {
+        __syncthreads();
+        return false;
+      });
     else
       route(comm, args, epoch, args.route_blocks, scratch, kWords, &shared_word);
   }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "common/macros.hpp"
+#include "layout/device_window.hpp"
 
 namespace moecomm::gpu {
 
@@ -24,7 +25,7 @@ inline constexpr int kMostFusedTokens = 1024;
 /// The most tokens whose routes one block works out in a kernel of its own.
 inline constexpr int kFewRoutes = 512;
 /// The most ranks of such a kernel, whose tables fit a block's shared memory.
-inline constexpr int kMostFusedRanks = 64;
+inline constexpr int kMostFusedRanks = kMostFewRanks;
 
 /// Words of a bitmap of tokens, and from one map to the next: an odd number, so that words of the same number
 /// lie in different banks of shared memory.
@@ -46,6 +47,9 @@ MOECOMM_HD constexpr int64_t route_few_words(int64_t counts, int64_t tokens) {
 // Words of shared memory in which a block of a kernel for few tokens keeps what ranks have announced (the
 // first block all of it, the others what is for this rank), and where rows begin.
 inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
+
+/// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.
+MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 2 ? 2 : 1; }
 
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
 /// none where that is 0, and so not for a rank without tokens.
@@ -105,20 +109,20 @@ struct Heuristics {
     return static_cast<int>(std::clamp<int64_t>((tokens + kTokens - 1) / kTokens, 1, most));
   }
 
-  /// Blocks of a kernel that does all of an operation, in which each of those behind the first takes `each`
-  /// of `items`. Other ranks may bring more, so there are not too few.
-  int fused_blocks(int64_t items, int64_t each) const {
+  /// Blocks of a kernel that does all of an operation, in which each of those behind the first `leads` takes
+  /// `each` of `items`. Other ranks may bring more, so there are not too few.
+  int fused_blocks(int64_t items, int64_t each, int leads) const {
     constexpr int64_t kLeast = 31;
-    const int64_t most = all_blocks() - 1;
-    return 1 + static_cast<int>(std::min(most, std::max(kLeast, (items + each - 1) / each)));
+    const int64_t most = all_blocks() - leads;
+    return leads + static_cast<int>(std::min(most, std::max(kLeast, (items + each - 1) / each)));
   }
 
-  /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those behind the
-  /// first do both. The links hold back those that send more than few tokens, so that rows which have come
-  /// can be taken meanwhile; quantised ones take more of their time, and less of the links'.
+  /// Blocks of a dispatch in one kernel of `blocks` blocks that send and do not receive; 0: those that take
+  /// rows do both. The links hold back those that send more than few tokens, so that rows which have come can
+  /// be taken meanwhile; quantised ones take more of their time, and less of the links'.
   static int fused_senders(int64_t tokens, int blocks, bool quantised) {
     constexpr int64_t kBoth = 192, kBothQuantised = 256;  // tokens; measured, as is the share
-    return tokens <= (quantised ? kBothQuantised : kBoth) ? 0 : (blocks - 1) * 3 / 10;
+    return tokens <= (quantised ? kBothQuantised : kBoth) ? 0 : (blocks - leading_blocks(blocks)) * 3 / 10;
   }
 
   /// Parts in which a combine in one kernel of `warps` warps sums a row of `strips` strips at its home, so

@@ -50,9 +50,11 @@ struct PushedCounts {
 /// A copy of them in shared memory.
 struct StagedCounts {
   static constexpr int kAhead = 1;
-  const int32_t* all;
+  int32_t* of;
   int64_t bins;
-  __device__ int32_t operator()(int32_t source, int64_t bin) const { return all[source * bins + bin]; }
+  __device__ int32_t operator()(int32_t source, int64_t bin) const { return of[source * bins + bin]; }
+  __device__ int32_t each() const { return static_cast<int32_t>(bins); }
+  __device__ int32_t bin(int32_t number) const { return number; }
 };
 
 /// A copy of those that this rank's rows are laid out by, in shared memory: of each source the rows of every
@@ -60,38 +62,22 @@ struct StagedCounts {
 struct OwnCounts {
   static constexpr int kAhead = 1;
   int32_t* of;
-  int32_t local, first_expert;
+  int32_t rank, local, first_expert;
   int64_t experts;  ///< of all ranks
 
   __device__ OwnCounts(int32_t* memory, const Comm& comm)
       : of(memory),
+        rank(comm.rank),
         local(comm.local_experts),
         first_expert(comm.rank * comm.local_experts),
         experts(comm.window.shape.num_experts) {}
   __device__ int32_t operator()(int32_t source, int64_t bin) const {
     return of[source * (local + 1) + (bin < experts ? bin - first_expert : local)];
   }
-  /// As if no rank had any rows. Whole block.
-  __device__ void clear(const Comm& comm) const {
-    for (int32_t i = threadIdx.x; i < (local + 1) * comm.ranks(); i += kThreads) of[i] = 0;
-  }
-  /// Makes the copy; called by `threads` threads.
-  __device__ void copy(const Comm& comm, uint64_t epoch, int thread, int threads) const {
-    constexpr int kBatch = 4;  // loads of a thread that are under way together
-    const PushedCounts pushed{pushed_counts(comm, epoch), comm.window.shape.counts()};
-    const int32_t each = local + 1, words = each * comm.ranks();
-    for (int32_t base = thread; base < words; base += kBatch * threads) {
-      int32_t values[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int32_t i = base + j * threads, within = i % each;
-        if (i < words)
-          values[j] = pushed(i / each, within < local ? first_expert + within : experts + comm.rank);
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j)
-        if (base + j * threads < words) of[base + j * threads] = values[j];
-    }
+  /// Of a source they are the rows of each expert here, then the tokens for this rank.
+  __device__ int32_t each() const { return local + 1; }
+  __device__ int32_t bin(int32_t number) const {
+    return number < local ? first_expert + number : static_cast<int32_t>(experts) + rank;
   }
 };
 
@@ -113,6 +99,11 @@ struct RowTables {
   }
 };
 
+/// Rows of an expert with those that align it. A division of 64 bits would take longer than all else here.
+__device__ inline int64_t aligned_rows(int64_t rows, int64_t alignment) {
+  return alignment == 1 ? rows : align_up(rows, alignment);
+}
+
 /// Calls begin(i, first, rows, end) for each of `groups` groups, in parallel: the group's first row, its rows
 /// and its aligned end. Returns the end of the last. Whole block.
 template <class Rows, class Begin>
@@ -123,7 +114,7 @@ __device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows&
   for (int64_t first = 0; first < groups; first += kThreads) {
     const int64_t i = first + threadIdx.x;
     const int64_t rows = i < groups ? rows_of(i) : 0;
-    const int64_t aligned = alignment == 1 ? rows : align_up(rows, alignment);  // no division of 64 bits
+    const int64_t aligned = aligned_rows(rows, alignment);
     int64_t total;
     const int64_t start = base + block_scan(aligned, total);
     if (i < groups) begin(i, start, rows, start + aligned);
@@ -137,34 +128,41 @@ __device__ inline int64_t lay_out(int64_t groups, int64_t alignment, const Rows&
 template <class Counts>
 __device__ inline bool report_overflow(const Comm& comm, const SendArguments& args, const Counts& counts,
                                        bool of_positions) {
+  struct Need {
+    int64_t most;
+    int32_t rank;
+  };
+  __shared__ Need of_warps[kWarps];
   const DeviceShape& s = comm.window.shape;
   const int64_t capacity = of_positions && args.layout == RowLayout::rank ? args.positions : args.capacity;
-  int64_t most = -1;
-  int32_t fullest = 0;
+  const int32_t bins = of_positions ? comm.local_experts : 1;
+  Need found{-1, 0};
 #pragma unroll 1
-  for (int32_t rank = 0; rank < s.ranks; ++rank) {
-    const int64_t bins = of_positions ? comm.local_experts : 1;
+  for (int32_t rank = warp_id(); rank < s.ranks; rank += kWarps) {  // a rank each
     const int64_t first = of_positions ? int64_t{rank} * bins : s.num_experts + rank;
-    int64_t own = 0;
+    int64_t needed = 0;
 #pragma unroll 1
-    for (int64_t i = threadIdx.x; i < bins; i += kThreads) {
+    for (int32_t i = lane_id(); i < bins; i += 32) {
       int64_t rows = 0;
 #pragma unroll Counts::kAhead
       for (int32_t source = 0; source < s.ranks; ++source) rows += counts(source, first + i);
-      own += of_positions ? align_up(rows, args.alignment) : rows;
+      needed += of_positions ? aligned_rows(rows, args.alignment) : rows;
     }
-    int64_t needed;
-    block_scan(own, needed);
-    if (needed > most) {
-      most = needed;
-      fullest = rank;
-    }
+    for (int width = 16; width > 0; width /= 2) needed += __shfl_xor_sync(0xffffffffu, needed, width);
+    if (needed > found.most) found = {needed, rank};
+  }
+  __syncthreads();  // of a call before
+  if (lane_id() == 0) of_warps[warp_id()] = found;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) {
+    const Need need = of_warps[w];
+    if (need.most > found.most || (need.most == found.most && need.rank < found.rank)) found = need;
   }
   HostStatus::Overflow& overflow = comm.host->overflow;
-  if (most <= capacity) return false;
+  if (found.most <= capacity) return false;
   if (threadIdx.x != 0 || ptx::load_acquire_sys(&overflow.set) != 0) return true;
-  overflow.rank = fullest;
-  overflow.needed = most;
+  overflow.rank = found.rank;
+  overflow.needed = found.most;
   overflow.capacity = capacity;
   overflow.of_positions = of_positions && args.layout == RowLayout::rank;
   ptx::store_release_sys(&overflow.set, 1);
@@ -251,8 +249,12 @@ __device__ inline void count_rows(const Comm& comm, const PlanHeader& header, co
 #pragma unroll Counts::kAhead
   for (int32_t source = 0; source < s.ranks; ++source)
     if (source != comm.rank) entries += counts(source, s.num_experts + comm.rank);
-  comm.state().rows_out += min(header.needed_rows, header.rows);
-  comm.state().bytes_wire += entries * comm.window.wire_bytes;
+  // Nothing is returned, so that nobody waits for the memory.
+  const auto add = [](uint64_t& to, int64_t value) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&to), static_cast<unsigned long long>(value));
+  };
+  add(comm.state().rows_out, min(header.needed_rows, header.rows));
+  add(comm.state().bytes_wire, entries * comm.window.wire_bytes);
 }
 
 /// What the records of all ranks say together.
@@ -263,11 +265,11 @@ struct Agreement {
 
 /// Waits for the records of all ranks, and compares them; where they differ, `verdict` says how. Meanwhile
 /// the other threads call copy(thread, threads), for what sources have pushed. Whole block.
-template <class Flag = device::EpochFlag, class Copy>
+template <class Copy>
 __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::Verdict& verdict,
                                   const Copy& copy) {
   __shared__ bool same;
-  if (!device::wait_records<Flag>(comm, Operation::dispatch, epoch)) return {false, false};
+  if (!device::wait_records(comm, Operation::dispatch, epoch)) return {false, false};
   if (threadIdx.x < 32) {
     HostStatus::Verdict found;
     const bool here = device::compare_records(comm, epoch, found);
@@ -282,13 +284,13 @@ __device__ inline Agreement agree(const Comm& comm, uint64_t epoch, HostStatus::
   return {true, same};
 }
 
-/// Writes the plan, by `counts`, and tells the host what it waits for and whether a capacity was passed.
+/// Writes the plan, which has the sources' tokens already, by `counts`, and tells the host what it waits for
+/// and whether a capacity was passed.
 template <class Counts>
 __device__ inline void publish_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
                                     const Counts& counts) {
   const PlanView plan{args.plan, comm.plan_fields};
   const RowTables tables = RowTables::of(plan);
-  list_tokens(comm, epoch, tables, static_cast<int>(threadIdx.x), kThreads);
   const PlanHeader header = lay_out_rows(comm, args, epoch, counts, tables);
   if (threadIdx.x == 0) {
     plan.at(plan.fields.expert_starts)[0] = 0;
@@ -312,22 +314,10 @@ __device__ inline void publish_plan(const Comm& comm, const SendArguments& args,
   report_overflow(comm, args, counts, true);
 }
 
-/// Waits for the records of all ranks, and makes the plan. Whole block. Reports in any case, so that neither
-/// the host nor the receiving kernel waits for it in vain. `scratch`: shared memory.
-__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 int32_t* scratch, int64_t scratch_words) {
-  __shared__ HostStatus::Verdict verdict;
-  const int64_t bins = comm.window.shape.counts(), words = bins * comm.ranks();
-  const bool staged = words <= scratch_words;
-  Agreement found{};
-  if (!failed_for_block(comm))
-    found = agree(comm, epoch, verdict, [&](int thread, int threads) {
-      const int32_t* const pushed = pushed_counts(comm, epoch);
-#pragma unroll 4
-      for (int64_t i = thread; staged && i < words; i += threads) scratch[i] = __ldcg(pushed + i);
-    });
-  if (found.same && staged) return publish_plan(comm, args, epoch, StagedCounts{scratch, bins});
-  if (found.same) return publish_plan(comm, args, epoch, PushedCounts{pushed_counts(comm, epoch), bins});
+/// The plan of a dispatch that can't go on. Reports in any case, so that neither the host nor the receiving
+/// kernel waits for it in vain. Whole block.
+__device__ inline void call_off(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                const Agreement& found, const HostStatus::Verdict& verdict) {
   write_empty_plan(comm, PlanView{args.plan, comm.plan_fields});
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -342,6 +332,27 @@ __device__ inline void make_plan(const Comm& comm, const SendArguments& args, ui
   rows.rows = -1;
   rows.positions = 0;
   ptx::store_release_sys(&rows.ticket, args.ticket);
+}
+
+/// Waits for the records of all ranks, and makes the plan. Whole block. `scratch`: shared memory.
+__device__ inline void make_plan(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                 int32_t* scratch, int64_t scratch_words) {
+  __shared__ HostStatus::Verdict verdict;
+  const int64_t bins = comm.window.shape.counts(), words = bins * comm.ranks();
+  const bool staged = words <= scratch_words;
+  Agreement found{};
+  if (!failed_for_block(comm))
+    found = agree(comm, epoch, verdict, [&](int thread, int threads) {
+      const int32_t* const pushed = pushed_counts(comm, epoch);
+#pragma unroll 4
+      for (int64_t i = thread; staged && i < words; i += threads) scratch[i] = __ldcg(pushed + i);
+    });
+  if (found.same)
+    list_tokens(comm, epoch, RowTables::of(PlanView{args.plan, comm.plan_fields}),
+                static_cast<int>(threadIdx.x), kThreads);
+  if (found.same && staged) return publish_plan(comm, args, epoch, StagedCounts{scratch, bins});
+  if (found.same) return publish_plan(comm, args, epoch, PushedCounts{pushed_counts(comm, epoch), bins});
+  call_off(comm, args, epoch, found, verdict);
 }
 
 }  // namespace moecomm::gpu

@@ -231,9 +231,9 @@ __device__ inline void send_tables(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Announces a dispatch whose routes have gone out. Whole block. `may_be_bad`: a bad id may have been found.
-__device__ inline void announce_routes(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                       bool may_be_bad = true) {
+/// Returns the record of a dispatch. `may_be_bad`: a bad id may have been found.
+__device__ inline SignalRecord dispatch_record(const Comm& comm, const SendArguments& args, uint64_t epoch,
+                                               bool may_be_bad) {
   SignalRecord record{};
   record.epoch = epoch;
   record.operation = Operation::dispatch;
@@ -251,6 +251,12 @@ __device__ inline void announce_routes(const Comm& comm, const SendArguments& ar
     record.rows_offset = static_cast<int64_t>(bad >> 8 | (bad & 0xff) << 48);
     record.detail = read_id(args, static_cast<int64_t>(bad >> 8));
   }
+  return record;
+}
+
+/// Announces a dispatch whose routes have gone out. Whole block.
+__device__ inline void announce_routes(const Comm& comm, const SendArguments& args,
+                                       const SignalRecord& record) {
   if (threadIdx.x == 0) device::note_phase(comm, Operation::dispatch, Phase::announced);
   device::signal_records(comm, record, comm.rank, static_cast<int>(threadIdx.x), kThreads);
   if (comm.rail.others > 0) send_tables(comm, args, record);
@@ -357,7 +363,7 @@ __device__ inline void route(const Comm& comm, const SendArguments& args, uint64
   }
   __syncthreads();
   if (*shared_word == 0) return;
-  announce_routes(comm, args, epoch);
+  announce_routes(comm, args, dispatch_record(comm, args, epoch, true));
 }
 
 }  // namespace moecomm::gpu

@@ -7,6 +7,9 @@
 //   3. the bits below a token are its number, which every rank gets
 //   4. the block signals the records of the dispatch
 // Other ranks wait for what this block does, so that it loads all it needs at once, before anything else.
+// Counts and routes go out twice: as those of many tokens, which are there with the record, and in words that
+// hold their epoch, which a kernel for few tokens takes as they come: what it waits for has crossed a link
+// once, and no fence.
 #pragma once
 
 #include "kernels/gpu/route.cuh"
@@ -154,9 +157,11 @@ __device__ inline void write_homes(const Comm& comm, const SendArguments& args, 
   }
 }
 
-/// Whole block. `scratch`: `words` of shared memory, overwritten, at least route_few_words.
+/// Whole block. `scratch`: `words` of shared memory, overwritten, at least route_few_words. Nothing is done
+/// if failed(), which is a barrier, and is called when the first loads are under way.
+template <class Failed>
 __device__ inline void route_few(const Comm& comm, const SendArguments& args, uint64_t epoch,
-                                 int32_t* scratch, int64_t words) {
+                                 int32_t* scratch, int64_t words, const Failed& failed) {
   const DeviceWindow& w = comm.window;
   const auto experts = static_cast<int32_t>(w.shape.num_experts);
   const auto counts = static_cast<int32_t>(w.shape.counts());
@@ -170,7 +175,7 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
 
   staged.copy(args, 0, entries);
   for (int i = thread; i < experts * maps.stride; i += kThreads) maps.bits[i] = 0;
-  __syncthreads();
+  if (failed()) return;
   // Calls use(entry, token, given id, weight) for the entries of this thread. Loops are not unrolled here:
   // few tokens take each of them a few times, and instructions that are run once take longer to fetch than to
   // run.
@@ -195,19 +200,34 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
     if (id >= 0) bad = maps.add(id, token) || bad;
   });
   bad = __syncthreads_or(bad);
-  if (bad) find_bad_ids(comm, args);
+  if (bad) {
+    find_bad_ids(comm, args);
+    __syncthreads();
+  }
 
   // 2. The first warps have most experts.
   const int64_t to_counts = w.counts[epoch & 1] + int64_t{rank} * counts * sizeof(int32_t);
+  const int64_t to_few_counts =
+      w.few_counts[epoch & 1] + rank * w.shape.few_counts() * int64_t{sizeof(uint64_t)};
+  const auto push_count = [&](int32_t peer, int32_t bin, int32_t count) {
+    std::byte* const base = comm.bases[peer];
+    ptx::store_relaxed_sys(comm.at<uint64_t>(base, to_few_counts) + bin, EpochNumber::word(epoch, count));
+    if (bin < counts) comm.at<int32_t>(base, to_counts)[bin] = count;
+  };
   for (int bin = thread; bin < experts; bin += kThreads) {
     const int32_t count = maps.count(bin);
 #pragma unroll 1
-    for (int32_t peer = 0; peer < ranks; ++peer) comm.at<int32_t>(comm.bases[peer], to_counts)[bin] = count;
+    for (int32_t peer = 0; peer < ranks; ++peer) push_count(peer, bin, count);
   }
   for (int32_t owner = kWarps - 1 - warp_id(); owner < ranks; owner += kWarps) {
     const int32_t count = maps.join(experts + owner, owner * local, local);
-    for (int32_t peer = lane_id(); peer < ranks; peer += 32)
-      comm.at<int32_t>(comm.bases[peer], to_counts)[experts + owner] = count;
+    for (int32_t peer = lane_id(); peer < ranks; peer += 32) push_count(peer, experts + owner, count);
+  }
+  const SignalRecord record = dispatch_record(comm, args, epoch, bad);
+  for (int32_t peer = kThreads - 1 - thread; peer < ranks; peer += kThreads) {
+    push_count(peer, counts, tokens);
+    ptx::store_relaxed_sys_pair(comm.at<FewStart>(comm.bases[peer], w.few_starts[epoch & 1]) + rank,
+                                {arguments_hash(record), EpochNumber::word(epoch, 0)});
   }
   __syncthreads();
 
@@ -215,25 +235,31 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
   const bool weighted = args.weights != nullptr, by_rank = args.layout == RowLayout::rank;
   const int64_t first = rank * w.shape.max_tokens, to_routes = w.packed_routes[epoch & 1];
   const int64_t to_weights = w.weights[epoch & 1], to_places = w.places[epoch & 1];
+  const int64_t to_few =
+      w.few_routes[epoch & 1] + rank * w.shape.few_tokens() * top_k * int64_t{sizeof(FewRoute)};
   each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
     const int32_t id = valid_id(comm, given);
     const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
+    const int32_t owner = expert_owner(id, local);
+    const int32_t place = by_rank && id >= 0 ? maps.below(experts + owner, token) : 0;
+    const uint32_t weight_bits = weighted ? __float_as_uint(weight) : 0;
+    const uint64_t route = static_cast<uint32_t>(packed) | uint64_t{weight_bits} << 32;
+    const ptx::Pair few{route, EpochNumber::word(epoch, place)};
     const int64_t at = first * top_k + entry;
 #pragma unroll 1
     for (int32_t peer = 0; peer < ranks; ++peer) {
       std::byte* const base = comm.bases[peer];
+      ptx::store_relaxed_sys_pair(comm.at<FewRoute>(base, to_few) + entry, few);
       comm.at<int32_t>(base, to_routes)[at] = packed;
       if (weighted) comm.at<float>(base, to_weights)[at] = weight;
     }
     plan.at(plan.fields.local_topk_idx)[entry] = id;
-    if (id < 0 || !by_rank) return;
-    const int32_t owner = expert_owner(id, local);
-    comm.at<int32_t>(comm.bases[owner], to_places)[first + token] = maps.below(experts + owner, token);
+    if (by_rank && id >= 0) comm.at<int32_t>(comm.bases[owner], to_places)[first + token] = place;
   });
 
   // 4
   __syncthreads();
-  announce_routes(comm, args, epoch, bad);
+  announce_routes(comm, args, record);
   write_homes(comm, args, maps);
 }
 

@@ -35,6 +35,20 @@ template <class T, class V>
 void store_release_gpu(T* address, V value) {
   store_release_sys(address, value);
 }
+struct Pair {
+  uint64_t low, high;
+};
+/// The upper half says that the lower is there: it is stored last, and loaded first.
+inline void store_relaxed_sys_pair(void* address, Pair value) {
+  auto* const words = static_cast<uint64_t*>(address);
+  store_release_sys(words, value.low);
+  store_release_sys(words + 1, value.high);
+}
+inline Pair load_relaxed_sys_pair(const void* address) {
+  const auto* const words = static_cast<const uint64_t*>(address);
+  const uint64_t high = load_acquire_sys(words + 1);
+  return {load_acquire_sys(words), high};
+}
 inline uint64_t compare_swap_gpu(uint64_t* address, uint64_t before, uint64_t value) {
   return atomicCAS(address, before, value);
 }
