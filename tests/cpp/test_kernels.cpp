@@ -69,7 +69,8 @@ struct Input {
   int64_t capacity = 0;
 };
 
-/// Where a rank's output rows come from: (source, token, k) each; source -1: it only aligns, and is zero.
+/// Where a rank's output rows come from: (source, token, k) each, in the rank layout with k -1; source -1: it
+/// only aligns, and is zero.
 struct Origin {
   int source, token, k;
 };
@@ -80,12 +81,14 @@ struct Step {
   bool weighted = false;
   int combines = 0;
   int alignment = 1;
+  RowLayout layout = RowLayout::expert;
 
+  bool by_rank() const { return layout == RowLayout::rank; }
   /// The output row of a (source, token, k) on a rank; negative: it was dropped, or is elsewhere.
   int64_t row_of(int rank, int source, int token, int k) const {
     const auto& all = origins[static_cast<size_t>(rank)];
     const auto found = std::find_if(all.begin(), all.end(), [&](const Origin& o) {
-      return o.source == source && o.token == token && o.k == k;
+      return o.source == source && o.token == token && (o.k == k || o.k < 0);
     });
     const int64_t row = found - all.begin();
     return found == all.end() || row >= inputs[static_cast<size_t>(rank)].capacity ? -1 : row;
@@ -94,9 +97,10 @@ struct Step {
 
 Step make_step(const Shape& shape, Random& random) {
   Step step;
-  step.weighted = draw(random, 0, 1) == 1;
+  step.layout = draw(random, 0, 2) == 0 ? RowLayout::rank : RowLayout::expert;
+  step.weighted = !step.by_rank() && draw(random, 0, 1) == 1;
   step.combines = draw(random, 1, 2);
-  step.alignment = std::vector<int>{1, 1, 4, 5}[static_cast<size_t>(draw(random, 0, 3))];
+  if (!step.by_rank()) step.alignment = std::vector<int>{1, 1, 4, 5}[static_cast<size_t>(draw(random, 0, 3))];
   const int experts = shape.ranks * shape.experts_each;
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Input input;
@@ -115,7 +119,16 @@ Step make_step(const Shape& shape, Random& random) {
   }
   for (int rank = 0; rank < shape.ranks; ++rank) {
     std::vector<Origin> origins;
-    for (int expert = rank * shape.experts_each; expert < (rank + 1) * shape.experts_each; ++expert) {
+    const auto is_here = [&](int64_t id) { return id >= 0 && id / shape.experts_each == rank; };
+    for (int source = 0; step.by_rank() && source < shape.ranks; ++source) {
+      const Input& input = step.inputs[static_cast<size_t>(source)];
+      for (int token = 0; token < input.tokens; ++token) {
+        const auto ids = input.ids.begin() + token * shape.top_k;
+        if (std::any_of(ids, ids + shape.top_k, is_here)) origins.push_back({source, token, -1});
+      }
+    }
+    for (int expert = step.by_rank() ? experts : rank * shape.experts_each;
+         expert < (rank + 1) * shape.experts_each; ++expert) {
       for (int source = 0; source < shape.ranks; ++source) {
         const Input& input = step.inputs[static_cast<size_t>(source)];
         for (int token = 0; token < input.tokens; ++token)
@@ -160,6 +173,7 @@ Rows expected_sum(const Shape& shape, const Step& step, int home, int token) {
         if (step.weighted) value = value * at.factors[static_cast<size_t>(row)];
         sum = first ? value : sum + value;
         first = false;
+        if (step.by_rank()) break;
       }
       if (!owns) continue;
       const float share = widened(rounded(sum));
@@ -245,7 +259,9 @@ class Rank {
 
   void check_dispatch(const Shape& shape, const Step& step, const Input& input) {
     Rows out(static_cast<size_t>(input.capacity * shape.hidden), 0xffff);
-    std::vector<float> weights(static_cast<size_t>(input.capacity), 7.0f);
+    const int64_t each = step.by_rank() ? shape.top_k : 1;  // weights of a row
+    std::vector<float> weights(static_cast<size_t>(input.capacity * each), 7.0f);
+    std::vector<int32_t> ids(static_cast<size_t>(input.capacity * each), -7);
     gpu::SendArguments sent{};
     sent.operation = Operation::dispatch;
     sent.x = bytes(input.x);
@@ -256,12 +272,14 @@ class Rank {
     sent.tokens = input.tokens;
     sent.alignment = step.alignment;
     sent.capacity = input.capacity;
-    sent.positions = -1;
-    sent.layout = RowLayout::expert;
+    sent.positions = step.by_rank() ? input.capacity * shape.top_k : -1;
+    sent.layout = step.layout;
     gpu::ReceiveArguments received{};
-    received.rows = received.positions = input.capacity;
+    received.rows = input.capacity;
+    received.positions = input.capacity * each;
     received.out = bytes(out);
     received.out_weights = bytes(weights);
+    received.out_ids = step.by_rank() ? ids.data() : nullptr;
     move(sent, received);
     const auto& origins = step.origins[static_cast<size_t>(rank_)];
     for (int64_t row = 0; row < std::min(input.capacity, static_cast<int64_t>(origins.size())); ++row) {
@@ -272,8 +290,17 @@ class Rank {
       }
       const Input& source = step.inputs[static_cast<size_t>(from.source)];
       CHECK(same_row(out, row, source.x, from.token, shape.hidden));
-      CHECK(weights[static_cast<size_t>(row)] ==
-            source.weights[static_cast<size_t>(from.token * shape.top_k + from.k)]);
+      const auto entry = static_cast<size_t>(from.token * shape.top_k);
+      if (!step.by_rank()) {
+        CHECK(weights[static_cast<size_t>(row)] == source.weights[entry + static_cast<size_t>(from.k)]);
+        continue;
+      }
+      for (size_t k = 0; k < static_cast<size_t>(shape.top_k); ++k) {
+        const int64_t id = source.ids[entry + k], local = id - int64_t{rank_} * shape.experts_each;
+        const bool here = id >= 0 && local >= 0 && local < shape.experts_each;
+        const size_t at = static_cast<size_t>(row * shape.top_k) + k;
+        CHECK(ids[at] == (here ? local : -1) && weights[at] == (here ? source.weights[entry + k] : 0.0f));
+      }
     }
   }
 
@@ -285,7 +312,7 @@ class Rank {
     args.y = bytes(y);
     args.plan = plan_.data();
     args.tokens = input.tokens;
-    args.layout = RowLayout::expert;
+    args.layout = step.layout;
     if (input.tokens > 0 && draw(random_, 0, 2) > 0) {
       args.team_warps = 4 << draw(random_, 0, 2);
       args.parts = draw(random_, 1, gpu::sum_strips(shape.hidden * 2));
@@ -308,7 +335,7 @@ class Rank {
     sent.x = bytes(input.grads);
     sent.plan = plan_.data();
     sent.tokens = input.tokens;
-    sent.layout = RowLayout::expert;
+    sent.layout = step.layout;
     gpu::ReceiveArguments received{};
     received.rows = received.positions = input.capacity;
     received.out = bytes(out);

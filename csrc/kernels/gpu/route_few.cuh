@@ -237,25 +237,34 @@ __device__ inline void route_few(const Comm& comm, const SendArguments& args, ui
   const int64_t to_weights = w.weights[epoch & 1], to_places = w.places[epoch & 1];
   const int64_t to_few =
       w.few_routes[epoch & 1] + rank * w.shape.few_tokens() * top_k * int64_t{sizeof(FewRoute)};
-  each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
-    const int32_t id = valid_id(comm, given);
-    const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
-    const int32_t owner = expert_owner(id, local);
-    const int32_t place = by_rank && id >= 0 ? maps.below(experts + owner, token) : 0;
-    const uint32_t weight_bits = weighted ? __float_as_uint(weight) : 0;
-    const uint64_t route = static_cast<uint32_t>(packed) | uint64_t{weight_bits} << 32;
-    const ptx::Pair few{route, EpochNumber::word(epoch, place)};
-    const int64_t at = first * top_k + entry;
+  // What kernels for few tokens take as it comes goes first: this block has but its share of the links, on
+  // which rows of all others are under way.
 #pragma unroll 1
-    for (int32_t peer = 0; peer < ranks; ++peer) {
-      std::byte* const base = comm.bases[peer];
-      ptx::store_relaxed_sys_pair(comm.at<FewRoute>(base, to_few) + entry, few);
-      comm.at<int32_t>(base, to_routes)[at] = packed;
-      if (weighted) comm.at<float>(base, to_weights)[at] = weight;
-    }
-    plan.at(plan.fields.local_topk_idx)[entry] = id;
-    if (by_rank && id >= 0) comm.at<int32_t>(comm.bases[owner], to_places)[first + token] = place;
-  });
+  for (const bool of_few : {true, false})
+    each_entry([&](int32_t entry, int32_t token, int64_t given, float weight) {
+      const int32_t id = valid_id(comm, given);
+      const int32_t packed = id < 0 ? -1 : id << number_bits | maps.below(id, token);
+      const int32_t owner = expert_owner(id, local);
+      const int32_t place = by_rank && id >= 0 ? maps.below(experts + owner, token) : 0;
+      if (of_few) {
+        const uint32_t weight_bits = weighted ? __float_as_uint(weight) : 0;
+        const ptx::Pair route{static_cast<uint32_t>(packed) | uint64_t{weight_bits} << 32,
+                              EpochNumber::word(epoch, place)};
+#pragma unroll 1
+        for (int32_t peer = 0; peer < ranks; ++peer)
+          ptx::store_relaxed_sys_pair(comm.at<FewRoute>(comm.bases[peer], to_few) + entry, route);
+        return;
+      }
+      const int64_t at = first * top_k + entry;
+#pragma unroll 1
+      for (int32_t peer = 0; peer < ranks; ++peer) {
+        std::byte* const base = comm.bases[peer];
+        comm.at<int32_t>(base, to_routes)[at] = packed;
+        if (weighted) comm.at<float>(base, to_weights)[at] = weight;
+      }
+      plan.at(plan.fields.local_topk_idx)[entry] = id;
+      if (by_rank && id >= 0) comm.at<int32_t>(comm.bases[owner], to_places)[first + token] = place;
+    });
 
   // 4
   __syncthreads();
