@@ -2,23 +2,21 @@
 // loads and stores that wait for each other, so that as few as possible do. Ranks that run it and ranks that
 // run dispatch_send.cu and dispatch_receive.cu understand each other: the windows hold the same at each step.
 //   - the second block works out the routes and announces them (route_few.cuh); the first makes the plan when
-//     all ranks have announced theirs (plan.cuh)
+//     all ranks have announced theirs (plan_few.cuh)
 //   - in the others a team of warps takes a row each: it stores the row to the staging section of every
 //     owner, quantised if asked, and then sets the owners' arrival flags. This waits for nothing
 //   - these blocks then take the counts of all sources, each a word that holds its epoch, as they come, and
-//   work
-//     out for themselves, in shared memory, where rows begin: none waits for another block, or for a record
-//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, in
-//   a
-//     word that holds its epoch, and then the row, which goes to all the output rows that want it. Where
+//     work out for themselves, in shared memory, where rows begin: none waits for another block or a record
+//   - teams take the rows of all sources in turn: a row's flag is loaded, with the route of the next one, a
+//     word that holds its epoch too, and then the row, which goes to all the output rows that want it. Where
 //     there are fewer rows than teams, several share a row
 // A source of many tokens has no such words; its record says that all it has pushed is there. Arguments that
 // do not agree are found by the first block, which calls the operation off; what has been written then counts
-// for nothing, and nobody has written outside of his output. Where more than few tokens are sent, some blocks
-// send and the others receive. Shares are fixed, so no counter is asked for work, and none has to be set
-// back: the operation ends with its last row. Few instructions are run more than a few times here, and to
-// fetch one that has not been run takes longer than to run it: so loops are short and not unrolled where
-// nothing is held by bytes.
+// for nothing, and nobody has written outside of his output.
+// Where more than few tokens are sent, some blocks send and the others receive. Shares are fixed, so no
+// counter is asked for work, and none has to be set back: the operation ends with its last row. Few
+// instructions are run more than a few times here, and to fetch one that has not been run takes longer than
+// to run it: so loops are short and not unrolled where nothing is held by bytes.
 //
 // The backward of a combine does the same along its plan, without routes and tables.
 //
@@ -40,7 +38,8 @@ constexpr WireFormat kWire = WireFormat::MOECOMM_WIRE;
 constexpr int kBatch = 8;  ///< loads of a thread that are under way together
 
 struct FusedMemory {
-  int32_t counts[kFusedCounts];  ///< of all sources, in the first block behind its bitmaps; else OwnCounts
+  int32_t counts[kFusedCounts];  ///< where routes are worked out their bitmaps; where the plan is made the
+                                 ///< counts of all ranks; else OwnCounts
   int32_t tables[kFusedTables];
   bool few[kMostFusedRanks];  ///< sources whose words hold their epoch
   float most[kWarps];         ///< of each warp's part of a row
@@ -378,8 +377,8 @@ struct ReceivedRoute {
     }
     const bool all = __all_sync(0xffffffffu, here);
     if (!all) routes.packed[0] = -1;
-    if (args.layout == RowLayout::rank &&
-        few[at.chunk.source]) {  // of each owner, the lanes of its experts know
+    // Where the token is among those of an owner, the lanes of this owner's experts know.
+    if (args.layout == RowLayout::rank && few[at.chunk.source]) {
       const int32_t expert = routes.packed[0] >> comm.window.number_bits;
       const bool mine = routes.packed[0] >= 0 && expert_owner(expert, comm.local_experts) == comm.rank;
       const uint32_t know = __ballot_sync(0xffffffffu, mine);
@@ -529,7 +528,8 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
     const Team team(args.team_warps, block, senders);
     if (team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
   }
-  device::note_sent(comm, operation);
+  // No warp waits for the others here, some of which wait for the links.
+  if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
   pass_epoch(comm, epoch);
   if (!valid || block < args.senders) return;
   // The blocks that have sent least take the first.
