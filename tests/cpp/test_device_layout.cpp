@@ -372,7 +372,7 @@ void test_shapes_of_one_kernel() {
   CHECK(gpu::choose_heuristics(132, 0, false, 512, 4, 8, 14336).fused_tokens == 512);
   CHECK(gpu::choose_heuristics(132, 0, true, 512, 4, 8, 14336).fused_tokens == 0);
   CHECK(gpu::choose_heuristics(132, 0, false, 0, 4, 8, 14336).fused_tokens == 0);
-  CHECK(gpu::Heuristics::fused_senders(192, 99, false) == 0 &&
+  CHECK(gpu::Heuristics::fused_senders(96, 99, false) == 0 &&
         gpu::Heuristics::fused_senders(256, 99, true) == 0);
   for (const int blocks : {2, 3, 32, 99}) {  // some receive, and what is sent is sent by some
     const int senders = gpu::Heuristics::fused_senders(512, blocks, false);
