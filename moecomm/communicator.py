@@ -417,7 +417,8 @@ class Communicator:
                 out and reported: `overflow`, and CapacityExceeded from `check()` or from the next dispatch
                 (CUDA: the next one without a capacity).
             expert_capacity: layout="rank" with a capacity: positions of the index, which are left out and
-                reported alike. None: min(K, L) times the capacity, which is always enough.
+                reported alike. None: min(K, L) times the capacity, which is enough while all rows fit. Where
+                rows are left out their positions count too, so those of rows that fit may be left out.
             dequantize: with wire="fp8" or "mxfp8", False hands the rows on as they travelled: `tokens` in
                 float8_e4m3fn and `scales`. Nothing is differentiable then.
             async_op: return a Work at once; its `wait()` gives the DispatchOutput. On CUDA the operation runs
