@@ -14,7 +14,9 @@ meanwhile. What it copies is read when it copies.
     python -m tests.protocol.model --ranks 3          # a larger one
 
 A rank may run both sides of an operation in one kernel: rows go out before it has announced itself, and
-chunks are read before the records of all are there, as in a combine, whose plan says what comes.
+chunks are read before the records of all are there, as in a combine, whose plan says what comes. With starts
+it is a dispatch of few tokens: it announces what it brings in a word that holds its epoch, before its record,
+and goes by such words of others, or by the records of those that have none.
 
 Epochs have no bound: a state is kept relative to the least epoch that somebody can still ask for, so the
 number of states is finite and the search covers runs of every length.
@@ -58,6 +60,8 @@ class Protocol:
     fused: bool = False
     """A rank may run an operation in one kernel. As a plan that all know would say, operations bring chunks
     in odd epochs then, and none in even ones; none is given up."""
+    starts: bool = False
+    """An operation in one kernel is announced in a word that holds its epoch, before its record."""
     sections: int = 0
     """Landing sections of the copy engine; an operation takes any of them, or none. They take one chunk."""
     buffers: int = 2
@@ -82,7 +86,9 @@ class Protocol:
     failure_stops_copies: bool = True
     """No copy is carried out after the wait that comes before it has failed."""
     fused_meets: bool = True
-    """An operation of one kernel ends only when the records of all are there."""
+    """An operation of one kernel ends only when the records, or starts, of all are there."""
+    starts_hold_epoch: bool = True
+    """A start is taken in its own epoch only."""
 
 
 class Action(NamedTuple):
@@ -142,16 +148,18 @@ class Model:
         self.amounts = (p.chunks,) if p.always_brings else (0, p.chunks)
         assert p.sections == 0 or (p.chunks == p.places == 1 and not p.streams)
         assert not p.fused or not (p.always_brings or p.gives_up)
+        assert p.fused or not p.starts
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
         # chunks + 1 times the engine); flags (8 epoch + 1 if the chunk was given up); rows (8 epoch + chunk)
-        # by buffer and place; credits, which the holder writes at the writer; landed rows by section. Pairs
-        # are in the order of writers, and each writer's in that of the holders after it, so that a rotation
+        # by buffer and place; credits, which the holder writes at the writer; landed rows by section; starts
+        # (8 epoch + chunks), two in turn. Pairs are in the order of writers, and each writer's in that of the holders after it, so that a rotation
         # of the ranks rotates them.
         self.flags = p.buffers
         self.rows = self.flags + p.chunks
         self.credits = self.rows + p.buffers * p.places
         self.landed = self.credits + p.chunks
-        self.words = self.landed + p.sections
+        self.starts = self.landed + p.sections
+        self.words = self.starts + p.buffers * p.starts
         self.at = {
             (w, (w + ahead) % p.ranks): (w * (p.ranks - 1) + ahead - 1) * self.words
             for w in range(p.ranks)
@@ -204,7 +212,8 @@ class Model:
         before = give_up() if kind == GIVES_UP else []
         apart = [[peer] for peer in peers] if p.streams else [list(peers)]
         if kind == FUSED:
-            threads = [[Action("meet")] * p.fused_meets, announce(list(peers))]
+            starts = [Action("start", peer) for peer in peers] if p.starts else []
+            threads = [[Action("meet")] * p.fused_meets, starts + announce(list(peers))]
             threads += [work(some) for work in (send, receive) for some in apart]
             return tuple(tuple(thread) for thread in threads)
         threads = [before + meeting, *(announce(some) + send(some) for some in apart)]
@@ -293,7 +302,8 @@ class Model:
             if any(epoch > other.epoch + 1 for other in ranks if other.status == RUNNING):
                 raise Violation("a rank begins an epoch two ahead of another rank's")
             kinds = (RECEIVES,) + (GIVES_UP,) * self.protocol.gives_up + (FUSED,) * self.protocol.fused
-            amounts = (self._planned(epoch),) if self.protocol.fused else self.amounts
+            planned = self.protocol.fused and not self.protocol.starts
+            amounts = (self._planned(epoch),) if planned else self.amounts
             for kind in kinds:
                 for chunks, engine in itertools.product(amounts, self._engines(r, ranks, memory)):
                     begun = rank._replace(epoch=epoch, kind=kind, chunks=chunks, engine=engine)
@@ -351,6 +361,8 @@ class Model:
                 if peer == r:
                     continue
                 record = memory[self.at[peer, r] + n % p.buffers] >> 3
+                if rank.kind == FUSED and self._start(memory, peer, r, n) is not None:
+                    continue
                 if record < n:
                     late.append(peer)
                 elif record > n:
@@ -358,7 +370,9 @@ class Model:
             return tuple(late) or None
         peer = (r + action.peer) % p.ranks
         out, into = self.at[r, peer], self.at[peer, r]
-        if name == "announce":
+        if name == "start":
+            self._raise(written, out + self.starts + n % p.buffers, n, rank.chunks)
+        elif name == "announce":
             self._raise(written, out + n % p.buffers, n, rank.chunks + (p.chunks + 1) * rank.engine)
         elif name == "row":
             for before in range(c - p.places, -1, -p.places):
@@ -376,6 +390,11 @@ class Model:
             engine, chunks = divmod(record & 7, p.chunks + 1)
             if rank.kind == FUSED:
                 engine, chunks = SMS, self._planned(n)
+                if p.starts:
+                    start = self._start(memory, peer, r, n)
+                    if start is None and record >> 3 != n:
+                        return (peer,)
+                    chunks = (record if start is None else start) & 7
             if c >= chunks:
                 return None  # nothing comes
             flag = memory[into + self.flags + c]
@@ -395,6 +414,14 @@ class Model:
                         f"a rank reads chunk {row & 7} of epoch {row >> 3} for chunk {c} of epoch {n}"
                     )
         return None
+
+    def _start(self, memory: Memory, writer: int, holder: int, epoch: int) -> int | None:
+        """The start of an operation; None if it is not there, or its writer has none."""
+        if not self.protocol.starts:
+            return None
+        word = memory[self.at[writer, holder] + self.starts + epoch % self.protocol.buffers]
+        taken = word >> 3 == epoch if self.protocol.starts_hold_epoch else word != 0
+        return word if taken else None
 
     def _arrived(self, word: int, epoch: int) -> bool:
         if self.protocol.wrapped_flags:
@@ -492,6 +519,7 @@ def _require_ends(after_loss: dict[State, list[State]]) -> None:
 
 
 _FUSED = Protocol(ranks=2, chunks=2, gives_up=False, streams=True, fused=True)
+_STARTS = replace(_FUSED, starts=True)
 
 QUICK: dict[str, tuple[Protocol, int]] = {
     "two ranks": (Protocol(ranks=2, chunks=2, streams=True), 15615),
@@ -503,6 +531,7 @@ QUICK: dict[str, tuple[Protocol, int]] = {
         replace(_FUSED, ranks=3, chunks=1, streams=False, loss=False),
         29318,
     ),
+    "two ranks that start in one kernel or two": (_STARTS, 17169),
     "two ranks and their copy engines": (Protocol(ranks=2, always_brings=True, sections=2), 10089),
     "two ranks that read where the record says": (
         Protocol(
@@ -535,6 +564,7 @@ MUTANTS: dict[str, tuple[Protocol, str]] = {
         "for chunk 0 of epoch 1",
     ),
     "one kernel ends without the records of all": (replace(_FUSED, fused_meets=False), "two ahead"),
+    "one kernel goes by starts of any epoch": (replace(_STARTS, starts_hold_epoch=False), "two ahead"),
     "giving up leaves copies on the way": (replace(_COPIES, ends_after_copies=False), "over epoch 2"),
 }
 """Each is wrong in one point, and what is found of it."""
@@ -556,6 +586,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=1)
     parser.add_argument("--streams", action="store_true", help="work for different peers is independent")
     parser.add_argument("--sections", type=int, default=0, help="landing sections of the copy engine")
+    parser.add_argument("--starts", action="store_true", help="in one kernel or two; none is given up")
     parser.add_argument("--no-loss", action="store_true", help="no rank is lost")
     arguments = parser.parse_args()
     searches = {name: protocol for name, (protocol, _) in QUICK.items()}
@@ -565,6 +596,9 @@ def main() -> None:
             chunks=arguments.chunks,
             places=arguments.places,
             sections=arguments.sections,
+            fused=arguments.starts,
+            starts=arguments.starts,
+            gives_up=not arguments.starts,
         )
         searches = {"chosen": replace(one, streams=arguments.streams, loss=not arguments.no_loss)}
     for name, protocol in searches.items():
