@@ -153,11 +153,11 @@ class MoELayer(nn.Module):
         experts: the GroupedExperts, or the module given.
         shared: the SharedExperts; None without any.
         capacity: rows that a dispatch returns, whatever the routing; None: as many as there are.
-        overlap: the OverlapConfig. This, pool and loss_scale may be changed between forwards; a config is
-            frozen, and replaced by another one.
+        overlap: the OverlapConfig. This and pool may be changed between forwards; a config is frozen, and
+            replaced by another one.
         pool: with a capacity: where the rows go that a forward keeps, by their real number. Without a
             capacity tensors have that size already, and the pool is not used. Layers may share one.
-        loss_scale: multiplies the routing's losses before backward; 1.0 at first.
+        loss_scale: multiplies the routing's losses; 1.0 at first. A backward takes what it is then.
         last_losses: detached 0-d losses of the last forward, by name.
         last_tokens_per_expert: (E,) int64, this rank's choices before drops in the last forward.
     """
@@ -240,7 +240,10 @@ class MoELayer(nn.Module):
         self._deferred, self._runs = Deferred(), Runs()
         self._overflow: OverflowCheck | None = None
         self._plans: Plans | None = None
-        self.loss_scale = 1.0
+        self._loss_scale = 1.0
+        # Backwards read this tensor, so that a scale set after the forward counts, in CUDA graphs too. It is
+        # no buffer: those are rounded by .to(dtype) and broadcast by DistributedDataParallel.
+        self._loss_scale_on_device = torch.ones((), dtype=torch.float64, device=comm.device)
         self.last_losses: dict[str, Tensor] = {}
         self.last_tokens_per_expert = torch.zeros(config.num_experts, dtype=torch.int64, device=comm.device)
 
@@ -276,6 +279,18 @@ class MoELayer(nn.Module):
                 f"{self.comm.engine!r}, or None: it is chosen when the layer is built"
             )
         self._overlap = overlap
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the routing's losses. It may be set at any time without waiting for the device, and
+        holds for the backwards that run after."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = float(scale)
+        # Within .data a change is not counted: graphs of torch.compile keep the tensor for their backward.
+        self._loss_scale_on_device.data.fill_(self._loss_scale)
 
     keep, keep_shared, beside_sms, defer_weights, record, engine = map(
         _InOverlap, ("keep", "keep_shared", "beside_sms", "defer_weights", "record", "engine")
@@ -560,7 +575,7 @@ class MoELayer(nn.Module):
             return to
         total = sum(losses[1:], start=losses[0]) if losses else to.new_zeros((), dtype=torch.float32)
         return attach_loss(
-            to, total, self.loss_scale, (lambda: router.record_load(load_E)) if records else None
+            to, total, self._loss_scale_on_device, (lambda: router.record_load(load_E)) if records else None
         )
 
 
@@ -601,7 +616,7 @@ def backward_weights(model: nn.Module, *, drop: bool = False) -> None:
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
     """Sets loss_scale of every MoELayer in the model: the factor by which the model's loss is multiplied
-    before backward."""
+    before backward. It holds for backwards that run after, of earlier forwards and replayed graphs too."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.loss_scale = scale

@@ -35,10 +35,30 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return logits_TE.logsumexp(dim=-1).square().sum() / max(logits_TE.shape[0], 1)
 
 
+@torch.library.custom_op("moecomm::scale_in_backward", mutates_args=())
+def _scale_in_backward(grad_y: Tensor, scale: Tensor) -> Tensor:
+    """Returns a copy of the scale. The gradient, which is not looked at, keeps torch.compile from reading the
+    scale in the forward."""
+    return scale.clone()
+
+
+@_scale_in_backward.register_fake
+def _(grad_y: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(scale)
+
+
+def _gradient_of_loss(grad_y: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+    if not isinstance(scale, Tensor):
+        return torch.full_like(loss, scale)
+    if torch.compiler.is_compiling():
+        return _scale_in_backward(grad_y, scale).to(loss.dtype).expand_as(loss)
+    return torch.empty_like(loss).copy_(scale)
+
+
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, loss: Tensor, scale: float, on_backward: Callable[[], None] | None
+        ctx: Any, y: Tensor, loss: Tensor, scale: float | Tensor, on_backward: Callable[[], None] | None
     ) -> Tensor:
         ctx.save_for_backward(loss)
         ctx.scale, ctx.on_backward = scale, on_backward
@@ -50,13 +70,14 @@ class _AttachLoss(torch.autograd.Function):
         if ctx.on_backward is not None:
             ctx.on_backward()
             ctx.on_backward = None  # a graph may have several backwards
-        return grad_y, torch.full_like(loss, ctx.scale), None, None
+        return grad_y, _gradient_of_loss(grad_y, loss, ctx.scale), None, None
 
 
 def attach_loss(
-    y: Tensor, loss: Tensor, scale: float = 1.0, on_backward: Callable[[], None] | None = None
+    y: Tensor, loss: Tensor, scale: float | Tensor = 1.0, on_backward: Callable[[], None] | None = None
 ) -> Tensor:
-    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale` beside it.
+    """Returns y, unchanged in value; when its backward runs, `loss` gets the gradient `scale` beside it. A
+    scale that is a 0-d tensor without gradient is read then, not before.
 
     The manner of Megatron-Core's MoEAuxLossAutoScaler: the gradient is that of (the model's loss + scale *
     loss), and no one has to carry the loss out of the model. Right under torch.utils.checkpoint too: there

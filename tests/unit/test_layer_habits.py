@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import moecomm
 from moecomm.nn import (
@@ -22,12 +24,19 @@ from moecomm.nn import (
     OverlapConfig,
     backward_weights,
     is_expert_parameter,
+    keep_plans,
     set_loss_scale,
     sharded_state,
 )
 
 SIZES: dict[str, Any] = {"hidden": 16, "num_experts": 4, "top_k": 2}
 CONFIG = MoEConfig(**SIZES, ffn_hidden=8, init_std=0.5)
+WITH_LOSS: dict[str, Any] = {
+    "aux_loss": "batch",
+    "aux_loss_coef": 500.0,
+    "capacity_factor": 2.0,
+    "pad_to_capacity": True,
+}
 
 
 @pytest.fixture
@@ -217,3 +226,46 @@ def test_balancing_starts_at_zero_on_memory_that_held_something_else(
     router.load_E.fill_(7)
     router.reset_parameters()
     assert not router.expert_bias_E.any() and not router.load_E.any()
+
+
+@pytest.mark.parametrize("way", ["plain", "in order", "checkpoint", "keep_plans", "compiled"])
+def test_the_loss_scale_is_that_of_the_backward(comm: moecomm.Communicator, way: str, seed: int) -> None:
+    layer = made(comm, seed, **WITH_LOSS, overlap=OverlapConfig(overlap=way != "in order"))
+    run: Any = layer
+    if way == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    elif way not in ("plain", "in order"):
+        options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
+        run = functools.partial(checkpoint, layer, use_reentrant=False, **options)
+    x_TH, found = torch.randn(8, 16), []
+    for before in (5.0, 1.0):
+        layer.zero_grad()
+        layer.loss_scale = before
+        y_TH = run(x_TH)
+        set_loss_scale(layer, 5.0)
+        y_TH.square().sum().backward()
+        found.append(layer.router.weight.grad)
+    torch.testing.assert_close(*found)
+    assert isinstance(layer.loss_scale, float) and layer.loss_scale == 5.0
+
+
+def test_another_loss_scale_compiles_nothing_anew(comm: moecomm.Communicator, seed: int) -> None:
+    layer, x_TH = made(comm, seed, **WITH_LOSS), torch.randn(8, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for scale in (1.0, 2.0, 1 / 3):
+            layer.loss_scale = scale
+            want, found = (gradients(layer, run, x_TH) for run in (layer, compiled))
+            for one, other in zip(found, want, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_the_loss_scale_belongs_to_a_layer_and_to_no_state(comm: moecomm.Communicator, seed: int) -> None:
+    layer = made(comm, seed, dtype=torch.float32)
+    layer.loss_scale = 1 / 3
+    twin = copy.deepcopy(layer).to(torch.bfloat16)
+    layer.loss_scale = 2
+    assert (twin.loss_scale, layer.loss_scale) == (1 / 3, 2.0)
+    assert not any("scale" in name for name in (*layer.state_dict(), *dict(layer.named_buffers())))
