@@ -41,6 +41,12 @@ def combine_backward(
     )
 
 
+def _as_result(tensor: torch.Tensor | None) -> Any:
+    """Returns the tensor as one that a function may return: torch makes views of inputs that are returned as
+    they are, and refuses to change those in place."""
+    return None if tensor is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -55,7 +61,7 @@ class _Dispatch(torch.autograd.Function):
         backend: Backend,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         ctx.plan, ctx.index_plan, ctx.backend = plan, index_plan, backend
-        return rows_PH, weights, index_weights_Q
+        return _as_result(rows_PH), _as_result(weights), _as_result(index_weights_Q)
 
     @staticmethod
     @once_differentiable
@@ -92,7 +98,7 @@ class _Combine(torch.autograd.Function):
         ctx.plan, ctx.backend = plan, backend
         need_weights = weights_P is not None and ctx.needs_input_grad[1]
         ctx.save_for_backward(rows_PH if need_weights else None, weights_P)
-        return y_TH
+        return _as_result(y_TH)
 
     @staticmethod
     @once_differentiable

@@ -377,8 +377,10 @@ class MoELayer(nn.Module):
         y_TH = y_TH.to(dtype)
         if unattached is not None:
             y_TH = self._attach(y_TH, unattached)
-        # A view of it would lose FSDP2's hook of the backward when it is changed in place.
-        return y_TH if y_TH.shape == shape else torch.ops.aten._unsafe_view(y_TH, shape)
+        # A view would lose FSDP2's hook of the backward when it is changed in place, and one of a function of
+        # Python's (`attach_loss`) torch refuses to change.
+        is_result = y_TH.shape == shape and unattached is None
+        return y_TH if is_result else torch.ops.aten._unsafe_view(y_TH, shape)
 
     def backward_weights(self, *, drop: bool = False) -> None:
         """Computes the gradients of the experts' weights that backwards have put off

@@ -271,6 +271,47 @@ def test_what_needs_no_gradient_gets_none(pool: Pools, most_ranks: int, seed: in
         }
 
 
+def _changed_in_place(rank: int, world_size: int, case: Case, layout: str, what: str) -> list[bool]:
+    """The gradients where a result is doubled in place, and where it is doubled in a new tensor."""
+    with ranks.communicator(**case.communicator) as comm:
+        found = []
+        for in_place in (True, False):
+            x_TH, ids_TK, weights_TK = _inputs(case, rank, comm.device)
+
+            def double(tensor: torch.Tensor, name: str, in_place: bool = in_place) -> torch.Tensor:
+                if name != what:
+                    return tensor
+                return tensor.mul_(2) if in_place else tensor * 2
+
+            out = comm.dispatch(x_TH, ids_TK, weights_TK, layout=layout)
+            tokens, weights = double(out.tokens, "tokens"), double(out.weights, "weights")
+            if layout == "rank":
+                y_TH = comm.combine(tokens.sin() * weights.sum(1, keepdim=True), out.handle)
+            else:
+                y_TH = comm.combine(tokens.sin(), out.handle, weights=weights)
+            y_TH = double(y_TH, "y")
+            y_TH.square().sum().backward()
+            found.append((y_TH.detach(), x_TH.grad, weights_TK.grad))
+        # What a backward needs must not change; torch says so.
+        out = comm.dispatch(x_TH, ids_TK, weights_TK)
+        y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
+        out.tokens.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y_TH.sum().backward()
+        return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("what", ["tokens", "weights", "y"])
+def test_results_may_be_changed_in_place(
+    pool: Pools, most_ranks: int, layout: str, what: str, seed: int
+) -> None:
+    size = min(2, most_ranks)
+    case = Case(tokens=(9, 6)[:size], num_experts=4, hidden=64, top_k=2, routing="holes", seed=seed)
+    for found in pool(size)(_changed_in_place, case, layout, what):
+        assert all(found)
+
+
 def _drops(rank: int, world_size: int, case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
     """A job whose capacity leaves rows out: gradients of the rows that were kept, zero for the others."""
     torch.use_deterministic_algorithms(True)

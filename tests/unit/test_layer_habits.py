@@ -269,3 +269,37 @@ def test_the_loss_scale_belongs_to_a_layer_and_to_no_state(comm: moecomm.Communi
     layer.loss_scale = 2
     assert (twin.loss_scale, layer.loss_scale) == (1 / 3, 2.0)
     assert not any("scale" in name for name in (*layer.state_dict(), *dict(layer.named_buffers())))
+
+
+class Own(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, rows_PH: Tensor, offsets_L: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(rows_PH, self.weight, offs=offsets_L)
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16)], ids=str)
+@pytest.mark.parametrize("way", ["plain", "in order", "own experts", "hook", "first layer"])
+def test_a_result_may_be_changed_in_place(
+    comm: moecomm.Communicator, way: str, shape: tuple[int, ...], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    config = dataclasses.replace(CONFIG, aux_loss="batch", aux_loss_coef=0.1)
+    overlap = OverlapConfig(overlap=way != "in order")
+    layer = MoELayer(config, comm, overlap=overlap, experts=Own() if way == "own experts" else None)
+    if way == "hook":
+        layer.experts.register_forward_hook(lambda *_: None)
+    layer.router.requires_grad_(way != "first layer")
+
+    def forward(x_TH: Tensor) -> Tensor:
+        # The losses are attached to the result, where the routing weights have no gradient.
+        return layer(x_TH.detach() if way == "first layer" else x_TH)
+
+    x_TH = torch.randn(shape)
+    want, found = (
+        gradients(layer, run, x_TH) for run in (lambda x: forward(x) + x, lambda x: forward(x).add_(x))
+    )
+    for one, other in zip(found, want, strict=True):
+        assert one is other is None or torch.equal(one, other)
