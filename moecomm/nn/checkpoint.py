@@ -203,7 +203,15 @@ def _find_places(model: nn.Module, ep_group: Group | None) -> dict[Any, Place]:
             splits = splits_of(layer.config.activation)
             for name, of_part in layer.experts.named_parameters():
                 owners.pop(of_part, None)
-                places[of_part] = partial(part_of_all, experts=layer.experts, split=splits[name])
+                # What torch parametrizes has the shape of the weight that it was.
+                weight = name.removeprefix("parametrizations.").removesuffix(".original")
+                if weight not in splits:
+                    raise InvalidArgument(
+                        f"experts.{name} is no weight or bias of GroupedExperts, and folding.etp is "
+                        f"{layer.folding.etp}: how parts of experts share it a checkpoint cannot know. Save "
+                        "it on your own, or remove it before"
+                    )
+                places[of_part] = partial(part_of_all, experts=layer.experts, split=splits[weight])
     for parameter, owner in owners.items():
         kind, over = parameter.device.type, getattr(parameter, "device_mesh", None)
         key = (None if owner is None else owner.comm, over)

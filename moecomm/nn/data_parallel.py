@@ -36,6 +36,9 @@ from moecomm.nn.replicas import (
     layers_of,
     model_group,
     ranks_of,
+    refuse_common,
+    require_equal,
+    spread_parameters,
 )
 from moecomm.types import AnyGroup, as_group
 
@@ -70,6 +73,7 @@ def prepare_ddp(model: Model, group: AnyGroup | None = None) -> Model:
     refuse_shared_with_experts(model)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise InvalidArgument("model is sharded by fully_shard, which averages gradients itself")
+    require_equal(model, group)
     # An expert's weights that two modules share have a name in each.
     named = model.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if parameter in owners}
@@ -111,6 +115,7 @@ def fully_shard_experts(
     """
     _refuse_main_grad(model, "fully_shard")
     refuse_shared_with_experts(model)
+    refuse_common(model)
     if (policy := options.get("mp_policy")) is not None:
         options["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)
     replicas = find_replicas(model, model_group(model, group))
@@ -221,7 +226,7 @@ class _BeforeForward:
             return
         setattr(wrapper, _SYNCHRONISES, wrapper.require_backward_grad_sync)
         for layer in self.layers:
-            for name, parameter in layer.experts.named_parameters():
+            for name, parameter in spread_parameters(layer).items():
                 average: _ReplicaAverage | None = getattr(parameter, AVERAGED_BY_DDP, None)
                 known = average is not None and average.belongs_to(wrapper)
                 if parameter.requires_grad and not known:
@@ -295,7 +300,7 @@ class _AverageAtEnd:
         self._queued = False
         spread: dict[Replicas, list[nn.Parameter]] = {}
         for layer in self.layers:
-            for parameter in layer.experts.parameters():
+            for parameter in spread_parameters(layer).values():
                 replicas = getattr(parameter, AVERAGED_BY_DDP).replicas
                 if parameter.requires_grad and len(replicas.ranks) > 1:
                     spread.setdefault(replicas, []).append(parameter)

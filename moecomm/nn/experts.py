@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +41,11 @@ class GroupedExperts(nn.Module):
     Weights, of the config's dtype: w_in (L, H, 2F), gate first and up second, or for swiglu_interleaved and
     swiglu_clamped gates in the even columns; (L, H, F) for gelu; w_out (L, F, H). With config.bias, b_in
     (L, 2F) or (L, F), its columns as those of w_in, is added to the first product of a row, and b_out (L, H)
-    to the second, before the routing weight. All are marked as expert parameters. Expert e
-    starts from a seed made of its global id and one number drawn from torch's default generator: ranks that
-    call torch.manual_seed alike make the same model at any EP size. first_expert is the global id of the
+    to the second, before the routing weight. All are marked as expert parameters, and so is what a
+    parametrization adds, if its first dimension is L: a part for each expert. Others are taken for the same
+    on all ranks, one adapter of all experts for example. Expert e starts from a seed made of its global id
+    and one number drawn from torch's default generator: ranks that call torch.manual_seed alike make the
+    same model at any EP size. first_expert is the global id of the
     first local expert. rows_per_expert: the rows that an expert gets on average in a call, if that is known;
     kernels' tiles are chosen by it.
 
@@ -81,6 +84,8 @@ class GroupedExperts(nn.Module):
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
     sharded_over: frozenset[int] = frozenset()
+    _is_sharded = False
+    """Has FSDP put its parameters here? What it gathers is not marked: its values change without a count."""
 
     def __init__(
         self,
@@ -206,14 +211,42 @@ class GroupedExperts(nn.Module):
     def mark_parameters(self) -> None:
         """Marks the parameters as those of experts, and has the weights that are trained collect `main_grad`
         if the config says so. Parameters that a parametrization or a subclass has added have a `grad`."""
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter, DTensor):  # FSDP's, which are not marked
+        for name, parameter in self.named_parameters():  # which marks
+            if isinstance(parameter, DTensor):
                 continue
-            mark_expert_parameter(parameter)
             trained = parameter.requires_grad and parameter.is_leaf  # else it is computed from parameters
             collects = self.config.main_grad and trained and name in _IN_MAIN_GRAD
             if collects and not has_main_grad(parameter):
                 keep_main_grad(parameter)
+
+    def is_per_expert(self, parameter: Tensor) -> bool:
+        """Returns whether a parameter of this module has a part for each of this rank's experts: whether its
+        first dimension is L."""
+        return parameter.dim() > 0 and parameter.shape[0] == self.num_local_experts
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields what nn.Module does, and marks the parameters of each: nothing else tells that there are new
+        ones within a module of this one, of a parametrization for example. So all that `parameters()` of a
+        model returns is marked."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            self._mark(module._parameters)
+            yield name, module
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Adds or replaces a parameter, as nn.Module does, and marks it."""
+        super().register_parameter(name, param)
+        self._mark({name: param})
+
+    def _mark(self, parameters: Mapping[str, Tensor | None]) -> None:
+        if self._is_sharded or torch.compiler.is_compiling():
+            return
+        for parameter in parameters.values():
+            if not isinstance(parameter, nn.Parameter) or isinstance(parameter, DTensor):
+                continue
+            if self.is_per_expert(parameter):
+                mark_expert_parameter(parameter)
 
     def _apply(self, *args: Any, **options: Any) -> GroupedExperts:
         super()._apply(*args, **options)  # type: ignore[no-untyped-call]
@@ -225,8 +258,18 @@ class GroupedExperts(nn.Module):
         # Copying or unpickling a module makes new Parameter objects, which have lost attributes and hooks.
         self.mark_parameters()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupedExperts:
+        # torch gives a class that it parametrizes a copy of its own where there is none.
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin.mark_parameters()
+        return twin
+
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
+        if isinstance(value, DTensor):
+            self._is_sharded = True
         if isinstance(value, DTensor) and self.config.main_grad:
             raise InvalidArgument(
                 "main_grad is True, must be False under fully_shard, which averages and shards `grad` alone"

@@ -16,7 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from moecomm.errors import InvalidArgument
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad, main_grad_of
-from moecomm.nn.replicas import Ranks, expert_owners, find_replicas, layers_of, model_group, ranks_of
+from moecomm.nn.replicas import (
+    Ranks,
+    expert_owners,
+    find_replicas,
+    layers_of,
+    model_group,
+    ranks_of,
+    require_equal,
+    spread_parameters,
+)
 from moecomm.parallel import ParallelFolding
 from moecomm.types import AnyGroup, Group, as_group
 
@@ -59,13 +68,17 @@ def sync_gradients(
 
     folding: that of the job, for a pipeline stage without MoELayers, which tell it otherwise.
 
+    A parameter of a layer's experts that has no part for each expert, such as one adapter of all experts, is
+    averaged as a dense one; it is compared between ranks when it is seen first.
+
     Raises InvalidArgument, on all ranks, where the result could not be that: EP groups that do not part
     `group`, a group that is not the pipeline stage of the folding, another folding than the layers', another
     expert_group, parameters that fully_shard has sharded over some of `group`, a parameter of a layer's
-    experts that another part of the model has too, a model under DistributedDataParallel, which has
-    synchronised its gradients in the backward, or gradients that are put off (`backward_weights`). Parameters
-    that tensor parallelism has split are not for this function where they are plain tensors: marked, as
-    Megatron-Core does (`tensor_model_parallel`), they are refused too.
+    experts that another part of the model has too, or one of all experts that ranks have with other values,
+    a model under DistributedDataParallel, which has synchronised its gradients in the backward, or gradients
+    that are put off (`backward_weights`). Parameters that tensor parallelism has split are not for this
+    function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
+    refused too.
 
     Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
     (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
@@ -80,6 +93,7 @@ def sync_gradients(
     owners = expert_owners(model)
     _refuse_ddp(model, owners)
     replicas = find_replicas(model, group)
+    require_equal(model, group)
     size, ranks = dist.get_world_size(group), ranks_of(group)
     given = None if expert_group is None else ranks_of(expert_group)
     for found in replicas.values():
@@ -204,7 +218,7 @@ def refuse_shared_with_experts(model: nn.Module) -> None:
     one over those that hold the same experts. Experts that have a second name as a whole are none."""
     inside: dict[nn.Parameter, str] = {}
     outside: dict[nn.Parameter, str] = {}
-    spread = {layer.experts for layer in layers_of(model) if layer.comm.size > 1}
+    spread = {layer.experts: layer for layer in layers_of(model) if layer.comm.size > 1}
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, path: str) -> None:
@@ -212,8 +226,8 @@ def refuse_shared_with_experts(model: nn.Module) -> None:
             return
         seen.add(module)
         if module in spread:
-            for name, parameter in module.named_parameters(path):
-                inside.setdefault(parameter, name)
+            for name, parameter in spread_parameters(spread[module]).items():
+                inside.setdefault(parameter, f"{path}.{name}".lstrip("."))
             return
         for name, own in module._parameters.items():
             if own is not None:

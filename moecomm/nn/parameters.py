@@ -27,7 +27,11 @@ def mark_expert_parameter(parameter: nn.Parameter) -> None:
 
 def is_expert_parameter(parameter: Tensor) -> bool:
     """Returns True for a parameter sharded by expert over the expert-parallel group; False for one that all
-    ranks share."""
+    ranks share.
+
+    It is right for what `parameters()` or `named_parameters()` of a model returns, whatever was put into its
+    experts before: a parameter that a parametrization adds is marked when it is walked by first, and False
+    until then. Parameters that FSDP puts in the place of others are not known."""
     return getattr(parameter, _MARK, False)
 
 

@@ -8,6 +8,7 @@ several EP groups, and rank number p of each holds the same experts, its replica
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moecomm.communicator import Communicator
@@ -97,18 +98,91 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
     alone).
 
     They are known by their layer, as FSDP puts others in their place, which have no mark. Experts that are
-    all on every rank are parameters like any.
+    all on every rank are parameters like any, and so is what experts spread over ranks have in common.
+    Raises InvalidArgument for the latter where experts are split, whose parts it may be of.
     """
     marked = filter(is_expert_parameter, model.parameters())
     owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
     for module in model.modules():
         if isinstance(module, MoELayer) and module.comm.size > 1:
-            owners |= dict.fromkeys(module.experts.parameters(), module)
+            owners |= dict.fromkeys(spread_parameters(module).values(), module)
+            common = common_parameters(module)
+            if common and module.folding is not None and module.folding.etp > 1:
+                raise InvalidArgument(
+                    f"{_says_common(module, *common.popitem())}, and cannot be with folding.etp="
+                    f"{module.folding.etp}, where ranks hold parts of experts: {_INSTEAD}"
+                )
         elif isinstance(module, MoELayer) or _has_all(module):
             of_all = module.experts if isinstance(module, MoELayer) else module
             for parameter in of_all.parameters():
                 owners.pop(parameter, None)
     return owners
+
+
+def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a layer's experts that are of this rank's experts alone, by their names in
+    `layer.experts`: all of a module of one's own; of GroupedExperts those that have a part for each expert,
+    or were marked."""
+    named = dict(layer.experts.named_parameters())
+    if not isinstance(layer.experts, GroupedExperts):
+        return named
+    of_each = layer.experts.is_per_expert
+    return {name: each for name, each in named.items() if of_each(each) or is_expert_parameter(each)}
+
+
+def common_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
+    """Returns the other parameters of a layer's experts: those that all ranks have, such as one adapter of
+    all experts."""
+    spread = spread_parameters(layer)
+    return {name: each for name, each in layer.experts.named_parameters() if name not in spread}
+
+
+def require_equal(model: nn.Module, group: Group | None) -> None:
+    """Raises InvalidArgument, on all ranks, for a parameter that experts spread over ranks have in common and
+    that differs between the ranks of `group`. Each is compared once, when it is seen first."""
+    layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
+    named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
+    new = [found for found in named if not hasattr(found[2], _COMPARED)]
+    if not new:
+        return
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, [_digest(parameter) for _, _, parameter in new], group=group)
+    for (layer, name, parameter), *digests in zip(new, *told, strict=True):
+        if len(set(digests)) > 1:
+            raise InvalidArgument(
+                f"{_says_common(layer, name, parameter)}, and has other values on some ranks: start it with "
+                f"the same on all ranks, or {_INSTEAD}"
+            )
+        setattr(parameter, _COMPARED, True)
+
+
+def refuse_common(model: nn.Module) -> None:
+    """Raises InvalidArgument for a parameter that experts spread over ranks have in common, which cannot be
+    sharded with them."""
+    for layer in layers_of(model):
+        if layer.comm.size > 1 and (common := common_parameters(layer)):
+            raise InvalidArgument(
+                f"{_says_common(layer, *common.popitem())}, and cannot be under fully_shard_experts, which "
+                f"would average it over some ranks alone: {_INSTEAD}, or use sync_gradients or prepare_ddp"
+            )
+
+
+_COMPARED = "moecomm_compared"
+"""The attribute of a parameter that was found to be the same on all ranks."""
+_INSTEAD = "give each expert one of its own, in a first dimension of that size"
+
+
+def _says_common(layer: MoELayer, name: str, parameter: Tensor) -> str:
+    local = layer.experts.num_local_experts
+    return (
+        f"experts.{name} has shape {tuple(parameter.shape)}, whose first dimension is not the {local} "
+        "experts of this rank: it counts as one for the experts of all ranks"
+    )
+
+
+def _digest(parameter: Tensor) -> bytes:
+    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().tobytes()).digest()
 
 
 def _has_all(module: nn.Module) -> bool:

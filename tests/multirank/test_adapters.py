@@ -1,0 +1,201 @@
+"""Parameters that torch's parametrizations add to experts: adapters of each expert, one of all, a number.
+
+Weights after some steps are those of ranks that hold all experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+
+from moecomm.nn import (
+    GroupedExperts,
+    MoEConfig,
+    MoELayer,
+    clip_grad_norm,
+    fully_shard_experts,
+    is_expert_parameter,
+    prepare_ddp,
+    sharded_state,
+    sync_gradients,
+)
+from moecomm.nn.replicas import expert_owners
+from moecomm.parallel import ParallelFolding
+from tests.multirank.catching import Caught, catch
+from tests.multirank.conftest import Pools, cpu_pools
+from tests.multirank.moe_cases import SIZES, groups_of
+
+CONFIG = MoEConfig(**SIZES, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    yield from cpu_pools()
+
+
+class Adapter(nn.Module):
+    """weight + scale * a b, with a and b for each expert, those from `first` on, or for all."""
+
+    def __init__(self, weight_LAB: Tensor, first: int | None, seed: int) -> None:
+        super().__init__()
+        local, a, b = weight_LAB.shape
+        make = torch.Generator().manual_seed(seed)
+        lead = () if first is None else (CONFIG.num_experts,)
+        self.a = nn.Parameter(torch.randn(*lead, a, 2, generator=make, dtype=torch.float64))
+        self.b = nn.Parameter(torch.randn(*lead, 2, b, generator=make, dtype=torch.float64))
+        if first is not None:
+            self.a, self.b = (nn.Parameter(each[first : first + local].clone()) for each in (self.a, self.b))
+        self.scale = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+
+    def forward(self, weight_LAB: Tensor) -> Tensor:
+        return weight_LAB + self.scale * (self.a @ self.b)
+
+
+def build(group: Any, seed: int = 0, own_seed: int = 0, **options: Any) -> MoELayer:
+    """A layer with an adapter for each expert on w_in and one for all on w_out."""
+    torch.manual_seed(seed)
+    layer = MoELayer(CONFIG, group=group, max_tokens=8, **options)
+    experts = layer.experts
+    parametrize.register_parametrization(
+        experts, "w_in", Adapter(experts.w_in, experts.first_expert, seed + 1)
+    )
+    parametrize.register_parametrization(experts, "w_out", Adapter(experts.w_out, None, seed + 2 + own_seed))
+    return layer
+
+
+def train(layer: MoELayer, rank: int, ddp: bool) -> torch.optim.Optimizer:
+    call = DistributedDataParallel(prepare_ddp(layer)) if ddp else layer
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
+    for step in range(3):
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(9 * step + rank), dtype=torch.float64)
+        optimizer.zero_grad()
+        call(x).square().mean().backward()
+        if not ddp:
+            sync_gradients(layer)
+        clip_grad_norm(layer, 0.1)
+        optimizer.step()
+    return optimizer
+
+
+def trained(rank: int, world: int, ep: int, ddp: bool, folder: str) -> None:
+    spread, whole = (build(groups_of(rank, world, size)[0]) for size in (ep, 1))
+    optimizers = [train(layer, rank, ddp) for layer in (spread, whole)]
+    first, count = spread.experts.first_expert, spread.experts.num_local_experts
+    wanted = dict(whole.named_parameters())
+    for name, found in spread.named_parameters():
+        want = wanted[name]
+        own = found.shape != want.shape
+        assert_close(found, want[first : first + count] if own else want, rtol=1e-9, atol=1e-12)
+    dcp.save(sharded_state(spread, optimizers[0]), checkpoint_id=folder)
+    state = sharded_state(build(groups_of(rank, world, 1)[0], seed=5))
+    dcp.load(state, checkpoint_id=folder)
+    for name, found in state["model"].items():
+        local = found.to_local() if isinstance(found, DTensor) else found
+        assert_close(local, wanted[name], rtol=1e-9, atol=1e-12)
+    spread.comm.close()
+    whole.comm.close()
+
+
+@pytest.mark.parametrize("ddp", [False, True], ids=["sync", "ddp"])
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (4, 2)])
+def test_adapters_train_as_on_one_rank(pool: Pools, ranks: int, ep: int, ddp: bool, tmp_path: Path) -> None:
+    pool(ranks)(trained, ep, ddp, str(tmp_path / "saved"))
+
+
+def refused(rank: int, world: int) -> list[Caught | None]:
+    layer = build(None, own_seed=rank)
+    with layer.comm:
+        takers = (sync_gradients, prepare_ddp, fully_shard_experts)
+        found = [catch(partial(taker, layer)) for taker in takers]
+        layer.experts.parametrizations.w_out[0].load_state_dict(
+            Adapter(layer.experts.w_out, None, 3).state_dict()
+        )
+        sync_gradients(layer)
+        return found
+
+
+def test_one_adapter_with_other_values_on_ranks_is_refused(pool: Pools) -> None:
+    for found in pool(2)(refused):
+        assert all(each is not None and each.name == "InvalidArgument" for each in found)
+        sync, ddp, fsdp = (each.text for each in found)
+        text = (
+            "experts.parametrizations.w_out.0.a has shape (8, 2), whose first dimension is not the 6 experts"
+        )
+        assert sync.startswith(text) and ddp.startswith(text) and "has other values on some ranks" in sync
+        assert "cannot be under fully_shard_experts" in fsdp
+
+
+def in_parts(rank: int, world: int) -> list[Caught | None]:
+    layer = build(None, folding=ParallelFolding(world_size=world, etp=2))
+    with layer.comm:
+        found = [catch(partial(taker, layer)) for taker in (sync_gradients, sharded_state)]
+        parametrize.remove_parametrizations(layer.experts, "w_out")
+        adapter = layer.experts.parametrizations.w_in[0]
+        del adapter.scale
+        adapter.scale = 0.2
+        return [*found, catch(partial(sync_gradients, layer)), catch(partial(sharded_state, layer))]
+
+
+def test_adapters_of_experts_in_parts(pool: Pools) -> None:
+    for sync, state, of_each, its_state in pool(2)(in_parts):
+        assert sync.name == state.name == its_state.name == "InvalidArgument" and of_each is None
+        assert "cannot be with folding.etp=2" in sync.text and sync.text == state.text
+        assert "experts.parametrizations.w_in.0.a is no weight or bias" in its_state.text
+
+
+def marks(rank: int, world: int) -> None:
+    """Marks are right on what any walk of a model returns, without a forward between."""
+
+    def check(layer: MoELayer) -> None:
+        of_each = {
+            name
+            for name, parameter in layer.named_parameters()
+            if name.startswith("experts.") and parameter.dim() == 3
+        }
+        assert {name for name, each in layer.named_parameters() if is_expert_parameter(each)} == of_each
+        assert len(of_each) in (2, 4)
+        assert all(is_expert_parameter(p) == (p in expert_owners(layer)) for p in layer.parameters())
+
+    layer = build(None)
+    with layer.comm:
+        check(layer)
+        twin = copy.deepcopy(layer)
+        assert is_expert_parameter(twin.experts.parametrizations.w_in[0].a)
+        check(twin)
+        layer(torch.ones(4, 16, dtype=torch.float64)).sum().backward()
+        check(layer)
+        parametrize.register_parametrization(layer.experts, "w_in", Adapter(layer.experts.w_in, None, 4))
+        check(layer)
+        for name in ("w_in", "w_out"):
+            parametrize.remove_parametrizations(layer.experts, name)
+        check(layer)
+        layer.experts.w_in = nn.Parameter(layer.experts.w_in.detach().clone())
+        assert is_expert_parameter(layer.experts.w_in)
+        check(layer.double())
+
+
+def test_marks(pool: Pools) -> None:
+    pool(2)(marks)
+
+
+def test_the_walk_that_marks_is_traced() -> None:
+    """A compiled step of an optimizer, or of clipping, walks the parameters within its graph."""
+    experts = nn.ModuleDict({"experts": GroupedExperts(CONFIG, num_local_experts=4, device="cpu")})
+
+    def total(scale: Tensor) -> Tensor:
+        return sum((p.sum() * scale for p in experts.parameters()), start=torch.zeros(()))
+
+    want = total(torch.ones(()))
+    torch._dynamo.reset()
+    assert_close(torch.compile(total, backend="eager", fullgraph=True)(torch.ones(())), want)
