@@ -131,10 +131,60 @@ def _source(weight: Tensor) -> tuple[bool, int]:
     it is a cast, or by which operation it was computed. A weight keeps these alive, and so their numbers."""
     if weight.is_leaf:
         return True, weight.data_ptr()
+    node = _operation(weight)
+    return False, id(getattr(node, "variable", node))
+
+
+def _operation(weight: Tensor) -> Any:
+    """Returns the node of autograd's graph that has computed a weight, before its casts; that of the leaf if
+    nothing has."""
     node: Any = weight.grad_fn
     while node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
-    return False, id(getattr(node, "variable", node))
+    return node
+
+
+def cut_off(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns two for a weight that was computed from parameters: one in its place, and itself, whose
+    gradient goes on to them; of a parameter, and of a cast of one, itself and None.
+
+    A backward frees the graph that it goes through, gradient or not. The one in its place keeps the weight's
+    own graph out of it, until the gradient that was put off is there. (Casts keep nothing that could be
+    freed.)
+    """
+    if not weight.requires_grad or weight.is_leaf or hasattr(_operation(weight), "variable"):
+        return weight, None
+    found: Tensor = _CutOff.apply(weight.detach(), *_leaves(weight))  # type: ignore[no-untyped-call]
+    return found, weight
+
+
+def _leaves(weight: Tensor) -> list[Tensor]:
+    """Returns the tensors that a weight was computed from and that get gradients."""
+    leaves: list[Tensor] = []
+    nodes: list[Any] = [weight.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        nodes.extend(new)
+        seen |= new
+    return leaves
+
+
+class _CutOff(torch.autograd.Function):
+    """The weight, as if it were computed from the leaves, so that a backward for them comes to the layer; and
+    nothing goes on to them."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.ops.aten._unsafe_view(weight, weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: None) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def _add(parameter: nn.Parameter, products: Products, groups: Tensor, of: Operands) -> None:

@@ -39,9 +39,10 @@ from torch.autograd.function import once_differentiable
 
 from moecomm.communicator import Communicator
 from moecomm.device.cuda_device import CudaDevice
+from moecomm.errors import Unsupported
 from moecomm.kernels.activation import weighted_activation_backward, weighted_activation_into
 from moecomm.kernels.products import Products
-from moecomm.nn.deferred import Deferred, Operands, Pending
+from moecomm.nn.deferred import Deferred, Operands, Pending, cut_off
 from moecomm.nn.experts import shared_gates
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import Keep
@@ -122,6 +123,9 @@ class Call(NamedTuple):
     """Of merged microbatches, all of whose transfers are beside something; None: the pass is by itself."""
     keep_shared: bool = True
     """False: the first product of the shared experts is not kept, and is computed again in the backward."""
+    computed: tuple[Tensor | None, Tensor | None] = (None, None)
+    """With `deferred`: the w_in and w_out that were computed from parameters, and in whose places the pass
+    has those of `cut_off`."""
 
     def capacities(self) -> dict[str, Any]:
         """Returns the capacity as a dispatch takes it. Rank-major rows are never more than expert-major ones,
@@ -440,9 +444,9 @@ def backward(
         count = grad_inner_PI.shape[0]
         of_in = of_out = None
         if need_in and _is_wanted(ctx, W_IN):
-            of_in = Operands(w_in, rows_PH, grad_inner_PI, rows_index=index_P)
+            of_in = Operands(_or(call.computed[0], w_in), rows_PH, grad_inner_PI, rows_index=index_P)
         if z_PF is not None and _is_wanted(ctx, W_OUT):
-            of_out = Operands(w_out, z_PF, grad_rows_PH, grad_index=index_P)
+            of_out = Operands(_or(call.computed[1], w_out), z_PF, grad_rows_PH, grad_index=index_P)
         if of_in is not None or of_out is not None:
             call.deferred.pending.append(Pending(products, groups, count, of_in, of_out))
     if z_PF is not None and weights_now:
@@ -498,16 +502,31 @@ W_IN, W_OUT = 2, 3
 """The places of the experts' weights among the tensors that `_Keep` takes."""
 
 
+def _or(computed: Tensor | None, weight: Tensor) -> Tensor:
+    return weight if computed is None else computed
+
+
 def _is_wanted(ctx: Any, number: int) -> bool:
     """Returns whether the backward that runs is one for a weight, and not for other inputs alone
-    (torch.autograd.grad, or `inputs` of backward). In merged microbatches all of them are."""
+    (torch.autograd.grad, or `inputs` of backward). In merged microbatches all of them are. Raises Unsupported
+    for one that is for some of the parameters that a weight was computed from, and not for others."""
     if not hasattr(ctx, "next_functions"):
         return True
+    node = ctx.next_functions[number][0]
+    nodes = [node]
+    if ctx.call.computed[number - W_IN] is not None:  # node is of `cut_off`
+        nodes = [of for of, _ in node.next_functions if of is not None]
     try:
-        runs: bool = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+        runs = [torch._C._will_engine_execute_node(each) for each in nodes]
     except RuntimeError:  # torch says so where torch.autograd.grad is under way
         return False
-    return runs
+    if any(runs) and not all(runs):
+        raise Unsupported(
+            "OverlapConfig.defer_weights is True and a backward's `inputs` are some of the parameters that a "
+            "weight of the experts was computed from (by torch.nn.utils.parametrize, for example): name all "
+            "of them or none, or set defer_weights=False"
+        )
+    return any(runs)
 
 
 def _gradient_to_add_to(ctx: Any, number: int) -> Tensor | None:
@@ -575,6 +594,9 @@ def run_experts(call: Call, x_TH: Tensor, topk_weights_TK: Tensor, weights: Weig
     x_TH: (T, H) of the weights' dtype; topk_weights_TK: (T, K) float32 (float64 for float64 rows).
     Differentiable once in both and in the weights.
     """
+    if call.deferred is not None:
+        (w_in, of_in), (w_out, of_out) = cut_off(weights.w_in), cut_off(weights.w_out)
+        weights, call = weights._replace(w_in=w_in, w_out=w_out), call._replace(computed=(of_in, of_out))
     plans = call.plans
     first = plans is not None and not plans.again
     inputs = (x_TH, topk_weights_TK, *weights)
@@ -643,6 +665,9 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
+        for number, computed in zip((W_IN, W_OUT), ctx.call.computed, strict=True):
+            if computed is not None:
+                _is_wanted(ctx, number)  # what it refuses is refused before ranks wait for each other
         with without_autocast(grad_y_TH.device.type):
             return run_through(backward(ctx, grad_y_TH, _gradient_to_add_to))
 

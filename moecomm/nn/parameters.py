@@ -85,7 +85,16 @@ def add_gradient(weight: Tensor | None, gradient: Tensor | None) -> None:
     if weight is None or gradient is None:
         return
     if not weight.is_leaf:
-        weight.backward(gradient, retain_graph=True)
+        try:
+            weight.backward(gradient, retain_graph=True)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise InvalidArgument(
+                "a weight of the experts was computed from parameters, and another backward has freed the "
+                "graph of that before the weight's gradient was there: call that backward with "
+                "retain_graph=True, or compute the weight once more for it"
+            ) from error
         return
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     if has_main_grad(weight):

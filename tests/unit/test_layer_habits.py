@@ -3,6 +3,7 @@ out. One rank, so that gradients can be compared with those of the plain way."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import moecomm
@@ -124,6 +126,72 @@ def test_deferred_gradients_of_what_a_weight_was_computed_from(
     for one, other in zip(*found, strict=True):
         assert one is other is None or torch.allclose(one, other, rtol=1e-4, atol=1e-4)
     assert (found[1][1] is None) == (computed == "cast")
+
+
+class LowRank(torch.nn.Module):
+    """A weight plus a product: its backward needs tensors that a graph keeps."""
+
+    def __init__(self, weight_LAB: Tensor) -> None:
+        super().__init__()
+        local, wide, inner = weight_LAB.shape
+        self.a = torch.nn.Parameter(torch.randn(local, wide, 2))
+        self.b = torch.nn.Parameter(torch.randn(local, 2, inner))
+
+    def forward(self, weight_LAB: Tensor) -> Tensor:
+        return weight_LAB + self.a @ self.b
+
+
+@pytest.mark.parametrize("way", ["plain", "cached", "checkpoint", "keep_plans", "main_grad"])
+def test_deferred_gradients_of_parametrized_weights(comm: moecomm.Communicator, way: str, seed: int) -> None:
+    layer = made(comm, seed, main_grad=way == "main_grad", z_loss_coef=0.01)
+    for name in ("w_in", "w_out"):
+        low = LowRank(getattr(layer.experts, name))
+        parametrize.register_parametrization(layer.experts, name, low)
+    run: Any = layer
+    if way in ("checkpoint", "keep_plans"):
+        options = {"context_fn": keep_plans(layer)} if way == "keep_plans" else {}
+        run = functools.partial(checkpoint, layer, use_reentrant=False, **options)
+    parts, found = [torch.randn(6, 16).requires_grad_() for _ in range(2)], []
+    for defer in (False, True):
+        layer.overlap = OverlapConfig(defer_weights=defer)
+        layer.zero_grad()
+        for each in (*layer.parameters(), *parts):
+            each.grad = each.main_grad = None
+        with parametrize.cached() if way == "cached" else contextlib.nullcontext():
+            losses = [run(part).square().mean() for part in parts]
+            if way == "cached":
+                sum(losses).backward()
+            else:
+                for loss in losses:
+                    loss.backward()
+        assert layer.has_pending_weights == defer
+        layer.backward_weights()
+        tensors = (*parts, *layer.parameters())
+        found.append([each.grad if each.main_grad is None else each.main_grad for each in tensors])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_deferred_gradients_whose_way_is_gone_are_refused(comm: moecomm.Communicator, seed: int) -> None:
+    layer = made(comm, seed, overlap=OverlapConfig(defer_weights=True))
+    parametrize.register_parametrization(layer.experts, "w_in", LowRank(layer.experts.w_in))
+    with parametrize.cached():
+        loss = layer(torch.randn(6, 16)).sum() + layer.experts.w_in.square().sum()
+        loss.backward()
+        with pytest.raises(moecomm.InvalidArgument, match="retain_graph=True"):
+            layer.backward_weights()
+        assert not layer.has_pending_weights
+    x_TH = torch.randn(6, 16).requires_grad_()
+    parameters = list(layer.experts.parametrizations.w_in.parameters())
+    with pytest.raises(moecomm.Unsupported, match="defer_weights"):
+        layer(x_TH).sum().backward(inputs=parameters[:1])
+    layer(x_TH).sum().backward(inputs=[x_TH])
+    torch.autograd.grad(layer(x_TH).sum(), [x_TH, *parameters], allow_unused=True)
+    assert not layer.has_pending_weights
+    layer.zero_grad()
+    layer(x_TH).sum().backward(inputs=parameters)
+    layer.backward_weights()
+    assert all(each.grad is not None for each in parameters) and layer.experts.w_out.grad is None
 
 
 def test_a_step_that_is_left_out_leaves_nothing(comm: moecomm.Communicator, seed: int) -> None:
