@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moecomm.arguments import weight_dtype
 from moecomm.device.cuda_device import CudaDevice
@@ -71,7 +72,9 @@ class Products:
         product_PB = self._mm(gathered(rows_RA, index_P), weight_LAB, groups)
         if bias_LB is not None:
             factors_PN = bias_factors(weights_P, product_PB.shape[0], product_PB)
-            product_PB.add_(self._mm(factors_PN, bias_weight(bias_LB), groups))
+            added_PB = self._mm(factors_PN, bias_weight(bias_LB), groups)
+            # A mode may keep products (selective checkpoints do), which must not change then.
+            return product_PB + added_PB if is_in_torch_dispatch_mode() else product_PB.add_(added_PB)
         return product_PB
 
     def grouped_mm_dgrad(

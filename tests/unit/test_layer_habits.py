@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moecomm
 from moecomm.nn import (
@@ -337,6 +337,33 @@ def test_the_loss_scale_belongs_to_a_layer_and_to_no_state(comm: moecomm.Communi
     layer.loss_scale = 2
     assert (twin.loss_scale, layer.loss_scale) == (1 / 3, 2.0)
     assert not any("scale" in name for name in (*layer.state_dict(), *dict(layer.named_buffers())))
+
+
+def save_products(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    if operator.namespace == "aten" and "mm" in operator.__name__:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_selective_checkpoints_save_products(
+    comm: moecomm.Communicator, overlap: bool, shared: int, seed: int
+) -> None:
+    layer = made(
+        comm,
+        seed,
+        overlap=OverlapConfig(overlap=overlap),
+        bias=True,
+        activation="swiglu_clamped",
+        num_shared_experts=shared,
+    )
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    run = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    x_TH = torch.randn(8, 16)
+    want, found = (gradients(layer, each, x_TH) for each in (layer, run))
+    for one, other in zip(found, want, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
 
 
 class Own(torch.nn.Module):
