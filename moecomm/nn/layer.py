@@ -347,7 +347,13 @@ class MoELayer(nn.Module):
             require_tensor("x", x, self.comm.device)
             if x.dtype not in NATIVE_DTYPES:
                 raise InvalidArgument(f"x is {x.dtype}, expected one of {', '.join(map(str, NATIVE_DTYPES))}")
-            if x.dim() == 3 and x.shape[2] == self.config.hidden:
+            hidden = self.config.hidden
+            if x.dim() not in (2, 3) or x.shape[-1] != hidden:
+                raise InvalidArgument(
+                    f"x has shape {tuple(x.shape)}, must be (tokens, hidden={hidden}) or (sequences, tokens, "
+                    f"hidden={hidden})"
+                )
+            if x.dim() == 3:
                 x_TH, seq_len = x.flatten(0, 1), x.shape[1] or None
             if self._sequence is not None:
                 self.router.check(x_TH, seq_len)  # not first in its forward, where ranks wait for each other
@@ -541,6 +547,8 @@ class MoELayer(nn.Module):
                 raise InvalidArgument(
                     f"{watched}, which is to see its own rows: the layer runs in order then, and {found}"
                 )
+        if not in_order:
+            self._require_parts()
         if self._own_experts:
             self._refuse_own_settings()
             if self.comm.size > 1:
@@ -567,6 +575,21 @@ class MoELayer(nn.Module):
                 f"{name}.w_in is {weight.dtype}, must be the config's dtype {self.config.dtype}: build "
                 f"the layer with MoEConfig(dtype={weight.dtype}) instead of converting it"
             )
+
+    def _require_parts(self) -> None:
+        """Raises InvalidArgument where another module, without their weights, was put in the place of the
+        experts or the shared ones."""
+        for name, part, kind, needed in (
+            ("experts", self.experts, GroupedExperts, "products"),
+            ("shared", self.shared, SharedExperts, "w_in"),
+        ):
+            if part is not None and not isinstance(part, kind) and not hasattr(part, needed):
+                instead = ", or give MoELayer(experts=module) experts of one's own" * (name == "experts")
+                raise InvalidArgument(
+                    f"layer.{name} is {type(part).__name__} without {needed!r}, must be the {kind.__name__} "
+                    "that the layer was built with: change its weights with torch.nn.utils.parametrize, and "
+                    f"its rows with hooks{instead}"
+                )
 
     def _attach(self, to: Tensor, routing: Routing) -> Tensor:
         if not (torch.is_grad_enabled() and to.requires_grad):

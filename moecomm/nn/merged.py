@@ -178,6 +178,7 @@ class MoEBlock(nn.Module, CutBlock):
                 f"layer has {what}, which autograd differentiates: give callables for its nodes "
                 "(moecomm.overlap.Block), or set layer.overlap = OverlapConfig()"
             )
+        layer._require_parts()
         for where, module, kind in (
             ("layer", layer, MoELayer),
             ("layer.experts", layer.experts, GroupedExperts),

@@ -38,6 +38,12 @@ def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
             raise InvalidArgument(f"{name} is True, must be False with experts of one's own")
     parameters = dict(experts.named_parameters(remove_duplicate=False))
     others = [name for name in experts.state_dict() if name not in parameters]
+    if others and others[0].endswith("_extra_state"):
+        raise InvalidArgument(
+            f"experts has {others[0]!r} in its state, a record that moecomm does not save (a GroupedExperts "
+            "has one): around the layer's own experts put hooks, or torch.nn.utils.parametrize for their "
+            "weights, with MoELayer(experts=None); a module of one's own has parameters alone"
+        )
     if others:
         raise InvalidArgument(
             f"experts has the buffer {others[0]!r} in its state, which a checkpoint would take for the same "

@@ -16,6 +16,7 @@ from moecomm import InvalidArgument
 from moecomm.nn import (
     ActivationPool,
     GraphedStep,
+    GroupedExperts,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -249,6 +250,9 @@ def test_modules_that_cannot_be_experts_are_refused() -> None:
     counting.register_buffer("calls", torch.zeros(()))
     with pytest.raises(InvalidArgument, match="experts has the buffer 'calls' in its state"):
         build(0, 1, {}, 0, experts=counting)
+    around = nn.Sequential(GroupedExperts(MoEConfig(hidden=HIDDEN, ffn_hidden=8, num_experts=2, top_k=2)))
+    with pytest.raises(InvalidArgument, match=r"'0\._extra_state'.*parametrize"):
+        build(0, 1, {}, 0, experts=around)
 
 
 def test_a_copy_has_marked_experts_of_its_own(seed: int) -> None:

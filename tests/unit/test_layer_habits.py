@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import moecomm
 from moecomm.nn import (
     GroupedExperts,
+    MoEBlock,
     MoEConfig,
     MoELayer,
     OverlapConfig,
@@ -211,6 +212,27 @@ def test_choices_are_counted_once_for_several_backwards(comm: moecomm.Communicat
     y_TH[:4].sum().backward(retain_graph=True)
     y_TH[4:].sum().backward()
     assert layer.router.load_E.sum() == 16
+
+
+@pytest.mark.parametrize("shape", [(16,), (2, 2, 2, 16), (2, 3, 8)], ids=str)
+def test_other_shapes_are_refused(comm: moecomm.Communicator, shape: tuple[int, ...], seed: int) -> None:
+    expected = r"must be \(tokens, hidden=16\) or \(sequences, tokens, hidden=16\)"
+    with pytest.raises(moecomm.InvalidArgument, match=expected):
+        made(comm, seed)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ["experts", "shared"])
+def test_modules_in_the_place_of_experts_are_refused(
+    comm: moecomm.Communicator, name: str, seed: int
+) -> None:
+    layer = made(comm, seed, num_shared_experts=1)
+    for call in (layer, MoEBlock(lambda x: (x, x), layer)._to_experts):
+        kept = getattr(layer, name)
+        setattr(layer, name, torch.nn.Sequential(kept))
+        with pytest.raises(moecomm.InvalidArgument, match=f"layer.{name} is Sequential.*parametrize"):
+            call(torch.zeros(4, 16))
+        setattr(layer, name, kept)
+    assert layer(torch.zeros(4, 16)).shape == (4, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
