@@ -366,7 +366,11 @@ void Communicator::note_overflow(const Plan& plan, const char* capacity) {
 void Communicator::pull(std::byte* out, std::byte* out_weights, int32_t* out_ids, int32_t* out_index,
                         std::byte* out_index_weights) {
   require_usable();
-  if (!pending_) throw Error(ErrorKind::invalid_argument, "pull without a dispatch before it");
+  if (!pending_)
+    throw Error(
+        ErrorKind::invalid_argument,
+        "the dispatch has ended, as another operation of this communicator came after begin_dispatch: "
+        "receive its rows before the next operation");
   ScopedSeconds timer(stats_.dispatch_seconds);
   const auto [plan, x, epoch] = *std::exchange(pending_, std::nullopt);
   guarded([&] { pull_rows(*plan, epoch, pull_arguments(epoch, x, out)); });

@@ -27,7 +27,13 @@ from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
-from moecomm.nn.own_experts import adopt_experts, combine_own_experts, keep_record, refuse_mixed_shards
+from moecomm.nn.own_experts import (
+    adopt_experts,
+    call_or_tell,
+    combine_own_experts,
+    keep_record,
+    refuse_mixed_shards,
+)
 from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.pool import ActivationPool
 from moecomm.nn.router import Routing, TopKRouter
@@ -482,28 +488,29 @@ class MoELayer(nn.Module):
         )
 
     def _run_in_order(self, rows_TH: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """Runs dispatch, experts and combine one after another, differentiated by autograd. Own experts run
-        in this way alone, with shared experts beside the dispatch."""
-        shared_TH: Tensor | None = None
+        """Runs shared experts, dispatch, experts and combine one after another, differentiated by autograd.
+        Own experts run in this way alone, with shared experts beside the dispatch. The shared experts come
+        before the combine, in which the other ranks learn of an exception of theirs."""
+        comm, capacity, shared_TH = self.comm, self.capacity, None
         if self._own_experts and self.overlap.overlap and self.shared and not torch.compiler.is_compiling():
-            work = self.comm.dispatch(
-                rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity, async_op=True
-            )
-            shared_TH = self.shared(rows_TH)
+            work = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity, async_op=True)
+            shared_TH = call_or_tell(comm, self.shared, rows_TH)
             out = work.wait()
         else:
-            out = self.comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=self.capacity)
-        has_tail = self.capacity is not None
+            if self.shared is not None:
+                shared_TH = call_or_tell(comm, self.shared, rows_TH)
+            out = comm.dispatch(rows_TH, topk_idx_TK, topk_weights_TK, capacity=capacity)
+        has_tail = capacity is not None
         if has_tail and self._overflow is not None:
             _note_dispatch(self._overflow, out.overflow)
         if self._own_experts:
-            y_TH = combine_own_experts(self.comm, self.experts, out, has_tail)
+            y_TH = combine_own_experts(comm, self.experts, out, has_tail)
         else:
-            expert_rows_PH = self.experts(out.tokens, out.offsets, out.weights, has_tail=has_tail)
-            y_TH = self.comm.combine(expert_rows_PH, out.handle)
-        if self.shared is None:
-            return y_TH
-        return y_TH + (self.shared(rows_TH) if shared_TH is None else shared_TH)
+            expert_rows_PH = call_or_tell(
+                comm, self.experts, out.tokens, out.offsets, out.weights, has_tail=has_tail
+            )
+            y_TH = comm.combine(expert_rows_PH, out.handle)
+        return y_TH if shared_TH is None else y_TH + shared_TH
 
     def _refuse_own_settings(self) -> None:
         """Raises InvalidArgument for settings that have no effect on own experts."""

@@ -170,12 +170,12 @@ def _groups(state: Any) -> list[Any]:
     return [] if only is None else [only]
 
 
-def _call(comm: Communicator, experts: nn.Module, rows_PH: Tensor, offsets_L: Tensor) -> Any:
-    """Returns what the module returns. An exception that it raises is told to the other ranks."""
+def call_or_tell(comm: Communicator, module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Returns what the module returns. An exception that it or its hooks raise is told to the other ranks."""
     if torch.compiler.is_compiling():  # there is no way to go on behind a graph break within a try
-        return experts(rows_PH, offsets_L)
+        return module(*arguments, **options)
     try:
-        return experts(rows_PH, offsets_L)
+        return module(*arguments, **options)
     except Exception as error:
         if known_to_all(error):
             raise
@@ -193,7 +193,7 @@ def combine_own_experts(
         real_P1 = (torch.arange(rows_PH.shape[0], device=rows_PH.device) < out.offsets[-1]).unsqueeze(1)
         rows_PH = rows_PH.where(real_P1, 0.0)
     with torch.autocast(rows_PH.device.type, enabled=False):
-        expert_rows_PH = _call(comm, experts, rows_PH, out.offsets)
+        expert_rows_PH = call_or_tell(comm, experts, rows_PH, out.offsets)
     if not isinstance(expert_rows_PH, Tensor):
         kind = type(expert_rows_PH).__name__
         comm.refuse(

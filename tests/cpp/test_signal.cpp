@@ -88,6 +88,19 @@ void test_deadline() {
     CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 2);
     CHECK(std::string(error.what()).find("as rank 0 found out") != std::string::npos);
   }
+  // So does the rank itself, which comes late: what it finds of the others is there, and no more comes.
+  node.signals[2]->signal(record(1, 0));
+  node.signals[2]->wait_all(1, "dispatch");
+  node.signals[2]->signal(record(2, 0));
+  try {
+    node.signals[2]->wait_all(2, "dispatch");
+    CHECK(false);
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    CHECK(error.kind() == ErrorKind::peer_timeout && error.details().peer == 2);
+    CHECK(text.find("rank 2, dispatch: rank 0 waited 0.200000 s in vain for this rank (") == 0);
+    CHECK(text.find("kernels") == std::string::npos && text.find("found out") == std::string::npos);
+  }
 }
 
 /// A rank that began the epoch and then stopped: the text does not say that the epoch itself is missing.

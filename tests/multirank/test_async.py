@@ -223,7 +223,9 @@ def _in_halves(rank: int, world_size: int, case: Case) -> list[str]:
             problems.append("after one that was left")
         ended = comm.begin_dispatch(x_TH, ids_TK, weights_TK)
         comm.combine(want.tokens, want.handle)
-        with pytest.raises(moecomm.InvalidArgument):
+        with pytest.raises(
+            moecomm.InvalidArgument, match="another operation of this communicator came after"
+        ):
             ended()
     return problems
 

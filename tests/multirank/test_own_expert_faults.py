@@ -444,6 +444,43 @@ def test_settings_that_hooks_leave_without_effect_are_refused(pool: Pools, name:
         assert f"{name} is" in found.text and goes_on
 
 
+def hooks_that_raise(rank: int, world: int, what: str, own: bool) -> Caught | None:
+    """Rank 1 has a hook that raises; all ranks use the layer afterwards."""
+    model = own_model(rank, world, world) if own else model_of(rank, world)
+
+    def raises(*_: Any) -> None:
+        raise KeyError("told")
+
+    with model.moe.comm:
+        module, _, when = what.partition(" ")
+        register = getattr(model.moe.get_submodule(module), f"register_{when.replace(' ', '_')}")
+        hook = register(raises) if rank == 1 else None
+        found = catch(lambda: model(tokens(rank)))
+        if hook is not None:
+            hook.remove()
+        for _ in range(2):
+            loss_of(model(tokens(rank))).backward()
+        return found
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "router forward hook",
+        "experts forward pre hook",
+        "experts forward hook",
+        "shared forward pre hook",
+        "shared forward hook",
+    ],
+)
+def test_hooks_that_raise_are_told(pool: Pools, what: str, own: bool) -> None:
+    """The other rank waits for no deadline, and the communicator goes on."""
+    for rank, found in enumerate(pool(2)(hooks_that_raise, what, own)):
+        assert found is not None and found.name == ("InvalidArgument", "KeyError")[rank]
+        assert found.text == ("rank 1: KeyError: 'told'", "'told'")[rank]
+
+
 def hooks_of_others(rank: int, world: int) -> None:
     """Hooks of FSDP2, and those that make weights ready, leave the layer with its overlap."""
     models = [model_of(rank, world) for _ in range(3)]

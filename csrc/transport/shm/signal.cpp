@@ -262,21 +262,28 @@ const char* cause_text(Cause cause) {
 std::string loss_text(const Signals::Loss& loss, int rank, const std::string& phase, double timeout_seconds,
                       uint64_t expected, uint64_t seen, const std::string& reason) {
   std::string text = "rank " + std::to_string(rank) + ", " + phase + ": ";
-  if (loss.cause == Cause::no_signal)
-    text += "waited " + std::to_string(timeout_seconds) + " s in vain for " +
-            (loss.peer == rank ? "its own kernels"
-                               : "rank " + std::to_string(loss.peer) +
-                                     " (it may be stopped, far behind or in another call)");
-  else
+  const std::string first = "rank " + std::to_string(loss.first);
+  // Another rank may have given up waiting for this one.
+  const bool blamed = loss.cause == Cause::no_signal && loss.peer == rank && loss.first != rank;
+  if (loss.cause == Cause::no_signal) {
+    text += (blamed ? first + " " : "") + "waited " + std::to_string(timeout_seconds) + " s in vain for ";
+    if (blamed)
+      text += "this rank (it was stopped, far behind or in another call, or an exception was caught here)";
+    else if (loss.peer == rank)
+      text += "its own kernels";
+    else
+      text += "rank " + std::to_string(loss.peer) + " (it may be stopped, far behind or in another call)";
+  } else {
     text += "lost rank " + std::to_string(loss.peer) + cause_text(loss.cause);
+  }
   if (!reason.empty()) text += ": " + reason;
-  if (loss.first != rank) text += ", as rank " + std::to_string(loss.first) + " found out";
+  if (loss.first != rank && !blamed) text += ", as " + first + " found out";
   if (seen < expected) {
     text += "; expected epoch " + std::to_string(expected) + ", seen " + std::to_string(seen);
   } else if (expected > 0) {
     text += "; it has begun epoch " + std::to_string(seen);
     if (loss.cause == Cause::no_signal)
-      text += ", and what " + (loss.first == rank ? "this" : "rank " + std::to_string(loss.first) + "'s") +
+      text += ", and what " + (loss.first == rank ? "this" : first + "'s") +
               " wait still needs of it has not come";
   }
   return text + ". The communicator can't be used any more; build a new one.";
