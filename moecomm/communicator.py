@@ -906,6 +906,13 @@ class Communicator:
                 raise
         raise error
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be copied or pickled, as it holds memory and connections of this process: "
+            "save a model's state_dict() (moecomm.nn.sharded_state, for all ranks' experts), and build a new "
+            "Communicator. A copy of a MoELayer shares the communicator"
+        )
+
     def check(self) -> None:
         """Raises CapacityExceeded, once, if a dispatch since the last check left rows out on any rank, and
         PeerTimeout or PeerLost if that has ended the communicator. All ranks come to the same verdict

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moecomm.errors import InvalidArgument
+from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.nn.layer import MoELayer
 from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.replicas import (
@@ -78,7 +78,7 @@ def sync_gradients(
     a model under DistributedDataParallel, which has synchronised its gradients in the backward, or gradients
     that are put off (`backward_weights`). Parameters that tensor parallelism has split are not for this
     function where they are plain tensors: marked, as Megatron-Core does (`tensor_model_parallel`), they are
-    refused too.
+    refused too. Raises Unsupported for a sparse gradient.
 
     Parameters that torch's tensor parallelism has made DTensors are, on the TP mesh of the layers' folding
     (`folding.dense_mesh(...)["tp"]`). Each rank's loss is of its own tokens there, as sequence parallelism
@@ -86,6 +86,7 @@ def sync_gradients(
     parameters: they are summed over folding.group("dp-cp") and divided by the size of `group`.
     """
     _require_computed(model)
+    _refuse_sparse(model)
     refuse_shared_with_experts(model)
     if not dist.is_initialized():
         return
@@ -160,9 +161,10 @@ def clip_grad_norm(
     then; all stages call together. Without it the norm is that of this rank's stage; layers whose folding has
     several raise InvalidArgument, as every stage would scale its gradients by another factor. So do gradients
     that are put off (`backward_weights`), and a parameter of a layer's experts that another part of the model
-    has too.
+    has too. Raises Unsupported for a sparse gradient.
     """
     _require_computed(model)
+    _refuse_sparse(model)
     refuse_shared_with_experts(model)
     ep_group, pp_group = as_group(ep_group, "ep_group"), as_group(pp_group, "pp_group")
     staged = [layer for layer in layers_of(model) if layer.folding is not None and layer.folding.pp > 1]
@@ -210,6 +212,15 @@ def _require_computed(model: nn.Module) -> None:
             "model has layers with OverlapConfig(defer_weights=True), whose experts' weights have gradients "
             "that are still put off: call moecomm.nn.backward_weights(model) before"
         )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise Unsupported(
+                f"the gradient of {name} is sparse ({parameter.grad.layout}), must be dense for "
+                "sync_gradients and clip_grad_norm: build its module with sparse=False"
+            )
 
 
 def refuse_shared_with_experts(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ way that is right."""
 from __future__ import annotations
 
 import copy
+import io
 import re
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.testing import assert_close
 
+from moecomm import Communicator
 from moecomm.errors import InvalidArgument
 from moecomm.nn import (
     GroupedExperts,
@@ -197,3 +199,56 @@ def test_the_state_of_an_optimizer_is_of_its_own_experts(
     pool: Callable[[int], RankPool], tmp_path: Path, seed: int
 ) -> None:
     pool(2)(optimizers, str(tmp_path / "saved"), seed)
+
+
+def sparse(rank: int, world_size: int, seed: int) -> list[Caught | None]:
+    torch.manual_seed(seed)
+    words = torch.nn.Embedding(5, 16, sparse=True, dtype=torch.float64)
+    model = torch.nn.Sequential(words, build(seed))
+    with model[1].comm:
+        model(torch.tensor([rank, 3])).sum().backward()
+        return [catch(lambda: sync_gradients(model)), catch(lambda: clip_grad_norm(model, 1.0))]
+
+
+def test_sparse_gradients_are_refused(pool: Callable[[int], RankPool], seed: int) -> None:
+    for found in [each for rank in pool(2)(sparse, seed) for each in rank]:
+        assert found is not None and found.name == "Unsupported"
+        assert found.text.startswith("the gradient of 0.weight is sparse")
+
+
+def copied(rank: int, world_size: int, seed: int) -> list[Caught | None]:
+    layer = build(seed)
+    with layer.comm as comm:
+        assert copy.deepcopy(layer).comm is copy.copy(layer).comm is comm
+        return [catch(lambda: torch.save(layer, io.BytesIO())), catch(lambda: copy.deepcopy(comm))]
+
+
+def test_a_communicator_is_not_copied(pool: Callable[[int], RankPool], seed: int) -> None:
+    for found in pool(1)(copied, seed)[0]:
+        assert found is not None and found.name == "TypeError"
+        assert "state_dict()" in found.text and "build a new Communicator" in found.text
+
+
+def late(rank: int, world_size: int, seed: int) -> str:
+    """Rank 1 comes after the deadline. The layer goes on with another communicator."""
+    torch.manual_seed(seed)
+    sizes = {"num_experts": 12, "hidden": 16, "top_k": 3, "max_tokens": 8}
+    options: dict[str, Any] = {**sizes, "dtype": torch.float64, "device": "cpu"}
+    layer = MoELayer(CONFIG, Communicator(**options, timeout=1.0))
+    x = torch.ones(4, 16, dtype=torch.float64)
+    want = layer(x).detach()
+    found = catch(lambda: layer(x)) if rank == 0 else None
+    dist.barrier()
+    found = found or catch(lambda: layer(x))
+    layer.comm.close()
+    layer.comm = Communicator(**options)
+    with layer.comm:
+        y = layer(x)
+        y.sum().backward()
+        assert torch.equal(y, want)
+    assert found is not None
+    return found.name
+
+
+def test_a_layer_goes_on_with_another_communicator(pool: Callable[[int], RankPool], seed: int) -> None:
+    assert pool(2)(late, seed) == ["PeerTimeout"] * 2
