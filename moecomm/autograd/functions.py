@@ -4,6 +4,10 @@ With y = combine(rows, w): y_t = sum over the rows p of token t of w_p * rows_p,
     d rows_p = w_p * dy_t(p)   a dispatch of dy along the kept plan, scaled on arrival
     d w_p    = <rows_p, dy_t(p)>   computed where the row arrives
 and for out, v = dispatch(x, u): d x_t = sum of d out_p (a combine), d u_(t,k) = d v_p, sent home with it.
+
+A backward that autograd runs within a compiled function (`loss.backward()` in a compiled step) would be
+traced as well, and a trace lets go of a tensor of which it goes on to use the address alone. So backwards are
+kept out of traces.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from moecomm.backends import Backend, RawDispatch
@@ -64,6 +69,7 @@ class _Dispatch(torch.autograd.Function):
         return _as_result(rows_PH), _as_result(weights), _as_result(index_weights_Q)
 
     @staticmethod
+    @_disable_dynamo
     @once_differentiable
     def backward(
         ctx: Any,
@@ -101,6 +107,7 @@ class _Combine(torch.autograd.Function):
         return _as_result(y_TH)
 
     @staticmethod
+    @_disable_dynamo
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: torch.Tensor) -> tuple[Any, ...]:
         rows_PH, weights_P = ctx.saved_tensors

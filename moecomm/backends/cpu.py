@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 from moecomm import _C
 from moecomm.arguments import weight_dtype
@@ -31,6 +32,9 @@ from moecomm.types import Layout, WireTensors, Work
 
 Result = TypeVar("Result")
 Finished = TypeVar("Finished")
+
+# A trace lets go of a tensor of which it goes on to use the address alone.
+_run_outside_graph = _disable_dynamo(InOrder.run)
 
 # Smaller outputs come from torch's own allocator: recycling pages pays only from here on.
 _POOLED_BYTES = 1 << 16
@@ -157,7 +161,9 @@ class CpuBackend:
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
     def run(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` after all before it and returns its result."""
+        """Runs `operation` after all before it and returns its result; torch.compile does not trace it."""
+        if torch.compiler.is_compiling():
+            return _run_outside_graph(self._order, operation)
         return self._order.run(operation)
 
     def launch(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from moecomm import _C
 from moecomm.arguments import weight_dtype, wire_tensors
@@ -228,8 +229,10 @@ class CudaBackend:
             return self.run_now(name, operation)
 
     def run_now(self, name: str, operation: Callable[[], Result]) -> Result:
-        """Runs `operation` as `run` does, for a caller that holds the lock and has left nothing
-        unfinished."""
+        """Runs `operation` as `run` does, for a caller that holds the lock and has left nothing unfinished;
+        torch.compile does not trace it."""
+        if torch.compiler.is_compiling():
+            return _run_outside_graph(self, name, operation)
         gpu = self._gpu
         if not gpu.is_current():
             with gpu.current():
@@ -669,6 +672,10 @@ class CudaBackend:
                 raise _out_of_memory(tuple(tensor.shape), tensor.dtype, error) from error
             address = tensor.data_ptr()
         return tensor, address or self._nowhere_address
+
+
+# A trace lets go of a tensor of which it goes on to use the address alone.
+_run_outside_graph = _disable_dynamo(CudaBackend.run_now)
 
 
 def _less(value: Any, before: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -326,6 +327,7 @@ class _ExpertFfn(torch.autograd.Function):
         return products.grouped_mm(z_PF, w_out_LFH, groups, bias_LB=b_out_LH, weights_P=weights_P)
 
     @staticmethod
+    @_disable_dynamo  # kernels are given addresses
     @once_differentiable
     def backward(ctx: Any, grad_y_PH: Tensor) -> tuple[Tensor | None, ...]:
         rows_PH, w_in_LHI, w_out_LFH, b_out_LH, groups, weights_P, inner_PI = ctx.saved_tensors

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from moecomm.communicator import Communicator
@@ -663,6 +664,7 @@ class _Keep(torch.autograd.Function):
         return x_TH.new_empty(()).expand(x_TH.shape)  # nobody reads this value
 
     @staticmethod
+    @_disable_dynamo  # see moecomm/autograd/functions.py
     @once_differentiable
     def backward(ctx: Any, grad_y_TH: Tensor) -> tuple[Tensor | None, ...]:
         for number, computed in zip((W_IN, W_OUT), ctx.call.computed, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 
 from moecomm.communicator import Communicator
@@ -97,6 +98,7 @@ class _Enter(torch.autograd.Function):
         return tuple(each.detach() for each in values)
 
     @staticmethod
+    @_disable_dynamo
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.grads.extend(grads)
         return None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 from moecomm.errors import InvalidArgument
@@ -60,6 +61,7 @@ class _Whole(torch.autograd.Function):
         return microbatch.output.detach()
 
     @staticmethod
+    @_disable_dynamo  # see moecomm/autograd/functions.py
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         microbatch: Microbatch = ctx.microbatch
         if microbatch._merged:

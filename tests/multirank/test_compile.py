@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from moecomm.nn import MoEConfig, MoELayer
+import moecomm
+from moecomm.nn import MoEConfig, MoELayer, OverlapConfig
 from tests.cases import Case
 from tests.multirank.conftest import Pools
 
@@ -113,3 +115,86 @@ def whole_graph_without_capacity(rank: int, world_size: int) -> str:
 
 def test_a_graph_without_a_capacity_says_what_to_do(pool: Pools) -> None:
     assert "pad_to_capacity=True" in pool(1)(whole_graph_without_capacity)[0]
+
+
+def _poison() -> None:
+    """Fills memory that torch's allocator is about to hand out with numbers that no gradient has."""
+    kept = [torch.full((size,), 1e30) for size in (4, 8, 16, 32, 64, 128, 256) for _ in range(8)]
+    del kept
+
+
+def _moe(kind: str, comm: moecomm.Communicator) -> tuple[Callable[[torch.Tensor], torch.Tensor], list[Any]]:
+    """Returns a function of tokens (4, 16) and its parameters."""
+    weights_TK = torch.rand(4, 2).requires_grad_()
+    ids_TK = torch.tensor([[0, 4, 5, 1], [1, 2, 0, 3]]).t()
+    config = MoEConfig(hidden=16, ffn_hidden=24, num_experts=6, top_k=2, num_shared_experts=1)
+    layer = MoELayer(config, comm, overlap=OverlapConfig(overlap=kind != "in order"))
+
+    def low(x_TH: torch.Tensor) -> torch.Tensor:
+        out = comm.dispatch(x_TH, ids_TK, weights_TK)
+        return comm.combine(out.tokens * 2, out.handle, weights=out.weights)
+
+    def begun(x_TH: torch.Tensor) -> torch.Tensor:
+        out = comm.begin_dispatch(
+            x_TH.detach().t().contiguous().t(), ids_TK, weights_TK.t().contiguous().t()
+        )()
+        y_TH = comm.combine(out.tokens, out.handle, weights=out.weights)
+        return y_TH * weights_TK[:, :1]
+
+    function = {
+        "low": low,
+        "begun": begun,
+        "outside": torch.compiler.disable(layer),
+    }.get(kind, layer)
+    return function, [weights_TK] if function in (low, begun) else [*layer.parameters()]
+
+
+def train_in_one_step(rank: int, world_size: int, kind: str, seed: int) -> list[str]:
+    """Lists the gradients in which a training step differs that torch.compile has with its backward, and the
+    operations of the backend that it traces. The gradient of the layer's result is not contiguous."""
+    torch.manual_seed(seed)
+    x_TH, w_AB = torch.randn(4, 16).requires_grad_(), torch.randn(32, 5)
+    losses: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda y_TH: y_TH.sum(),
+        lambda y_TH: (torch.cat([y_TH, x_TH], 1) @ w_AB).square().sum(),
+    ]
+    found = set()
+
+    def watch(backend: Any, name: str) -> None:
+        operation = getattr(backend, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                found.add(f"{name} is traced")
+            return operation(*arguments, **options)
+
+        setattr(backend, name, watched)
+
+    with moecomm.Communicator(
+        num_experts=6, hidden=16, top_k=2, max_tokens=4, dtype=torch.float32, device="cpu"
+    ) as comm:
+        moe, parameters = _moe(kind, comm)
+        for name in ("begin_dispatch", "redispatch", "combine"):
+            watch(comm._open(), name)
+        for number, loss in enumerate(losses):
+
+            def step(loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> None:
+                loss(moe(x_TH)).backward()
+
+            grads = []
+            for call in (step, torch.compile(step, backend="aot_eager")):
+                for each in (x_TH, *parameters):
+                    each.grad = None
+                _poison()
+                call()
+                grads.append([each.grad for each in (x_TH, *parameters)])
+            torch._dynamo.reset()
+            for place, (want, got) in enumerate(zip(*grads, strict=True)):
+                if want is not None and not torch.allclose(got, want, rtol=1e-5, atol=1e-5):
+                    found.add(f"loss {number}: gradient {place} differs")
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", ["dropless", "in order", "outside", "low", "begun"])
+def test_a_step_with_its_backward(pool: Pools, kind: str, seed: int) -> None:
+    assert pool(1)(train_in_one_step, kind, seed) == [[]]
