@@ -9,6 +9,12 @@ other, nothing in their data says which comes first, and compilers do move them.
 is `*_in_order`: each takes a token, an empty tensor, and returns the next one. Whoever traces a graph gets
 one chain of tokens through it, from the forward into the backward, for all communicators.
 
+A rank without tokens has results without elements, for which compilers put empty tensors of their own, and
+the other ranks would wait for it. So the operators are marked as having side effects, which keeps them in a
+graph, and those of a backward as belonging there. (What splits a graph into forward and backward in
+torch.compile leaves operators of the forward there. functorch's default_partition, of other compilers, copies
+those whose arguments are at hand into the backward, where they run once more, on all ranks alike.)
+
     moecomm::dispatch(comm, x, ...)  ->  t1, rows, ..., plan = moecomm::dispatch_in_order(t0, comm, x, ...)
     moecomm::combine(comm, rows, ...)  ->  t2, y = moecomm::combine_in_order(t1, comm, rows, ...)
 
@@ -17,13 +23,16 @@ What a call may lack (weights, scales) is an empty tensor among the results.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import has_side_effect
 
 from moecomm.arguments import weight_dtype
 from moecomm.autograd.functions import combine_backward, dispatch_backward
@@ -34,6 +43,8 @@ Tensor = torch.Tensor
 Tensors = tuple[Tensor, ...]
 
 _numbers = itertools.count()
+_TOLD = 1
+"""Counted up when compilers are told something else of the operators, where their caches do not see it."""
 _backends: WeakValueDictionary[int, Backend] = WeakValueDictionary()
 _last_tokens: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # the key is the mode that traces
 
@@ -42,7 +53,7 @@ def register(backend: Backend) -> int:
     """Gives `backend` a number by which operators find it for as long as it lives. It has the words of a plan
     in it: inductor finds a compiled graph in its cache, which outlives the process, by the arguments of
     operators, and the size of a plan is the one result that follows from none of them."""
-    number = next(_numbers) << 40 | backend.plan_fields.words
+    number = next(_numbers) << 48 | _TOLD << 40 | backend.plan_fields.words
     _backends[number] = backend
     return number
 
@@ -224,6 +235,25 @@ _PLAN = "Tensor plan, str layout, SymInt num_tokens, SymInt num_rows"
 _library = torch.library.Library("moecomm", "DEF")
 
 
+@contextlib.contextmanager
+def _in_backward() -> Iterator[None]:
+    """Has what is traced meanwhile put into the backward, also where its arguments follow from the forward
+    alone, as gradients that are zero, or have no elements, do."""
+    meta = traceback.current_meta
+    before = meta.get(_PLACE)
+    if before is None or not traceback.has_preserved_node_meta():
+        yield  # nothing is split into forward and backward
+        return
+    meta[_PLACE] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[_PLACE] = before
+
+
+_PLACE = "partitioner_tag"
+
+
 def _define(
     name: str, arguments: str, results: int, run: Callable[..., Tensors], fake: Callable[..., Tensors]
 ) -> None:
@@ -235,14 +265,15 @@ def _define(
     _library.define(f"{ordered}(Tensor token, {arguments}) -> (Tensor, {tensors})")
     _library.impl(ordered, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moecomm::{ordered}", fake, lib=_library)
-    operator = getattr(torch.ops.moecomm, ordered).default
+    operator = has_side_effect(getattr(torch.ops.moecomm, ordered).default)
 
     def in_order(*values: Any) -> Any:
         mode = get_proxy_mode()
         last = None if mode is None else _last_tokens.get(mode.tracer)
         if last is None:
             last = _new_token(next(each for each in values if isinstance(each, Tensor)))
-        token, *found = operator(last, *values)
+        with _in_backward() if name.endswith("_backward") else contextlib.nullcontext():
+            token, *found = operator(last, *values)
         if mode is not None:
             _last_tokens[mode.tracer] = token
         return found[0] if results == 1 else tuple(found)

@@ -114,6 +114,46 @@ def test_the_order_is_that_of_the_program(backend: str, grad: bool, monkeypatch:
             torch.testing.assert_close(y_TH, expected)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_operator_is_left_out_without_tokens(
+    backend: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results have no elements then, and gradients that are zero follow from nothing; and one combine is used
+    by nobody. All of x, ids and weights are at hand in the backward, which must not dispatch again. (Without
+    tokens inductor needs no C++ compiler here.)"""
+    with moecomm.Communicator(**SIZES, device="cpu") as comm:
+        seen, native = list[str](), comm._open()
+        real, router_HE, twice = native.run, torch.randn(8, 4).requires_grad_(grad), 2 * torch.eye(8)
+
+        def run(name: str, operation: Callable[[], Any]) -> Any:
+            seen.append(name.removeprefix("moecomm "))
+            return real(name, operation)
+
+        def program(x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+            weights_TK = (x_TH @ router_HE)[:, :2]
+            out = comm.dispatch(x_TH, ids_TK, weights_TK, capacity=CAPACITY)
+            y_TH = comm.combine(out.tokens @ twice, out.handle, weights=out.weights)
+            comm.combine(out.tokens, out.handle)
+            scale_T1 = torch.gather(x_TH * x_TH, 1, ids_TK).sum(1, keepdim=True)
+            return x_TH + y_TH * scale_T1 * weights_TK.pow(3).sum(1, keepdim=True)
+
+        monkeypatch.setattr(native, "run", run)
+        compiled, runs = torch.compile(program, backend=backend, fullgraph=True), []
+        for tokens in (0, 5, 0) if backend == "aot_eager" else (0, 0):
+            for each in (program, compiled):
+                seen.clear()
+                x_TH, ids_TK, _ = _inputs(tokens, grad)
+                y_TH = each(x_TH, ids_TK.clamp(min=0))
+                assert y_TH.shape == (tokens, 8)
+                before = list(seen)
+                if grad:
+                    y_TH.square().sum().backward()
+                runs.append((before, seen[len(before) :]))
+        backward = ["combine backward", "dispatch backward"] if grad else []
+        assert runs == [(["dispatch", "combine", "combine"], backward)] * len(runs)
+
+
 def test_tokens_make_a_chain() -> None:
     """Every operator in the graph, forward and backward, takes the token of the one before it."""
     graphs: list[torch.fx.GraphModule] = []
