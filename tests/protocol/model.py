@@ -152,8 +152,8 @@ class Model:
         # The words of a pair (writer, holder), from `at[writer, holder]` on: records (8 epoch + chunks, and
         # chunks + 1 times the engine); flags (8 epoch + 1 if the chunk was given up); rows (8 epoch + chunk)
         # by buffer and place; credits, which the holder writes at the writer; landed rows by section; starts
-        # (8 epoch + chunks), two in turn. Pairs are in the order of writers, and each writer's in that of the holders after it, so that a rotation
-        # of the ranks rotates them.
+        # (8 epoch + chunks), as records in turn. Pairs are in the order of writers, and each writer's in that
+        # of the holders after it, so that a rotation of the ranks rotates them.
         self.flags = p.buffers
         self.rows = self.flags + p.chunks
         self.credits = self.rows + p.buffers * p.places
