@@ -18,6 +18,7 @@ from moecomm.kernels.activation import INPUTS, INTERLEAVED, weighted_activation
 from moecomm.kernels.products import expert_ffn
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.expert_parts import ExpertPart, splits_of
+from moecomm.nn.outside_autocast import matmul, needs_care
 from moecomm.nn.parameters import (
     has_main_grad,
     init_expert_weights,
@@ -375,14 +376,17 @@ class SharedExperts(nn.Module):
         """Maps (T, H) of the weights' dtype to (T, H). `run`: as in GroupedExperts."""
         if run is not None:
             return run(x_TH)
+        care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
-            gates_T = shared_gates(x_TH, self.w_gate)
-            return (
-                weighted_activation(x_TH @ self.w_in, gates_T, activation=self.config.activation) @ self.w_out
-            )
+            gates_T = shared_gates(x_TH, self.w_gate, care)
+            inner_TI = matmul(x_TH, self.w_in, care)
+            z_TF = weighted_activation(inner_TI, gates_T, activation=self.config.activation)
+            return matmul(z_TF, self.w_out, care)
 
 
-def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None) -> Tensor | None:
+def shared_gates(x_TH: Tensor, w_gate_H: Tensor | None, care: bool = False) -> Tensor | None:
     """Returns sigmoid(x w), (T,) of the dtype of routing weights, by which the inner rows of the shared
-    experts are multiplied; None without a gate."""
-    return None if w_gate_H is None else (x_TH @ w_gate_H).to(weight_dtype(x_TH.dtype)).sigmoid()
+    experts are multiplied; None without a gate. `care`: as of `outside_autocast.matmul`."""
+    if w_gate_H is None:
+        return None
+    return matmul(x_TH, w_gate_H, care).to(weight_dtype(x_TH.dtype)).sigmoid()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moecomm.errors import InvalidArgument
 from moecomm.nn.config import MoEConfig
 from moecomm.nn.losses import load_balancing_loss, z_loss
+from moecomm.nn.outside_autocast import matmul, needs_care
 from moecomm.nn.parameters import init_shared_weight
 from moecomm.nn.token_dropping import SequenceRanks, kept_choices, tokens_per_expert_limit
 
@@ -109,12 +110,18 @@ class TopKRouter(nn.Module):
         seq_len that does not divide T."""
         config = self.config
         self.check(x_TH, seq_len)
+        care = needs_care(x_TH.device.type)
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH = x_TH.to(torch.promote_types(x_TH.dtype, torch.float32))
             if self.training and config.jitter > 0:
                 x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - config.jitter, 1 + config.jitter)
             bias_E = None if self.bias is None else self.bias.to(x_TH.dtype)
-            logits_TE = nn.functional.linear(x_TH, self.weight.to(x_TH.dtype), bias_E)
+            weight_EH = self.weight.to(x_TH.dtype)
+            if care:
+                logits_TE = matmul(x_TH, weight_EH.t(), care)
+                logits_TE = logits_TE if bias_E is None else logits_TE + bias_E
+            else:
+                logits_TE = nn.functional.linear(x_TH, weight_EH, bias_E)
             scores_TE = (
                 logits_TE.softmax(dim=-1) if config.score_function == "softmax" else logits_TE.sigmoid()
             )

@@ -104,6 +104,40 @@ def test_a_dropless_layer_trains_in_several_graphs(pool: Pools, seed: int) -> No
     assert pool(1)(train_layer, {}, seed) == [[]]
 
 
+def train_within_autocast(rank: int, world_size: int, options: dict[str, Any], seed: int) -> list[str]:
+    """Lists the gradients in which a float32 layer that is compiled differs, both within autocast."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    config = MoEConfig(**{"hidden": 16, "ffn_hidden": 24, "num_experts": 6, "top_k": 2} | options)
+    layer = MoELayer(config, max_tokens=8)
+    x_TH, found = torch.randn(8, 16), []
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=config.pad_to_capacity)):
+        layer.zero_grad()
+        x_TH = x_TH.detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y_TH = call(x_TH)
+        assert y_TH.dtype is torch.float32
+        y_TH.square().sum().backward()
+        found.append({"x": x_TH.grad, **{name: each.grad for name, each in layer.named_parameters()}})
+    layer.comm.close()
+    plain, compiled = found
+    assert all(want is not None and want.any() for want in plain.values())
+    return [name for name in plain if not torch.allclose(compiled[name], plain[name], rtol=1e-5, atol=1e-6)]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_autocast_stays_out_of_the_backward(pool: Pools, fixed: bool, seed: int) -> None:
+    options = {
+        "num_shared_experts": 1,
+        "shared_gate": True,
+        "router_bias": True,
+        "bias": True,
+        "init_std": 0.3,
+    }
+    options |= {"aux_loss": "batch", "aux_loss_coef": 0.1} | (FIXED if fixed else {})
+    assert pool(1)(train_within_autocast, options, seed) == [[]]
+
+
 def whole_graph_without_capacity(rank: int, world_size: int) -> str:
     torch._dynamo.reset()
     layer = MoELayer(MoEConfig(hidden=16, ffn_hidden=8, num_experts=2, top_k=2), max_tokens=4)
