@@ -25,6 +25,7 @@ from moecomm.nn.expert_parts import ExpertPart
 from moecomm.nn.expert_pass import Call, Plans, Runs, Weights, run_experts
 from moecomm.nn.experts import GroupedExperts, SharedExperts
 from moecomm.nn.losses import attach_loss
+from moecomm.nn.mixed_shards import refuse_mixed_shards
 from moecomm.nn.overflow_check import OverflowCheck
 from moecomm.nn.overlap_config import IN_ORDER, OverlapConfig
 from moecomm.nn.own_experts import (
@@ -32,7 +33,6 @@ from moecomm.nn.own_experts import (
     call_or_tell,
     combine_own_experts,
     keep_record,
-    refuse_mixed_shards,
 )
 from moecomm.nn.parameters import has_main_grad, main_grad_of
 from moecomm.nn.pool import ActivationPool
@@ -558,13 +558,13 @@ class MoELayer(nn.Module):
             self._require_parts()
         if self._own_experts:
             self._refuse_own_settings()
-            if self.comm.size > 1:
-                refuse_mixed_shards(self.experts)
         elif in_order and self.pool is not None and self.capacity is not None:
             raise InvalidArgument(
                 "pool is set and the layer runs in order (overlap=False, or within torch.compile), where "
                 "autograd keeps what it needs itself: set overlap=OverlapConfig() or pool=None"
             )
+        if self.comm.size > 1 or self.config.main_grad:
+            refuse_mixed_shards(self.experts)
         if self.config.main_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.experts.mark_parameters()  # some may have been frozen before
             for parameter in self.experts.parameters():

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument, known_to_all
 from moecomm.nn.config import MoEConfig
-from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
+from moecomm.nn.parameters import mark_expert_parameter
 from moecomm.types import DispatchOutput
 
 _HELD = "moecomm_experts"
 """The record of experts: its name in the metadata of a state_dict, and as an attribute of a module."""
-_PLACED = "moecomm_placed"
-"""The attribute of a parameter of FSDP that is known to be sharded as it may be."""
 
 
 def adopt_experts(experts: nn.Module, config: MoEConfig) -> None:
@@ -116,58 +112,10 @@ def keep_record(experts: nn.Module, held: Sequence[int]) -> None:
     experts.register_load_state_dict_pre_hook(record.compare)
 
 
-def refuse_mixed_shards(experts: nn.Module) -> None:
-    """Raises InvalidArgument if fully_shard has sharded a parameter over ranks with other experts, or in
-    another way than `fully_shard_experts`, which sets `sharded_over`. Parameters that are new in the module
-    are marked as experts'. What was seen before costs a look at its attributes."""
-    new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
-    if new:
-        _place(experts, new)
-
-
-@_disable_dynamo
-def _place(experts: nn.Module, new: Sequence[nn.Parameter]) -> None:
-    allowed: frozenset[int] = getattr(experts, "sharded_over", frozenset())
-    sharded: set[int] = set()
-    for name, parameter, shard in _shards(experts):
-        ranks = {int(rank) for rank in shard.device_mesh.mesh.flatten()}
-        if ranks != allowed:
-            raise InvalidArgument(
-                f"{name} of the experts is sharded over ranks {sorted(ranks)} by fully_shard: this rank "
-                f"holds {getattr(experts, _HELD)}, and others hold others. Call "
-                "moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
-            )
-        sharded.add(id(parameter))
-    for parameter in new:
-        if id(parameter) in sharded:
-            setattr(parameter, _PLACED, True)
-        else:
-            mark_expert_parameter(parameter)
-
-
-def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:
-    """Yields name, parameter and shard of what is sharded. In the forward of a module around the experts FSDP
-    has put whole parameters in the place of shards, which only its own records know then."""
-    for name, parameter in experts.named_parameters():
-        if isinstance(parameter, DTensor):
-            yield name, parameter, parameter
-    paths = {module: f"{path}." if path else "" for path, module in experts.named_modules()}
-    states = [reference() for reference in list(_module_state_mapping.values())]
-    for each in [each for state in states for group in _groups(state) for each in group.fsdp_params]:
-        info = each._module_info
-        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-        for module, name in zip(modules, names, strict=True):
-            if module in paths:
-                yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
-
-
-def _groups(state: Any) -> list[Any]:
-    """Returns the groups of parameters of a state of FSDP; earlier versions of torch have one at most."""
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return groups
-    only = getattr(state, "_fsdp_param_group", None)
-    return [] if only is None else [only]
+def record_of(experts: nn.Module) -> str | None:
+    """Says which experts a module holds of which `keep_record` was called; None for others."""
+    record = getattr(experts, _HELD, None)
+    return None if record is None else str(record)
 
 
 def call_or_tell(comm: Communicator, module: nn.Module, *arguments: Any, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from moecomm.errors import InvalidArgument
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.folded import STAGE
 from moecomm.nn.layer import MoELayer
+from moecomm.nn.mixed_shards import refuse_mixed_shards
 from moecomm.nn.parameters import is_expert_parameter
 from moecomm.parallel import ParallelFolding
 from moecomm.parallel.subgroups import new_group
@@ -99,12 +100,14 @@ def expert_owners(model: nn.Module) -> dict[nn.Parameter, MoELayer | None]:
 
     They are known by their layer, as FSDP puts others in their place, which have no mark. Experts that are
     all on every rank are parameters like any, and so is what experts spread over ranks have in common.
-    Raises InvalidArgument for the latter where experts are split, whose parts it may be of.
+    Raises InvalidArgument for the latter where experts are split, whose parts it may be of, and for experts
+    that fully_shard has mixed.
     """
     marked = filter(is_expert_parameter, model.parameters())
     owners: dict[nn.Parameter, MoELayer | None] = dict.fromkeys(marked)
     for module in model.modules():
         if isinstance(module, MoELayer) and module.comm.size > 1:
+            refuse_mixed_shards(module.experts)
             owners |= dict.fromkeys(spread_parameters(module).values(), module)
             common = common_parameters(module)
             if common and module.folding is not None and module.folding.etp > 1:

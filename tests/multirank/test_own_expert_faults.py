@@ -5,6 +5,7 @@ is right, or refused, and never silent.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 import pickle
@@ -16,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -193,6 +196,141 @@ def test_own_parameters_that_are_replaced(pool: Pools) -> None:
     pool(2)(new_parameters)
 
 
+# -- fully_shard around experts whose weights are all parametrized -----------------------------------------
+
+
+class Adapter(nn.Module):
+    def __init__(self, shape: torch.Size, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.a = nn.Parameter(torch.randn(shape[0], shape[1], 2, generator=generator).to(dtype) * 0.1)
+        self.b = nn.Parameter(torch.randn(shape[0], 2, shape[2], generator=generator).to(dtype) * 0.1)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def parametrized(rank: int, world: int, ep: int, config: MoEConfig = CONFIG) -> Model:
+    torch.manual_seed(0)
+    model = Model(MoELayer(config, group=groups_of(rank, world, ep)[0], max_tokens=max(TOKENS)))
+    for name in ("w_in", "w_out"):
+        adapter = Adapter(getattr(model.moe.experts, name).shape, config.dtype)
+        parametrize.register_parametrization(model.moe.experts, name, adapter)
+    return model
+
+
+def shard_adapted_wrongly(rank: int, world: int, ep: int, how: str) -> list[Caught | None]:
+    """Returns what a forward raises, and each of those that come after it by itself."""
+    model = parametrized(rank, world, ep)
+    call: Callable[..., Any] = model
+    if how == "behind a forward":
+        model(tokens(rank))
+    if how == "in a wrapper":
+        model.moe.experts = checkpoint_wrapper(model.moe.experts)
+    experts: Any = model.moe.experts
+    if how == "over the replicas":
+        fully_shard(
+            experts, mesh=init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))["dp"]
+        )
+    elif how == "the layer":
+        fully_shard(model.moe)
+    elif how == "the experts":
+        fully_shard(experts)
+    elif how == "an adapter":
+        fully_shard(experts.parametrizations.w_out[0])
+    else:
+        fully_shard(model)
+    if how == "in the wrong order":
+        fully_shard_experts(model)  # at EP = world it has nothing to shard
+    if how == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="eager")
+    takers = (sync_gradients, lambda model: clip_grad_norm(model, 1.0), sharded_state)
+    with model.moe.comm:
+        return [
+            catch(lambda: call(tokens(rank))),
+            *(catch(functools.partial(each, model)) for each in takers),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ep", "how"),
+    [
+        (2, "over all ranks"),
+        (4, "over all ranks"),
+        (2, "over the replicas"),
+        (4, "behind a forward"),
+        (4, "in a wrapper"),
+        (4, "the layer"),
+        (4, "the experts"),
+        (4, "an adapter"),
+        (4, "in the wrong order"),
+        (4, "compiled"),
+    ],
+)
+def test_fully_shard_of_parametrized_experts_is_refused(pool: Pools, ep: int, how: str) -> None:
+    for rank, caught in enumerate(pool(4)(shard_adapted_wrongly, ep, how)):
+        first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
+        over = f"[{rank % ep}, {rank % ep + 2}]" if how == "over the replicas" else "[0, 1, 2, 3]"
+        for found in caught:
+            assert found is not None and found.name == "InvalidArgument", found
+            assert "parametrizations.w_" in found.text and f"is sharded over ranks {over} by" in found.text
+            assert f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}" in found.text
+            assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
+
+
+def shard_main_grad(rank: int, world: int) -> Caught | None:
+    """fully_shard around parametrized experts that are all on each rank."""
+    config = dataclasses.replace(CONFIG, dtype=torch.float32, main_grad=True)
+    model = parametrized(rank, world, 1, config)
+    fully_shard(model)
+    with model.moe.comm:
+        return catch(lambda: model(tokens(rank, torch.float32)))
+
+
+def test_fully_shard_of_parametrized_experts_with_main_grad_is_refused(pool: Pools) -> None:
+    for found in pool(2)(shard_main_grad):
+        assert found is not None and found.name == "InvalidArgument", found
+        assert found.text.startswith("main_grad is True, must be False under fully_shard, which has sharded")
+
+
+def shard_adapted_rightly(rank: int, world: int, ep: int, options: dict[str, Any]) -> None:
+    plain, model = parametrized(rank, world, ep), parametrized(rank, world, ep)
+    fully_shard_experts(model, **options)
+    fully_shard(model, **options)
+    with plain.moe.comm, model.moe.comm:
+        for _ in range(2):
+            loss_of(model(tokens(rank))).backward()
+            loss_of(plain(tokens(rank))).backward()
+        for each in (plain, model):
+            sync_gradients(each)
+        found = gradients(model)
+        for name, want in gradients(plain).items():
+            assert_close(found[name], want, rtol=1e-9, atol=1e-9, msg=name)
+        assert_close(clip_grad_norm(model, 1.0), clip_grad_norm(plain, 1.0))
+        assert sharded_state(model)["model"].keys() == sharded_state(plain)["model"].keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy()}], ids=["plain", "policy"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_parametrized_experts_that_are_sharded_rightly(pool: Pools, ep: int, options: dict[str, Any]) -> None:
+    pool(4)(shard_adapted_rightly, ep, options)
+
+
+def compile_adapted(rank: int, world: int) -> None:
+    """The search for shards ends no graph where there are none."""
+    config = dataclasses.replace(CONFIG, capacity_factor=4.0, pad_to_capacity=True)
+    model = parametrized(rank, world, world, config)
+    torch._dynamo.reset()
+    with model.moe.comm:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_close(compiled(tokens(rank)), model(tokens(rank)))
+
+
+def test_parametrized_experts_are_one_graph(pool: Pools) -> None:
+    pool(2)(compile_adapted)
+
+
 # -- states of experts of one's own ------------------------------------------------------------------------
 
 
@@ -257,17 +395,6 @@ def test_a_state_of_another_ranks_own_experts_is_refused(pool: Pools) -> None:
 
 
 # -- main_grad beside parameters that were added -----------------------------------------------------------
-
-
-class Adapter(nn.Module):
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.a = nn.Parameter(torch.randn(shape[0], shape[1], 2, generator=generator) * 0.1)
-        self.b = nn.Parameter(torch.randn(shape[0], 2, shape[2], generator=generator) * 0.1)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.a @ self.b
 
 
 def adapted(rank: int, world: int, main_grad: bool, frozen: bool, overlap: OverlapConfig) -> Model:

@@ -1,0 +1,122 @@
+"""Refuses experts that fully_shard has sharded as it may not: as if all ranks held the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor
+
+from moecomm.errors import InvalidArgument
+from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.own_experts import record_of
+from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
+
+_PLACED = "moecomm_placed"
+"""The attribute of a parameter that is known to be sharded as it may be, or not at all."""
+
+
+def refuse_mixed_shards(experts: nn.Module) -> None:
+    """Raises InvalidArgument if fully_shard has sharded a parameter over ranks with other experts, or in
+    another way than `fully_shard_experts`, which sets `sharded_over`. What was seen before costs a look at
+    its attributes.
+
+    experts: those of a layer that are spread over ranks, or have main_grad, which no fully_shard may be
+    around. Of GroupedExperts, which may be within another module, only modules of theirs are looked at, as a
+    parametrization has them: what FSDP sets on GroupedExperts itself is refused there. Parameters without a
+    part for each expert may be sharded. New parameters of experts of one's own are marked as experts'.
+    """
+    grouped = _grouped(experts)
+    if grouped is None:
+        new = [p for p in experts.parameters() if not (is_expert_parameter(p) or hasattr(p, _PLACED))]
+    # FSDP's hooks end a graph of torch.compile; without them nothing here is to end one.
+    elif not grouped._modules or (torch.compiler.is_compiling() and not _is_managed(grouped)):
+        return
+    else:
+        new = [p for p in _parameters(grouped) if not hasattr(p, _PLACED)]
+    if new:
+        _place(experts, grouped, new)
+
+
+def _grouped(experts: nn.Module) -> GroupedExperts | None:
+    """Returns the GroupedExperts of a layer; None for experts of one's own."""
+    if isinstance(experts, GroupedExperts):
+        return experts
+    if record_of(experts) is not None:
+        return None
+    return next((each for each in experts.modules() if isinstance(each, GroupedExperts)), None)
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields what `module.parameters()` does, in a fifth of the time: each forward comes here."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield parameter
+    for child in module._modules.values():
+        if child is not None:
+            yield from _parameters(child)
+
+
+@_disable_dynamo
+def _place(experts: nn.Module, grouped: GroupedExperts | None, new: Sequence[nn.Parameter]) -> None:
+    allowed: frozenset[int] = getattr(experts, "sharded_over", frozenset())
+    sharded: set[int] = set()
+    for name, parameter, shard in _shards(experts):
+        if grouped is not None and grouped.config.main_grad and name.endswith(".original"):
+            raise InvalidArgument(
+                f"main_grad is True, must be False under fully_shard, which has sharded {name} of the "
+                "experts: it averages and shards `grad` alone"
+            )
+        if grouped is not None and (grouped.has_all or not grouped.is_per_expert(shard)):
+            continue  # all ranks have the same, one adapter of all experts for example
+        ranks = {int(rank) for rank in shard.device_mesh.mesh.flatten()}
+        if ranks != allowed:
+            raise InvalidArgument(
+                f"{name} of the experts is sharded over ranks {sorted(ranks)} by fully_shard: this rank "
+                f"holds {_holds(experts, grouped)}, and others hold others. Call "
+                "moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
+            )
+        sharded.add(id(parameter))
+    for parameter in new:
+        if grouped is not None or id(parameter) in sharded:
+            setattr(parameter, _PLACED, True)
+        else:
+            mark_expert_parameter(parameter)
+
+
+def _holds(experts: nn.Module, grouped: GroupedExperts | None) -> str | None:
+    return record_of(experts) if grouped is None else grouped._holds(grouped.get_extra_state().tolist())
+
+
+def _is_managed(experts: GroupedExperts) -> bool:
+    """Has fully_shard come to a module of these?"""
+    return any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules())
+
+
+def _shards(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter | None, DTensor]]:
+    """Yields name, parameter and shard of what is sharded. In the forward of a module around the experts FSDP
+    has put whole parameters in the place of shards, which only its own records know then."""
+    for name, parameter in experts.named_parameters():
+        if isinstance(parameter, DTensor):
+            yield name, parameter, parameter
+    paths = {module: f"{path}." if path else "" for path, module in experts.named_modules()}
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    for each in [each for state in states for group in _groups(state) for each in group.fsdp_params]:
+        info = each._module_info
+        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for module, name in zip(modules, names, strict=True):
+            if module in paths:
+                yield f"{paths[module]}{name}", module._parameters.get(name), each.sharded_param
+
+
+def _groups(state: Any) -> list[Any]:
+    """Returns the groups of parameters of a state of FSDP; earlier versions of torch have one at most."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    only = getattr(state, "_fsdp_param_group", None)
+    return [] if only is None else [only]
