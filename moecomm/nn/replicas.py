@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moecomm.communicator import Communicator
 from moecomm.errors import InvalidArgument
@@ -142,10 +143,11 @@ def common_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
 
 def require_equal(model: nn.Module, group: Group | None) -> None:
     """Raises InvalidArgument, on all ranks, for a parameter that experts spread over ranks have in common and
-    that differs between the ranks of `group`. Each is compared once, when it is seen first."""
+    that differs between the ranks of `group`. Each is compared once, when it is seen first; those that
+    fully_shard has sharded over all ranks are the same by that."""
     layers = [layer for layer in layers_of(model) if layer.comm.size > 1]
     named = [(layer, name, each) for layer in layers for name, each in common_parameters(layer).items()]
-    new = [found for found in named if not hasattr(found[2], _COMPARED)]
+    new = [found for found in named if not (hasattr(found[2], _COMPARED) or isinstance(found[2], DTensor))]
     if not new:
         return
     told: list[Any] = [None] * dist.get_world_size(group)

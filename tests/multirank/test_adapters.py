@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -30,7 +31,7 @@ from moecomm.nn import (
     sharded_state,
     sync_gradients,
 )
-from moecomm.nn.replicas import expert_owners
+from moecomm.nn.replicas import common_parameters, expert_owners
 from moecomm.parallel import ParallelFolding
 from tests.multirank.catching import Caught, catch
 from tests.multirank.conftest import Pools, cpu_pools
@@ -199,3 +200,21 @@ def test_the_walk_that_marks_is_traced() -> None:
     want = total(torch.ones(()))
     torch._dynamo.reset()
     assert_close(torch.compile(total, backend="eager", fullgraph=True)(torch.ones(())), want)
+
+
+def _sharded_common(rank: int, world_size: int) -> list[bool]:
+    """The experts' own parameters are left out of fully_shard, and numbers, which it does not take; the
+    adapter of all experts is sharded."""
+    layer = build(None)
+    own = {each for each in layer.parameters() if is_expert_parameter(each) or each.dim() == 0}
+    fully_shard(layer, ignored_params=own)
+    layer(torch.randn(4, CONFIG.hidden, dtype=torch.float64)).square().sum().backward()
+    sync_gradients(layer)
+    common = common_parameters(layer).values()
+    assert all(each.grad is not None for each in common)
+    return [isinstance(each, DTensor) for each in common if each.dim() > 0]
+
+
+def test_a_common_adapter_that_is_sharded_over_all_ranks(pool: Pools) -> None:
+    for sharded in pool(2)(_sharded_common):
+        assert sharded == [True, True]
