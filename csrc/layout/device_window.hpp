@@ -17,9 +17,8 @@ namespace moecomm {
 
 inline constexpr int32_t kMaxTopK = 32;  ///< a warp holds the ids of a token
 inline constexpr int32_t kMaxNodeRanks = 128;
-inline constexpr int32_t kMaxChunk = 8;  ///< tokens
-inline constexpr int32_t kMostFewRanks =
-    64;  ///< of one node, for whose few tokens there is a way of their own
+inline constexpr int32_t kMaxChunk = 8;       ///< tokens
+inline constexpr int32_t kMostFewRanks = 64;  ///< of one node, whose few tokens have a way of their own
 inline constexpr int32_t kMaxRouteBlocks = 32;
 inline constexpr int64_t kCopiesChunk = 0;  ///< whose arrival flag says that all copies have arrived
 

@@ -235,6 +235,10 @@ _PLAN = "Tensor plan, str layout, SymInt num_tokens, SymInt num_rows"
 _library = torch.library.Library("moecomm", "DEF")
 
 
+_PLACE = "partitioner_tag"
+"""Where what is traced says whether it is of a forward or a backward."""
+
+
 @contextlib.contextmanager
 def _in_backward() -> Iterator[None]:
     """Has what is traced meanwhile put into the backward, also where its arguments follow from the forward
@@ -249,9 +253,6 @@ def _in_backward() -> Iterator[None]:
         yield
     finally:
         meta[_PLACE] = before
-
-
-_PLACE = "partitioner_tag"
 
 
 def _define(

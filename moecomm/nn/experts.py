@@ -25,6 +25,8 @@ from moecomm.nn.parameters import (
     init_shared_weight,
     keep_main_grad,
     mark_expert_parameter,
+    mixed_shards_error,
+    ranks_of_shards,
 )
 from moecomm.nn.products import make_products
 
@@ -271,19 +273,19 @@ class GroupedExperts(nn.Module):
         # FSDP sets its sharded parameters here, once when it shards and again after each forward or backward.
         if isinstance(value, DTensor):
             self._is_sharded = True
-        if isinstance(value, DTensor) and self.config.main_grad:
-            raise InvalidArgument(
-                "main_grad is True, must be False under fully_shard, which averages and shards `grad` alone"
-            )
-        if isinstance(value, DTensor) and not self.has_all:
-            ranks = {int(rank) for rank in value.device_mesh.mesh.flatten()}
-            if ranks != self.sharded_over:
+            if self.config.main_grad:
                 raise InvalidArgument(
-                    f"{name} is sharded over ranks {sorted(ranks)} by fully_shard: this rank holds "
-                    f"{self._holds(self.get_extra_state().tolist())}, and others hold others. Call "
-                    "moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
+                    "main_grad is True, must be False under fully_shard, which averages and shards `grad` "
+                    "alone"
                 )
+            if not self.has_all and self.sharded_over != set(ranks := ranks_of_shards(value)):
+                raise mixed_shards_error(name, ranks, self.held)
         super().__setattr__(name, value)
+
+    @property
+    def held(self) -> str:
+        """Which experts this rank holds, in words."""
+        return self._holds(self.get_extra_state().tolist())
 
     @property
     def has_all(self) -> bool:
@@ -334,9 +336,8 @@ class GroupedExperts(nn.Module):
         return f"experts {first}..{first + count - 1} of {of}{share}"
 
     def extra_repr(self) -> str:
-        of = self._holds(self.get_extra_state().tolist())
         biases = ", biases" if self.config.bias else ""
-        return f"{of}, {self.config.activation}{biases}, products by {self.products.name}"
+        return f"{self.held}, {self.config.activation}{biases}, products by {self.products.name}"
 
 
 class SharedExperts(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moecomm.errors import InvalidArgument, Unsupported
 from moecomm.nn.layer import MoELayer
-from moecomm.nn.parameters import has_main_grad, main_grad_of
+from moecomm.nn.parameters import has_main_grad, main_grad_of, ranks_of_shards
 from moecomm.nn.replicas import (
     Ranks,
     expert_owners,
@@ -304,7 +304,7 @@ def _placed_gradient(parameter: DTensor) -> DTensor:
 
 
 def _require_all_ranks(parameter: DTensor, ranks: Ranks) -> None:
-    over = _mesh_ranks(parameter)
+    over = ranks_of_shards(parameter)
     if over != tuple(sorted(ranks)):
         raise InvalidArgument(
             f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so over "
@@ -324,16 +324,12 @@ def _require_dense_ranks(model: nn.Module, dense: Sequence[nn.Parameter]) -> Non
         needed |= {*ranks_of(layer.comm.group), *getattr(layer.experts, "sharded_over", ())}
     # One parameter of each mesh, of which there are few.
     for parameter in {each.device_mesh: each for each in dense if isinstance(each, DTensor)}.values():
-        if not needed <= set(over := _mesh_ranks(parameter)):
+        if not needed <= set(over := ranks_of_shards(parameter)):
             raise InvalidArgument(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks {over}, must be so "
                 f"over all ranks that hold the model, {sorted(needed)} among them: its gradient is averaged "
                 "there alone. Call fully_shard(model) for all of them, after fully_shard_experts(model)"
             )
-
-
-def _mesh_ranks(parameter: DTensor) -> Ranks:
-    return tuple(sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten()))
 
 
 def _shard_groups(parameter: Tensor) -> tuple[Group, ...]:

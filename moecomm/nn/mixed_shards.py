@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 from moecomm.errors import InvalidArgument
 from moecomm.nn.experts import GroupedExperts
 from moecomm.nn.own_experts import record_of
-from moecomm.nn.parameters import is_expert_parameter, mark_expert_parameter
+from moecomm.nn.parameters import (
+    is_expert_parameter,
+    mark_expert_parameter,
+    mixed_shards_error,
+    ranks_of_shards,
+)
 
 _PLACED = "moecomm_placed"
 """The attribute of a parameter that is known to be sharded as it may be, or not at all."""
@@ -73,23 +78,15 @@ def _place(experts: nn.Module, grouped: GroupedExperts | None, new: Sequence[nn.
             )
         if grouped is not None and (grouped.has_all or not grouped.is_per_expert(shard)):
             continue  # all ranks have the same, one adapter of all experts for example
-        ranks = {int(rank) for rank in shard.device_mesh.mesh.flatten()}
-        if ranks != allowed:
-            raise InvalidArgument(
-                f"{name} of the experts is sharded over ranks {sorted(ranks)} by fully_shard: this rank "
-                f"holds {_holds(experts, grouped)}, and others hold others. Call "
-                "moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
-            )
+        if allowed != set(ranks := ranks_of_shards(shard)):
+            held = record_of(experts) if grouped is None else grouped.held
+            raise mixed_shards_error(f"{name} of the experts", ranks, held)
         sharded.add(id(parameter))
     for parameter in new:
         if grouped is not None or id(parameter) in sharded:
             setattr(parameter, _PLACED, True)
         else:
             mark_expert_parameter(parameter)
-
-
-def _holds(experts: nn.Module, grouped: GroupedExperts | None) -> str | None:
-    return record_of(experts) if grouped is None else grouped._holds(grouped.get_extra_state().tolist())
 
 
 def _is_managed(experts: GroupedExperts) -> bool:

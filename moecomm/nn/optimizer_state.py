@@ -1,4 +1,5 @@
-"""What a checkpoint can hold of an optimizer's state, and the state of parameters before their first step."""
+"""This module gives a checkpoint what it can hold of an optimizer's state, and parameters their state before
+their first step."""
 
 from __future__ import annotations
 

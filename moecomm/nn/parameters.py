@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,6 +24,22 @@ def mark_expert_parameter(parameter: nn.Parameter) -> None:
     """Marks a parameter for `is_expert_parameter`; use it for your own experts, as GroupedExperts does for
     its parameters."""
     setattr(parameter, _MARK, True)
+
+
+def ranks_of_shards(parameter: DTensor) -> tuple[int, ...]:
+    """Returns the ranks over which a parameter is sharded, ascending."""
+    return tuple(sorted(int(rank) for rank in parameter.device_mesh.mesh.flatten()))
+
+
+def mixed_shards_error(name: str, ranks: Sequence[int], held: str | None) -> InvalidArgument:
+    """Returns the error of experts that fully_shard has sharded over ranks which hold others.
+
+    held: what this rank holds, in words.
+    """
+    return InvalidArgument(
+        f"{name} is sharded over ranks {list(ranks)} by fully_shard: this rank holds {held}, and others hold "
+        "others. Call moecomm.nn.fully_shard_experts(model) first, then fully_shard for the rest of the model"
+    )
 
 
 def is_expert_parameter(parameter: Tensor) -> bool:

@@ -127,18 +127,19 @@ def spread_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
     """Returns the parameters of a layer's experts that are of this rank's experts alone, by their names in
     `layer.experts`: all of a module of one's own; of GroupedExperts those that have a part for each expert,
     or were marked."""
-    named = dict(layer.experts.named_parameters())
-    if not isinstance(layer.experts, GroupedExperts):
-        return named
-    of_each = layer.experts.is_per_expert
-    return {name: each for name, each in named.items() if of_each(each) or is_expert_parameter(each)}
+    return {name: each for name, each in layer.experts.named_parameters() if _is_spread(layer, each)}
 
 
 def common_parameters(layer: MoELayer) -> dict[str, nn.Parameter]:
     """Returns the other parameters of a layer's experts: those that all ranks have, such as one adapter of
     all experts."""
-    spread = spread_parameters(layer)
-    return {name: each for name, each in layer.experts.named_parameters() if name not in spread}
+    return {name: each for name, each in layer.experts.named_parameters() if not _is_spread(layer, each)}
+
+
+def _is_spread(layer: MoELayer, parameter: nn.Parameter) -> bool:
+    experts = layer.experts
+    of_each = not isinstance(experts, GroupedExperts) or experts.is_per_expert(parameter)
+    return of_each or is_expert_parameter(parameter)
 
 
 def require_equal(model: nn.Module, group: Group | None) -> None:

@@ -235,7 +235,7 @@ def test_bad_ids(pool: Pools, most_ranks: int, seed: int) -> None:
 
 
 DISAGREEMENTS = ("the operation", "alignment", "capacity", "layout", "weights")
-"""What ranks disagree about, in turn, as the message says it."""
+"""The message of each disagreement, in turn, has one of these words."""
 
 
 def _disagreement(rank: int, world_size: int, job: Case) -> tuple[list[Caught | None], list[str]]:

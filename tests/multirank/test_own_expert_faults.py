@@ -150,11 +150,18 @@ def shard_wrongly(rank: int, world: int, ep: int, how: str) -> Caught | None:
 )
 def test_fully_shard_of_own_experts_is_refused(pool: Pools, ep: int, how: str) -> None:
     for rank, found in enumerate(pool(4)(shard_wrongly, ep, how)):
-        assert found is not None and found.name == "InvalidArgument", found
-        first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
-        assert "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard" in found.text
-        assert f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}" in found.text
-        assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
+        require_mixed(
+            found, rank, ep, "inner.weight of the experts is sharded over ranks [0, 1, 2, 3] by fully_shard"
+        )
+
+
+def require_mixed(found: Caught | None, rank: int, ep: int, *says: str) -> None:
+    """What was caught says which shards mix which experts, and what to do."""
+    assert found is not None and found.name == "InvalidArgument", found
+    first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
+    assert all(each in found.text for each in says)
+    assert f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}" in found.text
+    assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
 
 
 def shard_rightly(rank: int, world: int, ep: int, options: dict[str, Any]) -> None:
@@ -270,13 +277,9 @@ def shard_adapted_wrongly(rank: int, world: int, ep: int, how: str) -> list[Caug
 )
 def test_fully_shard_of_parametrized_experts_is_refused(pool: Pools, ep: int, how: str) -> None:
     for rank, caught in enumerate(pool(4)(shard_adapted_wrongly, ep, how)):
-        first, count = rank % ep * EXPERTS // ep, EXPERTS // ep
         over = f"[{rank % ep}, {rank % ep + 2}]" if how == "over the replicas" else "[0, 1, 2, 3]"
         for found in caught:
-            assert found is not None and found.name == "InvalidArgument", found
-            assert "parametrizations.w_" in found.text and f"is sharded over ranks {over} by" in found.text
-            assert f"this rank holds experts {first}..{first + count - 1} of {EXPERTS}" in found.text
-            assert "Call moecomm.nn.fully_shard_experts(model) first" in found.text
+            require_mixed(found, rank, ep, "parametrizations.w_", f"is sharded over ranks {over} by")
 
 
 def shard_main_grad(rank: int, world: int) -> Caught | None:

@@ -121,8 +121,9 @@ struct Heuristics {
   /// rows do both. The links hold back those that send more than few tokens, so that rows which have come can
   /// be taken meanwhile; quantised ones take more of their time, and less of the links'.
   static int fused_senders(int64_t tokens, int blocks, bool quantised) {
-    constexpr int64_t kBoth = 96, kBothQuantised = 256;   // tokens; measured, as is
-    constexpr int kPercent = 35, kPercentQuantised = 30;  // the share
+    // Tokens up to which blocks do both, and the share of those that send; measured.
+    constexpr int64_t kBoth = 96, kBothQuantised = 256;
+    constexpr int kPercent = 35, kPercentQuantised = 30;
     if (tokens <= (quantised ? kBothQuantised : kBoth)) return 0;
     return (blocks - leading_blocks(blocks)) * (quantised ? kPercentQuantised : kPercent) / 100;
   }
