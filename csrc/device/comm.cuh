@@ -95,8 +95,7 @@ struct Comm {
   __device__ int32_t ranks() const { return window.shape.ranks; }
   __device__ int32_t top_k() const { return window.shape.top_k; }
 
-  /// Rows that change their format on the way do so also where source and owner are one.
-  __device__ bool own_rows_travel() const { return window.shape.wire != WireFormat::same; }
+  __device__ bool own_rows_travel() const { return window.shape.own_rows_travel(); }
 
   template <class T>
   __device__ T* at(std::byte* base, int64_t offset) const {
@@ -116,10 +115,11 @@ struct Comm {
     const auto number = static_cast<uint32_t>(token), all = static_cast<uint32_t>(places);
     return number < all ? number : number % all;
   }
-  /// Dispatch: where the row of `source`'s token lies in the staging section of the window at `base`.
-  __device__ std::byte* staged_row(std::byte* base, uint64_t epoch, int32_t source, int64_t token) const {
-    return base + window.rows[epoch & 1] +
-           (source * window.stage_tokens + in_turn(token, window.stage_tokens)) * window.wire_bytes;
+  /// Dispatch: where the row of `source`'s token lies in the staging section of `owner`, a rank of this node.
+  __device__ std::byte* staged_row(int32_t owner, uint64_t epoch, int32_t source, int64_t token) const {
+    const int32_t place = source - (!own_rows_travel() && source > owner);
+    return bases[owner] + window.rows[epoch & 1] +
+           (place * window.stage_tokens + in_turn(token, window.stage_tokens)) * window.wire_bytes;
   }
   /// Where the copy engine brings the row of `sender` for a token.
   __device__ std::byte* landed_row(int32_t landing, int32_t sender, int64_t token, int64_t row_bytes) const {

@@ -59,14 +59,14 @@ void for_each_section(DeviceWindow& w, int64_t rows_bytes, const Visit& visit) {
 }
 
 /// Combine needs a slot for each possible owner of each token. Dispatch uses the same memory for the rows of
-/// all sources; where it does not hold all of their tokens, they take turns.
+/// the sources that are staged; where it does not hold all of their tokens, they take turns.
 int64_t rows_bytes(const DeviceShape& s) {
   return std::max(s.max_tokens * s.slots() * s.row_bytes(), s.ranks * std::min(s.max_tokens, kLeastStage) *
                                                                 std::max(s.row_bytes(), s.wire_row_bytes()));
 }
 
 int64_t fitting_tokens(const DeviceShape& s, int64_t bytes) {
-  const int64_t fitting = bytes / (s.ranks * s.wire_row_bytes());
+  const int64_t fitting = bytes / (s.staged_sources() * s.wire_row_bytes());
   return fitting >= s.max_tokens ? s.max_tokens : fitting / kMaxChunk * kMaxChunk;
 }
 

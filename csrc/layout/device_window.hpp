@@ -115,6 +115,11 @@ struct DeviceShape {
     const int64_t lines = (bytes + 127) / 128 * 128;  // rows that share no line fill a link better
     return lines <= row_bytes() ? lines : (bytes + 15) / 16 * 16;
   }
+  /// Rows that change their format on the way do so also where source and owner are one; others are not
+  /// staged there.
+  MOECOMM_HD bool own_rows_travel() const { return wire != WireFormat::same; }
+  /// Sources whose rows an owner stages.
+  MOECOMM_HD int32_t staged_sources() const { return own_rows_travel() || ranks == 1 ? ranks : ranks - 1; }
   /// Most sums that one token can get: one of each owner on its node, and one of each other node.
   MOECOMM_HD int32_t slots() const {
     const int32_t senders = nodes().local_ranks + other_nodes();
@@ -269,7 +274,7 @@ struct DeviceWindow {
   int64_t credits;  ///< uint64[ranks][max_chunks + 1]: epoch in which this reader has read a chunk; with
                     ///< several nodes of Comm::pair(source, reader), since one rank sends for a rail;
                     ///< the last: not 0 once copies of this rank may have spoiled rows (spoiled)
-  int64_t rows[2];  ///< dispatch: wire rows [ranks][stage_tokens]; combine: rows [max_tokens][slots]
+  int64_t rows[2];  ///< dispatch: wire rows [staged_sources][stage_tokens]; combine: rows [max_tokens][slots]
 
   // Sections for transfers by the copy engine. Their addresses are the host's choice, which a graph holds, so
   // epochs do not tell which of two an operation uses: operations take them in turns, and one that takes the

@@ -146,10 +146,11 @@ void test_sections_of_nodes() {
 
 void check_stage(const DeviceWindow& w, int64_t room) {
   const DeviceShape& s = w.shape;
-  CHECK(s.ranks * w.stage_tokens * s.wire_row_bytes() <= room);
+  CHECK(s.staged_sources() * w.stage_tokens * s.wire_row_bytes() <= room);
   CHECK(w.stage_tokens <= s.max_tokens);
   CHECK(w.stage_tokens >= std::min(s.max_tokens, kFewestStaged));
   if (s.ranks <= s.top_k) CHECK(w.stage_tokens == s.max_tokens);
+  if (s.other_nodes() == 0 && s.staged_sources() <= s.top_k) CHECK(w.stage_tokens == s.max_tokens);
   for (int64_t tokens = 0; tokens <= s.max_tokens; tokens += std::max(tokens, int64_t{1})) {
     const int64_t at_once = w.chunks_at_once(tokens);
     CHECK(at_once <= chunk_count(tokens) && at_once * chunk_tokens(tokens) <= w.stage_tokens + kMaxChunk);
@@ -158,7 +159,7 @@ void check_stage(const DeviceWindow& w, int64_t room) {
   if (w.stage_tokens == s.max_tokens) return;
   // Sources take turns: all chunks of a rank have places of their own, however many tokens it brings.
   CHECK(w.stage_tokens % kMaxChunk == 0);
-  CHECK(s.ranks * (w.stage_tokens + kMaxChunk) * s.wire_row_bytes() > room - kPage);
+  CHECK(s.staged_sources() * (w.stage_tokens + kMaxChunk) * s.wire_row_bytes() > room - kPage);
   for (const int64_t tokens : {w.stage_tokens + 1, int64_t{512}, int64_t{513}, int64_t{4096}, int64_t{4097},
                                int64_t{16384}, int64_t{16385}, s.max_tokens})
     if (tokens > w.stage_tokens && tokens <= s.max_tokens) CHECK(w.stage_tokens % chunk_tokens(tokens) == 0);

@@ -245,7 +245,7 @@ __device__ void send_rows(const Comm& comm, const SendArguments& args, uint64_t 
     if (targets == 0) continue;
     std::byte* const base = first ? comm.bases[owner] : nullptr;
     const auto to =
-        first ? reinterpret_cast<unsigned long long>(comm.staged_row(base, epoch, comm.rank, token)) : 0ull;
+        first ? reinterpret_cast<unsigned long long>(comm.staged_row(owner, epoch, comm.rank, token)) : 0ull;
     bool converted = false;
     if constexpr (kWire != WireFormat::same) {
       converted = args.quantise;

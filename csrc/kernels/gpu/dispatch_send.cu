@@ -123,7 +123,7 @@ struct RowPaths {
       if (target >= comm.ranks())
         return comm.rail.staged(target - comm.ranks(), meta.numbers[at], comm.window.wire_bytes);
     if (landing >= 0) return comm.packed_row(landing, begin + i);
-    return comm.staged_row(comm.bases[target], epoch, source, begin + i);
+    return comm.staged_row(target, epoch, source, begin + i);
   }
 };
 

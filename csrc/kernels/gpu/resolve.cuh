@@ -21,7 +21,7 @@ __device__ inline const std::byte* arrived_row(const Comm& comm, const ReceiveAr
   if (item.source == comm.rank && !comm.own_rows_travel())
     return args.x + token * comm.window.shape.row_bytes();
   if (args.copied) return comm.landed_row(item.landing, item.source, token, comm.window.wire_bytes);
-  return comm.staged_row(comm.own, epoch, item.source, token);
+  return comm.staged_row(comm.rank, epoch, item.source, token);
 }
 
 /// Rows of tokens that follow each other in the lanes of a warp, in rounds as TokenLanes says.

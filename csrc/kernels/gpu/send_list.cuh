@@ -122,7 +122,7 @@ __device__ void list_own(const Comm& comm, const SendArguments& args, const Id* 
       if (owner == comm.rank && !comm.own_rows_travel()) owner = -1;
       const bool first = first_with(owner, map.lanes);
       pipe.add(map, args.x + token * row_bytes, first,
-               first ? comm.staged_row(comm.bases[owner], epoch, comm.rank, token) : nullptr);
+               first ? comm.staged_row(owner, epoch, comm.rank, token) : nullptr);
       // The flag of each chunk and owner, once in a round: it does not matter who sets it again.
       const int chunk = token >> shift;
       const bool flag = first_with(first ? chunk * comm.ranks() + owner : -1);
