@@ -50,7 +50,7 @@ template <DType dtype, WireFormat wire>
 __device__ void dequantise_by_pipe(const Comm& comm, const ReceiveArguments& args, uint64_t epoch,
                                    std::byte* shared) {
   run_move_pipe<kWorkers>(
-      shared, MoveShape::of<kWorkers>(comm.window.wire_bytes, comm.window.shape.row_bytes()), epoch,
+      shared, MoveShape::of<kWorkers>(comm.window.wire_bytes, comm.window.shape.row_bytes()).passing(), epoch,
       [&](MoveLister<kWorkers>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
       [&] { zero_paddings(comm, args); }, DequantiseWork<dtype, wire>(comm.window.shape));
 }
@@ -113,7 +113,7 @@ __device__ void scale_by_pipe(const Comm& comm, const ReceiveArguments& args, ui
                               std::byte* shared) {
   const int64_t row_bytes = comm.window.wire_bytes;
   run_move_pipe<kWorkers>(
-      shared, MoveShape::of<kWorkers>(row_bytes, row_bytes), epoch,
+      shared, MoveShape::of<kWorkers>(row_bytes, row_bytes).passing(), epoch,
       [&](MoveLister<kWorkers>& pipe) {
         const TokenLanes map = TokenLanes::of_many(comm.top_k());
         const auto* const scales = reinterpret_cast<const float*>(args.scales);

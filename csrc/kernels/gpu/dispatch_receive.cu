@@ -314,7 +314,7 @@ __device__ void receive_by_pipe(const Comm& comm, const ReceiveArguments& args, 
                                 std::byte* shared) {
   const int64_t row_bytes = comm.window.wire_bytes;
   run_move_pipe<0>(
-      shared, MoveShape::of<0>(row_bytes, row_bytes), epoch,
+      shared, MoveShape::of<0>(row_bytes, row_bytes).passing(), epoch,
       [&](MoveLister<0>& pipe) { list_rows_to_places(comm, args, epoch, pipe); },
       [&] { zero_paddings(comm, args); });
 }

@@ -108,6 +108,7 @@ __device__ inline int move_tokens(const TokenLanes& map, int each, int chunk, in
 /// one piece.
 struct MoveShape : PipeShape {
   uint32_t row_stored;  ///< bytes of a changed row; 0: as they come
+  bool pass = false;    ///< rows are loaded for the last time, and what is stored is not read soon
 
   /// Rows of `loaded` bytes, which become rows of `stored` bytes, in at most `bytes` of stages.
   template <int workers>
@@ -117,6 +118,12 @@ struct MoveShape : PipeShape {
         PipeShape(Pipe::kWorks ? max(loaded, stored) : loaded, Pipe::kPiece, min(bytes, Pipe::kBytes)),
         Pipe::kWorks ? static_cast<uint32_t>(stored) : 0};
     if (Pipe::kWorks) shape.pieces = {1, static_cast<int32_t>(loaded), static_cast<int32_t>(loaded)};
+    return shape;
+  }
+  /// The shape of rows that pass.
+  __device__ MoveShape passing() const {
+    MoveShape shape = *this;
+    shape.pass = true;
     return shape;
   }
   __device__ uint32_t stored(int piece) const { return row_stored > 0 ? row_stored : pieces.size(piece); }
@@ -206,6 +213,7 @@ class MoveLister {
 template <int workers>
 __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveShape& shape) {
   const int lane = lane_id(), pieces = shape.pieces.count;
+  const uint64_t policy = ptx::line_policy(shape.pass);
   StageCursor cursor;
   for (uint32_t number = 0;; ++number) {
     const auto& list = unit.lists[number % kMoveLists];
@@ -231,7 +239,7 @@ __device__ void load_entries(typename MovePipe<workers>::Unit& unit, const MoveS
         } else {
           ptx::barrier_expect(full, shape.pieces.size(piece));
           ptx::bulk_load(unit.stages + mine.stage * shape.stage_bytes, from + shape.pieces.offset(piece),
-                         shape.pieces.size(piece), full);
+                         shape.pieces.size(piece), full, policy);
         }
       }
       __syncwarp();
@@ -274,7 +282,7 @@ class LateFlags {
 
  private:
   static constexpr int kLag = 3;                   ///< groups that are under way when flags are set
-  static constexpr uint32_t kTogether = 96 << 10;  ///< bytes between two fences at least
+  static constexpr uint32_t kTogether = 48 << 10;  ///< bytes between two fences at least
 
   /// Sets the flags behind the first `groups` groups.
   __device__ void set(uint32_t groups) {
@@ -298,6 +306,7 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
                                            uint64_t epoch) {
   constexpr int64_t kPatience = 6'000;  // cycles until flags go out though no further row has come
   constexpr int kHeld = 2;              // stages that stores may be reading
+  const uint64_t policy = ptx::line_policy(shape.pass);
   LateFlags<workers> flags(unit, epoch);
   StageCursor cursor, oldest;
   int held = 0;
@@ -330,7 +339,7 @@ __device__ __noinline__ void store_entries(typename MovePipe<workers>::Unit& uni
         const uint32_t bytes = shape.stored(piece);
         const std::byte* const stage = unit.stages + cursor.stage * shape.stage_bytes;
         for (int at = first; at < end; ++at)
-          ptx::bulk_store(list.targets[at] + shape.pieces.offset(piece), stage, bytes);
+          ptx::bulk_store(list.targets[at] + shape.pieces.offset(piece), stage, bytes, policy);
         ptx::bulk_commit();
         if constexpr (MovePipe<workers>::kWorks)
           if (end > first && list.products[entry] != nullptr) {
