@@ -161,6 +161,12 @@ void bind_cuda(py::module_& m, void (*interrupt)()) {
                            output_of(out, out_scales, out_weights, out_ids, out_index, out_index_weights),
                            stream_of(stream));
            })
+      .def("offered_rows",
+           [](const DeviceCommunicator& self, int64_t tokens, RowLayout layout, int64_t alignment) {
+             const gpu::RowCounts offered = self.offered_rows(tokens, layout, alignment);
+             return std::make_pair(offered.rows, offered.positions);
+           })
+      .def("accept_rows", &DeviceCommunicator::accept_rows)
       .def("begin_dispatch", &begin_dispatch)
       .def("wait_rows", &DeviceCommunicator::wait_rows, Release())
       .def("finish_dispatch", &finish_dispatch)

@@ -294,12 +294,21 @@ void DeviceCommunicator::abandon(cudaStream_t stream) {
   const Sent begun = *pending_;
   pending_.reset();
   const gpu::SendArguments& sent = begun.arguments;
+  if (begun.offered) {
+    receive_again(begun, receiving(0, 0, {}), pending_stream_);
+    return follow_pending(stream);
+  }
   // Copies take the epoch from a word that the next operation changes.
   if (begun.held) check_cuda(cudaStreamWaitEvent(pending_stream_, copied_, 0), "cudaStreamWaitEvent");
   check_cuda(gpu::launch_abandon(launch(pending_stream_, 1, !sent.apart), *comm(begun.wire), sent.operation,
                                  sent.tokens, sent.apart ? begun.blocks : 0),
              "launch of abandon");
   if (sent.apart || begun.later) join_side(pending_stream_);
+  follow_pending(stream);
+}
+
+/// Orders `stream` after what was put on the stream of the operation that was begun.
+void DeviceCommunicator::follow_pending(cudaStream_t stream) {
   if (stream == pending_stream_) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -316,6 +325,7 @@ void DeviceCommunicator::send(WireFormat wire, gpu::SendArguments arguments, cud
   const bool dispatch = arguments.operation == Operation::dispatch;
   const gpu::DispatchBlocks& divided = this->divided(arguments);
   arguments.warps = divided.send_warps;
+  arguments.routes_first = divided.routes_first && nodes_.nodes() == 1;
   arguments.relay_blocks = heuristics_.relay_blocks;
   arguments.apart = !overlaps_ && !copies_;
   arguments.copied = copies_;
@@ -387,6 +397,10 @@ void DeviceCommunicator::copy_to_peers(const std::byte* from, int64_t step, int6
 /// Receives the rows of the operation that was sent last.
 void DeviceCommunicator::receive(gpu::ReceiveArguments arguments, cudaStream_t stream) {
   const Sent begun = *pending_;
+  if (begun.offered) {
+    pending_.reset();
+    return receive_again(begun, arguments, stream);
+  }
   gpu::SendArguments sent = begun.arguments;
   take_sent(arguments, sent);
   arguments.senders = (sent.apart ? begun.blocks : 0) + (begun.later ? begun.blocks : 0);
@@ -456,21 +470,30 @@ void DeviceCommunicator::send_and_receive(WireFormat wire, const gpu::SendArgume
                                           gpu::ReceiveArguments received, cudaStream_t stream) {
   // The products with other rows are sums, which one warp has to make in its order.
   if (received.other == nullptr && fuses(wire, sent.tokens))
-    return send_and_receive_in_one(wire, sent, received, stream);
+    return run_in_one(wire, {sent, received}, stream);
   send(wire, sent, stream);
   receive(received, stream);
 }
 
-void DeviceCommunicator::send_and_receive_in_one(WireFormat wire, const gpu::SendArguments& sent,
-                                                 gpu::ReceiveArguments received, cudaStream_t stream) {
-  take_sent(received, sent);
+/// Receives a dispatch whose rows had no room in the output that it was offered.
+void DeviceCommunicator::receive_again(const Sent& begun, const gpu::ReceiveArguments& received,
+                                       cudaStream_t stream) {
+  gpu::FusedArguments both{begun.arguments, received};
+  both.again = true;
+  run_in_one(begun.wire, both, stream);
+}
+
+/// Starts the one kernel of an operation whose two sides have their arguments.
+void DeviceCommunicator::run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream) {
+  const gpu::SendArguments& sent = arguments.send;
+  take_sent(arguments.receive, sent);
   const int warps = gpu::block_warps(overlaps_);
   const int64_t items = sent.tokens * config_.shape.ranks;
   const int leads = gpu::leading_blocks(heuristics_.all_blocks());
   const int blocks = heuristics_.fused_blocks(items, warps / kTeamWarps, leads);
-  const bool dispatch = sent.operation == Operation::dispatch;
-  const int senders = dispatch ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise) : 0;
-  const gpu::FusedArguments arguments{sent, received, team_warps(items, blocks - leads, warps), senders};
+  const bool divides = sent.operation == Operation::dispatch && !arguments.again;
+  arguments.senders = divides ? gpu::Heuristics::fused_senders(sent.tokens, blocks, sent.quantise) : 0;
+  arguments.team_warps = team_warps(items, blocks - leads, warps);
   const device::Comm& comm = *this->comm(wire);
   check_cuda(with_wire(comm.window.shape.wire,
                        [&]<WireFormat travels>() {
@@ -486,7 +509,25 @@ void DeviceCommunicator::dispatch(const DeviceDispatch& d, int64_t rows, int64_t
   const DeviceGuard guard(config_.device);
   complete(stream);
   abandon(stream);
-  send_and_receive(config_.shape.wire, sending(d), receiving(rows, positions, output), stream);
+  const WireFormat wire = config_.shape.wire;
+  const gpu::SendArguments sent = sending(d);
+  const gpu::ReceiveArguments received = receiving(rows, positions, output);
+  if (d.capacity >= 0) return send_and_receive(wire, sent, received, stream);
+  gpu::FusedArguments both{sent, received};
+  both.offered = true;
+  pending_ = {sent, wire, 0, false, false, true};
+  pending_stream_ = stream;
+  run_in_one(wire, both, stream);
+}
+
+gpu::RowCounts DeviceCommunicator::offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const {
+  return fuses(config_.shape.wire, tokens) ? gpu::offered_rows(tokens, layout, alignment, config_.shape)
+                                           : gpu::RowCounts{};
+}
+
+void DeviceCommunicator::accept_rows() {
+  require_begun();
+  pending_.reset();
 }
 
 void DeviceCommunicator::begin_dispatch(const DeviceDispatch& d, cudaStream_t stream) {

@@ -131,9 +131,15 @@ class DeviceCommunicator {
   void fuse_up_to(int64_t tokens) { most_fused_ = tokens; }
   /// The number of tokens up to which that is so.
   int64_t fused_tokens() const { return std::min<int64_t>(heuristics_.fused_tokens, most_fused_); }
-  /// Sends and receives, with a capacity: the two functions below in one.
+  /// Sends and receives: begin_dispatch and finish_dispatch in one. A dropless dispatch, in an output of as
+  /// many rows as offered_rows says, is received if there is room for all; wait_rows has to follow, and then
+  /// accept_rows or, with a larger output, finish_dispatch.
   void dispatch(const DeviceDispatch& dispatch, int64_t rows, int64_t positions, const DeviceOutput& output,
                 cudaStream_t stream);
+  /// The output that a dropless dispatch should be offered; without rows: none, it has to wait first.
+  gpu::RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment) const;
+  /// The output that was offered has room for the rows that wait_rows has found.
+  void accept_rows();
   /// Starts to send and to plan. finish_dispatch has to follow; the next operation abandons a dispatch
   /// without it.
   void begin_dispatch(const DeviceDispatch& dispatch, cudaStream_t stream);
@@ -182,8 +188,9 @@ class DeviceCommunicator {
     gpu::SendArguments arguments;
     WireFormat wire;
     int blocks;
-    bool later;  ///< chunks that wait for room may be left to be sent
-    bool held;   ///< what receives is left to complete()
+    bool later;            ///< chunks that wait for room may be left to be sent
+    bool held;             ///< what receives is left to complete()
+    bool offered = false;  ///< one kernel has received it, if there was room
   };
   device::Comm* comm(WireFormat wire) const;
   size_t own_index() const { return static_cast<size_t>(nodes_.local_of(config_.rank)); }
@@ -196,8 +203,8 @@ class DeviceCommunicator {
   bool fuses(WireFormat wire, int64_t tokens) const;
   void send_and_receive(WireFormat wire, const gpu::SendArguments& sent, gpu::ReceiveArguments received,
                         cudaStream_t stream);
-  void send_and_receive_in_one(WireFormat wire, const gpu::SendArguments& sent,
-                               gpu::ReceiveArguments received, cudaStream_t stream);
+  void run_in_one(WireFormat wire, gpu::FusedArguments arguments, cudaStream_t stream);
+  void receive_again(const Sent& begun, const gpu::ReceiveArguments& received, cudaStream_t stream);
   void send(WireFormat wire, gpu::SendArguments arguments, cudaStream_t stream);
   const gpu::DispatchBlocks& divided(const gpu::SendArguments& arguments) const;
   void launch_route(gpu::SendArguments& arguments, const gpu::DispatchBlocks& divided, cudaStream_t stream);
@@ -207,6 +214,7 @@ class DeviceCommunicator {
   void receive_copied(std::function<void(cudaStream_t)> receive, bool held, cudaStream_t stream);
   int32_t next_landing() { return static_cast<int32_t>(copied_operations_++ & 1); }
   void abandon(cudaStream_t stream);
+  void follow_pending(cudaStream_t stream);
   void require_begun() const;
   void watch();
   void require_usable();  // throws if the communicator is closed or broken

@@ -53,6 +53,25 @@ class _Begun(NamedTuple):
     inputs: _Inputs
 
 
+class _Outputs(NamedTuple):
+    """The tensors that a dispatch receives into, in the order in which the runtime takes their addresses."""
+
+    tokens_PH: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+    topk_idx_PK: torch.Tensor | None
+    rows_Q: torch.Tensor | None
+    """Rank layout: the row of each position in expert-major order."""
+    weights_Q: torch.Tensor | None
+
+    def cut(self, rows: int, positions: int) -> None:
+        """Leaves the first `rows` rows and `positions` positions. The tensors keep their memory, and are no
+        views, which must not be changed in place where autograd records."""
+        for number, each in enumerate(self):
+            if each is not None:
+                each.resize_((rows if number < 4 else positions, *each.shape[1:]))
+
+
 class CudaBackend:
     """Owns the native communicator and the symmetric memory."""
 
@@ -362,20 +381,54 @@ class CudaBackend:
         reported by `check` or with the row count of a dropless dispatch, where all ranks see the same."""
 
     def dispatch(self, call: DispatchCall) -> RawDispatch:
-        """Sends rows and receives those that arrive. With a capacity it is one call of the runtime."""
+        """Sends rows and receives those that arrive. With a capacity it is one call of the runtime; so it is
+        without for few tokens, whose output is allocated before the number of rows is known."""
+        counts = (call.capacity, call.expert_capacity)
         if call.capacity < 0:
-            return self.finish_dispatch(self.begin_dispatch(call))
+            self._require_no_capture()
+            counts = self._native.offered_rows(call.x_TH.shape[0], self._layouts[call.layout], call.alignment)
+            if counts[0] == 0:
+                return self.finish_dispatch(self.begin_dispatch(call))
         sending, blob, inputs = self._sending(call)
-        rows = (call.capacity, call.expert_capacity)
-        return self._receive(call, blob, inputs, rows, partial(self._native.dispatch, *sending))
+        receive = partial(self._native.dispatch, *sending)
+        if call.capacity >= 0:
+            return self._receive(call, blob, inputs, counts, receive)
+        return self._receive_offered(call, blob, inputs, counts, receive)
 
-    def begin_dispatch(self, call: DispatchCall) -> _Begun:
-        """Sends the rows of a dispatch and makes the plan, on the device."""
-        if self._capturing and call.capacity < 0:
+    def _require_no_capture(self) -> None:
+        if self._capturing:
             raise InvalidArgument(
                 "capacity is None within a CUDA graph capture, expected a number of rows: a dropless "
                 "dispatch waits for its row count on the host"
             )
+
+    def _receive_offered(
+        self,
+        call: DispatchCall,
+        blob: torch.Tensor,
+        inputs: _Inputs,
+        offered: tuple[int, int],
+        dispatch: Callable[..., None],
+    ) -> RawDispatch:
+        """Dispatches into an output of as many rows and positions as are `offered`, waits for the numbers,
+        and cuts it to them; or allocates another output where they are larger."""
+        outputs: _Outputs | None
+        try:
+            outputs = self._outputs(call, offered)
+        except OutOfMemory:  # there may be room for what comes
+            outputs, offered = None, (0, 0)
+        self._start_receiving(outputs, offered, dispatch)
+        counts = self._native.wait_rows()
+        if outputs is None or counts[0] > offered[0] or counts[1] > offered[1]:
+            return self._receive(call, blob, inputs, counts, self._native.finish_dispatch)
+        self._native.accept_rows()
+        outputs.cut(*counts)
+        return self._received(call, blob, inputs, counts, outputs)
+
+    def begin_dispatch(self, call: DispatchCall) -> _Begun:
+        """Sends the rows of a dispatch and makes the plan, on the device."""
+        if call.capacity < 0:
+            self._require_no_capture()
         sending, blob, inputs = self._sending(call)
         self._native.begin_dispatch(*sending, self._raw_stream)
         return _Begun(call, blob, inputs)
@@ -433,55 +486,74 @@ class CudaBackend:
         """Receives the rows into new tensors, by a function of the runtime that takes `counts` (of rows and
         of expert-major positions), addresses, and the stream. `inputs`: what the kernels read, which a held
         operation still does when this returns."""
-        by_rank = call.layout == "rank"
-        rows, positions = counts if by_rank else (counts[0], counts[0])
-        weights = topk_idx_PK = scales = index = None
         try:
-            handed_on = None if call.dequantize else self.wire_tensors
-            tokens_PH = self._empty(
-                (rows, self.hidden), self.dtype if handed_on is None else handed_on.values
-            )
-            if handed_on is not None:
-                scales = self._empty(handed_on.scales_shape(rows, self.hidden), handed_on.scales)
-            if call.topk_weights_TK is not None:
-                weights = self._empty((rows, self.top_k) if by_rank else (rows,), self._weight_dtype)
-            if by_rank:
-                topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
-                index = self._index(call, positions, blob)
+            outputs = self._outputs(call, counts)
         except OutOfMemory:
             # The peers must not wait for this rank, so it receives the rows into nothing.
-            receive(0, 0, self._nowhere_address, 0, 0, 0, 0, 0, self._raw_stream)
+            self._start_receiving(None, (0, 0), receive)
             raise
-        receive(
-            rows,
-            positions,
-            self._address(tokens_PH),
-            0 if scales is None else self._address(scales),
-            0 if weights is None else self._address(weights),
-            0 if topk_idx_PK is None else self._address(topk_idx_PK),
-            0 if index is None else self._address(index.rows_Q),
-            0 if index is None or index.weights_Q is None else self._address(index.weights_Q),
-            self._raw_stream,
-        )
-        by_index = () if index is None else index[:2]
-        self._keep(tokens_PH, scales, weights, topk_idx_PK, *by_index, blob, *inputs)
-        views = partial(self.plan_fields.view, blob, call.layout)
-        plan = TensorPlan(blob, call.layout, call.x_TH.shape[0], rows, self._raw_stream)
-        return RawDispatch(tokens_PH, weights, topk_idx_PK, views, plan, scales, index)
+        self._start_receiving(outputs, counts, receive)
+        return self._received(call, blob, inputs, counts, outputs)
 
-    def _index(self, call: DispatchCall, positions: int, blob: torch.Tensor) -> ExpertIndex:
-        """Returns the tensors of an expert-major index; with a capacity they are zero, since not all
+    def _outputs(self, call: DispatchCall, counts: tuple[int, int]) -> _Outputs:
+        """Returns the tensors of a dispatch's output. With a capacity the index is zero, since not all
         positions are written."""
-        rows_Q = self._empty((positions,), torch.int32)
-        weights_Q = None
-        if call.topk_weights_TK is not None:
-            weights_Q = self._empty((positions,), self._weight_dtype)
-        if call.capacity >= 0:
-            for each in (rows_Q, weights_Q):
-                if each is not None:
-                    each.zero_()
-        plan = TensorPlan(blob, "expert", call.x_TH.shape[0], positions, self._raw_stream)
-        return ExpertIndex(rows_Q, weights_Q, plan)
+        by_rank, weighted = call.layout == "rank", call.topk_weights_TK is not None
+        rows, positions = counts
+        topk_idx_PK = scales = weights = rows_Q = weights_Q = None
+        handed_on = None if call.dequantize else self.wire_tensors
+        tokens_PH = self._empty((rows, self.hidden), self.dtype if handed_on is None else handed_on.values)
+        if handed_on is not None:
+            scales = self._empty(handed_on.scales_shape(rows, self.hidden), handed_on.scales)
+        if weighted:
+            weights = self._empty((rows, self.top_k) if by_rank else (rows,), self._weight_dtype)
+        if by_rank:
+            topk_idx_PK = self._empty((rows, self.top_k), torch.int32)
+            rows_Q = self._empty((positions,), torch.int32)
+            if weighted:
+                weights_Q = self._empty((positions,), self._weight_dtype)
+            if call.capacity >= 0:
+                for each in (rows_Q, weights_Q):
+                    if each is not None:
+                        each.zero_()
+        return _Outputs(tokens_PH, scales, weights, topk_idx_PK, rows_Q, weights_Q)
+
+    def _start_receiving(
+        self, outputs: _Outputs | None, counts: tuple[int, int], receive: Callable[..., None]
+    ) -> None:
+        """Calls a function of the runtime that receives rows (see `_receive`); without outputs into
+        nothing."""
+        rows, by_rank = counts[0], outputs is not None and outputs.rows_Q is not None
+        if outputs is None:
+            addresses = [self._nowhere_address, 0, 0, 0, 0, 0]
+        else:
+            addresses = [0 if each is None else self._address(each) for each in outputs]
+        receive(rows, counts[1] if by_rank else rows, *addresses, self._raw_stream)
+
+    def _received(
+        self,
+        call: DispatchCall,
+        blob: torch.Tensor,
+        inputs: _Inputs,
+        counts: tuple[int, int],
+        outputs: _Outputs,
+    ) -> RawDispatch:
+        """Returns what a dispatch gives whose rows come into `outputs`."""
+        self._keep(*outputs, blob, *inputs)
+        tokens = call.x_TH.shape[0]
+        index = None
+        if outputs.rows_Q is not None:
+            positions = TensorPlan(blob, "expert", tokens, counts[1], self._raw_stream)
+            index = ExpertIndex(outputs.rows_Q, outputs.weights_Q, positions)
+        return RawDispatch(
+            outputs.tokens_PH,
+            outputs.weights,
+            outputs.topk_idx_PK,
+            partial(self.plan_fields.view, blob, call.layout),
+            TensorPlan(blob, call.layout, tokens, counts[0], self._raw_stream),
+            outputs.scales,
+            index,
+        )
 
     def tensor_plan(self, plan: TensorPlan) -> TensorPlan:
         """Returns `plan` itself, which is a TensorPlan already."""

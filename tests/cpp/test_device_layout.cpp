@@ -347,6 +347,14 @@ void test_division_of_a_dispatch() {
   // Quantising takes longer than copying, and short rows are held by what is done for each.
   CHECK(gpu::divide_dispatch(24, {2, 1, 8, 14336, true}, false).send >= 5);
   CHECK(gpu::divide_dispatch(24, {2, 1, 8, 4096, false}, false).send >= 5);
+  // Rows wait for the routes where the memory holds a dispatch: of two ranks by expert, on enough blocks.
+  CHECK(gpu::divide_dispatch(99, {2, 1, 8, 14336, false}, false).routes_first &&
+        gpu::divide_dispatch(99, {2, 1, 8, 14336, true}, false).routes_first);
+  CHECK(!gpu::divide_dispatch(24, {2, 1, 8, 14336, false}, false).routes_first &&
+        !gpu::divide_dispatch(99, {2, 1, 2, 14336, false}, false).routes_first &&
+        !gpu::divide_dispatch(99, {1, 0.5, 1, 14336, false}, false).routes_first &&
+        !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, false}, false).routes_first &&
+        !gpu::divide_dispatch(99, {3.6, 2.7, 8, 14336, true}, false).routes_first);
   CHECK(gpu::Heuristics::route_blocks(0, 16) == 1 && gpu::Heuristics::route_blocks(4096, 16) == 16);
   CHECK(gpu::Heuristics::route_blocks(513, 32) == 5);
 }
@@ -362,6 +370,30 @@ void test_parts_of_a_sum() {
   for (int64_t tokens = 0; tokens <= gpu::kMostFusedTokens; ++tokens)
     for (const int strips : {1, 4, 14, 64})
       CHECK(parts(tokens, strips) >= 1 && parts(tokens, strips) <= strips);
+}
+
+/// What a dropless dispatch is offered: all that may come, or half as many rows again as do with uniform
+/// routing, if that is not much memory.
+void test_offered_rows() {
+  DeviceShape shape{};
+  shape.ranks = 2;
+  shape.top_k = 8;
+  shape.num_experts = 256;
+  shape.hidden = 7168;
+  shape.max_tokens = 4096;
+  shape.dtype = DType::bfloat16;
+  const auto rows = [&](int64_t tokens, RowLayout layout, int64_t alignment = 1) {
+    return gpu::offered_rows(tokens, layout, alignment, shape);
+  };
+  CHECK(rows(128, RowLayout::expert).rows == 1536 && rows(128, RowLayout::expert).positions == 1536);
+  CHECK(rows(128, RowLayout::rank).rows == 256 && rows(128, RowLayout::rank).positions == 1536);
+  CHECK(rows(0, RowLayout::expert).rows == rows(32, RowLayout::expert).rows);  // others may bring some
+  CHECK(rows(128, RowLayout::expert, 4).rows == 1536 + 3 * 128);
+  CHECK(rows(512, RowLayout::expert).rows == 0 && rows(512, RowLayout::rank).rows == 1024);
+  CHECK(rows(8, RowLayout::expert, 128).rows == 0);
+  shape.ranks = 8;  // with one expert each no more than all tokens come
+  shape.num_experts = 8;
+  CHECK(rows(100, RowLayout::expert).rows == 800);
 }
 
 /// The shapes that kernels for few tokens serve have their tables in the shared memory of a block.
@@ -399,6 +431,7 @@ int main() {
   test_division_of_a_combine();
   test_division_of_a_dispatch();
   test_parts_of_a_sum();
+  test_offered_rows();
   test_shapes_of_one_kernel();
   test_chunks();
   test_rows_on_the_wire();

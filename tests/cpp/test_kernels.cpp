@@ -81,6 +81,7 @@ struct Step {
   bool weighted = false;
   int combines = 0;
   int alignment = 1;
+  bool dropless = false;
   RowLayout layout = RowLayout::expert;
 
   bool by_rank() const { return layout == RowLayout::rank; }
@@ -144,8 +145,11 @@ Step make_step(const Shape& shape, Random& random) {
   size_t most = 0;
   for (const auto& origins : step.origins) most = std::max(most, origins.size());
   const int64_t capacity = static_cast<int64_t>(most) + (draw(random, 0, 3) == 0 ? -draw(random, 0, 5) : 3);
-  for (Input& input : step.inputs) {
-    input.capacity = std::max<int64_t>(capacity, 0);
+  step.dropless = draw(random, 0, 2) == 0;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    Input& input = step.inputs[static_cast<size_t>(rank)];
+    input.capacity = step.dropless ? static_cast<int64_t>(step.origins[static_cast<size_t>(rank)].size())
+                                   : std::max<int64_t>(capacity, 0);
     input.answers = random_rows(random, input.capacity, shape.hidden);
     input.factors = random_factors(random, input.capacity);
   }
@@ -225,7 +229,7 @@ class Rank {
   };
 
   static bool overflows(const Step& step) {
-    return std::any_of(step.origins.begin(), step.origins.end(), [&](const auto& origins) {
+    return !step.dropless && std::any_of(step.origins.begin(), step.origins.end(), [&](const auto& origins) {
       return static_cast<int64_t>(origins.size()) > step.inputs[0].capacity;
     });
   }
@@ -242,7 +246,8 @@ class Rank {
     if (sent.tokens > 0 && draw(random_, 0, 2) > 0) {
       const int blocks = draw(random_, 2, 6), most = blocks - gpu::leading_blocks(blocks) - 1;
       const int senders = draw(random_, 0, 1) * draw(random_, 0, most);
-      const gpu::FusedArguments both{sent, received, draw(random_, 0, 1) == 0 ? 8 : 4, senders};
+      gpu::FusedArguments both{sent, received, draw(random_, 0, 1) == 0 ? 8 : 4, senders};
+      if (dispatch && sent.capacity < 0) return move_offered(both, blocks);
       gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
       return main_.join();
     }
@@ -255,6 +260,28 @@ class Rank {
     gpu::launch_dispatch_receive(launch(main_, draw(random_, 1, 3)), comm, received);
     main_.join();
     side_.join();
+  }
+
+  /// A dropless dispatch in one kernel, whose output is offered: large enough or, at first, too small.
+  void move_offered(gpu::FusedArguments both, int blocks) {
+    const int64_t needed = both.receive.rows, positions = both.receive.positions;
+    const bool enough = needed == 0 || draw(random_, 0, 1) == 0;
+    both.offered = true;
+    if (!enough) both.receive.rows = draw(random_, 0, static_cast<int>(needed) - 1);
+    if (!enough && both.receive.layout == RowLayout::expert) both.receive.positions = both.receive.rows;
+    gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, blocks), comm, both);
+    main_.join();
+    CHECK(status_.rows.ticket == both.send.ticket && status_.rows.rows == needed);
+    if (enough) return;
+    const auto* const out = reinterpret_cast<const uint16_t*>(both.receive.out);
+    CHECK(std::all_of(out, out + needed * comm.window.shape.hidden, [](uint16_t v) { return v == 0xffff; }));
+    both.offered = false;
+    both.again = true;
+    both.senders = 0;
+    both.receive.rows = needed;
+    both.receive.positions = positions;
+    gpu::launch_dispatch_fused<WireFormat::same>(launch(main_, draw(random_, 1, 5)), comm, both);
+    main_.join();
   }
 
   void check_dispatch(const Shape& shape, const Step& step, const Input& input) {
@@ -271,8 +298,9 @@ class Rank {
     sent.plan = plan_.data();
     sent.tokens = input.tokens;
     sent.alignment = step.alignment;
-    sent.capacity = input.capacity;
-    sent.positions = step.by_rank() ? input.capacity * shape.top_k : -1;
+    sent.capacity = step.dropless ? -1 : input.capacity;
+    sent.positions = step.by_rank() && !step.dropless ? input.capacity * shape.top_k : -1;
+    sent.ticket = ++tickets_;
     sent.layout = step.layout;
     gpu::ReceiveArguments received{};
     received.rows = input.capacity;
@@ -378,6 +406,7 @@ class Rank {
   std::vector<Line> memory_;
   std::vector<int32_t> plan_;
   HostStatus status_{};
+  uint64_t tickets_ = 0;
 };
 
 void play(const Shape& shape, Random& random) {

@@ -71,6 +71,8 @@ class LoopbackNative:
     """Do its threads end at close()?"""
     few = 0
     """Tokens up to which operations are split in two halves."""
+    offer = (0, 0)
+    """Rows and positions that a dropless dispatch is offered."""
 
     def __init__(
         self,
@@ -155,7 +157,9 @@ class LoopbackNative:
         sending, receiving, stream = arguments[:11], arguments[11:19], arguments[19]
         self.calls.append(f"dispatch@{stream}")
         self._send(*sending)
-        self._receive(*receiving)
+        dropless, rows, positions = sending[8] < 0, *receiving[:2]
+        if not dropless or (self.rows <= rows and self.positions <= positions):
+            self._receive(*receiving)
 
     def begin_dispatch(self, *arguments: Any) -> None:
         *sending, stream = arguments
@@ -233,6 +237,12 @@ class LoopbackNative:
 
     def copies_pay(self) -> bool:
         return False
+
+    def offered_rows(self, tokens: int, layout: Any, alignment: int) -> tuple[int, int]:
+        return self.offer
+
+    def accept_rows(self) -> None:
+        self.calls.append("accept_rows")
 
     def wait_rows(self) -> tuple[int, int]:
         self.calls.append("wait_rows")

@@ -14,6 +14,7 @@ import moecomm
 from moecomm.arguments import check_dispatch, check_wire_options
 from moecomm.backends.arrays import shared_tensor
 from moecomm.setup.checks import check_combine_wire, check_gradient_wire
+from moecomm.types import Layout
 from tests.unit.loopback import FakeGpu, FakeWindow, LoopbackNative, loopback
 
 __all__ = ["loopback"]  # a fixture, which pytest finds by its name here
@@ -77,6 +78,45 @@ class TestOperations:
         torch.testing.assert_close(y_TH, x_TH * torch.where(ids_TK >= 0, weights_TK, 0).sum(1, keepdim=True))
         assert native.calls[-1] == "combine@100" and gpu.log == []
         assert gpu.ranges == ["moecomm dispatch", "pop", "moecomm combine", "pop"]
+
+    @pytest.mark.parametrize("layout", ["expert", "rank"])
+    @pytest.mark.parametrize("offer", [(7, 7), (20, 20), (3, 3), (20, 3), (3, 20)])
+    def test_offered_rows(self, offer: tuple[int, int], layout: Layout) -> None:
+        """Rows that fit stay where they are, and their tensors can be changed in place; others are received
+        into tensors of their size."""
+        comm, native, _ = _comm()
+        x_TH, ids_TK, weights_TK = _inputs()
+        want = comm.dispatch(x_TH, ids_TK, weights_TK, layout=layout)
+        rows, positions = len(want.tokens), 7
+        native.offer = offer if layout == "rank" else (offer[0], offer[0])
+        seen = len(native.calls)
+        x_TH.requires_grad_()
+        out = comm.dispatch(x_TH, ids_TK, weights_TK, layout=layout)
+        fits = rows <= offer[0] and (layout == "expert" or positions <= offer[1])
+        last = "accept_rows" if fits else "finish_dispatch@100"
+        assert native.calls[seen:] == ["dispatch@100", "wait_rows", last]
+        for name in ("tokens", "weights", "expert_rows", "expert_weights", "topk_idx", "offsets"):
+            got, wanted = getattr(out, name), getattr(want, name)
+            assert (got is None) == (wanted is None), name
+            assert got is None or torch.equal(got, wanted), name
+        out.tokens.mul_(2)
+        comm.combine(out.tokens, out.handle).sum().backward()
+        assert x_TH.grad is not None
+
+    def test_rows_without_memory_for_the_offer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        comm, native, _ = _comm()
+        want = comm.dispatch(*_inputs())
+        real = torch.Tensor.new_empty_strided
+
+        def new_empty(like: torch.Tensor, shape: Any, strides: Any) -> torch.Tensor:
+            if shape[0] == 1000:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(like, shape, strides)
+
+        monkeypatch.setattr(torch.Tensor, "new_empty_strided", new_empty)
+        native.offer = (1000, 1000)
+        assert torch.equal(comm.dispatch(*_inputs()).tokens, want.tokens)
+        assert native.calls[-3:] == ["dispatch@100", "wait_rows", "finish_dispatch@100"]
 
     def test_rank_rows(self) -> None:
         comm, _, _ = _comm()

@@ -45,6 +45,7 @@ struct SendArguments {
   RowLayout layout;
   uint64_t ticket;       ///< dropless: number under which the host waits for the row count
   int32_t route_blocks;  ///< dispatch: blocks that share the routes
+  bool routes_first;     ///< dispatch: the kernel that sends begins when they have gone out
   int32_t warps;         ///< of a block that move rows, at most; in a pipe, of so many the memory for stages
   int32_t relay_blocks;  ///< the last ones of the grid, which relay what other nodes send
   bool quantise;         ///< x is in the communicator's dtype, the wire is not
@@ -80,8 +81,10 @@ struct ReceiveArguments {
 struct FusedArguments {
   SendArguments send;
   ReceiveArguments receive;
-  int32_t team_warps;  ///< that work on a row
-  int32_t senders;     ///< blocks that send, the others receive; 0: each does both
+  int32_t team_warps = 0;  ///< that work on a row
+  int32_t senders = 0;     ///< blocks that send, the others receive; 0: each does both
+  bool offered = false;    ///< the output may be too small for a dropless dispatch: nothing is received then
+  bool again = false;      ///< only receives what an offered dispatch has not
 };
 
 /// Arguments of both sides of a combine.

@@ -18,6 +18,9 @@
 // instructions are run more than a few times here, and to fetch one that has not been run takes longer than
 // to run it: so loops are short and not unrolled where nothing is held by bytes.
 //
+// A dropless dispatch is offered an output before anybody knows how many rows come. Where it is too small
+// nothing is received, and when the host has a larger one this kernel runs again for that part alone.
+//
 // The backward of a combine does the same along its plan, without routes and tables.
 //
 // The file is compiled once for each format in which rows travel, MOECOMM_WIRE (CMakeLists.txt).
@@ -514,6 +517,29 @@ __device__ void lead(const Comm& comm, const SendArguments& args, uint64_t epoch
   if (waits && !failed) agree_on_operation(comm, args.operation, epoch);
 }
 
+/// True if the output has room for the rows of a dropless dispatch.
+__device__ bool has_room(const PlanHeader& header, const ReceiveArguments& args) {
+  return header.needed_rows <= args.rows && header.needed_positions <= args.positions;
+}
+
+/// Sends this block's share of the rows, and says that it has read the epoch. False if nothing is received.
+template <DType dtype>
+__device__ bool send(const Comm& comm, const FusedArguments& args, uint64_t epoch, int block, int senders,
+                     FusedMemory& memory) {
+  const Operation operation = args.send.operation;
+  const bool failed = failed_for_block(comm);
+  const bool valid = !failed && (operation == Operation::dispatch ||
+                                 PlanView{args.send.plan, comm.plan_fields}.header().id != 0);
+  if (valid && block < senders) {
+    const Team team(args.team_warps, block, senders);
+    if (team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
+  }
+  // No warp waits for the others here, some of which wait for the links.
+  if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
+  pass_epoch(comm, epoch);
+  return valid;
+}
+
 /// The work of the other blocks.
 template <DType dtype>
 __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoch, int leads,
@@ -522,15 +548,8 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
   const PlanView plan{args.send.plan, comm.plan_fields};
   const int block = static_cast<int>(blockIdx.x) - leads, blocks = static_cast<int>(gridDim.x) - leads;
   const int senders = args.senders == 0 ? blocks : args.senders;
-  const bool failed = failed_for_block(comm);
-  const bool valid = !failed && (operation == Operation::dispatch || plan.header().id != 0);
-  if (valid && block < senders) {
-    const Team team(args.team_warps, block, senders);
-    if (team.number >= 0) send_rows<dtype>(comm, args.send, epoch, team, memory);
-  }
-  // No warp waits for the others here, some of which wait for the links.
-  if (lane_id() == 0) device::note_phase(comm, operation, Phase::sent);
-  pass_epoch(comm, epoch);
+  const bool valid =
+      args.again ? !failed_for_block(comm) : send<dtype>(comm, args, epoch, block, senders, memory);
   if (!valid || block < args.senders) return;
   // The blocks that have sent least take the first.
   const Team team(args.team_warps, blocks - 1 - block, blocks - args.senders);
@@ -549,7 +568,8 @@ __device__ void work(const Comm& comm, const FusedArguments& args, uint64_t epoc
     tables = RowTables::in(memory.tables, comm);
     if (!take_counts(comm, epoch, counts, tables.tokens, memory.few)) return;
     begin_rows();  // their routes are loaded meanwhile
-    lay_out_rows(comm, args.send, epoch, counts, tables);
+    const PlanHeader header = lay_out_rows(comm, args.send, epoch, counts, tables);
+    if (args.offered && !has_room(header, args.receive)) return;
     __syncthreads();
   } else {
     begin_rows();
@@ -563,9 +583,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     dispatch_fused_kernel(const __grid_constant__ Comm comm, const __grid_constant__ FusedArguments args) {
   extern __shared__ __align__(128) std::byte shared[];
   FusedMemory& memory = *reinterpret_cast<FusedMemory*>(shared);
-  const uint64_t epoch = comm.state().epoch + 1;
-  device::start_clock(comm, args.send.operation);
-  const int leads = leading_blocks(static_cast<int>(gridDim.x));
+  const uint64_t epoch = comm.state().epoch + (args.again ? 0 : 1);
+  if (!args.again) device::start_clock(comm, args.send.operation);
+  const int leads = args.again ? 0 : leading_blocks(static_cast<int>(gridDim.x));
   if (static_cast<int>(blockIdx.x) < leads)
     lead(comm, args.send, epoch, leads, memory);
   else

@@ -3,10 +3,11 @@
 //     route_few.cuh, by one block, where there are few)
 //   - the first block then waits for what the other ranks announce, and makes the plan of what arrives here
 //     (plan.cuh)
-// The kernel that sends runs beside this one and waits for none of it, but where rows go to other nodes.
-// These blocks take the SMs of those that receive, which have nothing to do before. With several nodes the
-// last blocks hand on what the ranks of this rank's rail announce and work out (relay_records.cuh), which the
-// plan wants: so this kernel ends whether or not the next one has begun.
+// The kernel that sends runs beside this one, or begins when routes have gone out (`routes_first`), and waits
+// for none of it, but where rows go to other nodes. These blocks take the SMs of those that receive, which
+// have nothing to do before. With several nodes the last blocks hand on what the ranks of this rank's rail
+// announce and work out (relay_records.cuh), which the plan wants: so this kernel ends whether or not the
+// next one has begun.
 //
 // Where the copy engine moves the rows (`copied`), this kernel ends when the windows of others may be
 // written.
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ int32_t shared_word;
   int32_t* const scratch = reinterpret_cast<int32_t*>(shared);
-  ptx::launch_dependents();
+  if (!args.routes_first) ptx::launch_dependents();
   const uint64_t epoch = comm.state().epoch + 1;
   device::start_clock(comm, args.operation);
   const bool failed = failed_for_block(comm);
@@ -46,6 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     else
       route(comm, args, epoch, args.route_blocks, scratch, kWords, &shared_word);
   }
+  if (args.routes_first) ptx::launch_dependents();
   if (blockIdx.x != 0) return;
   __syncthreads();
   make_plan(comm, args, epoch, scratch, kWords);

@@ -51,6 +51,30 @@ inline constexpr int kFusedCounts = 30720, kFusedTables = 8192;
 /// Blocks of a dispatch in one kernel of `blocks` blocks that take no rows.
 MOECOMM_HD constexpr int leading_blocks(int blocks) { return blocks > 2 ? 2 : 1; }
 
+/// Rows of output, and positions in expert-major order.
+struct RowCounts {
+  int64_t rows, positions;
+};
+inline double owners_of_token(int32_t ranks, int32_t top_k);
+
+/// The output that a dropless dispatch of `tokens` tokens in one kernel is given before the number of its
+/// rows is known, so that the host waits for that number beside the kernel and not before it: for all rows
+/// that may come if no rank has more tokens, but for at most half as many again as come with uniform routing.
+/// Without rows where it would be large: it takes memory for as long as the rows are kept.
+inline RowCounts offered_rows(int64_t tokens, RowLayout layout, int64_t alignment, const DeviceShape& shape) {
+  constexpr int64_t kLeastTokens = 32;  // other ranks may bring more
+  constexpr int64_t kMostBytes = 64 << 20;
+  constexpr double kSlack = 1.5;
+  const int64_t each = std::max(tokens, kLeastTokens), local = shape.local_experts();
+  const auto most = [&](int64_t of_token, double expected) {
+    return std::min(shape.ranks * each * of_token, static_cast<int64_t>(kSlack * expected * each));
+  };
+  RowCounts offered{0, most(std::min<int64_t>(shape.top_k, local), shape.top_k) + local * (alignment - 1)};
+  offered.rows =
+      layout == RowLayout::expert ? offered.positions : most(1, owners_of_token(shape.ranks, shape.top_k));
+  return offered.rows * shape.row_bytes() <= kMostBytes ? offered : RowCounts{};
+}
+
 /// True where one kernel does all of an operation of `tokens` tokens, if it may do so for at most `most`: for
 /// none where that is 0, and so not for a rank without tokens.
 inline bool in_one_kernel(int64_t tokens, int64_t most) { return most > 0 && tokens <= most; }
@@ -70,7 +94,8 @@ inline int most_fused_tokens(int64_t ranks, int64_t num_experts) {
 /// Blocks of the two sides of a dispatch, or of the backward of a combine.
 struct DispatchBlocks {
   int send, receive;
-  int send_warps;  ///< of a block that move rows, at most
+  int send_warps;     ///< of a block that move rows, at most
+  bool routes_first;  ///< a dispatch sends its rows behind what it announces, not beside it
 
   int all() const { return send + receive; }
 };
@@ -223,6 +248,16 @@ inline DispatchBlocks divide_dispatch(int total, const RowMoves& row, bool even)
   best.receive = total - best.send;
   // Rows under way in more warps than these only wait for each other, and arrive later.
   best.send_warps = std::max(4, 240 / best.send);
+  // What is announced waits on the links behind rows. Where the memory holds the dispatch, and neither links
+  // nor blocks, rows that are sent some time later are there early enough, and those that receive begin
+  // sooner.
+  constexpr double kMemory =
+      3000;  // bytes in a nanosecond, with rows that are read and written here and there
+  constexpr double kClearly = 1.15;
+  const double staged = row.quantised ? row.owners : row.sent;
+  const double memory_time = (bytes + (staged + row.owners) * wire + row.received * bytes) / kMemory;
+  best.routes_first = memory_time > kClearly * std::max({send_time / best.send, row.sent * wire / kLinks,
+                                                         receive_time / best.receive});
   return best;
 }
 
